@@ -1,0 +1,48 @@
+# One entry for everything. On a fresh machine: `make demo`, `make test`. PYTHON selects the interpreter (3.11+).
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+STUBS  := clients/python
+
+.PHONY: help setup demo test check bench protos lint types clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP)  ## Create .venv and install the project with its development tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup  ## Two workers, one cache, two kills: a conversation that never starts over
+	$(BIN)/python -m benchmarks.demo
+
+test: setup  ## Run the tests
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd protos && ../$(BIN)/buf lint
+
+types: setup
+	$(BIN)/mypy
+
+check: lint types stubs-current test  ## Everything that a reviewer would run
+
+protos: setup  ## Generate the Python stubs
+	./protos/generate.sh $(BIN) $(STUBS)
+
+.PHONY: stubs-current
+stubs-current: setup
+	./protos/generate.sh $(BIN) --check $(STUBS)
+
+bench: setup  ## All benchmarks at their small size, JSON under bench-out/
+	$(BIN)/python -m benchmarks.all --quick --out-dir bench-out
+
+clean:  ## Remove the environment and build products
+	rm -rf $(VENV) build dist bench-out *.egg-info
