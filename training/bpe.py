@@ -10,7 +10,17 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from training import corpus, tasks
 
-SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|doc|>", "<|ask|>"]
+SPECIAL_TOKENS = [
+    "<|pad|>",
+    "<|bos|>",
+    "<|end|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|tool|>",
+    "<|doc|>",
+    "<|ask|>",
+]
 VOCABULARY = 4096
 SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 CHAT_TEMPLATE = (

@@ -447,10 +447,13 @@ class MatchResponse(_message.Message):
     MATCHES_FIELD_NUMBER: _builtins.int
     MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     PROMOTED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMOTE_MS_FIELD_NUMBER: _builtins.int
     matched_tokens: _builtins.int
     """Sum of matched_tokens."""
     promoted_tokens: _builtins.int
     """Of these, tokens whose payload had to come from the durable tier."""
+    promote_ms: _builtins.float
+    """Milliseconds that bringing them in took."""
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkMatch]:
         """Chunks in order from the first token; empty when nothing matches."""
@@ -461,10 +464,11 @@ class MatchResponse(_message.Message):
         matches: _abc.Iterable[Global___ChunkMatch] | None = ...,
         matched_tokens: _builtins.int = ...,
         promoted_tokens: _builtins.int = ...,
+        promote_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched_tokens", b"matched_tokens", "matches", b"matches", "promoted_tokens", b"promoted_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched_tokens", b"matched_tokens", "matches", b"matches", "promote_ms", b"promote_ms", "promoted_tokens", b"promoted_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,122 @@
+"""Arenas: memory that the daemon owns and workers map.
+
+A slot is a range of an arena. Its ``generation`` grows with every allocation, so that a reference to an
+earlier use of the same bytes can be told from the current one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.extents import Extents
+
+ALIGNMENT = 4096
+_MADV_POPULATE_WRITE = 23
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A range of an arena. ``size_bytes`` is the payload's, not the rounded allocation's."""
+
+    arena_id: int
+    offset: int
+    size_bytes: int
+    generation: int
+
+
+class Arena(Protocol):
+    """Memory with an allocator. Not thread-safe, but for ``view``, which may be read and written from any thread."""
+
+    arena_id: int
+    size_bytes: int
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    def allocate(self, size_bytes: int) -> Slot | None:
+        """Takes a slot, or returns None when no free range is long enough."""
+        ...
+
+    def free(self, slot: Slot) -> None: ...
+
+    def view(self, slot: Slot) -> memoryview:
+        """The slot's bytes, shared with every process that maps the arena."""
+        ...
+
+    def check_integrity(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MemoryArena:
+    """An arena in this process's own memory; the reference implementation, and what tests use."""
+
+    def __init__(self, size_bytes: int, arena_id: int = 0, memory: memoryview | None = None) -> None:
+        self.arena_id = arena_id
+        self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
+        self._memory = memory if memory is not None else memoryview(bytearray(self.size_bytes))
+        self._pages = Extents(self.size_bytes // ALIGNMENT)
+        self._generation = 0
+
+    @property
+    def used_bytes(self) -> int:
+        return (self._pages.capacity - self._pages.free_units) * ALIGNMENT
+
+    def allocate(self, size_bytes: int) -> Slot | None:
+        page = self._pages.allocate(-(-size_bytes // ALIGNMENT))
+        if page is None:
+            return None
+        self._generation += 1
+        return Slot(self.arena_id, page * ALIGNMENT, size_bytes, self._generation)
+
+    def free(self, slot: Slot) -> None:
+        self._pages.free(slot.offset // ALIGNMENT)
+
+    def view(self, slot: Slot) -> memoryview:
+        return self._memory[slot.offset : slot.offset + slot.size_bytes]
+
+    def check_integrity(self) -> None:
+        self._pages.check_integrity()
+
+    def close(self) -> None:
+        self._memory.release()
+
+
+class HostArena(MemoryArena):
+    """A file in tmpfs, mode 0600. Removed when closed; a killed daemon's is removed by the next one's start.
+
+    Raises ConfigurationError when the file system has no room for it.
+    """
+
+    def __init__(self, size_bytes: int, folder: Path, arena_id: int = 0) -> None:
+        size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
+        for stale in folder.glob("arena-*"):
+            stale.unlink(missing_ok=True)
+        self.path = folder / f"arena-{secrets.token_hex(8)}"
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, size_bytes)
+            self._map = mmap.mmap(handle, size_bytes)
+        except OSError as error:
+            self.path.unlink()
+            raise ConfigurationError(
+                f"no room for an arena of {size_bytes} bytes in {folder}: {error.strerror}; "
+                "choose a smaller --arena-bytes or another --arena-dir"
+            ) from error
+        finally:
+            os.close(handle)
+        with contextlib.suppress(OSError):  # kernels before 5.14 fault the pages in on first use instead
+            self._map.madvise(_MADV_POPULATE_WRITE)
+        super().__init__(size_bytes, arena_id, memoryview(self._map))
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+        super().close()
+        self._map.close()

@@ -1,0 +1,37 @@
+"""Sessions, leases and reservations: who holds what, and how it is given back."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from cache_daemon.arena import Slot
+from cache_daemon.chunk import Chunk
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
+
+ID_BYTES = 16
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """A slot that a session writes; invisible until it commits."""
+
+    header: ChunkHeader
+    slot: Slot
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """What one attached worker holds. Ends with its stream."""
+
+    name: str
+    namespace: bytes
+    descriptor: NamespaceDescriptor
+    id: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
+    leases: dict[bytes, Chunk] = field(default_factory=dict)
+    reservations: dict[bytes, Reservation] = field(default_factory=dict)
+
+
+def new_lease_id() -> bytes:
+    """Opaque, and not to be guessed by another session."""
+    return secrets.token_bytes(ID_BYTES)

@@ -1,0 +1,1 @@
+"""The command line. Commands that start a server import it only when they run."""

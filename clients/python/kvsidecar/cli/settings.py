@@ -1,0 +1,130 @@
+"""Turns a settings class into command-line flags and runs a service with it.
+
+Flags over environment over ``--config FILE`` over defaults. A bad value stops the start with one sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import inspect
+import json
+import logging
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import structlog
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings
+
+from kvsidecar.errors import ConfigurationError, KVSidecarError
+
+S = TypeVar("S", bound=BaseSettings)
+
+
+def describe_fields(settings: type[BaseSettings]) -> dict[str, str]:
+    """The text under each field of a settings class."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(settings))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            value = getattr(text.value, "value", None)
+            if isinstance(value, str):
+                texts[field.target.id] = " ".join(value.split())
+    return texts
+
+
+def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings], skip: Sequence[str] = ()) -> None:
+    """One ``--flag`` per field; unset flags leave the decision to environment, file and default."""
+    texts = describe_fields(settings)
+    prefix = settings.model_config.get("env_prefix", "")
+    for name, field in settings.model_fields.items():
+        if name in skip:
+            continue
+        default = field.get_default(call_default_factory=True)
+        text = texts.get(name, "")
+        choices = [a for a in get_args(field.annotation) if isinstance(a, str)]
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=name,
+            default=argparse.SUPPRESS,
+            metavar=None if choices else name.upper().rsplit("_", 1)[-1],
+            choices=choices or None,
+            **({"nargs": "?", "const": "true"} if field.annotation is bool else {}),  # type: ignore[arg-type]
+            help=f"{text} [{prefix}{name.upper()}; default: {default if default not in ('', None) else 'none'}]".replace(
+                "%", "%%"
+            ),
+        )
+    parser.add_argument("--config", type=Path, default=None, help="TOML file with the same names as the flags")
+
+
+def read_settings(settings: type[S], given: dict[str, Any], config: Path | None) -> S:
+    """Builds the settings. Raises ConfigurationError with one sentence that names setting, value and rule."""
+    values: dict[str, Any] = {}
+    if config is not None:
+        try:
+            loaded = tomllib.loads(config.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"cannot read the configuration file {config}: {error}") from error
+        values.update({k.replace("-", "_"): v for k, v in loaded.items()})
+    try:
+        from_environment = settings().model_dump(exclude_unset=True) if values else {}
+        merged = {**values, **from_environment, **given}
+        for name, value in merged.items():
+            field = settings.model_fields.get(name)
+            if field is not None and value == "none" and type(None) in get_args(field.annotation):
+                merged[name] = None
+        return settings(**merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(p) for p in first["loc"]) or "the settings"
+        raise ConfigurationError(
+            f"{name} is {first.get('input')!r}: {first['msg'].removeprefix('Value error, ')}"
+        ) from error
+
+
+def configure_logging(level: str) -> None:
+    """Structured logs on stderr: for people on a terminal, JSON lines otherwise."""
+    terminal = sys.stderr.isatty()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.dict_tracebacks,
+            structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(serializer=json.dumps),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def run_service(
+    name: str, settings: type[S], serve: Callable[[S], Coroutine[Any, Any, None]], arguments: Sequence[str]
+) -> int:
+    """Parses flags and runs ``serve`` on a uvloop. Returns the exit code: 0 stopped, 2 bad settings, 1 failed."""
+    import uvloop
+
+    parser = argparse.ArgumentParser(prog=name, description=inspect.getdoc(settings))
+    add_flags(parser, settings)
+    given = vars(parser.parse_args(arguments))
+    config_file = given.pop("config")
+    try:
+        config = read_settings(settings, given, config_file)
+        configure_logging(getattr(config, "log_level", "info"))
+        uvloop.run(serve(config), debug=False)
+    except ConfigurationError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KVSidecarError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 0
+    return 0

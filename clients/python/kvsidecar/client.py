@@ -1,0 +1,264 @@
+"""gRPC clients of an inference worker, sync and async.
+
+Both raise ``KVSidecarError``s. A ``deadline`` is in seconds and ends the request at the worker too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvsidecar.errors import from_rpc
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
+from kvsidecar.runtime import default_runtime_dir, socket_target
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer. Times in milliseconds, from the request's arrival at the worker."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    timings: dict[str, float]
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list, repr=False)
+
+    @property
+    def ttft_ms(self) -> float:
+        return self.timings["ttft_ms"]
+
+
+@dataclass(frozen=True)
+class CompletionChunk:
+    """A piece of an answer; ``final`` is set in the last one."""
+
+    text: str
+    token_ids: list[int]
+    final: Completion | None = None
+
+
+def default_target() -> str:
+    """The first worker of ``kvsidecar serve``."""
+    return socket_target(default_runtime_dir() / "worker-0.sock")
+
+
+def target_of(address: str | Path | None) -> str:
+    """A gRPC target from a socket's path, ``host:port``, or None for the default."""
+    if address is None:
+        return default_target()
+    if isinstance(address, Path) or address.startswith(("/", ".")):
+        return socket_target(Path(address))
+    return address
+
+
+def to_prompt(prompt: Prompt) -> pb.Prompt:
+    """Text, token ids or chat messages (``{"role", "content"}``) to a Prompt."""
+    if isinstance(prompt, str):
+        return pb.Prompt(text=prompt)
+    if prompt and isinstance(prompt[0], dict):
+        messages = [pb.ChatMessage(role=m["role"], content=m["content"]) for m in prompt]  # type: ignore[index,call-overload]
+        return pb.Prompt(chat=pb.Chat(messages=messages))
+    return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
+
+
+def to_request(
+    prompt: Prompt,
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    logprobs: int | None = None,
+    skip_cache: bool = False,
+    tenant_salt: bytes = b"",
+    request_id: str = "",
+) -> pb.GenerateRequest:
+    """A GenerateRequest; what is None is left to the worker's default."""
+    return pb.GenerateRequest(
+        prompt=to_prompt(prompt),
+        max_tokens=max_tokens,
+        sampling=pb.Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed),
+        stop=stop,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        cache=pb.CacheOptions(skip_read=skip_cache, skip_write=skip_cache, tenant_salt=tenant_salt),
+        request_id=request_id,
+    )
+
+
+_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+def timings_dict(timings: pb.Timings) -> dict[str, float]:
+    """All fields of a Timings message, zeros included."""
+    return {f.name: getattr(timings, f.name) for f in timings.DESCRIPTOR.fields}
+
+
+def _completion(response: pb.GenerateResponse | pb.GenerateStreamResponse, text: str, ids: list[int]) -> Completion:
+    return Completion(
+        text=text,
+        token_ids=ids,
+        finish_reason=_FINISH.get(response.finish_reason, ""),
+        prompt_tokens=response.usage.prompt_tokens,
+        cached_tokens=response.usage.cached_tokens,
+        generated_tokens=response.usage.generated_tokens,
+        timings=timings_dict(response.timings),
+        logprobs=list(response.logprobs),
+    )
+
+
+class Client:
+    """Synchronous client. Thread-safe; close it, or use it as a context manager."""
+
+    def __init__(self, address: str | Path | None = None) -> None:
+        self._channel = grpc.insecure_channel(target_of(address), options=_OPTIONS)
+        self.stub: Any = InferenceServiceStub(self._channel)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def wait_ready(self, seconds: float) -> None:
+        """Waits until the worker listens. Raises TimeoutError."""
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout=seconds)
+        except grpc.FutureTimeoutError:
+            raise TimeoutError(f"no worker answered within {seconds} s") from None
+
+    def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Any) -> Completion:
+        """Generates and waits for the end. Options are those of ``to_request``."""
+        response = self._call(self.stub.Generate, to_request(prompt, **options), deadline)
+        return _completion(response, response.text, list(response.token_ids))
+
+    def stream(self, prompt: Prompt, *, deadline: float | None = None, **options: Any) -> Iterator[CompletionChunk]:
+        """Generates piece by piece. Closing the iterator cancels the request."""
+        request = pb.GenerateStreamRequest(request=to_request(prompt, **options))
+        call = self.stub.GenerateStream(request, timeout=deadline)
+        gather = _Gather()
+        try:
+            for part in call:
+                yield gather.add(part)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+        finally:
+            call.cancel()
+
+    def warm(self, prompt: Prompt, *, deadline: float | None = None, tenant_salt: bytes = b"") -> pb.WarmResponse:
+        """Reads a prompt into the cache."""
+        request = pb.WarmRequest(prompt=to_prompt(prompt), cache=pb.CacheOptions(tenant_salt=tenant_salt))
+        response: pb.WarmResponse = self._call(self.stub.Warm, request, deadline)
+        return response
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        return list(self._call(self.stub.Tokenize, pb.TokenizeRequest(prompt=to_prompt(prompt)), 30).token_ids)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._call(self.stub.Detokenize, pb.DetokenizeRequest(token_ids=ids), 30).text)
+
+    def model(self) -> pb.GetModelResponse:
+        response: pb.GetModelResponse = self._call(self.stub.GetModel, pb.GetModelRequest(), 10)
+        return response
+
+    def stats(self) -> pb.GetStatsResponse:
+        response: pb.GetStatsResponse = self._call(self.stub.GetStats, pb.GetStatsRequest(), 10)
+        return response
+
+    @staticmethod
+    def _call(method: Any, request: Any, deadline: float | None) -> Any:
+        try:
+            return method(request, timeout=deadline)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+
+
+class AsyncClient:
+    """Asynchronous client for one event loop."""
+
+    def __init__(self, address: str | Path | None = None) -> None:
+        self._channel = grpc.aio.insecure_channel(target_of(address), options=_OPTIONS)
+        self.stub: Any = InferenceServiceStub(self._channel)  # type: ignore[arg-type]
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Any) -> Completion:
+        """Generates and waits for the end. Options are those of ``to_request``."""
+        response = await self._call(self.stub.Generate, to_request(prompt, **options), deadline)
+        return _completion(response, response.text, list(response.token_ids))
+
+    async def stream(
+        self, prompt: Prompt, *, deadline: float | None = None, **options: Any
+    ) -> AsyncIterator[CompletionChunk]:
+        """Generates piece by piece. Closing the iterator cancels the request."""
+        call = self.stub.GenerateStream(
+            pb.GenerateStreamRequest(request=to_request(prompt, **options)), timeout=deadline
+        )
+        gather = _Gather()
+        try:
+            async for part in call:
+                yield gather.add(part)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+        finally:
+            call.cancel()
+
+    async def warm(self, prompt: Prompt, *, deadline: float | None = None, tenant_salt: bytes = b"") -> pb.WarmResponse:
+        """Reads a prompt into the cache."""
+        request = pb.WarmRequest(prompt=to_prompt(prompt), cache=pb.CacheOptions(tenant_salt=tenant_salt))
+        response: pb.WarmResponse = await self._call(self.stub.Warm, request, deadline)
+        return response
+
+    async def model(self) -> pb.GetModelResponse:
+        response: pb.GetModelResponse = await self._call(self.stub.GetModel, pb.GetModelRequest(), 10)
+        return response
+
+    async def stats(self) -> pb.GetStatsResponse:
+        response: pb.GetStatsResponse = await self._call(self.stub.GetStats, pb.GetStatsRequest(), 10)
+        return response
+
+    @staticmethod
+    async def _call(method: Any, request: Any, deadline: float | None) -> Any:
+        try:
+            return await method(request, timeout=deadline)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+
+
+class _Gather:
+    """Adds up the parts of a stream."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[pb.TokenLogprob] = []
+
+    def add(self, part: pb.GenerateStreamResponse) -> CompletionChunk:
+        self._text.append(part.text)
+        self._ids.extend(part.token_ids)
+        final = _completion(part, "".join(self._text), self._ids) if part.finish_reason else None
+        return CompletionChunk(part.text, list(part.token_ids), final)

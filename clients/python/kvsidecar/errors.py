@@ -1,0 +1,212 @@
+"""The one error tree, and the table that maps it to gRPC status and HTTP code.
+
+Every message is one sentence that names the value and what is allowed. Over gRPC an error travels as
+``google.rpc.Status`` with ``ErrorInfo{domain, reason}`` (https://google.aip.dev/193).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+CACHE_DOMAIN = "kvsidecar.cache"
+INFERENCE_DOMAIN = "kvsidecar.inference"
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class KVSidecarError(Exception):
+    """Base of all errors that a caller may handle. ``reason`` is stable; the text is for people."""
+
+    reason = "INTERNAL"
+
+
+class InvalidRequest(KVSidecarError):
+    """A field of the request has a value that is not allowed."""
+
+    reason = "INVALID_REQUEST"
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt leaves no room in the model's context."""
+
+    reason = "PROMPT_TOO_LONG"
+
+
+class UnsupportedOption(InvalidRequest):
+    """The option exists elsewhere but not here; it is refused by name instead of ignored."""
+
+    reason = "UNSUPPORTED_OPTION"
+
+
+class UnknownModel(KVSidecarError):
+    """The model asked for is not served here."""
+
+    reason = "UNKNOWN_MODEL"
+
+
+class NamespaceMismatch(KVSidecarError):
+    """The worker's namespace id is not that of the descriptor it sent."""
+
+    reason = "NAMESPACE_MISMATCH"
+
+
+class StaleEpoch(KVSidecarError):
+    """A slot reference is from before the daemon's last start."""
+
+    reason = "STALE_EPOCH"
+
+
+class UnknownSession(KVSidecarError):
+    """The session has ended, or never was."""
+
+    reason = "UNKNOWN_SESSION"
+
+
+class UnknownLease(KVSidecarError):
+    """The lease is not one of this session's."""
+
+    reason = "UNKNOWN_LEASE"
+
+
+class ChecksumMismatch(KVSidecarError):
+    """The bytes are not those that the checksum was made of."""
+
+    reason = "CHECKSUM_MISMATCH"
+
+
+class ChunkNotFound(KVSidecarError):
+    """No such chunk is stored."""
+
+    reason = "CHUNK_NOT_FOUND"
+
+
+class ArenaFull(KVSidecarError):
+    """Everything in the arena is leased or pinned."""
+
+    reason = "ARENA_FULL"
+
+
+class StoreUnavailable(KVSidecarError):
+    """The durable store cannot be opened: locked, of another version, or not writable."""
+
+    reason = "STORE_UNAVAILABLE"
+
+
+class EventsLost(KVSidecarError):
+    """The events after the given sequence number are no longer kept."""
+
+    reason = "EVENTS_LOST"
+
+
+class Overloaded(KVSidecarError):
+    """Too many requests wait already."""
+
+    reason = "OVERLOADED"
+
+
+class Unavailable(KVSidecarError):
+    """The service is not there, or is shutting down."""
+
+    reason = "UNAVAILABLE"
+
+
+class DeadlineExceeded(KVSidecarError):
+    """The deadline passed first."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(KVSidecarError):
+    """The caller cancelled."""
+
+    reason = "CANCELLED"
+
+
+class ModelUnsupported(KVSidecarError):
+    """The model's architecture or files cannot be served."""
+
+    reason = "MODEL_UNSUPPORTED"
+
+
+class ConfigurationError(KVSidecarError):
+    """A setting has a value that is not allowed."""
+
+    reason = "CONFIGURATION"
+
+
+# Error -> (gRPC status, HTTP code). A subclass without a row uses its parent's.
+STATUS: dict[type[KVSidecarError], tuple[grpc.StatusCode, int]] = {
+    KVSidecarError: (grpc.StatusCode.INTERNAL, 500),
+    InvalidRequest: (grpc.StatusCode.INVALID_ARGUMENT, 400),
+    UnknownModel: (grpc.StatusCode.NOT_FOUND, 404),
+    NamespaceMismatch: (grpc.StatusCode.FAILED_PRECONDITION, 409),
+    StaleEpoch: (grpc.StatusCode.FAILED_PRECONDITION, 409),
+    UnknownSession: (grpc.StatusCode.UNAUTHENTICATED, 401),
+    UnknownLease: (grpc.StatusCode.PERMISSION_DENIED, 403),
+    ChecksumMismatch: (grpc.StatusCode.DATA_LOSS, 422),
+    ChunkNotFound: (grpc.StatusCode.NOT_FOUND, 404),
+    ArenaFull: (grpc.StatusCode.RESOURCE_EXHAUSTED, 507),
+    StoreUnavailable: (grpc.StatusCode.UNAVAILABLE, 503),
+    EventsLost: (grpc.StatusCode.OUT_OF_RANGE, 410),
+    Overloaded: (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+    Unavailable: (grpc.StatusCode.UNAVAILABLE, 503),
+    DeadlineExceeded: (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
+    Cancelled: (grpc.StatusCode.CANCELLED, 499),
+}
+_BY_REASON: dict[str, type[KVSidecarError]] = {}
+_BY_CODE: dict[grpc.StatusCode, type[KVSidecarError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequest,
+}
+
+
+def _register(cls: type[KVSidecarError]) -> None:
+    _BY_REASON[cls.reason] = cls
+    for child in cls.__subclasses__():
+        _register(child)
+
+
+_register(KVSidecarError)
+
+
+def status_of(error: KVSidecarError) -> tuple[grpc.StatusCode, int]:
+    """The row of ``STATUS`` for an error: ``(gRPC status, HTTP code)``."""
+    for cls in type(error).__mro__:
+        if cls in STATUS:
+            return STATUS[cls]
+    return STATUS[KVSidecarError]
+
+
+def trailing_status(error: KVSidecarError, domain: str) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
+    """``(code, text, trailing metadata)`` that carry an error over gRPC."""
+    code, _ = status_of(error)
+    info = any_pb2.Any()
+    info.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=domain))
+    status = status_pb2.Status(code=code_pb2.Code.Value(code.name), message=str(error), details=[info])
+    return code, str(error), ((_DETAILS_KEY, status.SerializeToString()),)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KVSidecarError, domain: str) -> NoReturn:
+    """Ends a call with an error. Never returns."""
+    code, text, metadata = trailing_status(error, domain)
+    await context.abort(code, text, metadata)
+    raise AssertionError("abort returned")
+
+
+def from_rpc(error: grpc.RpcError) -> KVSidecarError:
+    """The error that a failed call stands for, whatever server sent it."""
+    code, text = error.code(), error.details() or ""
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY:
+            status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode("latin-1"))
+            for detail in status.details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info) and info.reason in _BY_REASON:
+                    return _BY_REASON[info.reason](status.message)
+    return _BY_CODE.get(code, KVSidecarError)(f"{code.name}: {text}" if text else code.name)

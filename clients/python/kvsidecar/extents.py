@@ -1,0 +1,91 @@
+"""Best-fit allocation of contiguous ranges; used by the daemon's arena and the worker's KV pool."""
+
+from __future__ import annotations
+
+from sortedcontainers import SortedList
+
+
+class Extents:
+    """Free ranges of ``[0, capacity)`` in abstract units.
+
+    Best fit, lowest offset first among equals; neighbours are merged when freed. Not thread-safe. O(log n).
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity is {capacity}; it must be at least 1")
+        self.capacity = capacity
+        self.free_units = capacity
+        self._by_size: SortedList = SortedList([(capacity, 0)])
+        self._size_at: dict[int, int] = {0: capacity}  # free range: start -> length
+        self._start_of_end: dict[int, int] = {capacity: 0}  # free range: end -> start
+        self._used: dict[int, int] = {}
+
+    def allocate(self, units: int) -> int | None:
+        """Takes ``units`` contiguous units and returns where they begin, or None when no range is long enough."""
+        if units < 1:
+            raise ValueError(f"cannot allocate {units} units")
+        i = self._by_size.bisect_left((units, -1))
+        if i == len(self._by_size):
+            return None
+        length, start = self._by_size[i]
+        self._remove(start, length)
+        if length > units:
+            self._insert(start + units, length - units)
+        self._used[start] = units
+        self.free_units -= units
+        return int(start)
+
+    def extend(self, start: int, units: int) -> bool:
+        """Lengthens the range at ``start`` in place by ``units`` if the units behind it are free."""
+        end = start + self._used[start]
+        length = self._size_at.get(end, 0)
+        if length < units:
+            return False
+        self._remove(end, length)
+        if length > units:
+            self._insert(end + units, length - units)
+        self._used[start] += units
+        self.free_units -= units
+        return True
+
+    def free(self, start: int) -> int:
+        """Frees the range at ``start`` and returns its length. Raises KeyError when none begins there."""
+        units = length = self._used.pop(start)
+        self.free_units += length
+        before = self._start_of_end.get(start)
+        if before is not None:
+            size = self._size_at[before]
+            self._remove(before, size)
+            start, length = before, length + size
+        after = self._size_at.get(start + length)
+        if after is not None:
+            self._remove(start + length, after)
+            length += after
+        self._insert(start, length)
+        return units
+
+    @property
+    def largest_free(self) -> int:
+        """Length of the longest free range."""
+        return int(self._by_size[-1][0]) if self._by_size else 0
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless free and used ranges tile the whole exactly."""
+        at = 0
+        ranges = sorted([*self._size_at.items(), *self._used.items()])
+        for start, length in ranges:
+            assert start == at, f"range at {start} does not follow the one that ends at {at}"
+            at = start + length
+        assert at == self.capacity, f"ranges end at {at} of {self.capacity}"
+        assert self.free_units == sum(self._size_at.values()), "free_units does not add up"
+
+    def _insert(self, start: int, length: int) -> None:
+        self._by_size.add((length, start))
+        self._size_at[start] = length
+        self._start_of_end[start + length] = start
+
+    def _remove(self, start: int, length: int) -> None:
+        self._by_size.remove((length, start))
+        del self._size_at[start]
+        del self._start_of_end[start + length]

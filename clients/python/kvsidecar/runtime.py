@@ -1,0 +1,47 @@
+"""Where sockets and shared memory lie, and that nobody else can reach them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from kvsidecar.errors import ConfigurationError
+
+_LONGEST_SOCKET_PATH = 107  # sun_path, without its terminating zero
+
+
+def default_runtime_dir() -> Path:
+    """``$XDG_RUNTIME_DIR/kvsidecar``, or a folder of this user under ``/tmp``."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "kvsidecar" if base else Path(f"/tmp/kvsidecar-{os.getuid()}")
+
+
+def default_data_dir() -> Path:
+    """``$XDG_DATA_HOME/kvsidecar``, or ``~/.local/share/kvsidecar``."""
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "kvsidecar"
+
+
+def ensure_private_dir(path: Path) -> Path:
+    """Creates a folder with mode 0700. Raises ConfigurationError when it belongs to somebody else or is open."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"cannot create the folder {path}: {error.strerror}") from error
+    found = path.stat()
+    if found.st_uid != os.getuid():
+        raise ConfigurationError(f"the folder {path} belongs to user {found.st_uid}; choose one of your own")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigurationError(f"the folder {path} is open to other users; run: chmod 700 {path}")
+    return path
+
+
+def socket_target(path: Path) -> str:
+    """The gRPC target of a Unix socket. Raises ConfigurationError when the path is too long for one."""
+    absolute = str(path.absolute())
+    if len(absolute.encode()) > _LONGEST_SOCKET_PATH:
+        raise ConfigurationError(
+            f"the socket path {absolute} has {len(absolute.encode())} bytes; at most {_LONGEST_SOCKET_PATH} are allowed"
+        )
+    return f"unix:{absolute}"

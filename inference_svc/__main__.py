@@ -1,0 +1,32 @@
+"""``python -m inference_svc worker|gateway|serve``: the command lines of the servers."""
+
+from __future__ import annotations
+
+import sys
+
+from kvsidecar.cli.settings import run_service
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command, rest = (arguments[0] if arguments else ""), arguments[1:]
+    if command == "worker":
+        from inference_svc.config import WorkerConfig
+        from inference_svc.server import serve
+
+        return run_service("kvsidecar worker", WorkerConfig, serve, rest)
+    if command == "gateway":
+        from inference_svc.gateway.config import GatewayConfig
+        from inference_svc.gateway.server import serve as serve_gateway
+
+        return run_service("kvsidecar gateway", GatewayConfig, serve_gateway, rest)
+    if command == "serve":
+        from inference_svc.supervisor import main as supervise
+
+        return supervise(rest)
+    print("usage: python -m inference_svc worker|gateway|serve [--help]", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

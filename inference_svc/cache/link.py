@@ -1,0 +1,229 @@
+"""Loads sequences from the daemon's arena into the pool, and stores finished ones.
+
+One thread does both, in order: what a finished request stores is there for the next turn of its conversation.
+Nothing here fails a request: whatever goes wrong is counted, logged once, and the prompt is computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+
+from inference_svc.cache.economy import Economy
+from inference_svc.cache.session import DaemonLink, Session
+from inference_svc.engine.pool import KVPool
+from inference_svc.engine.sequence import Sequence, StoredPrefix
+from kvkernels import pack_chunk, unpack_chunk
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.errors import KVSidecarError, from_rpc
+from kvsidecar.layout import Geometry, layout_of, new_header
+
+log = structlog.get_logger("cache")
+
+Done = Callable[[Sequence, int], None]
+# A sequence's chunks are written in groups of this many, so that a long one does not wait for its last chunk.
+_GROUP = 32
+
+
+@dataclass
+class CacheStats:
+    """Counters since the start."""
+
+    failures: int = 0
+    stored_chunks: int = 0
+    refused_chunks: int = 0
+    pending_saves: int = 0
+
+
+class CacheLink:
+    """The engine's ``Cache`` over a daemon."""
+
+    def __init__(self, daemon: DaemonLink, geometry: Geometry, chunk_tokens: int, timeout_seconds: float) -> None:
+        self.stats = CacheStats()
+        self._daemon, self._geometry = daemon, geometry
+        self._chunk_tokens, self._timeout = chunk_tokens, timeout_seconds
+        self._economy = Economy()
+        self._thread = ThreadPoolExecutor(1, "kv-io")
+
+    @property
+    def attached(self) -> bool:
+        return self._daemon.session is not None
+
+    def close(self) -> None:
+        """Finishes what is queued and ends the session. Blocks."""
+        self._thread.shutdown()
+        self._daemon.close()
+
+    # ---- loading --------------------------------------------------------------------------------------------
+
+    def load(self, sequence: Sequence, pool: KVPool, done: Done) -> bool:
+        if self._daemon.session is None or len(sequence.tokens) < 2 or not self._economy.worth_loading():
+            return False
+        self._thread.submit(self._guarded, self._load, sequence, pool, done)
+        return True
+
+    def _load(self, session: Session, sequence: Sequence, pool: KVPool) -> int:
+        began = time.perf_counter()
+        request = pb.MatchRequest(
+            session_id=session.id, tenant_salt=sequence.cache.tenant_salt, token_ids=sequence.tokens
+        )
+        found = session.stub.Match(request, timeout=self._timeout)
+        looked_up = time.perf_counter()
+        # The last token is always computed: its logits are wanted.
+        most = len(sequence.tokens) - 1
+        tokens = 0
+        try:
+            for match in found.matches:
+                take = min(match.matched_tokens, most - tokens)
+                if take <= 0:
+                    break
+                self._restore(session, sequence, pool, match, tokens, take)
+                tokens += take
+            if not session.trusted:
+                raise ConnectionError("the session ended while chunks were copied")
+        finally:
+            leases = [m.lease_id for m in found.matches]
+            if leases:
+                session.stub.Release.future(pb.ReleaseRequest(session_id=session.id, lease_ids=leases), timeout=5.0)
+        sequence.stored = _stored_prefix(found.matches)
+        ended = time.perf_counter()
+        sequence.timings.lookup_ms += (looked_up - began) * 1e3
+        sequence.timings.transfer_ms += found.promote_ms
+        sequence.timings.restore_ms += (ended - looked_up) * 1e3
+        self._economy.loaded(tokens, ended - began)
+        return tokens
+
+    def _restore(
+        self, session: Session, sequence: Sequence, pool: KVPool, match: pb.ChunkMatch, at: int, take: int
+    ) -> None:
+        header = match.header
+        if Geometry.of(header) != self._geometry or header.start_position != at:
+            raise ValueError(f"a chunk at {header.start_position} of {Geometry.of(header)} does not fit at {at}")
+        if match.slot.size_bytes != layout_of(header).size_bytes:
+            raise ValueError(f"a slot of {match.slot.size_bytes} bytes does not hold its chunk")
+        assert sequence.table is not None
+        slots = sequence.table.slots(at, at + take)
+        unpack_chunk(pool.keys, pool.values, slots, header, session.view(match.slot))
+
+    # ---- storing --------------------------------------------------------------------------------------------
+
+    def save(self, sequence: Sequence, pool: KVPool, done: Done) -> bool:
+        computed = sequence.prompt_tokens - sequence.cached_tokens
+        self._economy.prefilled(computed, sequence.timings.prefill_ms / 1e3)
+        if self._daemon.session is None or sequence.computed <= sequence.stored.covered:
+            return False
+        self.stats.pending_saves += 1
+        self._thread.submit(self._guarded, self._save, sequence, pool, self._count_down(done))
+        return True
+
+    def _count_down(self, done: Done) -> Done:
+        def call(sequence: Sequence, stored: int) -> None:
+            self.stats.pending_saves -= 1
+            done(sequence, stored)
+
+        return call
+
+    def _save(self, session: Session, sequence: Sequence, pool: KVPool) -> int:
+        stored = self._save_from(session, sequence, pool, sequence.stored)
+        if stored is None:  # the parent was evicted meanwhile: the pool still has it all
+            stored = self._save_from(session, sequence, pool, StoredPrefix())
+        return stored or 0
+
+    def _save_from(self, session: Session, sequence: Sequence, pool: KVPool, prefix: StoredPrefix) -> int | None:
+        """Stores the tokens after ``prefix``. Returns the tokens stored, or None when its last chunk is gone."""
+        headers = self._headers(sequence, prefix)
+        parent, stored = prefix.prefix_hash, prefix.tokens
+        for at in range(0, len(headers), _GROUP):
+            group = headers[at : at + _GROUP]
+            for header in group:
+                header.parent_prefix_hash = parent
+                root = parent or keys.tenant_root(keys.namespace_id(self._daemon.descriptor), sequence.cache.tenant_salt)
+                parent = keys.prefix_hash(root, header.token_ids)
+            request = pb.ReserveRequest(
+                session_id=session.id, tenant_salt=sequence.cache.tenant_salt, headers=group
+            )
+            reserved = session.stub.Reserve(request, timeout=self._timeout * 4).reservations
+            if at == 0 and reserved[0].outcome == pb.RESERVE_OUTCOME_PARENT_MISSING:
+                return None
+            stored += self._write(session, sequence, pool, group, list(reserved))
+        return stored
+
+    def _headers(self, sequence: Sequence, prefix: StoredPrefix) -> list[ChunkHeader]:
+        """Headers of the chunks to store: cut at multiples of the chunk size, with the tail."""
+        fresh = max(1, sequence.prompt_tokens - sequence.cached_tokens)
+        per_token = sequence.timings.prefill_ms / 1e3 / fresh
+        headers, start = [], prefix.tokens
+        while start < sequence.computed:
+            end = min((start // self._chunk_tokens + 1) * self._chunk_tokens, sequence.computed)
+            header = new_header(self._geometry, sequence.tokens[start:end], start)
+            header.prefill_seconds = per_token * (end - start)
+            headers.append(header)
+            start = end
+        return headers
+
+    def _write(
+        self,
+        session: Session,
+        sequence: Sequence,
+        pool: KVPool,
+        headers: list[ChunkHeader],
+        reserved: list[pb.Reservation],
+    ) -> int:
+        """Fills the granted slots and commits them. Returns how many leading tokens of the group are stored."""
+        assert sequence.table is not None
+        items, stored, unbroken = [], 0, True
+        for header, reservation in zip(headers, reserved, strict=True):
+            count = len(header.token_ids)
+            if reservation.outcome == pb.RESERVE_OUTCOME_GRANTED:
+                view = session.view(reservation.slot)
+                start = header.start_position
+                pack_chunk(pool.keys, pool.values, sequence.table.slots(start, start + count), header, view)
+                items.append(
+                    pb.CommitItem(lease_id=reservation.lease_id, checksum=keys.checksum(view), epoch=session.epoch)
+                )
+                self.stats.stored_chunks += 1
+            elif reservation.outcome != pb.RESERVE_OUTCOME_ALREADY_STORED:
+                self.stats.refused_chunks += 1
+                unbroken = False
+            stored += count if unbroken else 0
+        if items:
+            session.stub.Commit(pb.CommitRequest(session_id=session.id, items=items), timeout=self._timeout * 10)
+        return stored
+
+    # ---- failing --------------------------------------------------------------------------------------------
+
+    def _guarded(self, work: Any, sequence: Sequence, pool: KVPool, done: Done) -> None:
+        """Runs a piece of work; any failure ends the session and counts, and the request goes on with 0 tokens."""
+        tokens = 0
+        session = self._daemon.session
+        if session is not None:
+            try:
+                tokens = work(session, sequence, pool)
+            except (grpc.RpcError, KVSidecarError, ConnectionError, ValueError) as error:
+                self.stats.failures += 1
+                text = from_rpc(error) if isinstance(error, grpc.RpcError) else error
+                log.warning("cache failed, computing instead", request=sequence.id, error=str(text))
+                self._daemon.drop(session)
+            except Exception:
+                self.stats.failures += 1
+                log.exception("cache failed, computing instead", request=sequence.id)
+                self._daemon.drop(session)
+        done(sequence, tokens)
+
+
+def _stored_prefix(matches: Any) -> StoredPrefix:
+    """Where storing goes on: after the last chunk that matched wholly."""
+    tokens, last, covered = 0, b"", 0
+    for match in matches:
+        covered += match.matched_tokens
+        if match.matched_tokens == len(match.header.token_ids):
+            tokens, last = covered, match.header.prefix_hash
+    return StoredPrefix(tokens, last, covered)

@@ -1,0 +1,186 @@
+"""The session with the daemon: attached while it can be, tried again when it cannot."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import structlog
+
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
+from kvsidecar.errors import from_rpc
+
+PROTOCOL_VERSION = 1
+CONNECT_SECONDS = 2.0
+_FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 2.0
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+]
+
+log = structlog.get_logger("cache")
+
+
+@dataclass(eq=False)
+class Session:
+    """One attachment to one start of the daemon. ``arena`` is its memory, mapped."""
+
+    epoch: int
+    id: bytes
+    arena: memoryview
+    stub: CacheServiceStub
+    heartbeat_seconds: float
+    last_ack: float = field(default_factory=time.monotonic)
+    alive: bool = True
+
+    @property
+    def trusted(self) -> bool:
+        """Leases taken a moment ago are still held: the daemon cannot have ended the session yet."""
+        return self.alive and time.monotonic() - self.last_ack < 2 * self.heartbeat_seconds
+
+    def view(self, slot: pb.SlotRef) -> memoryview:
+        """The slot's bytes. Raises ValueError for a reference that cannot be this session's."""
+        if slot.epoch != self.epoch:
+            raise ValueError(f"slot of epoch {slot.epoch:x} in a session of epoch {self.epoch:x}")
+        end = slot.offset + slot.size_bytes
+        if slot.arena_id != 0 or end > len(self.arena):
+            raise ValueError(f"slot {slot.arena_id}:{slot.offset}+{slot.size_bytes} is outside the arena")
+        return self.arena[slot.offset : end]
+
+
+class DaemonLink:
+    """Keeps a session open on a thread of its own. ``session`` is None while there is none."""
+
+    def __init__(self, target: str, name: str, descriptor: NamespaceDescriptor) -> None:
+        self._target, self._name, self.descriptor = target, name, descriptor
+        self._namespace = keys.namespace_id(descriptor)
+        self._session: Session | None = None
+        self._stop = threading.Event()
+        self._ended = threading.Event()
+        self._changed = threading.Condition()
+        self._logged = ""
+        self._thread = threading.Thread(target=self._run, name="kv-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def session(self) -> Session | None:
+        found = self._session
+        return found if found is not None and found.alive else None
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for a session; True when there is one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.session is not None, seconds)
+
+    def drop(self, session: Session) -> None:
+        """Ends a session whose daemon did not answer; a new one is tried. All its leases are freed."""
+        session.alive = False
+        self._ended.set()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._ended.set()
+        self._thread.join(timeout=CONNECT_SECONDS + 1)
+
+    def _run(self) -> None:
+        backoff = _FIRST_BACKOFF
+        while not self._stop.is_set():
+            attached = self._attach_once()
+            backoff = _FIRST_BACKOFF if attached else min(_LAST_BACKOFF, backoff * 2)
+            self._stop.wait(backoff)
+
+    def _attach_once(self) -> bool:
+        """One session from beginning to end. True when it came about."""
+        self._ended.clear()
+        outgoing: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
+        hello = pb.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            client_name=self._name,
+            descriptor=self.descriptor,
+            namespace=self._namespace,
+        )
+        outgoing.put(pb.AttachRequest(hello=hello))
+        with grpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS) as channel:
+            try:
+                grpc.channel_ready_future(channel).result(timeout=CONNECT_SECONDS)
+            except grpc.FutureTimeoutError:
+                self._note("the cache daemon does not answer; serving without cache")
+                return False
+            stub: Any = CacheServiceStub(channel)
+            incoming = stub.Attach(iter(outgoing.get, None))
+            watchdog = threading.Timer(CONNECT_SECONDS, incoming.cancel)
+            watchdog.start()
+            session: Session | None = None
+            try:
+                welcome = next(incoming).welcome
+                watchdog.cancel()
+                session = self._begin(welcome, stub)
+                self._hold(session, incoming, outgoing)
+            except (grpc.RpcError, StopIteration, OSError, ValueError) as error:
+                text = str(from_rpc(error)) if isinstance(error, grpc.RpcError) else str(error)
+                self._note(f"the session with the cache daemon ended: {text}; serving without cache")
+            finally:
+                watchdog.cancel()
+                if session is not None:
+                    session.alive = False
+                self._session = None
+                outgoing.put(None)
+                incoming.cancel()
+            return session is not None
+
+    def _begin(self, welcome: pb.Welcome, stub: CacheServiceStub) -> Session:
+        if not welcome.arenas or welcome.arenas[0].kind != pb.ARENA_KIND_HOST_FILE:
+            raise ValueError("the daemon offers no memory that this worker can map")
+        described = welcome.arenas[0]
+        handle = os.open(described.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            mapped = mmap.mmap(handle, described.size_bytes)
+        finally:
+            os.close(handle)
+        session = Session(
+            welcome.epoch, welcome.session_id, memoryview(mapped), stub, welcome.heartbeat_interval_ms / 1000
+        )
+        with self._changed:
+            self._session = session
+            self._logged = ""
+            self._changed.notify_all()
+        log.info("attached to the cache daemon", epoch=f"{welcome.epoch:x}", arena_bytes=described.size_bytes)
+        return session
+
+    def _hold(
+        self, session: Session, incoming: Iterator[pb.AttachResponse], outgoing: queue.SimpleQueue[Any]
+    ) -> None:
+        """Sends heartbeats until the stream ends, the session is dropped or the link is closed."""
+
+        def read() -> None:
+            try:
+                for _ in incoming:
+                    session.last_ack = time.monotonic()
+            except grpc.RpcError as error:
+                if not self._stop.is_set():
+                    self._note(f"the session with the cache daemon ended: {from_rpc(error)}; serving without cache")
+            session.alive = False
+            self._ended.set()
+
+        reader = threading.Thread(target=read, name="kv-link-read", daemon=True)
+        reader.start()
+        while not self._ended.wait(session.heartbeat_seconds):
+            outgoing.put(pb.AttachRequest(heartbeat=pb.Heartbeat()))
+
+    def _note(self, text: str) -> None:
+        """Logs a state once, not at every attempt."""
+        if text != self._logged:
+            self._logged = text
+            log.warning(text)

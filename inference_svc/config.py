@@ -1,0 +1,71 @@
+"""The worker's settings: flags over ``KVSIDECAR_WORKER_*`` over file over defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from kvsidecar.runtime import default_runtime_dir
+from kvsidecar.sizes import parse_size
+
+
+class WorkerConfig(BaseSettings):
+    """Everything that an inference worker can be told."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVSIDECAR_WORKER_", extra="forbid", frozen=True, protected_namespaces=()
+    )
+
+    model: str = "demo"
+    """demo (built in), shape:NAME (random weights, for measuring), a folder, or a hub id."""
+    served_name: str = ""
+    """Name that clients ask for; the model's own when empty."""
+    socket: Path = Field(default_factory=lambda: default_runtime_dir() / "worker-0.sock")
+    """Unix socket to listen on; created with mode 0600."""
+    tcp: str = ""
+    """Additional host:port. Off by default; there is no authentication."""
+    cache_socket: Path | None = Field(default_factory=lambda: default_runtime_dir() / "cache.sock")
+    """Socket of the cache daemon; none to serve without one."""
+    name: str = "worker-0"
+    """Name in logs and in the daemon's sessions."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: str = "auto"
+    """auto (the checkpoint's), float32, bfloat16 or, on CUDA, float16."""
+    storage_bits: Literal[16, 8, 4] = 8
+    """Bits per stored element: 16 keeps the pool's own values, 8 and 4 quantize."""
+    chunk_tokens: int = Field(default=128, ge=8, le=4096)
+    """Tokens per stored chunk."""
+    pool_bytes: int = 2 << 30
+    """Size of the KV pool."""
+    batch_tokens: int = Field(default=512, ge=16, le=65536)
+    """Most rows of one forward; longer prompts are read in pieces."""
+    batch_sequences: int = Field(default=64, ge=1, le=1024)
+    """Most sequences in the batch."""
+    max_waiting: int = Field(default=1024, ge=1)
+    """Requests beyond this many waiting ones are refused."""
+    context_length: int = Field(default=0, ge=0)
+    """Most tokens of prompt and answer; the model's own when 0."""
+    cache_timeout_ms: int = Field(default=500, ge=10, le=60_000)
+    """How long the daemon may take to answer before the request goes on without it."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads for matrix work; all cores when 0."""
+    strict: bool = True
+    """Refuse architectures that have not been verified."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the Prometheus endpoint on 127.0.0.1; 0 for none."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe message to log."""
+
+    @field_validator("pool_bytes", mode="before")
+    @classmethod
+    def _size(cls, value: object) -> object:
+        return parse_size(value) if isinstance(value, str) else value
+
+    @field_validator("storage_bits", mode="before")
+    @classmethod
+    def _number(cls, value: object) -> object:
+        return int(value) if isinstance(value, str) and value.isdigit() else value

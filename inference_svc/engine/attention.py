@@ -1,0 +1,133 @@
+"""Attention of packed rows over the paged pool, registered with ``transformers.AttentionInterface``.
+
+The batch travels in the place of the attention mask, which every supported model hands through untouched.
+
+Batch invariance (CPU): a row's output must not depend on which rows are computed with it, or a cache hit would
+change the answer. torch's flash kernel gives a row the same bits whenever its number of query rows is a multiple
+of 4 and its number of keys a multiple of 512 (its key block); both are padded here, and masked keys contribute
+exact zeros. Grouped query heads are packed into rows for short segments: eight rows share one pass over the
+keys where seven heads would take seven.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from inference_svc.engine.rows import ROW_MULTIPLE, Batch, Segment
+
+ATTENTION = "kvsidecar_rows"
+# Above this many rows, packing heads into rows costs more for the mask than it saves.
+_PACK_ROWS = 64
+
+
+def _keys_values(batch: Batch, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[padded, kv_heads, head_dim]`` of a segment: a view when they lie in one piece."""
+    keys, values = batch.pool.keys[layer], batch.pool.values[layer]
+    if segment.first_slot is not None:
+        end = segment.first_slot + segment.padded
+        return keys[segment.first_slot : end], values[segment.first_slot : end]
+    assert segment.slots is not None
+    return keys.index_select(0, segment.slots), values.index_select(0, segment.slots)
+
+
+def _mask(segment: Segment, group: int, window: int | None, like: Tensor) -> Tensor:
+    """Additive mask ``[rows * group, padded to ROW_MULTIPLE; padded keys]``; built once per forward."""
+    found = segment.masks.get((group, window))
+    if found is not None:
+        return found
+    key = torch.arange(segment.padded, device=like.device)
+    row = torch.arange(segment.start, segment.start + segment.rows, device=like.device)[:, None]
+    hidden = key > row
+    if window is not None:
+        hidden |= key <= row - window
+    mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+    mask = mask.repeat_interleave(group, 0) if group > 1 else mask
+    extra = -mask.shape[0] % ROW_MULTIPLE
+    if extra:
+        mask = torch.cat((mask, mask[-1:].expand(extra, -1)))
+    segment.masks[group, window] = mask
+    return mask
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, segment: Segment, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """``query [rows, heads, dim]`` to output of the same shape."""
+    rows, heads, dim = query.shape
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    packed = group > 1 and rows <= _PACK_ROWS
+    if packed:
+        q = query.view(rows, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, rows * group, dim)
+        mask = _mask(segment, group, window, query)
+    else:
+        q = query.transpose(0, 1)
+        mask = _mask(segment, 1, window, query)
+    extra = mask.shape[0] - q.shape[1]
+    if extra:
+        q = F.pad(q, (0, 0, 0, extra))
+    if softcap is None:
+        out = F.scaled_dot_product_attention(
+            q[None], keys, values, attn_mask=mask, scale=scale, enable_gqa=not packed and group > 1
+        )[0]
+    else:
+        out = _soft_capped(q[None], keys, values, mask, scale, softcap, 1 if packed else group)[0]
+    if packed:
+        return out[:, : rows * group].reshape(kv_heads, rows, group, dim).permute(1, 0, 2, 3).reshape(rows, heads, dim)
+    return out[:, :rows].transpose(0, 1)
+
+
+def _soft_capped(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float, group: int
+) -> Tensor:
+    """Attention with ``softcap * tanh(scores / softcap)`` (Gemma 2); in float32, as the eager model does."""
+    if group > 1:
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale
+    scores = torch.tanh(scores / softcap) * softcap + mask
+    return torch.matmul(torch.softmax(scores, -1), values.float()).to(q.dtype)
+
+
+def attend_rows(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Batch,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """``query [1, heads, rows, dim]``, ``key``/``value [1, kv_heads, rows, dim]`` to ``[1, rows, heads, dim]``."""
+    batch, layer = attention_mask, module.layer_idx
+    _scatter(batch, batch.pool.keys[layer], key[0].transpose(0, 1))
+    _scatter(batch, batch.pool.values[layer], value[0].transpose(0, 1))
+    rows_first = query[0].transpose(0, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # zeros: padding rows belong to no segment, and what they hold must be finite
+    out = torch.zeros(rows_first.shape, dtype=query.dtype, device=query.device)
+    for segment in batch.segments:
+        part = slice(segment.first_row, segment.first_row + segment.rows)
+        keys, values = _keys_values(batch, segment, layer)
+        out[part] = _attend(rows_first[part], keys, values, segment, scale, sliding_window, softcap)
+    return out[None], None
+
+
+def _scatter(batch: Batch, pool: Tensor, rows: Tensor) -> None:
+    if batch.contiguous_slots is not None:
+        first, count = batch.contiguous_slots
+        pool[first : first + count] = rows[:count]
+    else:
+        pool.index_copy_(0, batch.slots, rows)
+
+
+def register() -> None:
+    """Makes the function known to transformers. Idempotent."""
+    AttentionInterface.register(ATTENTION, attend_rows)

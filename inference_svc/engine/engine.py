@@ -1,0 +1,337 @@
+"""The engine: one thread that batches rows of all running sequences, step by step.
+
+A step takes one row of every decoding sequence and fills the token budget with pieces of prompts. Loading from
+and storing to the cache happen on the cache's own thread; a sequence's pages belong to that thread meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from inference_svc.engine import rows
+from inference_svc.engine.forward import Decoder
+from inference_svc.engine.pool import KVPool
+from inference_svc.engine.sampling import Drawn
+from inference_svc.engine.sequence import Finish, Output, Sequence, State
+from inference_svc.model.loader import LoadedModel
+from kvsidecar.errors import Overloaded, PromptTooLong, Unavailable
+
+log = structlog.get_logger("engine")
+
+# Pages taken ahead for a new sequence's answer, so that it stays in one piece.
+_SPARE_TOKENS = 256
+
+
+class Cache(Protocol):
+    """What the engine needs of the cache. Both calls return at once; the callbacks come on another thread."""
+
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
+        """Begins to fill the sequence's pages with the stored prefix; False when there is nothing to try."""
+        ...
+
+    def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
+        """Begins to store the sequence's pages; False when there is nothing to store."""
+        ...
+
+
+class LoadDone(Protocol):
+    def __call__(self, sequence: Sequence, tokens: int) -> None: ...
+
+
+class SaveDone(Protocol):
+    def __call__(self, sequence: Sequence, stored_tokens: int) -> None: ...
+
+
+class NoCache:
+    """No daemon: every prompt is computed."""
+
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
+        return False
+
+    def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
+        return False
+
+
+@dataclass
+class EngineStats:
+    """Counters since the start."""
+
+    requests: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Bounds of the batch."""
+
+    batch_tokens: int = 512
+    batch_sequences: int = 64
+    waiting: int = 1024
+
+
+class Engine:
+    """Runs sequences. ``submit`` and ``cancel`` may be called from any thread; all else is the engine's own."""
+
+    def __init__(self, loaded: LoadedModel, pool: KVPool, cache: Cache, limits: EngineLimits | None = None) -> None:
+        self.loaded, self.pool, self.stats = loaded, pool, EngineStats()
+        self._decoder = Decoder(loaded)
+        self._cache = cache
+        self._limits = limits or EngineLimits()
+        self._wake = threading.Condition()
+        self._inbox: deque[Sequence] = deque()
+        self._loaded: deque[tuple[Sequence, int]] = deque()
+        self._saved: deque[tuple[Sequence, int]] = deque()
+        self._waiting: deque[Sequence] = deque()
+        self._loading: set[Sequence] = set()
+        self._running: list[Sequence] = []
+        self._saving: set[Sequence] = set()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # ---- from any thread ------------------------------------------------------------------------------------
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and answer together: the model's, or the pool's if that is less."""
+        return min(self.loaded.context_length, self.pool.pages * 32)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises PromptTooLong, Overloaded, Unavailable."""
+        if sequence.prompt_tokens + 1 > self.context_length:
+            raise PromptTooLong(
+                f"the prompt has {sequence.prompt_tokens} tokens; with one token of answer at most "
+                f"{self.context_length} are allowed"
+            )
+        with self._wake:
+            if self._stopping:
+                raise Unavailable("the worker is shutting down; send the request to another one")
+            if len(self._inbox) + len(self._waiting) >= self._limits.waiting:
+                raise Overloaded(f"{self._limits.waiting} requests wait already; try again later")
+            self._inbox.append(sequence)
+            self._wake.notify()
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a sequence at the next step; its pages are free then. Idempotent."""
+        sequence.cancelled.set()
+        with self._wake:
+            self._wake.notify()
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """Sequences running, waiting, being saved."""
+        return len(self._running) + len(self._loading), len(self._inbox) + len(self._waiting), len(self._saving)
+
+    def stop(self) -> None:
+        """Ends the thread after the current step; unfinished sequences fail. Blocks."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page belongs to exactly one live sequence. Call it when idle."""
+        self.pool.check_integrity()
+        live = [*self._running, *self._loading, *self._saving]
+        held = sum(s.table.tokens for s in live if s.table) // 32
+        assert held + self.pool.free_pages == self.pool.pages, (
+            f"{held} pages are held and {self.pool.free_pages} free of {self.pool.pages}"
+        )
+
+    # ---- the engine's thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(self._has_work)
+                if self._stopping:
+                    break
+            try:
+                self._step()
+            except Exception as error:
+                log.exception("step failed")
+                for sequence in list(self._running):
+                    self._end(sequence, Finish.FAILED, f"{type(error).__name__}: {error}")
+        for sequence in [*self._inbox, *self._waiting, *self._running]:
+            sequence.sink(Output(finish=Finish.FAILED, error="the worker is shutting down"))
+
+    def _has_work(self) -> bool:
+        if self._stopping or self._inbox or self._loaded or self._saved or self._running:
+            return True
+        if any(s.cancelled.is_set() for s in self._waiting):
+            return True
+        return bool(self._waiting) and not self._loading and not self._saving
+
+    def _step(self) -> None:
+        self._collect()
+        self._drop_cancelled()
+        self._admit()
+        spans = self._plan()
+        if not spans:
+            return
+        batch = rows.build([span for _, span in spans], self.pool, self.loaded.device)
+        logits = self._decoder(batch)
+        self.stats.steps += 1
+        row = 0
+        for sequence, span in spans:
+            sequence.computed += len(span.tokens)
+            if span.wants_logits:
+                self._advance(sequence, sequence.sampler.draw(logits[row]))
+                row += 1
+
+    def _collect(self) -> None:
+        """Takes over what other threads have left."""
+        while self._inbox:
+            self._waiting.append(self._inbox.popleft())
+        while self._loaded:
+            sequence, tokens = self._loaded.popleft()
+            self._loading.discard(sequence)
+            sequence.computed = tokens
+            if not sequence.preempted:
+                sequence.cached_tokens = tokens
+            self._start(sequence)
+        while self._saved:
+            sequence, stored = self._saved.popleft()
+            self._saving.discard(sequence)
+            self._free(sequence)
+            sequence.state = State.DONE
+            sequence.sink(Output(stored_tokens=stored))
+
+    def _drop_cancelled(self) -> None:
+        for sequence in [s for s in self._running if s.cancelled.is_set()]:
+            self._end(sequence, Finish.CANCELLED)
+        for sequence in [s for s in self._waiting if s.cancelled.is_set()]:
+            self._waiting.remove(sequence)
+            self._end(sequence, Finish.CANCELLED)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) + len(self._loading) < self._limits.batch_sequences:
+            sequence = self._waiting[0]
+            left = sequence.max_tokens - sequence.generated
+            table = self.pool.allocate(len(sequence.tokens) + 1, min(left, _SPARE_TOKENS))
+            if table is None:
+                return
+            self._waiting.popleft()
+            sequence.table = table
+            sequence.timings.queue_ms += (time.perf_counter() - sequence.arrived) * 1e3 - sequence.timings.tokenize_ms
+            if sequence.cache.read and self._cache.load(sequence, self.pool, self._on_loaded):
+                sequence.state = State.LOADING
+                self._loading.add(sequence)
+            else:
+                self._start(sequence)
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.state = State.RUNNING
+        sequence.started_at = time.perf_counter()
+        self._running.append(sequence)
+        if sequence.cancelled.is_set():
+            self._end(sequence, Finish.CANCELLED)
+
+    def _plan(self) -> list[tuple[Sequence, rows.Span]]:
+        """Decoding sequences first, one row each; then prompts, oldest first, within the token budget."""
+        budget = self._limits.batch_tokens
+        spans: list[tuple[Sequence, rows.Span]] = []
+        ordered = sorted(self._running, key=lambda s: s.missing > 1)
+        for sequence in ordered:
+            if budget <= 0 or sequence.state is not State.RUNNING:
+                continue
+            count = min(sequence.missing, budget)
+            if not self._make_room(sequence, sequence.computed + count):
+                continue
+            assert sequence.table is not None
+            end = sequence.computed + count
+            piece = sequence.tokens[sequence.computed : end]
+            spans.append((sequence, rows.Span(piece, sequence.computed, sequence.table, end == len(sequence.tokens))))
+            budget -= count
+        # Making room for a later sequence may have sent an earlier one back to the queue.
+        return [(s, span) for s, span in spans if s.state is State.RUNNING]
+
+    def _make_room(self, sequence: Sequence, tokens: int) -> bool:
+        """Grows a sequence's pages, sending the youngest others back to the queue if it must."""
+        assert sequence.table is not None
+        while not self.pool.grow(sequence.table, tokens):
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._free(sequence)
+        sequence.computed = 0
+        sequence.preempted = True
+        sequence.state = State.WAITING
+        self._waiting.appendleft(sequence)
+        self.stats.preemptions += 1
+
+    def _advance(self, sequence: Sequence, drawn: Drawn) -> None:
+        """Takes a new token: text, stop conditions, output."""
+        now = time.perf_counter()
+        if not sequence.first_token_at:
+            sequence.first_token_at = now
+            sequence.timings.prefill_ms = (now - sequence.started_at) * 1e3
+            sequence.timings.ttft_ms = (now - sequence.arrived) * 1e3
+        sequence.tokens.append(drawn.token)
+        ended = drawn.token in sequence.stop_tokens
+        text = "" if ended else sequence.text.push(drawn.token)
+        finish = None
+        if ended or sequence.text.stopped:
+            finish = Finish.STOP
+        elif sequence.generated >= sequence.max_tokens or len(sequence.tokens) >= self.context_length:
+            finish = Finish.LENGTH
+        if finish is not None:
+            text += sequence.text.finish()
+            sequence.timings.decode_ms = (now - sequence.first_token_at) * 1e3
+        sequence.sink(Output(text, drawn, finish))
+        if finish is not None:
+            self._end(sequence, finish)
+
+    def _end(self, sequence: Sequence, finish: Finish, error: str = "") -> None:
+        if sequence in self._running:
+            self._running.remove(sequence)
+        failed = finish in (Finish.CANCELLED, Finish.FAILED)
+        if failed:
+            self.stats.cancelled += 1
+            sequence.sink(Output(finish=finish, error=error))
+        else:
+            self.stats.requests += 1
+            self.stats.prompt_tokens += sequence.prompt_tokens
+            self.stats.cached_tokens += sequence.cached_tokens
+            self.stats.generated_tokens += sequence.generated
+            if sequence.cache.write and self._cache.save(sequence, self.pool, self._on_saved):
+                sequence.state = State.SAVING
+                self._saving.add(sequence)
+                return
+        self._free(sequence)
+        sequence.state = State.DONE
+        if not failed:
+            sequence.sink(Output(stored_tokens=sequence.stored.covered))
+
+    def _free(self, sequence: Sequence) -> None:
+        if sequence.table is not None:
+            self.pool.free(sequence.table)
+            sequence.table = None
+
+    # ---- from the cache's thread ----------------------------------------------------------------------------
+
+    def _on_loaded(self, sequence: Sequence, tokens: int) -> None:
+        with self._wake:
+            self._loaded.append((sequence, tokens))
+            self._wake.notify()
+
+    def _on_saved(self, sequence: Sequence, stored_tokens: int) -> None:
+        with self._wake:
+            self._saved.append((sequence, stored_tokens))
+            self._wake.notify()

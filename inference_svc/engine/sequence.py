@@ -1,0 +1,118 @@
+"""One request inside the engine."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from inference_svc.engine.pool import BlockTable
+from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams
+from inference_svc.engine.text import TextStream
+
+
+class State(enum.Enum):
+    """Where a sequence is. Only the engine's thread changes it."""
+
+    WAITING = enum.auto()  # no pages yet
+    LOADING = enum.auto()  # pages are being filled from the cache
+    RUNNING = enum.auto()  # in the batch
+    SAVING = enum.auto()  # finished; pages are being stored
+    DONE = enum.auto()
+
+
+class Finish(enum.Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What a request may do with the cache."""
+
+    read: bool = True
+    write: bool = True
+    tenant_salt: bytes = b""
+
+
+@dataclass
+class Timings:
+    """Milliseconds; see ``kvsidecar.inference.v1.Timings``."""
+
+    tokenize_ms: float = 0.0
+    queue_ms: float = 0.0
+    lookup_ms: float = 0.0
+    transfer_ms: float = 0.0
+    restore_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    ttft_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Output:
+    """What happened to a sequence: a token, its end (``finish``), and after that, unless it was cancelled or
+    failed, one last output with ``stored_tokens``: what the cache holds of it now."""
+
+    text: str = ""
+    drawn: Drawn | None = None
+    finish: Finish | None = None
+    stored_tokens: int | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class StoredPrefix:
+    """What the cache holds of a sequence: ``tokens`` up to the end of the chunk ``prefix_hash`` (empty: none)."""
+
+    tokens: int = 0
+    prefix_hash: bytes = b""
+    covered: int = 0  # tokens found in all, a partly matching last chunk included
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and what is generated after it. Owned by the engine's thread once submitted.
+
+    ``sink`` is called on the engine's thread and must return at once.
+    """
+
+    id: str
+    tokens: list[int]
+    prompt_tokens: int
+    max_tokens: int
+    params: SamplingParams
+    stop_tokens: frozenset[int]
+    text: TextStream
+    sink: Callable[[Output], None]
+    cache: CacheUse = field(default_factory=CacheUse)
+    logprobs: int | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+    state: State = State.WAITING
+    table: BlockTable | None = None
+    computed: int = 0
+    cached_tokens: int = 0
+    stored: StoredPrefix = field(default_factory=StoredPrefix)
+    timings: Timings = field(default_factory=Timings)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    first_token_at: float = 0.0
+    started_at: float = 0.0
+    preempted: bool = False
+
+    def __post_init__(self) -> None:
+        self.sampler = Sampler(self.params, self.logprobs)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def missing(self) -> int:
+        """Tokens whose keys and values are not in the pool yet."""
+        return len(self.tokens) - self.computed

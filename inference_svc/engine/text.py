@@ -1,0 +1,70 @@
+"""Token ids to text while they are generated: whole characters only, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+_INCOMPLETE = "�"
+
+
+class TextStream:
+    """Turns one request's tokens into text.
+
+    ``push`` returns what can be shown now; text that may be the start of a stop string is held back. After
+    ``stopped`` nothing more comes out.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], hidden: frozenset[int]) -> None:
+        self._tokenizer, self._stop, self._hidden = tokenizer, stop, hidden
+        self._known = len(tokenizer)
+        self._ids: list[int] = []
+        self._shown_from = 0  # ids before this have been turned into text
+        self._context_from = 0  # ids before this no longer influence how later ones are decoded
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Adds a token; returns text that is ready."""
+        if self.stopped or token in self._hidden:
+            return ""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._context_from : self._shown_from])
+        after = self._decode(self._ids[self._context_from :])
+        if after.endswith(_INCOMPLETE) and len(self._ids) - self._shown_from < 8:
+            return ""
+        self._context_from, self._shown_from = self._shown_from, len(self._ids)
+        return self._release(after[len(before) :])
+
+    def finish(self) -> str:
+        """What was held back, at the end of generation."""
+        if self.stopped:
+            return ""
+        rest = self._decode(self._ids[self._context_from :])
+        rest = rest[len(self._decode(self._ids[self._context_from : self._shown_from])) :]
+        self._shown_from = len(self._ids)
+        out = self._release(rest)
+        if not self.stopped:
+            out, self._held = out + self._held, ""
+        return out
+
+    def _decode(self, ids: list[int]) -> str:
+        # A model may have more ids than its tokenizer knows (padding of the vocabulary, random shapes).
+        return str(self._tokenizer.decode([i if i < self._known else 0 for i in ids], skip_special_tokens=True))
+
+    def _release(self, text: str) -> str:
+        self._held += text
+        ends = [at for s in self._stop if (at := self._held.find(s)) >= 0]
+        if ends:
+            self.stopped = True
+            return self._held[: min(ends)]
+        keep = max((_overlap(self._held, s) for s in self._stop), default=0)
+        out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
+    for n in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0

@@ -1,0 +1,71 @@
+"""Which architectures are served, and why others are not.
+
+An architecture fits when a row's key and value depend only on the row's hidden state and its position: decoder
+only, rotary positions (or none) applied to queries and keys inside attention, and attention that goes through
+``transformers.AttentionInterface``.
+"""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from kvsidecar.errors import ModelUnsupported
+
+# Verified against the eager model by tests/inference_svc/test_architectures.py.
+SUPPORTED = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Phi3ForCausalLM",
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "StableLmForCausalLM",
+    "Olmo2ForCausalLM",
+)
+
+_ALIBI = "ALiBi adds a bias by distance to attention scores, which the attention kernels do not have"
+_LEARNED = "positions are learned embeddings added to the input, so that stored keys cannot be used elsewhere"
+_STATE = "layers carry a recurrent state that cannot be cut into chunks of tokens"
+_ENCODER = "it has an encoder; only decoder-only models have a prefix to reuse"
+_LATENT = "its cache holds compressed latents instead of keys and values per head"
+
+REFUSED: dict[str, str] = {
+    "BloomForCausalLM": _ALIBI,
+    "MptForCausalLM": _ALIBI,
+    "FalconForCausalLM": "some of its checkpoints use ALiBi, and its attention does not take an interface",
+    "GPT2LMHeadModel": _LEARNED,
+    "GPTNeoForCausalLM": _LEARNED,
+    "GPTBigCodeForCausalLM": _LEARNED,
+    "OPTForCausalLM": _LEARNED,
+    "XGLMForCausalLM": _LEARNED,
+    "MambaForCausalLM": _STATE,
+    "Mamba2ForCausalLM": _STATE,
+    "RwkvForCausalLM": _STATE,
+    "JambaForCausalLM": _STATE,
+    "RecurrentGemmaForCausalLM": _STATE,
+    "T5ForConditionalGeneration": _ENCODER,
+    "BartForConditionalGeneration": _ENCODER,
+    "DeepseekV2ForCausalLM": _LATENT,
+    "DeepseekV3ForCausalLM": _LATENT,
+}
+# RoPE variants whose angles depend on the sequence's length: a stored key would be wrong in a longer one.
+_REFUSED_ROPE = {
+    "dynamic": "dynamic NTK scaling changes all angles as the sequence grows",
+    "longrope": "LongRoPE switches its angles at the original context length",
+}
+
+
+def check_architecture(name: str, config: PretrainedConfig, strict: bool = True) -> None:
+    """Raises ModelUnsupported with the reason. Without ``strict``, architectures nobody has verified may pass."""
+    if name in REFUSED:
+        raise ModelUnsupported(f"{name} is not supported: {REFUSED[name]}")
+    if strict and name not in SUPPORTED:
+        raise ModelUnsupported(
+            f"{name} has not been verified against its eager model; verified are {', '.join(SUPPORTED)}; "
+            "--strict false tries it all the same"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
+    if kind in _REFUSED_ROPE:
+        raise ModelUnsupported(f"{name} uses RoPE of type {kind!r}, which is not supported: {_REFUSED_ROPE[kind]}")

@@ -1,0 +1,223 @@
+"""Loads a model: the built-in one, a random one of a known shape, a local directory, or one from the hub."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from inference_svc.engine.attention import ATTENTION, register
+from inference_svc.model import fingerprint
+from inference_svc.model.architectures import check_architecture
+from inference_svc.model.packed_linear import pack_linears
+from inference_svc.model.shapes import SHAPES
+from kvsidecar import keys
+from kvsidecar.cache.v1.chunk_pb2 import (
+    DATA_TYPE_BFLOAT16,
+    DATA_TYPE_FLOAT16,
+    DATA_TYPE_FLOAT32,
+    DataType,
+    NamespaceDescriptor,
+)
+from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.layout import Geometry
+
+DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
+_SHAPE_SEED = 0
+_DTYPES: dict[torch.dtype, DataType] = {
+    torch.float32: DATA_TYPE_FLOAT32,
+    torch.float16: DATA_TYPE_FLOAT16,
+    torch.bfloat16: DATA_TYPE_BFLOAT16,
+}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, with what others need to know about it."""
+
+    id: str
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    config: Any
+    architecture: str
+    weights: bytes  # fingerprint
+    device: torch.device
+    dtype: torch.dtype
+    context_length: int
+    stop_tokens: frozenset[int]
+
+    @property
+    def layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def kv_heads(self) -> int:
+        return int(getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads)
+
+    @property
+    def head_dim(self) -> int:
+        return int(
+            getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        )
+
+    def geometry(self, bits: int) -> Geometry:
+        return Geometry(self.layers, self.kv_heads, self.head_dim, _DTYPES[self.dtype], bits)
+
+    def descriptor(self, bits: int) -> NamespaceDescriptor:
+        """What names this model's chunks at a storage width."""
+        rope = getattr(self.config, "rope_parameters", None)
+        return NamespaceDescriptor(
+            model_fingerprint=self.weights,
+            architecture=self.architecture,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=_DTYPES[self.dtype],
+            rope_parameters=json.dumps(rope, sort_keys=True, default=str) if rope else "",
+            format_version=keys.FORMAT_VERSION,
+            quantizer_version=0 if bits == 16 else keys.QUANTIZER_VERSION,
+            bits=bits,
+            tensor_parallel_size=1,
+        )
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises ConfigurationError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigurationError(f"device is {name!r}; allowed are auto, cpu, cuda and cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(f"device is {name!r}, but torch sees no CUDA device; use cpu, or run kvsidecar doctor")
+    return device
+
+
+def _bf16_is_fast() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """``auto`` is the checkpoint's dtype; on a CPU 16-bit weights run as bfloat16 where it is native, else float32."""
+    if name != "auto":
+        chosen = getattr(torch, name, None)
+        if chosen not in _DTYPES or (device.type == "cpu" and chosen == torch.float16):
+            raise ConfigurationError(f"dtype is {name!r}; allowed are auto, float32, bfloat16 and, on CUDA, float16")
+        return chosen
+    wanted = stored if stored in _DTYPES else torch.float32
+    if device.type == "cpu" and wanted != torch.float32:
+        return torch.bfloat16 if _bf16_is_fast() else torch.float32
+    return wanted
+
+
+def load(
+    name: str, *, device: str = "auto", dtype: str = "auto", strict: bool = True, served_name: str = ""
+) -> LoadedModel:
+    """Loads ``demo``, ``shape:NAME``, a directory or a hub id. Raises ModelUnsupported, ConfigurationError."""
+    register()
+    place = pick_device(device)
+    if name.startswith("shape:"):
+        return _load_shape(name, place, dtype, served_name)
+    folder = DEMO_MODEL if name == "demo" else Path(name)
+    if not folder.is_dir():
+        folder = _download(name)
+    for needed in ("config.json", "tokenizer_config.json"):
+        if not (folder / needed).is_file():
+            raise ModelUnsupported(f"{folder} has no {needed}; point --model to a complete Hugging Face model folder")
+    weights = fingerprint.of_directory(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelUnsupported(f"cannot read {folder / 'config.json'}: {error}") from error
+    architecture = (config.architectures or ["(none named)"])[0]
+    check_architecture(architecture, config, strict)
+    chosen = pick_dtype(dtype, getattr(config, "dtype", None), place)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen, attn_implementation=ATTENTION)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelUnsupported(f"cannot load the model in {folder}: {error}") from error
+    return _finish(served_name or name, model, tokenizer, architecture, weights, place, chosen)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja"])
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelUnsupported(
+            f"{name!r} is neither 'demo', 'shape:NAME', a folder, nor a model that the hub could give: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _load_shape(name: str, device: torch.device, dtype: str, served_name: str) -> LoadedModel:
+    shape = name.removeprefix("shape:")
+    if shape not in SHAPES:
+        raise ModelUnsupported(f"the shape {shape!r} is not known; known are {', '.join(SHAPES)}")
+    kind, values = SHAPES[shape]
+    chosen = pick_dtype(dtype, torch.bfloat16, device)
+    config = kind(**values)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=chosen, attn_implementation=ATTENTION)
+    rotary = type(model.model.rotary_emb)(config=config)
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = rotary
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(_SHAPE_SEED)
+    for parameter_name, parameter in sorted(model.named_parameters()):
+        if parameter.dim() == 1:
+            parameter.data.fill_(0.0 if parameter_name.endswith("bias") else 1.0)
+        else:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    weights = fingerprint.of_random(shape, _SHAPE_SEED)
+    return _finish(served_name or name, model, tokenizer, type(model).__name__, weights, device, chosen)
+
+
+def _finish(
+    model_id: str,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    architecture: str,
+    weights: bytes,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> LoadedModel:
+    model = model.eval().requires_grad_(False).to(device)
+    config = model.config
+    stops = {tokenizer.eos_token_id, *_as_list(getattr(model.generation_config, "eos_token_id", None))}
+    if device.type == "cpu":
+        pack_linears(model)
+    return LoadedModel(
+        id=model_id,
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        architecture=architecture,
+        weights=weights,
+        device=device,
+        dtype=dtype,
+        context_length=int(getattr(config, "max_position_embeddings", 2048)),
+        stop_tokens=frozenset(t for t in stops if t is not None),
+    )
+
+
+def _as_list(value: Any) -> list[int]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [int(value)]
+
+
+def quiet_transformers() -> None:
+    """Keeps the library's own warnings out of the log; loading progress stays."""
+    transformers.logging.set_verbosity_error()

@@ -1,0 +1,37 @@
+"""Linear layers with weights packed once for oneDNN.
+
+Plain ``F.linear`` in bfloat16 reorders the weight at every call and reaches a third of the memory bandwidth at
+one row. Packed, it reaches nearly all of it, and the results are bit-equal to the plain ones for every number
+of rows (``tests/inference_svc/test_batch_invariance.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class PackedLinear(nn.Module):
+    """Drop-in for a bfloat16 ``nn.Linear`` on a CPU: ``[..., in] -> [..., out]``. Holds no plain weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self._bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Replaces the bfloat16 linear layers of a model where oneDNN has native bfloat16. Returns how many."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return 0
+    packed = 0
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
+                setattr(module, name, PackedLinear(child.weight, child.bias))
+                packed += 1
+    return packed

@@ -1,0 +1,118 @@
+"""Requests into sequences: prompts to token ids, options to parameters, each checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from secrets import token_hex
+
+from inference_svc.engine.sampling import SamplingParams
+from inference_svc.engine.sequence import CacheUse, Output, Sequence
+from inference_svc.engine.text import TextStream
+from inference_svc.model.loader import LoadedModel
+from kvsidecar.errors import InvalidRequest, PromptTooLong
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+DEFAULT_MAX_TOKENS = 256
+_ROLES = ("system", "user", "assistant", "tool")
+_MAX_STOPS, _MAX_LOGPROBS, _MAX_SALT_BYTES, _MAX_ID = 8, 20, 256, 128
+
+
+class Prompter:
+    """Reads requests for one model. All methods raise InvalidRequest with one clear sentence."""
+
+    def __init__(self, loaded: LoadedModel, context_length: int) -> None:
+        self._loaded, self._tokenizer = loaded, loaded.tokenizer
+        self._context = context_length
+        self._vocabulary = int(loaded.config.vocab_size)
+
+    def tokens(self, prompt: pb.Prompt, generation_prompt: bool = True) -> list[int]:
+        """Token ids of a prompt; at least one."""
+        kind = prompt.WhichOneof("kind")
+        if kind == "token_ids":
+            ids = list(prompt.token_ids.ids)
+            wrong = next((i for i in ids if i >= self._vocabulary), None)
+            if wrong is not None:
+                raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {self._vocabulary}")
+        elif kind == "text":
+            ids = self._encode(prompt.text, special=True)
+        elif kind == "chat":
+            ids = self._chat(prompt.chat, generation_prompt)
+        else:
+            raise InvalidRequest("the prompt is missing; set text, token_ids or chat")
+        if not ids:
+            raise InvalidRequest("the prompt is empty; at least one token is needed")
+        return ids
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    def _chat(self, chat: pb.Chat, generation_prompt: bool) -> list[int]:
+        if not chat.messages:
+            raise InvalidRequest("messages is empty; at least one message is needed")
+        for message in chat.messages:
+            if message.role not in _ROLES:
+                raise InvalidRequest(f"role is {message.role!r}; allowed are {', '.join(_ROLES)}")
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest(f"{self._loaded.id} has no chat template; send text or token_ids instead")
+        messages = [{"role": m.role, "content": m.content} for m in chat.messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation_prompt
+            )
+        except Exception as error:  # a template raises what it likes
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from error
+        return self._encode(str(text), special=False)
+
+    def sequence(self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float) -> Sequence:
+        """A sequence ready to be submitted."""
+        tokens = self.tokens(request.prompt)
+        room = self._context - len(tokens)
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {len(tokens)} tokens; with one token of answer at most {self._context} are allowed"
+            )
+        wanted = request.max_tokens if request.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, room)
+        if wanted < 1:
+            raise InvalidRequest(f"max_tokens is {wanted}; at least 1 is needed")
+        if len(request.request_id) > _MAX_ID:
+            raise InvalidRequest(f"request_id has {len(request.request_id)} characters; at most {_MAX_ID} are allowed")
+        logprobs = request.logprobs if request.HasField("logprobs") else None
+        if logprobs is not None and logprobs > _MAX_LOGPROBS:
+            raise InvalidRequest(f"logprobs is {logprobs}; allowed are 0 to {_MAX_LOGPROBS}")
+        stops = self._loaded.stop_tokens
+        return Sequence(
+            id=request.request_id or token_hex(12),
+            tokens=tokens,
+            prompt_tokens=len(tokens),
+            max_tokens=min(wanted, room),
+            params=self.sampling(request.sampling),
+            stop_tokens=frozenset() if request.ignore_eos else stops,
+            text=TextStream(self._tokenizer, self.stop_strings(request), stops),
+            sink=sink,
+            cache=self.cache_use(request.cache),
+            logprobs=logprobs,
+            arrived=arrived,
+        )
+
+    @staticmethod
+    def sampling(given: pb.Sampling) -> SamplingParams:
+        fields = {field.name: value for field, value in given.ListFields()}
+        # ListFields leaves out nothing that was set: all fields are `optional`.
+        return SamplingParams(**fields)
+
+    @staticmethod
+    def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
+        if len(request.stop) > _MAX_STOPS:
+            raise InvalidRequest(f"stop has {len(request.stop)} strings; at most {_MAX_STOPS} are allowed")
+        if any(not s for s in request.stop):
+            raise InvalidRequest("stop has an empty string; each must have at least one character")
+        return tuple(request.stop)
+
+    @staticmethod
+    def cache_use(given: pb.CacheOptions) -> CacheUse:
+        if len(given.tenant_salt) > _MAX_SALT_BYTES:
+            raise InvalidRequest(
+                f"tenant_salt has {len(given.tenant_salt)} bytes; at most {_MAX_SALT_BYTES} are allowed"
+            )
+        return CacheUse(not given.skip_read, not given.skip_write, given.tenant_salt)

@@ -1,0 +1,209 @@
+"""InferenceService over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import grpc
+import structlog
+
+from inference_svc.engine.pool import PAGE_TOKENS
+from inference_svc.engine.sampling import Drawn
+from inference_svc.engine.sequence import Finish, Output, Sequence
+from inference_svc.prompts import Prompter
+from inference_svc.runtime import Runtime
+from kvsidecar import keys
+from kvsidecar.errors import INFERENCE_DOMAIN, InvalidRequest, KVSidecarError, Unavailable, abort
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
+
+log = structlog.get_logger("worker")
+Context = grpc.aio.ServicerContext[Any, Any]
+Q = TypeVar("Q")
+R = TypeVar("R")
+_FINISH = {Finish.STOP: pb.FINISH_REASON_STOP, Finish.LENGTH: pb.FINISH_REASON_LENGTH}
+
+
+def _unary(
+    method: Callable[[InferenceService, Q, Context], Awaitable[R]],
+) -> Callable[[InferenceService, Q, Context], Awaitable[R]]:
+    """Turns the errors of a unary method into status."""
+
+    @wraps(method)
+    async def call(self: InferenceService, request: Q, context: Context) -> R:
+        try:
+            return await method(self, request, context)
+        except KVSidecarError as error:
+            await abort(context, error, INFERENCE_DOMAIN)
+
+    return call
+
+
+class InferenceService(InferenceServiceServicer):
+    """One instance per worker; all methods run on its event loop, the engine on a thread of its own."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._engine = runtime, runtime.engine
+        self._loaded = runtime.engine.loaded
+        self._prompter = Prompter(self._loaded, runtime.engine.context_length)
+        self._loop = asyncio.get_running_loop()
+
+    # ---- generating -----------------------------------------------------------------------------------------
+
+    @_unary
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        response = pb.GenerateResponse()
+        texts: list[str] = []
+        async for part in self._generate(request):
+            texts.append(part.text)
+            response.token_ids.extend(part.token_ids)
+            response.logprobs.extend(part.logprobs)
+            if part.finish_reason:
+                response.finish_reason = part.finish_reason
+                response.usage.CopyFrom(part.usage)
+                response.timings.CopyFrom(part.timings)
+            response.request_id = part.request_id or response.request_id
+        response.text = "".join(texts)
+        return response
+
+    async def GenerateStream(
+        self, request: pb.GenerateStreamRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        try:
+            async for part in self._generate(request.request):
+                yield part
+        except KVSidecarError as error:
+            await abort(context, error, INFERENCE_DOMAIN)
+
+    async def _generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateStreamResponse]:
+        """The pieces of an answer. Leaving early, for whatever reason, cancels the sequence."""
+        sequence, outputs = self._submit(request)
+        request_id = sequence.id
+        finished = False
+        try:
+            while not finished:
+                output = await outputs.get()
+                finished = output.finish is not None
+                if output.finish in (Finish.CANCELLED, Finish.FAILED):
+                    raise Unavailable(output.error or "the request was cancelled")
+                yield self._part(sequence, output, request_id)
+                request_id = ""
+        finally:
+            if not finished:
+                self._engine.cancel(sequence)
+
+    def _submit(self, request: pb.GenerateRequest) -> tuple[Sequence, asyncio.Queue[Output]]:
+        arrived = time.perf_counter()
+        outputs: asyncio.Queue[Output] = asyncio.Queue()
+
+        def sink(output: Output) -> None:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        sequence = self._prompter.sequence(request, sink, arrived)
+        sequence.timings.tokenize_ms = (time.perf_counter() - arrived) * 1e3
+        self._engine.submit(sequence)
+        return sequence, outputs
+
+    def _part(self, sequence: Sequence, output: Output, request_id: str) -> pb.GenerateStreamResponse:
+        part = pb.GenerateStreamResponse(text=output.text, request_id=request_id)
+        if output.drawn is not None:
+            part.token_ids.append(output.drawn.token)
+            if output.drawn.logprob is not None:
+                part.logprobs.append(self._logprob(output.drawn))
+        if output.finish is not None:
+            part.finish_reason = _FINISH[output.finish]
+            part.usage.prompt_tokens = sequence.prompt_tokens
+            part.usage.cached_tokens = sequence.cached_tokens
+            part.usage.generated_tokens = sequence.generated
+            for name, value in vars(sequence.timings).items():
+                setattr(part.timings, name, value)
+        return part
+
+    def _logprob(self, drawn: Drawn) -> pb.TokenLogprob:
+        top = [pb.TokenLogprob(token_id=t, text=self._text([t]), logprob=p) for t, p in drawn.top]
+        return pb.TokenLogprob(token_id=drawn.token, text=self._text([drawn.token]), logprob=drawn.logprob, top=top)
+
+    def _text(self, ids: list[int]) -> str:
+        known = len(self._loaded.tokenizer)
+        return str(self._loaded.tokenizer.decode([i for i in ids if i < known]))
+
+    @_unary
+    async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
+        tokens = self._prompter.tokens(request.prompt, generation_prompt=False)
+        inner = pb.GenerateRequest(
+            prompt=pb.Prompt(token_ids=pb.TokenIds(ids=tokens)), max_tokens=1, cache=request.cache
+        )
+        sequence, outputs = self._submit(inner)
+        output = Output()
+        try:
+            while output.stored_tokens is None:
+                output = await outputs.get()
+                if output.finish in (Finish.CANCELLED, Finish.FAILED):
+                    raise Unavailable(output.error or "the request was cancelled")
+        finally:
+            if output.stored_tokens is None:
+                self._engine.cancel(sequence)
+        return pb.WarmResponse(
+            prompt_tokens=len(tokens), cached_tokens=sequence.cached_tokens, stored_tokens=output.stored_tokens
+        )
+
+    # ---- tokens ---------------------------------------------------------------------------------------------
+
+    @_unary
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(token_ids=self._prompter.tokens(request.prompt))
+
+    @_unary
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        wrong = next((i for i in request.token_ids if i >= self._loaded.config.vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {self._loaded.config.vocab_size}")
+        return pb.DetokenizeResponse(text=self._text(list(request.token_ids)))
+
+    # ---- state ----------------------------------------------------------------------------------------------
+
+    @_unary
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        m, bits = self._loaded, self._runtime.config.storage_bits
+        return pb.GetModelResponse(
+            model_id=m.id,
+            architecture=m.architecture,
+            context_length=self._engine.context_length,
+            namespace=keys.namespace_id(m.descriptor(bits)),
+            dtype=str(m.dtype).removeprefix("torch."),
+            device=str(m.device),
+            storage_bits=bits,
+            vocab_size=m.config.vocab_size,
+            has_chat_template=bool(m.tokenizer.chat_template),
+        )
+
+    @_unary
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
+        return worker_stats(self._runtime)
+
+
+def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
+    """A worker's counters and gauges."""
+    engine, cache = runtime.engine, runtime.cache
+    running, waiting, _ = engine.load
+    return pb.GetStatsResponse(
+        running=running,
+        waiting=waiting,
+        pool_pages=engine.pool.pages,
+        pool_free_pages=engine.pool.free_pages,
+        page_tokens=PAGE_TOKENS,
+        cache_attached=cache is not None and cache.attached,
+        pending_saves=cache.stats.pending_saves if cache else 0,
+        requests=engine.stats.requests,
+        cancelled=engine.stats.cancelled,
+        prompt_tokens=engine.stats.prompt_tokens,
+        cached_tokens=engine.stats.cached_tokens,
+        generated_tokens=engine.stats.generated_tokens,
+        cache_failures=cache.stats.failures if cache else 0,
+        preemptions=engine.stats.preemptions,
+    )

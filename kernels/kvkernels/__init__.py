@@ -1,0 +1,8 @@
+"""Kernels of the KV cache, chosen by device, each with a torch reference of the same signature.
+
+Imports ``kvsidecar`` (the chunk layout) and nothing of the servers.
+"""
+
+from kvkernels.dispatch import implementations, pack_chunk, unpack_chunk
+
+__all__ = ["implementations", "pack_chunk", "unpack_chunk"]

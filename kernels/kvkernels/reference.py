@@ -1,0 +1,95 @@
+"""The chunk kernels in plain torch, for any device and dtype: the test oracle.
+
+Quantization is asymmetric with a zero point: keys per channel over groups of tokens, values per token, which is
+where each has its outliers (KIVI, arXiv:2402.02750).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def _stored(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """A section as a tensor of the pool's dtype, sharing its memory."""
+    tensor = torch.from_numpy(array)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+def _take(pool: Tensor, slots: Tensor) -> Tensor:
+    return pool.index_select(1, slots.to(pool.device)).to("cpu")
+
+
+def _quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (uint8), scale and zero over ``dim``, the latter without that dimension."""
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    scale = (high - low) / (2**bits - 1)
+    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+    codes = torch.round((x - low) * inverse).clamp_(0, 2**bits - 1).to(torch.uint8)
+    return codes, scale.squeeze(dim), low.squeeze(dim)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _unnibble(packed: Tensor) -> Tensor:
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def pack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, arrays: Arrays) -> None:
+    k, v = _take(keys, slots), _take(values, slots)
+    if header.bits == 16:
+        _stored(arrays["keys"], k.dtype).copy_(k)
+        _stored(arrays["values"], v.dtype).copy_(v)
+        return
+    sinks, bits = header.sink_tokens, header.bits
+    _stored(arrays["sink_keys"], k.dtype).copy_(k[:, :sinks])
+    _stored(arrays["sink_values"], v.dtype).copy_(v[:, :sinks])
+    k, v = k.float(), v.float()
+    for group, start in enumerate(range(0, len(slots), header.key_group_tokens)):
+        # The first tokens are outliers and stored apart: they must not widen the scale of the rest.
+        rest = slice(max(start, sinks), start + header.key_group_tokens)
+        part = slice(start, start + header.key_group_tokens)
+        source = k[:, rest] if k[:, rest].shape[1] else k[:, part]
+        _, scale, zero = _quantize(source, 1, bits)
+        inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+        codes = torch.round((k[:, part] - zero[:, None]) * inverse[:, None]).clamp_(0, 2**bits - 1).to(torch.uint8)
+        arrays["keys"][:, part] = (_nibbles(codes) if bits == 4 else codes).numpy()
+        arrays["key_scale"][:, group], arrays["key_zero"][:, group] = scale.numpy(), zero.numpy()
+    codes, scale, zero = _quantize(v, 3, bits)
+    arrays["values"][:] = (_nibbles(codes) if bits == 4 else codes).numpy()
+    arrays["value_scale"][:], arrays["value_zero"][:] = scale.numpy(), zero.numpy()
+
+
+def unpack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, arrays: Arrays) -> None:
+    count, where = len(slots), slots.to(keys.device)
+    device, dtype = keys.device, keys.dtype
+    if header.bits == 16:
+        k, v = (_stored(arrays[name][:, :count], dtype).to(device) for name in ("keys", "values"))
+    else:
+
+        def load(name: str, part: Any = np.s_[:, :]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(arrays[name][part])).to(device)
+
+        codes_k, codes_v = load("keys", np.s_[:, :count]), load("values", np.s_[:, :count])
+        if header.bits == 4:
+            codes_k, codes_v = _unnibble(codes_k), _unnibble(codes_v)
+        group = torch.arange(count, device=device) // header.key_group_tokens
+        k = (codes_k.float() * load("key_scale")[:, group] + load("key_zero")[:, group]).to(dtype)
+        part = np.s_[:, :count]
+        v = codes_v.float() * load("value_scale", part)[..., None] + load("value_zero", part)[..., None]
+        v = v.to(dtype)
+        sinks = min(header.sink_tokens, count)
+        k[:, :sinks] = _stored(arrays["sink_keys"][:, :sinks], dtype).to(device)
+        v[:, :sinks] = _stored(arrays["sink_values"][:, :sinks], dtype).to(device)
+    keys.index_copy_(1, where, k)
+    values.index_copy_(1, where, v)
