@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from cache_daemon.arena import Slot
 from kvsidecar.cache.v1.cache_pb2 import ChunkInfo
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+
+from cache_daemon.arena import Slot
 
 
 @dataclass(eq=False, slots=True)

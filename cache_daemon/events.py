@@ -6,9 +6,10 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from cache_daemon.chunk import Chunk
 from kvsidecar.cache.v1.cache_pb2 import EventType, WatchResponse
 from kvsidecar.errors import EventsLost
+
+from cache_daemon.chunk import Chunk
 
 KEPT = 10_000
 

@@ -19,7 +19,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def victims(self) -> Iterator[bytes]:
-        """Keys in the order in which they should go. The caller skips those that must stay and changes nothing meanwhile."""
+        """Keys in the order in which they should go. The caller skips those that must stay, and changes nothing
+        while it iterates."""
         ...
 
 

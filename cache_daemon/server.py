@@ -12,6 +12,11 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
+from kvsidecar.cache.v1 import cache_pb2
+from kvsidecar.cache.v1.cache_pb2_grpc import add_CacheServiceServicer_to_server
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.keys import FORMAT_VERSION
+from kvsidecar.runtime import ensure_private_dir, socket_target
 
 from cache_daemon.arena import HostArena
 from cache_daemon.config import DaemonConfig
@@ -19,11 +24,6 @@ from cache_daemon.durable import LmdbTier
 from cache_daemon.metrics import serve_metrics
 from cache_daemon.service import CacheService
 from cache_daemon.store import ChunkStore
-from kvsidecar.cache.v1 import cache_pb2
-from kvsidecar.cache.v1.cache_pb2_grpc import add_CacheServiceServicer_to_server
-from kvsidecar.errors import ConfigurationError
-from kvsidecar.keys import FORMAT_VERSION
-from kvsidecar.runtime import ensure_private_dir, socket_target
 
 GRACE_SECONDS = 3.0
 _MAX_MESSAGE_BYTES = 64 << 20

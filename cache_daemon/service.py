@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 import grpc
 import structlog
-
-from cache_daemon.arena import HostArena, Slot
-from cache_daemon.session import Session
-from cache_daemon.store import MAX_SALT_BYTES, ChunkStore, MatchResult, Reserved
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceServicer
 from kvsidecar.errors import CACHE_DOMAIN, ArenaFull, InvalidRequest, KVSidecarError, abort
 from kvsidecar.layout import MAX_CHUNK_TOKENS
+
+from cache_daemon.arena import HostArena, Slot
+from cache_daemon.session import Session
+from cache_daemon.store import MAX_SALT_BYTES, ChunkStore, MatchResult, Reserved
 
 PROTOCOL_VERSION = 1
 MESSAGE_BYTES = 1 << 20

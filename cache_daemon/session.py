@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
+
 from cache_daemon.arena import Slot
 from cache_daemon.chunk import Chunk
-from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
 
 ID_BYTES = 16
 

@@ -19,14 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from cache_daemon.arena import Arena, Slot
-from cache_daemon.chunk import Chunk
-from cache_daemon.durable import DurableTier
-from cache_daemon.events import EventLog
-from cache_daemon.index import PrefixIndex
-from cache_daemon.policy import EvictionPolicy, LeastRecentlyUsed
-from cache_daemon.session import Reservation, Session, new_lease_id
-from cache_daemon.writer import DurableWriter
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_COMMITTED,
@@ -54,6 +46,15 @@ from kvsidecar.errors import (
     UnknownSession,
 )
 from kvsidecar.layout import Geometry, layout_of
+
+from cache_daemon.arena import Arena, Slot
+from cache_daemon.chunk import Chunk
+from cache_daemon.durable import DurableTier
+from cache_daemon.events import EventLog
+from cache_daemon.index import PrefixIndex
+from cache_daemon.policy import EvictionPolicy, LeastRecentlyUsed
+from cache_daemon.session import Reservation, Session, new_lease_id
+from cache_daemon.writer import DurableWriter
 
 # Evicting goes on to this share of the durable budget, so that it does not happen at every write.
 _LOW_WATER = 0.95
@@ -517,7 +518,7 @@ class ChunkStore:
 
     def list_chunks(self, root: bytes, after: bytes, limit: int) -> list[Chunk]:
         """Chunks ordered by prefix hash."""
-        wanted = sorted((c.key for c in self._index if c.key > after and (not root or c.header.root == root)))[:limit]
+        wanted = sorted(c.key for c in self._index if c.key > after and (not root or c.header.root == root))[:limit]
         return [c for key in wanted if (c := self._index.get(key)) is not None]
 
     def _known(self, root: bytes, prefix_hash: bytes) -> Chunk:

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cache_daemon.durable import DurableTier, WriteGroup
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+
+from cache_daemon.durable import DurableTier, WriteGroup
 
 _GROUP_BYTES = 32 << 20
 _GROUP_ITEMS = 256

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from secrets import token_hex
 
+from kvsidecar.errors import InvalidRequest, PromptTooLong
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
 from inference_svc.engine.sampling import SamplingParams
 from inference_svc.engine.sequence import CacheUse, Output, Sequence
 from inference_svc.engine.text import TextStream
 from inference_svc.model.loader import LoadedModel
-from kvsidecar.errors import InvalidRequest, PromptTooLong
-from kvsidecar.inference.v1 import inference_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 256
 _ROLES = ("system", "user", "assistant", "tool")

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 
 import structlog
 import torch
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.runtime import socket_target
+from kvsidecar.sizes import format_size
 
 from inference_svc.cache.link import CacheLink
 from inference_svc.cache.session import DaemonLink
@@ -15,9 +18,6 @@ from inference_svc.config import WorkerConfig
 from inference_svc.engine.engine import Engine, EngineLimits, NoCache
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
 from inference_svc.model.loader import LoadedModel, load
-from kvsidecar.errors import ConfigurationError
-from kvsidecar.runtime import socket_target
-from kvsidecar.sizes import format_size
 
 log = structlog.get_logger("worker")
 
@@ -64,9 +64,7 @@ def build(config: WorkerConfig, loaded: LoadedModel | None = None) -> Runtime:
     pool = _pool(config, loaded)
     cache: CacheLink | None = None
     if config.cache_socket is not None:
-        daemon = DaemonLink(
-            socket_target(config.cache_socket), config.name, loaded.descriptor(config.storage_bits)
-        )
+        daemon = DaemonLink(socket_target(config.cache_socket), config.name, loaded.descriptor(config.storage_bits))
         cache = CacheLink(
             daemon, loaded.geometry(config.storage_bits), config.chunk_tokens, config.cache_timeout_ms / 1000
         )

@@ -11,15 +11,15 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.inference.v1 import inference_pb2
+from kvsidecar.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from kvsidecar.runtime import ensure_private_dir, socket_target
 
 from inference_svc.config import WorkerConfig
 from inference_svc.metrics import serve_metrics
 from inference_svc.runtime import Runtime, build
 from inference_svc.service import InferenceService
-from kvsidecar.errors import ConfigurationError
-from kvsidecar.inference.v1 import inference_pb2
-from kvsidecar.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
-from kvsidecar.runtime import ensure_private_dir, socket_target
 
 GRACE_SECONDS = 10.0
 _MAX_MESSAGE_BYTES = 16 << 20

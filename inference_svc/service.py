@@ -10,16 +10,16 @@ from typing import Any, TypeVar
 
 import grpc
 import structlog
+from kvsidecar import keys
+from kvsidecar.errors import INFERENCE_DOMAIN, InvalidRequest, KVSidecarError, Unavailable, abort
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from inference_svc.engine.pool import PAGE_TOKENS
 from inference_svc.engine.sampling import Drawn
 from inference_svc.engine.sequence import Finish, Output, Sequence
 from inference_svc.prompts import Prompter
 from inference_svc.runtime import Runtime
-from kvsidecar import keys
-from kvsidecar.errors import INFERENCE_DOMAIN, InvalidRequest, KVSidecarError, Unavailable, abort
-from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 
 log = structlog.get_logger("worker")
 Context = grpc.aio.ServicerContext[Any, Any]

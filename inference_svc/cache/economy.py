@@ -1,29 +1,42 @@
-"""Decides whether loading pays: measured seconds per token of loading against prefill."""
+"""Decides whether loading pays: measured times of loading against measured times of prefill."""
 
 from __future__ import annotations
 
 _WEIGHT = 0.1
 _RETRY_EVERY = 16
+# Loads of fewer tokens say what a load costs at least, longer ones what a token costs.
+_SHORT_LOAD = 256
+# A wrong decision must cost this much before it is worth skipping the cache.
+_MARGIN_SECONDS = 0.01
 
 
 class Economy:
-    """Running means. Loading is skipped while it is slower than computing, but tried again now and then."""
+    """Running means of both. Loading is skipped while it would clearly lose, but tried again now and then."""
 
     def __init__(self) -> None:
-        self._load: float | None = None
-        self._prefill: float | None = None
+        self._load_fixed: float | None = None
+        self._load_per_token: float | None = None
+        self._prefill_per_token: float | None = None
         self._skipped = 0
 
     def loaded(self, tokens: int, seconds: float) -> None:
-        if tokens:
-            self._load = _mean(self._load, seconds / tokens)
+        """Records a load."""
+        if 0 < tokens < _SHORT_LOAD:
+            self._load_fixed = _mean(self._load_fixed, seconds)
+        elif tokens:
+            self._load_per_token = _mean(self._load_per_token, seconds / tokens)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
+        """Records a prefill."""
         if tokens:
-            self._prefill = _mean(self._prefill, seconds / tokens)
+            self._prefill_per_token = _mean(self._prefill_per_token, seconds / tokens)
 
-    def worth_loading(self) -> bool:
-        if self._load is None or self._prefill is None or self._load <= self._prefill:
+    def worth_loading(self, tokens: int) -> bool:
+        """Whether to look a prompt of this length up."""
+        if self._prefill_per_token is None:
+            return True
+        load = (self._load_fixed or 0.0) + (self._load_per_token or 0.0) * tokens
+        if load <= self._prefill_per_token * tokens + _MARGIN_SECONDS:
             return True
         self._skipped += 1
         return self._skipped % _RETRY_EVERY == 0

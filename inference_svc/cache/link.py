@@ -14,17 +14,17 @@ from typing import Any
 
 import grpc
 import structlog
-
-from inference_svc.cache.economy import Economy
-from inference_svc.cache.session import DaemonLink, Session
-from inference_svc.engine.pool import KVPool
-from inference_svc.engine.sequence import Sequence, StoredPrefix
 from kvkernels import pack_chunk, unpack_chunk
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import KVSidecarError, from_rpc
 from kvsidecar.layout import Geometry, layout_of, new_header
+
+from inference_svc.cache.economy import Economy
+from inference_svc.cache.session import DaemonLink, Session
+from inference_svc.engine.pool import KVPool
+from inference_svc.engine.sequence import Sequence, StoredPrefix
 
 log = structlog.get_logger("cache")
 
@@ -65,7 +65,7 @@ class CacheLink:
     # ---- loading --------------------------------------------------------------------------------------------
 
     def load(self, sequence: Sequence, pool: KVPool, done: Done) -> bool:
-        if self._daemon.session is None or len(sequence.tokens) < 2 or not self._economy.worth_loading():
+        if self._daemon.session is None or len(sequence.tokens) < 2 or not self._economy.worth_loading(len(sequence.tokens)):
             return False
         self._thread.submit(self._guarded, self._load, sequence, pool, done)
         return True
@@ -145,11 +145,11 @@ class CacheLink:
             group = headers[at : at + _GROUP]
             for header in group:
                 header.parent_prefix_hash = parent
-                root = parent or keys.tenant_root(keys.namespace_id(self._daemon.descriptor), sequence.cache.tenant_salt)
+                root = parent or keys.tenant_root(
+                    keys.namespace_id(self._daemon.descriptor), sequence.cache.tenant_salt
+                )
                 parent = keys.prefix_hash(root, header.token_ids)
-            request = pb.ReserveRequest(
-                session_id=session.id, tenant_salt=sequence.cache.tenant_salt, headers=group
-            )
+            request = pb.ReserveRequest(session_id=session.id, tenant_salt=sequence.cache.tenant_salt, headers=group)
             reserved = session.stub.Reserve(request, timeout=self._timeout * 4).reservations
             if at == 0 and reserved[0].outcome == pb.RESERVE_OUTCOME_PARENT_MISSING:
                 return None

@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 import structlog
-
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
@@ -159,9 +158,7 @@ class DaemonLink:
         log.info("attached to the cache daemon", epoch=f"{welcome.epoch:x}", arena_bytes=described.size_bytes)
         return session
 
-    def _hold(
-        self, session: Session, incoming: Iterator[pb.AttachResponse], outgoing: queue.SimpleQueue[Any]
-    ) -> None:
+    def _hold(self, session: Session, incoming: Iterator[pb.AttachResponse], outgoing: queue.SimpleQueue[Any]) -> None:
         """Sends heartbeats until the stream ends, the session is dropped or the link is closed."""
 
         def read() -> None:

@@ -22,7 +22,7 @@ from inference_svc.engine.rows import ROW_MULTIPLE, Batch, Segment
 
 ATTENTION = "kvsidecar_rows"
 # Above this many rows, packing heads into rows costs more for the mask than it saves.
-_PACK_ROWS = 64
+PACK_ROWS = 64
 
 
 def _keys_values(batch: Batch, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def _keys_values(batch: Batch, segment: Segment, layer: int) -> tuple[Tensor, Te
     return keys.index_select(0, segment.slots), values.index_select(0, segment.slots)
 
 
-def _mask(segment: Segment, group: int, window: int | None, like: Tensor) -> Tensor:
+def segment_mask(segment: Segment, group: int, window: int | None, like: Tensor) -> Tensor:
     """Additive mask ``[rows * group, padded to ROW_MULTIPLE; padded keys]``; built once per forward."""
     found = segment.masks.get((group, window))
     if found is not None:
@@ -55,20 +55,26 @@ def _mask(segment: Segment, group: int, window: int | None, like: Tensor) -> Ten
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, segment: Segment, scale: float, window: int | None, softcap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    segment: Segment,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
     """``query [rows, heads, dim]`` to output of the same shape."""
     rows, heads, dim = query.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-    packed = group > 1 and rows <= _PACK_ROWS
+    packed = group > 1 and rows <= PACK_ROWS
     if packed:
         q = query.view(rows, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, rows * group, dim)
-        mask = _mask(segment, group, window, query)
+        mask = segment_mask(segment, group, window, query)
     else:
         q = query.transpose(0, 1)
-        mask = _mask(segment, 1, window, query)
+        mask = segment_mask(segment, 1, window, query)
     extra = mask.shape[0] - q.shape[1]
     if extra:
         q = F.pad(q, (0, 0, 0, extra))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
+from kvsidecar.errors import Overloaded, PromptTooLong, Unavailable
 
 from inference_svc.engine import rows
 from inference_svc.engine.forward import Decoder
@@ -20,7 +21,6 @@ from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sampling import Drawn
 from inference_svc.engine.sequence import Finish, Output, Sequence, State
 from inference_svc.model.loader import LoadedModel
-from kvsidecar.errors import Overloaded, PromptTooLong, Unavailable
 
 log = structlog.get_logger("engine")
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
-
 from kvsidecar.extents import Extents
+from torch import Tensor
 
 PAGE_TOKENS = 32
 # Attention reads whole blocks of this many keys; see attention.py.

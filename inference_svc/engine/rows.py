@@ -52,6 +52,7 @@ class Batch:
     segments: list[Segment]
     logit_rows: Tensor  # [wanted, padded to ROW_MULTIPLE]
     wanted: int
+    real: int  # rows that are not padding
     pool: KVPool
     contiguous_slots: tuple[int, int] | None  # first slot and rows, when all real rows lie in one piece
 
@@ -83,6 +84,7 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
         segments=segments,
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         wanted=wanted,
+        real=real,
         pool=pool,
         contiguous_slots=None if piece is None else (piece + spans[0].start, real),
     )

@@ -7,9 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from kvsidecar.errors import InvalidRequest
+from torch import Tensor
 
 
 @dataclass(frozen=True)

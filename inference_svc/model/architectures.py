@@ -7,9 +7,8 @@ only, rotary positions (or none) applied to queries and keys inside attention, a
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
-
 from kvsidecar.errors import ModelUnsupported
+from transformers import PretrainedConfig
 
 # Verified against the eager model by tests/inference_svc/test_architectures.py.
 SUPPORTED = (

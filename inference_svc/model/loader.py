@@ -9,14 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-
-from inference_svc.engine.attention import ATTENTION, register
-from inference_svc.model import fingerprint
-from inference_svc.model.architectures import check_architecture
-from inference_svc.model.packed_linear import pack_linears
-from inference_svc.model.shapes import SHAPES
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import (
     DATA_TYPE_BFLOAT16,
@@ -27,6 +19,13 @@ from kvsidecar.cache.v1.chunk_pb2 import (
 )
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.layout import Geometry
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from inference_svc.engine.attention import ATTENTION, register
+from inference_svc.model import fingerprint
+from inference_svc.model.architectures import check_architecture
+from inference_svc.model.shapes import SHAPES
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 _SHAPE_SEED = 0
@@ -62,9 +61,7 @@ class LoadedModel:
 
     @property
     def head_dim(self) -> int:
-        return int(
-            getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
-        )
+        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
 
     def geometry(self, bits: int) -> Geometry:
         return Geometry(self.layers, self.kv_heads, self.head_dim, _DTYPES[self.dtype], bits)
@@ -198,8 +195,6 @@ def _finish(
     model = model.eval().requires_grad_(False).to(device)
     config = model.config
     stops = {tokenizer.eos_token_id, *_as_list(getattr(model.generation_config, "eos_token_id", None))}
-    if device.type == "cpu":
-        pack_linears(model)
     return LoadedModel(
         id=model_id,
         model=model,

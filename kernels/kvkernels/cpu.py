@@ -1,61 +1,22 @@
 """The chunk kernels on the CPU: one fused pass, compiled by numba (its LLVM comes in the wheel).
 
 Eager torch needs a dozen passes over the data: 760 ms for 4k tokens of a 0.5B model where this takes some 15.
-Layers are split over a few threads; numba's own thread pool is not used because it may not be entered twice.
+Layers are split over a few threads.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvkernels.compiled import Arrays, compiled, over_parts, raw
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
-try:
-    from numba import njit
-except ImportError:  # the reference serves
-    AVAILABLE = False
 
-    def njit(**_: Any) -> Callable[[Any], Any]:
-        return lambda function: function
-else:
-    AVAILABLE = True
-
-Arrays = dict[str, NDArray[Any]]
-_compiled = njit(nogil=True, cache=True, error_model="numpy")
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(
-        min(8, os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count() or 1), "kv-kernel"
-    )
-
-
-def _over_layers(kernel: Any, layers: int, *arguments: Any) -> None:
-    """Runs ``kernel(first_layer, end_layer, ...)`` over all layers on the kernel threads."""
-    parts = min(layers, _threads()._max_workers)
-    bounds = [layers * i // parts for i in range(parts + 1)]
-    jobs = [_threads().submit(kernel, a, b, *arguments) for a, b in zip(bounds[1:-1], bounds[2:], strict=True)]
-    kernel(bounds[0], bounds[1], *arguments)
-    for job in jobs:
-        job.result()
-
-
-def _raw(pool: Tensor) -> NDArray[Any]:
-    """The pool's memory; bfloat16 as its bits."""
-    return (pool.view(torch.uint16) if pool.dtype == torch.bfloat16 else pool).numpy()
-
-
-@_compiled
+@compiled
 def _read(row: Any, out: Any, out_bits: Any, brain: bool) -> None:
     """``row`` [heads, dim] to float32; bfloat16 (``brain``) comes as its bits."""
     for h in range(row.shape[0]):
@@ -66,7 +27,7 @@ def _read(row: Any, out: Any, out_bits: Any, brain: bool) -> None:
                 out[h, d] = row[h, d]
 
 
-@_compiled
+@compiled
 def _write(x: Any, x_bits: Any, row: Any, brain: bool) -> None:
     """float32 to a pool row; to bfloat16 bits rounding to nearest even, as torch does."""
     for h in range(row.shape[0]):
@@ -78,7 +39,7 @@ def _write(x: Any, x_bits: Any, row: Any, brain: bool) -> None:
                 row[h, d] = x[h, d]
 
 
-@_compiled
+@compiled
 def _pack_layers(
     first: int, end: int, brain: bool, bits: int, group: int, sinks: int, pool_k: Any, pool_v: Any, slots: Any,
     codes_k: Any, codes_v: Any, k_scale: Any, k_zero: Any, v_scale: Any, v_zero: Any, sink_k: Any, sink_v: Any,
@@ -144,7 +105,7 @@ def _pack_layers(
                         codes_v[layer, t, h, i] = code[h, 2 * i] | (code[h, 2 * i + 1] << 4)
 
 
-@_compiled
+@compiled
 def _unpack_layers(
     first: int, end: int, brain: bool, bits: int, group: int, sinks: int, pool_k: Any, pool_v: Any, slots: Any,
     codes_k: Any, codes_v: Any, k_scale: Any, k_zero: Any, v_scale: Any, v_zero: Any, sink_k: Any, sink_v: Any,
@@ -189,16 +150,17 @@ _NAMES = ("keys", "values", "key_scale", "key_zero", "value_scale", "value_zero"
 
 def _arguments(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, arrays: Arrays) -> tuple[Any, ...]:
     return (
-        keys.dtype == torch.bfloat16, header.bits, header.key_group_tokens, header.sink_tokens, _raw(keys), _raw(values), slots.numpy(),
+        keys.dtype == torch.bfloat16, header.bits, header.key_group_tokens, header.sink_tokens,
+        raw(keys), raw(values), slots.numpy(),
         *(arrays[name] for name in _NAMES),
     )  # fmt: skip
 
 
 def pack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, arrays: Arrays) -> None:
     """See ``dispatch.pack_chunk``."""
-    _over_layers(_pack_layers, header.layers, *_arguments(keys, values, slots, header, arrays))
+    over_parts(_pack_layers, header.layers, *_arguments(keys, values, slots, header, arrays))
 
 
 def unpack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, arrays: Arrays) -> None:
     """See ``dispatch.unpack_chunk``."""
-    _over_layers(_unpack_layers, header.layers, *_arguments(keys, values, slots, header, arrays))
+    over_parts(_unpack_layers, header.layers, *_arguments(keys, values, slots, header, arrays))

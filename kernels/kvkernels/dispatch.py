@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
-from kvkernels import cpu, reference
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import layout_of
+from torch import Tensor
+
+from kvkernels import compiled, cpu, reference
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Implementation:
 
 def implementations() -> tuple[Implementation, ...]:
     """The table: what each op runs on each device."""
-    fused = "numba, fused" if cpu.AVAILABLE else "torch reference (numba is not installed)"
+    fused = "numba, fused" if compiled.AVAILABLE else "torch reference (numba is not installed)"
     return (
         Implementation("pack_chunk", "cpu", fused),
         Implementation("unpack_chunk", "cpu", fused),
@@ -33,7 +33,7 @@ def implementations() -> tuple[Implementation, ...]:
 
 
 def _fused(pool: Tensor) -> bool:
-    return cpu.AVAILABLE and pool.device.type == "cpu" and pool.dtype in (torch.float32, torch.bfloat16)
+    return compiled.AVAILABLE and pool.device.type == "cpu" and pool.dtype in (torch.float32, torch.bfloat16)
 
 
 def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: memoryview) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from numpy.typing import NDArray
 from torch import Tensor
-
-from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 Arrays = dict[str, NDArray[Any]]
 

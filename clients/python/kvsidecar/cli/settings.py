@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings], ski
         if name in skip:
             continue
         default = field.get_default(call_default_factory=True)
-        text = texts.get(name, "")
+        text, shown = texts.get(name, ""), default if default not in ("", None) else "none"
         choices = [a for a in get_args(field.annotation) if isinstance(a, str)]
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -57,9 +57,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings], ski
             metavar=None if choices else name.upper().rsplit("_", 1)[-1],
             choices=choices or None,
             **({"nargs": "?", "const": "true"} if field.annotation is bool else {}),  # type: ignore[arg-type]
-            help=f"{text} [{prefix}{name.upper()}; default: {default if default not in ('', None) else 'none'}]".replace(
-                "%", "%%"
-            ),
+            help=f"{text} [{prefix}{name.upper()}; default: {shown}]".replace("%", "%%"),
         )
     parser.add_argument("--config", type=Path, default=None, help="TOML file with the same names as the flags")
 

@@ -1,0 +1,154 @@
+"""``kvsidecar``: the command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from kvsidecar.cli import cache as cache_commands
+from kvsidecar.cli import doctor as doctor_command
+from kvsidecar.client import Client, Completion
+from kvsidecar.errors import KVSidecarError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="A KV-cache daemon and inference workers that make a language model read every text once.\n\n"
+    "Start with `kvsidecar serve`, then `kvsidecar chat` in another terminal.",
+)
+app.add_typer(cache_commands.app, name="cache")
+console = Console()
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+Address = Annotated[
+    str | None, typer.Option("--worker", help="Socket or host:port of a worker; the first of `serve` when left out.")
+]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+
+
+def _become(*command: str) -> NoReturn:
+    os.execv(sys.executable, [sys.executable, "-m", *command])
+
+
+@app.command(context_settings=_PASS_ON)
+def serve(context: typer.Context) -> None:
+    """Run a whole node: cache daemon, workers and the OpenAI-compatible gateway (`serve --help` for flags)."""
+    _become("inference_svc", "serve", *context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def daemon(context: typer.Context) -> None:
+    """Run the cache daemon alone."""
+    _become("cache_daemon", *context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def worker(context: typer.Context) -> None:
+    """Run one inference worker alone."""
+    _become("inference_svc", "worker", *context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def gateway(context: typer.Context) -> None:
+    """Run the HTTP gateway alone."""
+    _become("inference_svc", "gateway", *context.args)
+
+
+def _read(text: str) -> str:
+    return sys.stdin.read() if text == "-" else text
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
+    worker: Address = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+) -> None:
+    """Continue a text."""
+    with Client(worker) as client:
+        final: Completion | None = None
+        for part in client.stream(_read(prompt), max_tokens=max_tokens, temperature=temperature, seed=seed):
+            console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
+            final = part.final or final
+    console.print()
+    _summary(final)
+
+
+@app.command()
+def chat(
+    worker: Address = None,
+    system: Annotated[str, typer.Option(help="A system prompt.")] = "",
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.7,
+) -> None:
+    """Talk to the model; each turn shows how much of the conversation was read from the cache."""
+    messages = [{"role": "system", "content": system}] if system else []
+    console.print("[dim]An empty line or Ctrl-D ends the conversation.[/dim]")
+    with Client(worker) as client:
+        while True:
+            try:
+                text = console.input("[bold]you[/bold]: ")
+            except (EOFError, KeyboardInterrupt):
+                break
+            if not text.strip():
+                break
+            messages.append({"role": "user", "content": text})
+            final: Completion | None = None
+            for part in client.stream(messages, max_tokens=max_tokens, temperature=temperature):
+                console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
+                final = part.final or final
+            console.print()
+            _summary(final)
+            messages.append({"role": "assistant", "content": final.text if final else ""})
+
+
+def _summary(final: Completion | None) -> None:
+    if final is not None:
+        console.print(
+            f"[dim]{final.prompt_tokens} prompt tokens, {final.cached_tokens} from the cache; first token after "
+            f"{final.ttft_ms:.0f} ms, {final.generated_tokens} tokens in {final.timings['decode_ms']:.0f} ms more[/dim]"
+        )
+
+
+@app.command()
+def warm(
+    prompts: Annotated[list[Path], typer.Argument(help="Text files to read into the cache.", exists=True)],
+    worker: Address = None,
+) -> None:
+    """Read texts into the cache before anybody asks about them."""
+    from rich.progress import track
+
+    with Client(worker) as client:
+        for path in track(prompts, description="warming", console=console, disable=len(prompts) < 2):
+            result = client.warm(path.read_text(encoding="utf-8"))
+            console.print(
+                f"{path}: {result.prompt_tokens} tokens, {result.cached_tokens} were cached, "
+                f"{result.stored_tokens} are stored now"
+            )
+
+
+app.command(name="doctor")(doctor_command.doctor)
+
+
+def main() -> None:
+    """Entry point: errors become one line on stderr and exit code 1."""
+    try:
+        app()
+    except KVSidecarError as error:
+        print(f"kvsidecar: {error}", file=sys.stderr)
+        sys.exit(1)
+    except UnicodeDecodeError as error:
+        print(f"kvsidecar: the file is not UTF-8: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

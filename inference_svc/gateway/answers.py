@@ -1,0 +1,59 @@
+"""Answers in OpenAI's format."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kvsidecar.client import timings_dict
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+def finish_reason(value: pb.FinishReason) -> str | None:
+    return _FINISH.get(value)
+
+
+def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
+    """Usage of all choices; a prompt counts once, however many choices it has."""
+    prompts = parts[::choices_per_prompt]
+    prompt_tokens = sum(u.prompt_tokens for u in prompts)
+    generated = sum(u.generated_tokens for u in parts)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": generated,
+        "total_tokens": prompt_tokens + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in prompts)},
+    }
+
+
+def timings(value: pb.Timings) -> dict[str, float]:
+    """An extension: where the time went, in milliseconds."""
+    return {k: round(v, 3) for k, v in timings_dict(value).items()}
+
+
+def chat_logprobs(parts: list[pb.TokenLogprob]) -> dict[str, Any]:
+    def one(p: pb.TokenLogprob) -> dict[str, Any]:
+        return {"token": p.text, "logprob": p.logprob, "bytes": list(p.text.encode())}
+
+    return {"content": [{**one(p), "top_logprobs": [one(t) for t in p.top]} for p in parts], "refusal": None}
+
+
+def completion_logprobs(parts: list[pb.TokenLogprob]) -> dict[str, Any]:
+    offsets, at = [], 0
+    for p in parts:
+        offsets.append(at)
+        at += len(p.text)
+    return {
+        "tokens": [p.text for p in parts],
+        "token_logprobs": [p.logprob for p in parts],
+        "top_logprobs": [{t.text: t.logprob for t in p.top} for p in parts],
+        "text_offset": offsets,
+    }
+
+
+def event(data: dict[str, Any] | str) -> bytes:
+    """One server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()

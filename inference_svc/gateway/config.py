@@ -1,0 +1,41 @@
+"""The gateway's settings: flags over ``KVSIDECAR_GATEWAY_*`` over file over defaults."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvsidecar.runtime import default_runtime_dir
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class GatewayConfig(BaseSettings):
+    """Everything that the gateway can be told."""
+
+    model_config = SettingsConfigDict(env_prefix="KVSIDECAR_GATEWAY_", extra="forbid", frozen=True)
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Set an API key before you choose one that others can reach."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on."""
+    workers: str = Field(default_factory=lambda: str(default_runtime_dir() / "worker-0.sock"))
+    """Sockets or host:port of the workers, separated by commas."""
+    api_key: SecretStr = SecretStr("")
+    """Clients must send it as a bearer token; empty for none. Better given by environment than by flag."""
+    max_body_bytes: int = Field(default=8 << 20, ge=1024)
+    """Larger requests are refused."""
+    request_seconds: float = Field(default=600.0, gt=0)
+    """A request ends after this time."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe message to log."""
+
+    @field_validator("workers")
+    @classmethod
+    def _some(cls, value: str) -> str:
+        if not [w for w in value.split(",") if w.strip()]:
+            raise ValueError("name at least one worker")
+        return value
+
+    @property
+    def targets(self) -> list[str]:
+        return [w.strip() for w in self.workers.split(",") if w.strip()]

@@ -1,0 +1,115 @@
+"""Which worker gets a request: the one that read most of its beginning, unless it is busy; then the least busy.
+
+Workers of a node share the cache, so a wrong guess costs a restore and never a prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import structlog
+from kvsidecar.client import AsyncClient
+from kvsidecar.errors import KVSidecarError, Unavailable
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+log = structlog.get_logger("gateway")
+
+_BLOCK_BYTES = 256
+_REMEMBERED = 100_000
+# A worker may have this many more requests than the least busy one before its prefix stops counting.
+_TOLERANCE = 4
+_POLL_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class Worker:
+    """One worker as the gateway sees it."""
+
+    target: str
+    client: AsyncClient
+    alive: bool = False
+    model: pb.GetModelResponse = field(default_factory=pb.GetModelResponse)
+    in_flight: int = 0
+
+    async def poll(self) -> None:
+        try:
+            self.model = await self.client.stub.GetModel(pb.GetModelRequest(), timeout=_POLL_SECONDS * 2)
+            if not self.alive:
+                log.info("worker is up", worker=self.target, model=self.model.model_id)
+            self.alive = True
+        except grpc.RpcError as error:
+            self.down(error.code().name)
+
+    def down(self, why: str) -> None:
+        if self.alive:
+            log.warning("worker is down", worker=self.target, error=why)
+        self.alive = False
+
+
+class Router:
+    """Keeps track of the workers and of what each has read."""
+
+    def __init__(self, targets: list[str]) -> None:
+        self.workers = [Worker(t, AsyncClient(t)) for t in targets]
+        self._read_by: OrderedDict[bytes, Worker] = OrderedDict()
+        self._poller: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await asyncio.gather(*(w.poll() for w in self.workers))
+        self._poller = asyncio.create_task(self._poll())
+
+    async def close(self) -> None:
+        if self._poller is not None:
+            self._poller.cancel()
+        await asyncio.gather(*(w.client.close() for w in self.workers))
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.gather(*(w.poll() for w in self.workers))
+
+    def pick(self, request: pb.GenerateRequest, excluded: set[str]) -> Worker:
+        """The worker for a request. Raises Unavailable when none is up."""
+        able = [w for w in self.workers if w.alive and w.target not in excluded]
+        if not able:
+            raise Unavailable("no inference worker is up; try again in a moment")
+        least = min(w.in_flight for w in able)
+        blocks = _blocks(request)
+        for block in reversed(blocks):
+            worker = self._read_by.get(block)
+            if worker is not None and worker in able and worker.in_flight <= least + _TOLERANCE:
+                break
+        else:
+            worker = min(able, key=lambda w: w.in_flight)
+        for block in blocks:
+            self._read_by[block] = worker
+            self._read_by.move_to_end(block)
+        while len(self._read_by) > _REMEMBERED:
+            self._read_by.popitem(last=False)
+        return worker
+
+
+def _blocks(request: pb.GenerateRequest) -> list[bytes]:
+    """A chain of hashes over the prompt, one per block of bytes, so that equal beginnings give equal hashes."""
+    prompt: Any = request.prompt
+    data = prompt.SerializeToString(deterministic=True)
+    if prompt.WhichOneof("kind") == "chat":
+        data = b"".join(m.SerializeToString(deterministic=True) for m in prompt.chat.messages)
+    elif prompt.WhichOneof("kind") == "text":
+        data = prompt.text.encode()
+    digest = hashlib.sha256(request.cache.tenant_salt)
+    chain = []
+    for at in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
+        digest.update(data[at : at + _BLOCK_BYTES])
+        chain.append(digest.digest()[:12])
+    return chain or [digest.digest()[:12]]
+
+
+def retryable(error: KVSidecarError) -> bool:
+    """Another worker may succeed."""
+    return isinstance(error, Unavailable)

@@ -1,0 +1,33 @@
+"""Runs the gateway on uvicorn."""
+
+from __future__ import annotations
+
+import socket
+
+import structlog
+import uvicorn
+from kvsidecar.errors import ConfigurationError
+
+from inference_svc.gateway.app import create_app
+from inference_svc.gateway.config import GatewayConfig
+
+log = structlog.get_logger("gateway")
+
+
+async def serve(config: GatewayConfig) -> None:
+    """Serves until SIGTERM or SIGINT. Raises ConfigurationError when it cannot listen."""
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --host or --port"
+        ) from error
+    if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_key.get_secret_value():
+        log.warning("listening beyond this machine without an API key", host=config.host)
+    log.info("serving", url=f"http://{config.host}:{listener.getsockname()[1]}/v1", workers=config.targets)
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(config), log_config=None, access_log=False, timeout_graceful_shutdown=10)
+    )
+    await server.serve(sockets=[listener])
