@@ -1,4 +1,20 @@
 """The inference worker, its engine, the gateway and the supervisor.
 
-Imports ``kvsidecar`` (stubs, formats) and ``kvkernels``; never ``cache_daemon``.
+Imports ``kvsidecar`` (stubs, formats) and ``kvkernels``; never ``cache_daemon``, which it runs as a process.
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inference_svc.api import Engine, Result
+
+__all__ = ["Engine", "Result"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily: the gateway and the supervisor do not need torch.
+    if name in __all__:
+        from inference_svc import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'inference_svc' has no attribute {name!r}")

@@ -68,6 +68,7 @@ def build(config: WorkerConfig, loaded: LoadedModel | None = None) -> Runtime:
         cache = CacheLink(
             daemon, loaded.geometry(config.storage_bits), config.chunk_tokens, config.cache_timeout_ms / 1000
         )
+        cache.warm_up(pool)
         daemon.wait(1.0)
     limits = EngineLimits(config.batch_tokens, config.batch_sequences, config.max_waiting)
     return Runtime(Engine(loaded, pool, cache or NoCache(), limits), cache, config)

@@ -17,6 +17,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import add_InferenceServiceServic
 from kvsidecar.runtime import ensure_private_dir, socket_target
 
 from inference_svc.config import WorkerConfig
+from inference_svc.engine.pool import PAGE_TOKENS
 from inference_svc.metrics import serve_metrics
 from inference_svc.runtime import Runtime, build
 from inference_svc.service import InferenceService
@@ -75,7 +76,7 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event) ->
         socket=str(config.socket),
         device=str(loaded.device),
         dtype=str(loaded.dtype),
-        pool_tokens=runtime.engine.pool.pages * 32,
+        pool_tokens=runtime.engine.pool.pages * PAGE_TOKENS,
         cache=runtime.cache is not None and runtime.cache.attached,
     )
     await stop.wait()

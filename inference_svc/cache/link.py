@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import structlog
+import torch
 from kvkernels import pack_chunk, unpack_chunk
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
@@ -62,10 +63,22 @@ class CacheLink:
         self._thread.shutdown()
         self._daemon.close()
 
+    def warm_up(self, pool: KVPool) -> None:
+        """Compiles the chunk kernels before the first request needs them. Writes only to the padding slots."""
+        header = new_header(self._geometry, [0] * 8, 0)
+        payload = memoryview(bytearray(header.payload_bytes))
+        slots = torch.arange(pool.padding_slot, pool.padding_slot + 8)
+        pack_chunk(pool.keys, pool.values, slots, header, payload)
+        unpack_chunk(pool.keys, pool.values, slots, header, payload)
+
     # ---- loading --------------------------------------------------------------------------------------------
 
     def load(self, sequence: Sequence, pool: KVPool, done: Done) -> bool:
-        if self._daemon.session is None or len(sequence.tokens) < 2 or not self._economy.worth_loading(len(sequence.tokens)):
+        if (
+            self._daemon.session is None
+            or len(sequence.tokens) < 2
+            or not self._economy.worth_loading(len(sequence.tokens))
+        ):
             return False
         self._thread.submit(self._guarded, self._load, sequence, pool, done)
         return True
@@ -110,7 +123,7 @@ class CacheLink:
         if match.slot.size_bytes != layout_of(header).size_bytes:
             raise ValueError(f"a slot of {match.slot.size_bytes} bytes does not hold its chunk")
         assert sequence.table is not None
-        slots = sequence.table.slots(at, at + take)
+        slots = torch.from_numpy(sequence.table.slots(at, at + take))
         unpack_chunk(pool.keys, pool.values, slots, header, session.view(match.slot))
 
     # ---- storing --------------------------------------------------------------------------------------------
@@ -185,7 +198,8 @@ class CacheLink:
             if reservation.outcome == pb.RESERVE_OUTCOME_GRANTED:
                 view = session.view(reservation.slot)
                 start = header.start_position
-                pack_chunk(pool.keys, pool.values, sequence.table.slots(start, start + count), header, view)
+                slots = torch.from_numpy(sequence.table.slots(start, start + count))
+                pack_chunk(pool.keys, pool.values, slots, header, view)
                 items.append(
                     pb.CommitItem(lease_id=reservation.lease_id, checksum=keys.checksum(view), epoch=session.epoch)
                 )

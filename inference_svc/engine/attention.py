@@ -26,13 +26,13 @@ PACK_ROWS = 64
 
 
 def _keys_values(batch: Batch, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[padded, kv_heads, head_dim]`` of a segment: a view when they lie in one piece."""
+    """Keys and values ``[kv_heads, padded, head_dim]`` of a segment: a view when they lie in one piece."""
     keys, values = batch.pool.keys[layer], batch.pool.values[layer]
     if segment.first_slot is not None:
         end = segment.first_slot + segment.padded
-        return keys[segment.first_slot : end], values[segment.first_slot : end]
+        return keys[:, segment.first_slot : end], values[:, segment.first_slot : end]
     assert segment.slots is not None
-    return keys.index_select(0, segment.slots), values.index_select(0, segment.slots)
+    return keys.index_select(1, segment.slots), values.index_select(1, segment.slots)
 
 
 def segment_mask(segment: Segment, group: int, window: int | None, like: Tensor) -> Tensor:
@@ -40,16 +40,21 @@ def segment_mask(segment: Segment, group: int, window: int | None, like: Tensor)
     found = segment.masks.get((group, window))
     if found is not None:
         return found
-    key = torch.arange(segment.padded, device=like.device)
-    row = torch.arange(segment.start, segment.start + segment.rows, device=like.device)[:, None]
-    hidden = key > row
-    if window is not None:
-        hidden |= key <= row - window
-    mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
-    mask = mask.repeat_interleave(group, 0) if group > 1 else mask
-    extra = -mask.shape[0] % ROW_MULTIPLE
-    if extra:
-        mask = torch.cat((mask, mask[-1:].expand(extra, -1)))
+    rows = segment.rows * group
+    height = rows + -rows % ROW_MULTIPLE
+    mask = torch.zeros(height, segment.padded, dtype=like.dtype, device=like.device)
+    if segment.rows == 1:
+        mask[:, segment.keys :] = float("-inf")
+        if window is not None:
+            mask[:, : max(0, segment.keys - window)] = float("-inf")
+    else:
+        key = torch.arange(segment.padded, device=like.device)
+        row = torch.arange(height, device=like.device).clamp_(max=rows - 1).div_(group, rounding_mode="floor")
+        row = (row + segment.start)[:, None]
+        hidden = key > row
+        if window is not None:
+            hidden |= key <= row - window
+        mask.masked_fill_(hidden, float("-inf"))
     segment.masks[group, window] = mask
     return mask
 
@@ -65,9 +70,9 @@ def _attend(
 ) -> Tensor:
     """``query [rows, heads, dim]`` to output of the same shape."""
     rows, heads, dim = query.shape
-    kv_heads = keys.shape[1]
+    kv_heads = keys.shape[0]
     group = heads // kv_heads
-    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    keys, values = keys[None], values[None]
     packed = group > 1 and rows <= PACK_ROWS
     if packed:
         q = query.view(rows, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, rows * group, dim)
@@ -113,8 +118,8 @@ def attend_rows(
 ) -> tuple[Tensor, None]:
     """``query [1, heads, rows, dim]``, ``key``/``value [1, kv_heads, rows, dim]`` to ``[1, rows, heads, dim]``."""
     batch, layer = attention_mask, module.layer_idx
-    _scatter(batch, batch.pool.keys[layer], key[0].transpose(0, 1))
-    _scatter(batch, batch.pool.values[layer], value[0].transpose(0, 1))
+    _scatter(batch, batch.pool.keys[layer], key[0])
+    _scatter(batch, batch.pool.values[layer], value[0])
     rows_first = query[0].transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # zeros: padding rows belong to no segment, and what they hold must be finite
@@ -129,9 +134,9 @@ def attend_rows(
 def _scatter(batch: Batch, pool: Tensor, rows: Tensor) -> None:
     if batch.contiguous_slots is not None:
         first, count = batch.contiguous_slots
-        pool[first : first + count] = rows[:count]
+        pool[:, first : first + count] = rows[:, :count]
     else:
-        pool.index_copy_(0, batch.slots, rows)
+        pool.index_copy_(1, batch.slots, rows)
 
 
 def register() -> None:

@@ -17,7 +17,7 @@ from kvsidecar.errors import Overloaded, PromptTooLong, Unavailable
 
 from inference_svc.engine import rows
 from inference_svc.engine.forward import Decoder
-from inference_svc.engine.pool import KVPool
+from inference_svc.engine.pool import PAGE_TOKENS, KVPool
 from inference_svc.engine.sampling import Drawn
 from inference_svc.engine.sequence import Finish, Output, Sequence, State
 from inference_svc.model.loader import LoadedModel
@@ -97,6 +97,7 @@ class Engine:
         self._running: list[Sequence] = []
         self._saving: set[Sequence] = set()
         self._stopping = False
+        self._warm_up()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -105,7 +106,7 @@ class Engine:
     @property
     def context_length(self) -> int:
         """Most tokens of prompt and answer together: the model's, or the pool's if that is less."""
-        return min(self.loaded.context_length, self.pool.pages * 32)
+        return min(self.loaded.context_length, self.pool.pages * PAGE_TOKENS)
 
     def submit(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises PromptTooLong, Overloaded, Unavailable."""
@@ -144,10 +145,19 @@ class Engine:
         """Raises AssertionError unless every page belongs to exactly one live sequence. Call it when idle."""
         self.pool.check_integrity()
         live = [*self._running, *self._loading, *self._saving]
-        held = sum(s.table.tokens for s in live if s.table) // 32
+        held = sum(s.table.tokens for s in live if s.table) // PAGE_TOKENS
         assert held + self.pool.free_pages == self.pool.pages, (
             f"{held} pages are held and {self.pool.free_pages} free of {self.pool.pages}"
         )
+
+    def _warm_up(self) -> None:
+        """Runs every kernel once, so that none is compiled while a request waits."""
+        for count in (1, 64):
+            table = self.pool.allocate(count)
+            if table is not None:
+                span = rows.Span([0] * count, 0, table, True)
+                self._decoder(rows.build([span], self.pool, self.loaded.device))
+                self.pool.free(table)
 
     # ---- the engine's thread --------------------------------------------------------------------------------
 
@@ -183,11 +193,15 @@ class Engine:
         batch = rows.build([span for _, span in spans], self.pool, self.loaded.device)
         logits = self._decoder(batch)
         self.stats.steps += 1
+        # One pass for all greedy rows: over a large vocabulary an argmax per row is a millisecond each.
+        wanted = [s for s, span in spans if span.wants_logits]
+        likeliest = logits.argmax(-1).tolist() if any(s.sampler.plain_greedy for s in wanted) else []
         row = 0
         for sequence, span in spans:
             sequence.computed += len(span.tokens)
             if span.wants_logits:
-                self._advance(sequence, sequence.sampler.draw(logits[row]))
+                greedy = sequence.sampler.plain_greedy
+                self._advance(sequence, Drawn(likeliest[row]) if greedy else sequence.sampler.draw(logits[row]))
                 row += 1
 
     def _collect(self) -> None:

@@ -40,10 +40,7 @@ class Decoder:
     def __call__(self, batch: Batch) -> Tensor:
         """Logits ``[batch.wanted, vocabulary]`` of the rows that want them, in the model's dtype."""
         hidden = self._embed(batch.tokens[None])
-        if self._fused is not None:
-            states = self._fused(hidden[0], batch)
-        else:
-            states = self._run_layers(hidden, batch)
+        states = self._run_layers(hidden, batch) if self._fused is None else self._fused(hidden[0], batch)
         if not batch.wanted:
             return hidden.new_empty(0, 0)
         logits: Tensor = self._head(states)[: batch.wanted]

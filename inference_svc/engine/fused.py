@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from kvkernels import cpu_rows
+from kvkernels.compiled import AVAILABLE, raw
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from inference_svc.engine.attention import PACK_ROWS, segment_mask
 from inference_svc.engine.rows import ROW_MULTIPLE, Batch, Segment
 from inference_svc.model.packed_linear import PackedLinear
-from kvkernels import cpu_rows
-from kvkernels.compiled import AVAILABLE, raw
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 _NO_WEIGHT: NDArray[Any] = np.empty(0, np.float32)
@@ -121,6 +121,7 @@ class FusedLayers:
         self._group = self._heads // self._kv_heads
         self._width = int(config.intermediate_size)
         self._rotary = model.model.rotary_emb
+        self._cos = self._sin = np.empty((0, self._dim), np.float32)
         self._layers = [_take(layer) for layer in model.model.layers]
         self._final_norm = _weight(model.model.norm)
         self._final_epsilon = float(model.model.norm.variance_epsilon)
@@ -129,7 +130,7 @@ class FusedLayers:
         """``embedded [rows, hidden]``, changed in place, to normalized states of the rows that want logits."""
         rows, real = embedded.shape[0], batch.real
         brain = embedded.dtype == torch.bfloat16
-        cos, sin = (t[0].float().numpy() for t in self._rotary(embedded, batch.positions[None]))
+        cos, sin = self._angles(batch.positions.numpy(), embedded)
         plan = self._plan(batch)
         normed = embedded.new_zeros(rows, embedded.shape[1])
         queries = embedded.new_zeros(plan.size)
@@ -155,6 +156,15 @@ class FusedLayers:
         cpu_rows.norm_rows(real, brain, hidden, delta, self._final_norm, self._final_epsilon, x)
         return normed.index_select(0, batch.logit_rows)
 
+    def _angles(self, positions: NDArray[np.int64], like: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Cosines and sines ``[rows, dim]`` from a table that the model's own rotary module filled."""
+        longest = int(positions.max()) + 1
+        if longest > len(self._cos):
+            size = 1 << (longest - 1).bit_length()
+            cos, sin = self._rotary(like[None, :1], torch.arange(size)[None])
+            self._cos, self._sin = cos[0].float().numpy(), sin[0].float().numpy()
+        return self._cos[positions], self._sin[positions]
+
     def _plan(self, batch: Batch) -> _Plan:
         """Short segments hold their queries as ``[kv_heads, rows * group]``, long ones as ``[heads, rows]``."""
         dim, group = self._dim, self._group
@@ -179,9 +189,7 @@ class FusedLayers:
             at += shapes[-1][0] * shapes[-1][1] * dim
         return _Plan(starts, shapes, at, row_start, kv_stride, group_stride)
 
-    def _attend(
-        self, batch: Batch, plan: _Plan, queries: Tensor, attended: Tensor, index: int, layer: _Layer
-    ) -> None:
+    def _attend(self, batch: Batch, plan: _Plan, queries: Tensor, attended: Tensor, index: int, layer: _Layer) -> None:
         for s, start, (heads, height) in zip(batch.segments, plan.starts, plan.shapes, strict=True):
             packed = heads == self._kv_heads and s.rows <= PACK_ROWS
             dim = self._dim
@@ -203,14 +211,13 @@ class FusedLayers:
     def _keys_values(batch: Batch, s: Segment, index: int) -> tuple[Tensor, Tensor]:
         """``[1, kv_heads, padded keys, dim]``: views when they lie in one piece."""
         keys, values = batch.pool.keys, batch.pool.values
-        layer_stride, slot, head, _ = keys.stride()
+        layer_stride, head, slot, _ = keys.stride()
         if s.first_slot is not None:
-            size, stride = (1, keys.shape[2], s.padded, keys.shape[3]), (0, head, slot, 1)
+            size, stride = (1, keys.shape[1], s.padded, keys.shape[3]), (0, head, slot, 1)
             offset = index * layer_stride + s.first_slot * slot
             return keys.as_strided(size, stride, offset), values.as_strided(size, stride, offset)
         assert s.slots is not None
-        pair = (keys[index].index_select(0, s.slots), values[index].index_select(0, s.slots))
-        return pair[0].transpose(0, 1)[None], pair[1].transpose(0, 1)[None]
+        return keys[index].index_select(1, s.slots)[None], values[index].index_select(1, s.slots)[None]
 
 
 def _up(rows: int) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from kvsidecar.extents import Extents
-from torch import Tensor
+from numpy.typing import NDArray
 
 PAGE_TOKENS = 32
 # Attention reads whole blocks of this many keys; see attention.py.
@@ -29,19 +30,19 @@ class BlockTable:
         """Tokens that fit."""
         return sum(pages for _, pages in self.ranges) * PAGE_TOKENS
 
-    def slots(self, start: int, end: int) -> Tensor:
-        """Pool slots of the tokens ``start`` to ``end``, int64 ``[end - start]`` on the CPU."""
+    def slots(self, start: int, end: int) -> NDArray[np.int64]:
+        """Pool slots of the tokens ``start`` to ``end``, ``[end - start]``."""
         if len(self.ranges) == 1:
             first = self.ranges[0][0] * PAGE_TOKENS
-            return torch.arange(first + start, first + end)
+            return np.arange(first + start, first + end)
         parts, at = [], 0
         for page, pages in self.ranges:
             size = pages * PAGE_TOKENS
             a, b = max(start - at, 0), min(end - at, size)
             if a < b:
-                parts.append(torch.arange(page * PAGE_TOKENS + a, page * PAGE_TOKENS + b))
+                parts.append(np.arange(page * PAGE_TOKENS + a, page * PAGE_TOKENS + b))
             at += size
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     @property
     def first_slot(self) -> int | None:
@@ -50,7 +51,8 @@ class BlockTable:
 
 
 class KVPool:
-    """Keys and values ``[layers, slots, kv_heads, head_dim]`` of all sequences of an engine.
+    """Keys and values ``[layers, kv_heads, slots, head_dim]`` of all sequences of an engine: a head's keys lie
+    together, which is how attention reads them.
 
     Not thread-safe, but for the tensors' contents: a slot belongs to whoever holds its block table.
     """
@@ -61,7 +63,7 @@ class KVPool:
         self.pages = max(1, tokens // PAGE_TOKENS)
         self._extents = Extents(self.pages)
         self.padding_slot = self.pages * PAGE_TOKENS
-        shape = (layers, self.padding_slot + KEY_BLOCK, kv_heads, head_dim)
+        shape = (layers, kv_heads, self.padding_slot + KEY_BLOCK, head_dim)
         # Written once so that the memory is there before the first request needs it.
         self.keys = torch.empty(shape, dtype=dtype, device=device).zero_()
         self.values = torch.empty(shape, dtype=dtype, device=device).zero_()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,22 +66,22 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
         count, end = len(span.tokens), span.start + len(span.tokens)
         segments.append(_segment(span, len(tokens), count, end, pool, device))
         slots.append(span.table.slots(span.start, end))
-        positions.append(torch.arange(span.start, end))
+        positions.append(np.arange(span.start, end))
         tokens.extend(span.tokens)
         if span.wants_logits:
             logit_rows.append(len(tokens) - 1)
     real = len(tokens)
     padding = -real % ROW_MULTIPLE
     tokens.extend([0] * padding)
-    slots.append(torch.full((padding,), pool.padding_slot))
-    positions.append(torch.zeros(padding, dtype=torch.int64))
+    slots.append(np.full(padding, pool.padding_slot))
+    positions.append(np.zeros(padding, np.int64))
     wanted = len(logit_rows)
     logit_rows.extend([0] * (-wanted % ROW_MULTIPLE))
     piece = segments[0].first_slot if len(spans) == 1 else None
     return Batch(
         tokens=torch.tensor(tokens, device=device),
-        positions=torch.cat(positions).to(device),
-        slots=torch.cat(slots).to(device),
+        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        slots=torch.from_numpy(np.concatenate(slots)).to(device),
         segments=segments,
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         wanted=wanted,
@@ -95,8 +96,8 @@ def _segment(span: Span, first_row: int, rows: int, keys: int, pool: KVPool, dev
     first = span.table.first_slot
     slots = None
     # Keys behind the sequence's end are read, though masked: they must at least be inside the pool.
-    if first is None or first + padded > pool.keys.shape[1]:
+    if first is None or first + padded > pool.keys.shape[2]:
         first = None
-        padding = torch.full((padded - keys,), pool.padding_slot)
-        slots = torch.cat((span.table.slots(0, keys), padding)).to(device)
+        padding = np.full(padded - keys, pool.padding_slot)
+        slots = torch.from_numpy(np.concatenate((span.table.slots(0, keys), padding))).to(device)
     return Segment(first_row, rows, span.start, keys, padded, first, slots)

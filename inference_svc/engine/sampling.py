@@ -52,6 +52,12 @@ class Sampler:
         self._generator.manual_seed(secrets.randbits(63) if params.seed is None else params.seed & (2**63 - 1))
         self._seen: Counter[int] = Counter()
 
+    @property
+    def plain_greedy(self) -> bool:
+        """The likeliest token is all that is wanted."""
+        p = self._params
+        return p.temperature == 0.0 and self._logprobs is None and not (p.presence_penalty or p.frequency_penalty)
+
     def draw(self, logits: Tensor) -> Drawn:
         """``logits [vocabulary]`` of one row, on any device; not changed."""
         p = self._params

@@ -10,33 +10,48 @@ from typing import Any
 
 import numpy as np
 import torch
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from torch import Tensor
 
 from kvkernels.compiled import Arrays, compiled, over_parts, raw
-from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 
 @compiled
-def _read(row: Any, out: Any, out_bits: Any, brain: bool) -> None:
-    """``row`` [heads, dim] to float32; bfloat16 (``brain``) comes as its bits."""
-    for h in range(row.shape[0]):
-        for d in range(row.shape[1]):
+def _read(pool: Any, slot: int, out: Any, out_bits: Any, brain: bool) -> None:
+    """A token of ``pool [heads, slots, dim]`` to float32 ``[heads, dim]``; bfloat16 (``brain``) comes as its bits."""
+    for h in range(pool.shape[0]):
+        row = pool[h, slot]
+        for d in range(row.shape[0]):
             if brain:
-                out_bits[h, d] = np.uint32(row[h, d]) << np.uint32(16)
+                out_bits[h, d] = np.uint32(row[d]) << np.uint32(16)
             else:
-                out[h, d] = row[h, d]
+                out[h, d] = row[d]
 
 
 @compiled
-def _write(x: Any, x_bits: Any, row: Any, brain: bool) -> None:
-    """float32 to a pool row; to bfloat16 bits rounding to nearest even, as torch does."""
-    for h in range(row.shape[0]):
-        for d in range(row.shape[1]):
+def _write(x: Any, x_bits: Any, pool: Any, slot: int, brain: bool) -> None:
+    """float32 ``[heads, dim]`` to a token of the pool; to bfloat16 rounding to nearest even, as torch does."""
+    for h in range(pool.shape[0]):
+        row = pool[h, slot]
+        for d in range(row.shape[0]):
             if brain:
                 b = x_bits[h, d]
-                row[h, d] = np.uint16((b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+                row[d] = np.uint16((b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
             else:
-                row[h, d] = x[h, d]
+                row[d] = x[h, d]
+
+
+@compiled
+def _copy(source: Any, target: Any, slot: int) -> None:
+    """``[heads, dim]`` to a token of the pool, as it is."""
+    for h in range(source.shape[0]):
+        target[h, slot] = source[h]
+
+
+@compiled
+def _copy_out(pool: Any, slot: int, target: Any) -> None:
+    for h in range(target.shape[0]):
+        target[h] = pool[h, slot]
 
 
 @compiled
@@ -44,7 +59,7 @@ def _pack_layers(
     first: int, end: int, brain: bool, bits: int, group: int, sinks: int, pool_k: Any, pool_v: Any, slots: Any,
     codes_k: Any, codes_v: Any, k_scale: Any, k_zero: Any, v_scale: Any, v_zero: Any, sink_k: Any, sink_v: Any,
 ) -> None:  # fmt: skip
-    tokens, heads, dim = slots.shape[0], pool_k.shape[2], pool_k.shape[3]
+    tokens, heads, dim = slots.shape[0], pool_k.shape[1], pool_k.shape[3]
     top = np.float32(2**bits - 1)
     x = np.empty((heads, dim), np.float32)
     xb = x.view(np.uint32)
@@ -52,8 +67,8 @@ def _pack_layers(
     code = np.empty((heads, dim), np.uint8)
     for layer in range(first, end):
         for t in range(sinks):
-            sink_k[layer, t] = pool_k[layer, slots[t]]
-            sink_v[layer, t] = pool_v[layer, slots[t]]
+            _copy_out(pool_k[layer], slots[t], sink_k[layer, t])
+            _copy_out(pool_v[layer], slots[t], sink_v[layer, t])
         for g in range(k_scale.shape[1]):
             begin, stop = g * group, min((g + 1) * group, tokens)
             # The first tokens are outliers and stored apart: they must not widen the scale of the rest.
@@ -62,7 +77,7 @@ def _pack_layers(
                 for d in range(dim):
                     low[h, d], high[h, d] = np.inf, -np.inf
             for t in range(scan, stop):
-                _read(pool_k[layer, slots[t]], x, xb, brain)
+                _read(pool_k[layer], slots[t], x, xb, brain)
                 for h in range(heads):
                     for d in range(dim):
                         low[h, d] = min(low[h, d], x[h, d])
@@ -73,7 +88,7 @@ def _pack_layers(
                     k_scale[layer, g, h, d], k_zero[layer, g, h, d] = scale, low[h, d]
                     high[h, d] = np.float32(1.0) / scale if scale > 0 else np.float32(0.0)
             for t in range(begin, stop):
-                _read(pool_k[layer, slots[t]], x, xb, brain)
+                _read(pool_k[layer], slots[t], x, xb, brain)
                 for h in range(heads):
                     for d in range(dim):
                         q = np.rint((x[h, d] - low[h, d]) * high[h, d])
@@ -85,7 +100,7 @@ def _pack_layers(
                         for i in range(dim // 2):
                             codes_k[layer, t, h, i] = code[h, 2 * i] | (code[h, 2 * i + 1] << 4)
         for t in range(tokens):
-            _read(pool_v[layer, slots[t]], x, xb, brain)
+            _read(pool_v[layer], slots[t], x, xb, brain)
             for h in range(heads):
                 lo, hi = x[h, 0], x[h, 0]
                 for d in range(1, dim):
@@ -110,15 +125,15 @@ def _unpack_layers(
     first: int, end: int, brain: bool, bits: int, group: int, sinks: int, pool_k: Any, pool_v: Any, slots: Any,
     codes_k: Any, codes_v: Any, k_scale: Any, k_zero: Any, v_scale: Any, v_zero: Any, sink_k: Any, sink_v: Any,
 ) -> None:  # fmt: skip
-    tokens, heads, dim = slots.shape[0], pool_k.shape[2], pool_k.shape[3]
+    tokens, heads, dim = slots.shape[0], pool_k.shape[1], pool_k.shape[3]
     x = np.empty((heads, dim), np.float32)
     xb = x.view(np.uint32)
     for layer in range(first, end):
         for t in range(tokens):
             g, slot = t // group, slots[t]
             if t < sinks:
-                pool_k[layer, slot] = sink_k[layer, t]
-                pool_v[layer, slot] = sink_v[layer, t]
+                _copy(sink_k[layer, t], pool_k[layer], slot)
+                _copy(sink_v[layer, t], pool_v[layer], slot)
                 continue
             for h in range(heads):
                 if bits == 8:
@@ -131,7 +146,7 @@ def _unpack_layers(
                         x[h, d] = np.float32(c & 15) * k_scale[layer, g, h, d] + k_zero[layer, g, h, d]
                         d += 1
                         x[h, d] = np.float32(c >> 4) * k_scale[layer, g, h, d] + k_zero[layer, g, h, d]
-            _write(x, xb, pool_k[layer, slot], brain)
+            _write(x, xb, pool_k[layer], slot, brain)
             for h in range(heads):
                 scale, zero = v_scale[layer, t, h], v_zero[layer, t, h]
                 if bits == 8:
@@ -142,7 +157,7 @@ def _unpack_layers(
                         c = codes_v[layer, t, h, i]
                         x[h, 2 * i] = np.float32(c & 15) * scale + zero
                         x[h, 2 * i + 1] = np.float32(c >> 4) * scale + zero
-            _write(x, xb, pool_v[layer, slot], brain)
+            _write(x, xb, pool_v[layer], slot, brain)
 
 
 _NAMES = ("keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "sink_keys", "sink_values")

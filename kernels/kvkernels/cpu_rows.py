@@ -126,10 +126,10 @@ def _rotate_rows(
             _head(qkv[r], (heads + h) * dim, dim, x, xb, brain, k_weight, epsilon)
             _turn(x, y, cos[r], sin[r])
             _round(y, yb, brain)
-            _put(y, yb, pool_k[slots[r], h], brain)
+            _put(y, yb, pool_k[h, slots[r]], brain)
             at = (heads + kv_heads + h) * dim
             for d in range(dim):
-                pool_v[slots[r], h, d] = qkv[r, at + d]
+                pool_v[h, slots[r], d] = qkv[r, at + d]
 
 
 @compiled
@@ -168,9 +168,7 @@ def _over_rows(kernel: Any, rows: int, *arguments: Any) -> None:
         over_parts(kernel, rows, *arguments)
 
 
-def norm_rows(
-    rows: int, brain: bool, hidden: Any, delta: Any | None, weight: Any, epsilon: float, out: Any
-) -> None:
+def norm_rows(rows: int, brain: bool, hidden: Any, delta: Any | None, weight: Any, epsilon: float, out: Any) -> None:
     """Adds ``delta`` (if any) to ``hidden [>= rows, width]`` in place and writes its RMS norm times ``weight``
     (float32) to ``out``."""
     add = delta is not None

@@ -39,7 +39,7 @@ def _fused(pool: Tensor) -> bool:
 def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: memoryview) -> None:
     """Writes tokens of the pool into a chunk's payload, quantizing as the header says.
 
-    ``keys`` and ``values`` are ``[layers, pool_tokens, kv_heads, head_dim]``; ``slots`` int64 ``[tokens]`` on the
+    ``keys`` and ``values`` are ``[layers, kv_heads, pool_tokens, head_dim]``; ``slots`` int64 ``[tokens]`` on the
     CPU. ``payload`` is the slot's memory, ``header.payload_bytes`` long, owned by the caller. Returns when the
     bytes are there.
     """

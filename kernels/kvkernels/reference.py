@@ -24,7 +24,8 @@ def _stored(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
 
 
 def _take(pool: Tensor, slots: Tensor) -> Tensor:
-    return pool.index_select(1, slots.to(pool.device)).to("cpu")
+    """Tokens of the pool as ``[layers, tokens, heads, dim]`` on the CPU."""
+    return pool.index_select(2, slots.to(pool.device)).transpose(1, 2).to("cpu")
 
 
 def _quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,5 +91,5 @@ def unpack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, arr
         sinks = min(header.sink_tokens, count)
         k[:, :sinks] = _stored(arrays["sink_keys"][:, :sinks], dtype).to(device)
         v[:, :sinks] = _stored(arrays["sink_values"][:, :sinks], dtype).to(device)
-    keys.index_copy_(1, where, k)
-    values.index_copy_(1, where, v)
+    keys.index_copy_(2, where, k.transpose(1, 2))
+    values.index_copy_(2, where, v.transpose(1, 2))

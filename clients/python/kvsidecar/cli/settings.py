@@ -9,7 +9,6 @@ import argparse
 import ast
 import asyncio
 import inspect
-import json
 import logging
 import sys
 import textwrap
@@ -88,15 +87,18 @@ def read_settings(settings: type[S], given: dict[str, Any], config: Path | None)
 
 
 def configure_logging(level: str) -> None:
-    """Structured logs on stderr: for people on a terminal, JSON lines otherwise."""
+    """Structured logs on stderr: for people on a terminal, JSON lines otherwise.
+
+    Tracebacks come without local variables: those hold prompts.
+    """
+    console = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     terminal = sys.stderr.isatty()
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.dict_tracebacks,
-            structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(serializer=json.dumps),
+            *([console] if terminal else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

@@ -1,0 +1,219 @@
+"""The engine in process, for Python programs: ``Engine.from_pretrained(...)``.
+
+The same engine and the same daemon as behind the servers; only gRPC towards the client is left out.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from inference_svc.config import WorkerConfig
+from inference_svc.engine.sequence import Finish, Output
+from inference_svc.engine.sequence import Sequence as EngineSequence
+from inference_svc.model.loader import quiet_transformers
+from inference_svc.prompts import Prompter
+from inference_svc.runtime import Runtime, build
+from kvsidecar.cache.v1.cache_pb2 import StatsRequest
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.cli.settings import configure_logging
+from kvsidecar.client import Prompt, to_prompt, to_request
+from kvsidecar.errors import ConfigurationError, Unavailable, from_rpc
+from kvsidecar.runtime import socket_target
+
+_DAEMON_START_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A generated answer. Times in milliseconds from the call."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_ms: float
+    total_ms: float
+    tokens_per_sec: float
+    timings: dict[str, float]
+
+    @property
+    def kv_reuse_ratio(self) -> float:
+        """Share of the prompt that was not computed."""
+        return self.cached_tokens / self.prompt_tokens
+
+
+class Engine:
+    """A model with its cache. Close it, or use it as a context manager."""
+
+    def __init__(self, runtime: Runtime, daemon: subprocess.Popen[bytes] | None, folder: Path | None) -> None:
+        self._runtime, self._daemon, self._folder = runtime, daemon, folder
+        self._prompter = Prompter(runtime.engine.loaded, runtime.engine.context_length)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        cache: str | Path | None = "embedded",
+        store: str | Path | None = None,
+        storage_bits: int = 8,
+        arena_bytes: str = "512MiB",
+        **settings: Any,
+    ) -> Engine:
+        """Loads a model.
+
+        ``cache`` is "embedded" (a daemon of this engine's own, ended with it), the socket of a running daemon, or
+        None. ``store`` keeps an embedded daemon's cache on disk. Further settings are those of the worker
+        (``device``, ``dtype``, ``pool_bytes``, ...). Raises ModelUnsupported, ConfigurationError.
+        """
+        quiet_transformers()
+        if not structlog.is_configured():
+            configure_logging("warning")
+        daemon, folder, socket = None, None, Path(cache) if cache not in (None, "embedded") else None  # type: ignore[arg-type]
+        if cache == "embedded":
+            folder = Path(tempfile.mkdtemp(prefix="kvsidecar-"))
+            socket = folder / "cache.sock"
+            daemon = _start_daemon(socket, store, arena_bytes)
+        try:
+            config = WorkerConfig(
+                model=model,
+                cache_socket=socket,
+                storage_bits=storage_bits,  # type: ignore[arg-type]
+                name="in-process",
+                **settings,
+            )
+            return cls(build(config), daemon, folder)
+        except BaseException:
+            _end_daemon(daemon, folder)
+            raise
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stores what is queued, ends the engine and an embedded daemon."""
+        self._runtime.close()
+        _end_daemon(self._daemon, self._folder)
+        self._daemon = self._folder = None
+
+    def generate(self, prompt: Prompt, **options: Any) -> Result:
+        """Generates one answer. ``prompt`` is text, token ids or chat messages; options as in ``kvsidecar.Client``."""
+        return self.generate_many([(prompt, options)])[0]
+
+    def generate_batch(self, prompts: Iterable[Prompt], **options: Any) -> list[Result]:
+        """Generates an answer for each prompt, all with the same options, batched."""
+        return self.generate_many([(p, options) for p in prompts])
+
+    def generate_many(self, requests: Sequence[tuple[Prompt, dict[str, Any]]]) -> list[Result]:
+        """Generates an answer for each ``(prompt, options)``, batched, in the order given."""
+        return [_wait(call) for call in [self._submit(p, o) for p, o in requests]]
+
+    def warm(self, prompt: Prompt) -> int:
+        """Reads a prompt into the cache. Returns how many of its tokens are stored."""
+        call = self._submit(self._prompter.tokens(to_prompt(prompt), generation_prompt=False), {"max_tokens": 1})
+        _wait(call)
+        while True:
+            output = call.outputs.get()
+            if output.stored_tokens is not None:
+                return output.stored_tokens
+
+    def cache_stats(self) -> dict[str, Any]:
+        """Counters of this engine and, under ``daemon``, of its cache daemon."""
+        engine, cache = self._runtime.engine, self._runtime.cache
+        found: dict[str, Any] = dict(vars(engine.stats))
+        found["kv_reuse_ratio"] = engine.stats.cached_tokens / max(1, engine.stats.prompt_tokens)
+        if cache is not None:
+            found |= {"attached": cache.attached, "cache_failures": cache.stats.failures}
+            found["daemon"] = self._daemon_stats()
+        return found
+
+    def _daemon_stats(self) -> dict[str, Any]:
+        socket = self._runtime.config.cache_socket
+        assert socket is not None
+        with grpc.insecure_channel(socket_target(socket)) as channel:
+            try:
+                stats = CacheServiceStub(channel).Stats(StatsRequest(), timeout=5)
+            except grpc.RpcError as error:
+                return {"error": str(from_rpc(error))}
+        return {f.name: getattr(stats, f.name) for f in stats.DESCRIPTOR.fields}
+
+    def _submit(self, prompt: Prompt, options: dict[str, Any]) -> _Call:
+        began = time.perf_counter()
+        outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        sequence = self._prompter.sequence(to_request(prompt, **options), outputs.put, began)
+        sequence.timings.tokenize_ms = (time.perf_counter() - began) * 1e3
+        self._runtime.engine.submit(sequence)
+        return _Call(sequence, outputs, began)
+
+
+@dataclass(frozen=True)
+class _Call:
+    sequence: EngineSequence
+    outputs: queue.SimpleQueue[Output]
+    began: float
+
+
+def _wait(call: _Call) -> Result:
+    text: list[str] = []
+    while True:
+        output = call.outputs.get()
+        text.append(output.text)
+        if output.finish in (Finish.CANCELLED, Finish.FAILED):
+            raise Unavailable(output.error or "the request was cancelled")
+        if output.finish is not None:
+            break
+    s = call.sequence
+    total_ms = (time.perf_counter() - call.began) * 1e3
+    return Result(
+        text="".join(text),
+        token_ids=s.tokens[s.prompt_tokens :],
+        finish_reason=output.finish.value,
+        prompt_tokens=s.prompt_tokens,
+        cached_tokens=s.cached_tokens,
+        ttft_ms=s.timings.ttft_ms,
+        total_ms=total_ms,
+        tokens_per_sec=s.generated / (total_ms / 1e3),
+        timings=dict(vars(s.timings)),
+    )
+
+
+def _start_daemon(socket: Path, store: str | Path | None, arena_bytes: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "cache_daemon", "--socket", str(socket), "--arena-bytes", arena_bytes]
+    daemon = subprocess.Popen([*command, "--store", str(store or "none"), "--log-level", "warning"])
+    deadline = time.monotonic() + _DAEMON_START_SECONDS
+    while not socket.exists():
+        if daemon.poll() is not None:
+            raise ConfigurationError("the embedded cache daemon could not start; its message is above")
+        if time.monotonic() > deadline:
+            daemon.kill()
+            raise ConfigurationError(f"the embedded cache daemon did not start within {_DAEMON_START_SECONDS:.0f} s")
+        time.sleep(0.01)
+    return daemon
+
+
+def _end_daemon(daemon: subprocess.Popen[bytes] | None, folder: Path | None) -> None:
+    if daemon is not None:
+        daemon.terminate()
+        try:
+            daemon.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
