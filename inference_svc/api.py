@@ -18,6 +18,12 @@ from typing import Any
 
 import grpc
 import structlog
+from kvsidecar.cache.v1.cache_pb2 import StatsRequest
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.cli.settings import configure_logging
+from kvsidecar.client import Prompt, to_prompt, to_request
+from kvsidecar.errors import ConfigurationError, Unavailable, from_rpc
+from kvsidecar.runtime import socket_target
 
 from inference_svc.config import WorkerConfig
 from inference_svc.engine.sequence import Finish, Output
@@ -25,12 +31,6 @@ from inference_svc.engine.sequence import Sequence as EngineSequence
 from inference_svc.model.loader import quiet_transformers
 from inference_svc.prompts import Prompter
 from inference_svc.runtime import Runtime, build
-from kvsidecar.cache.v1.cache_pb2 import StatsRequest
-from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
-from kvsidecar.cli.settings import configure_logging
-from kvsidecar.client import Prompt, to_prompt, to_request
-from kvsidecar.errors import ConfigurationError, Unavailable, from_rpc
-from kvsidecar.runtime import socket_target
 
 _DAEMON_START_SECONDS = 30.0
 

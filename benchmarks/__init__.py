@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks.NAME --help``. Each prints a table and writes JSON with ``--out``."""

@@ -1,0 +1,199 @@
+"""A node of real processes for benchmarks, the demo and tests: one daemon, some workers, kills and restarts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+from kvsidecar import Client
+from kvsidecar.cache.v1 import cache_pb2
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.runtime import socket_target
+
+_START_SECONDS = 180.0
+
+
+class Node:
+    """Owns its processes and a temporary folder; use it as a context manager."""
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        workers: int = 1,
+        storage_bits: int = 16,
+        arena_bytes: str = "512MiB",
+        store_bytes: str = "2GiB",
+        pool_bytes: str = "512MiB",
+        durable: bool = True,
+        worker_flags: dict[str, Any] | None = None,
+        daemon_flags: dict[str, Any] | None = None,
+    ) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kvsidecar-"))
+        self.model, self.workers = model, workers
+        self.cache_socket = self.folder / "cache.sock"
+        self._daemon_flags = {
+            "socket": self.cache_socket,
+            "store": self.folder / "store" if durable else "none",
+            "arena_bytes": arena_bytes,
+            "store_bytes": store_bytes,
+            "log_level": "warning",
+            **(daemon_flags or {}),
+        }
+        self._worker_flags = {
+            "model": model,
+            "cache_socket": self.cache_socket,
+            "storage_bits": storage_bits,
+            "pool_bytes": pool_bytes,
+            "log_level": "warning",
+            **(worker_flags or {}),
+        }
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._clients: dict[int, Client] = {}
+        self.log = (self.folder / "log").open("ab")
+
+    def __enter__(self) -> Node:
+        self.start_daemon()
+        for i in range(self.workers):
+            self.start_worker(i, wait=False)
+        for i in range(self.workers):
+            self.wait_worker(i)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self._clients.values():
+            client.close()
+        for name in sorted(self._processes, reverse=True):  # workers before the daemon
+            process = self._processes[name]
+            process.terminate()
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ---- processes ------------------------------------------------------------------------------------------
+
+    def start_daemon(self) -> None:
+        self._start("a-daemon", ["cache_daemon"], self._daemon_flags)
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                self.cache_stats()
+                return
+            except grpc.RpcError:
+                self._check("a-daemon", deadline)
+
+    def start_worker(self, i: int, wait: bool = True) -> None:
+        socket = self.worker_socket(i)
+        socket.unlink(missing_ok=True)
+        flags = {**self._worker_flags, "socket": socket, "name": f"worker-{i}"}
+        self._start(f"worker-{i}", ["inference_svc", "worker"], flags)
+        if wait:
+            self.wait_worker(i)
+
+    def wait_worker(self, i: int) -> None:
+        """Waits until a worker serves and, if the daemon runs, is attached to it."""
+        deadline = time.monotonic() + _START_SECONDS
+        while not self.worker_socket(i).exists():
+            self._check(f"worker-{i}", deadline)
+        old = self._clients.pop(i, None)
+        if old is not None:
+            old.close()
+        self._clients[i] = Client(self.worker_socket(i))
+        self._clients[i].wait_ready(_START_SECONDS)
+        if self.alive("a-daemon"):
+            self.wait_attached(i)
+
+    def wait_attached(self, i: int, seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.client(i).stats().cache_attached:
+            self._check(f"worker-{i}", deadline)
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to ``daemon`` or ``worker-N``; after SIGKILL waits until it is gone."""
+        key = "a-daemon" if name == "daemon" else name
+        process = self._processes[key]
+        process.send_signal(number)
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            process.wait(30)
+            del self._processes[key]
+
+    def alive(self, name: str) -> bool:
+        key = "a-daemon" if name == "daemon" else name
+        return key in self._processes and self._processes[key].poll() is None
+
+    def pid(self, name: str) -> int:
+        return self._processes["a-daemon" if name == "daemon" else name].pid
+
+    def restart_worker(self, i: int) -> None:
+        """SIGKILL, then a new process."""
+        self.kill(f"worker-{i}")
+        self.start_worker(i)
+
+    def restart_daemon(self) -> None:
+        """SIGKILL, then a new process; returns when the workers are attached to it."""
+        self.kill("daemon")
+        self.start_daemon()
+        for i in range(self.workers):
+            if self.alive(f"worker-{i}"):
+                self.wait_attached(i)
+
+    # ---- talking --------------------------------------------------------------------------------------------
+
+    def worker_socket(self, i: int) -> Path:
+        return self.folder / f"worker-{i}.sock"
+
+    def client(self, i: int = 0) -> Client:
+        return self._clients[i]
+
+    def cache_channel(self) -> grpc.Channel:
+        return grpc.insecure_channel(socket_target(self.cache_socket), options=[("grpc.use_local_subchannel_pool", 1)])
+
+    def cache_stats(self) -> cache_pb2.StatsResponse:
+        with self.cache_channel() as channel:
+            response: cache_pb2.StatsResponse = CacheServiceStub(channel).Stats(cache_pb2.StatsRequest(), timeout=5)
+            return response
+
+    def settle(self, seconds: float = 30.0) -> None:
+        """Waits until all that was computed is stored and durable."""
+        deadline = time.monotonic() + seconds
+        while True:
+            stats = [self.client(i).stats() for i in range(self.workers) if self.alive(f"worker-{i}")]
+            saved = all(s.pending_saves == 0 and s.running == 0 for s in stats)
+            if saved and (not self.alive("daemon") or self.cache_stats().pending_writes == 0):
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError("the node did not settle")
+            time.sleep(0.01)
+
+    def _start(self, name: str, module: list[str], flags: dict[str, Any]) -> None:
+        command = [sys.executable, "-m", *module]
+        for flag, value in flags.items():
+            command += [f"--{flag.replace('_', '-')}", str(value)]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("KVSIDECAR_")}
+        self._processes[name] = subprocess.Popen(
+            command, stdout=self.log, stderr=self.log, env=environment, stdin=subprocess.DEVNULL
+        )
+
+    def _check(self, name: str, deadline: float) -> None:
+        process = self._processes[name]
+        if process.poll() is not None:
+            raise RuntimeError(f"{name} ended with code {process.returncode}:\n{self.read_log()}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{name} did not come up:\n{self.read_log()}")
+        time.sleep(0.02)
+
+    def read_log(self) -> str:
+        self.log.flush()
+        return (self.folder / "log").read_text(encoding="utf-8", errors="replace")[-4000:]

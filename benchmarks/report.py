@@ -1,0 +1,115 @@
+"""What all benchmarks share: arguments, JSON, tables, statistics."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+console = Console(width=None if os.environ.get("COLUMNS") or os.isatty(1) else 120)
+_VERSIONS = ("kvsidecar", "torch", "transformers", "grpcio", "numba", "lmdb", "numpy")
+
+
+def parser(name: str, text: str) -> argparse.ArgumentParser:
+    """A parser with the arguments that all benchmarks have."""
+    out = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=text)
+    out.add_argument("--quick", action="store_true", help="the small size")
+    out.add_argument("--out", type=Path, help="write the results to this JSON file")
+    return out
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in _read("/proc/cpuinfo").splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    memory = next((int(line.split()[1]) for line in _read("/proc/meminfo").splitlines() if "MemTotal" in line), 0)
+    found: dict[str, Any] = {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / (1 << 20), 1),
+        "system": platform.platform(),
+    }
+    import torch
+
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name(0)
+    return found
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def write(
+    options: argparse.Namespace, name: str, rows: Sequence[dict[str, Any]], summary: dict[str, Any]
+) -> dict[str, Any]:
+    """Prints the rows and the summary, and writes them with ``--out``."""
+    config = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if k != "out"}
+    versions = {"python": platform.python_version(), **{v: importlib.metadata.version(v) for v in _VERSIONS}}
+    result = {
+        "benchmark": name,
+        "machine": machine(),
+        "versions": versions,
+        "config": config,
+        "rows": list(rows),
+        "summary": summary,
+    }
+    console.print(table(rows))
+    for key, value in summary.items():
+        console.print(f"{key}: [bold]{_shown(value)}[/bold]")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        console.print(f"[dim]written to {options.out}[/dim]")
+    return result
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Rows of equal keys as a table."""
+    out = Table()
+    names = list(dict.fromkeys(k for row in rows for k in row))
+    for name in names:
+        out.add_column(name, justify="right" if rows and isinstance(rows[0].get(name), (int, float)) else "left")
+    for row in rows:
+        out.add_row(*(_shown(row.get(n, "")) for n in names))
+    return out
+
+
+def _shown(value: Any) -> str:
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float) and abs(value) < 100
+        else f"{value:.0f}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def median(values: Sequence[float]) -> float:
+    return round(statistics.median(values), 4)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Half the distance between the quartiles, relative to the median."""
+    if len(values) < 4:
+        return round((max(values) - min(values)) / 2 / statistics.median(values), 4)
+    q = statistics.quantiles(values, n=4)
+    return round((q[2] - q[0]) / 2 / statistics.median(values), 4)
