@@ -29,14 +29,8 @@ def parser(name: str, text: str) -> argparse.ArgumentParser:
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in _read("/proc/cpuinfo").splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
+    lines = _read("/proc/cpuinfo").splitlines()
+    model = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), platform.processor())
     memory = next((int(line.split()[1]) for line in _read("/proc/meminfo").splitlines() if "MemTotal" in line), 0)
     found: dict[str, Any] = {
         "cpu": model,
@@ -94,13 +88,9 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _shown(value: Any) -> str:
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and abs(value) < 100
-        else f"{value:.0f}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def median(values: Sequence[float]) -> float:

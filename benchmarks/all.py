@@ -1,0 +1,30 @@
+"""Runs all benchmarks one after the other and writes their JSON into one folder."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from pathlib import Path
+
+from benchmarks import report
+
+NAMES = ("replay", "ttft", "overhead", "decode")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.all", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the small sizes")
+    parser.add_argument("--model", default="demo", help="demo, shape:NAME or a folder")
+    parser.add_argument("--out-dir", type=Path, default=Path("bench-out"))
+    options = parser.parse_args()
+    for name in NAMES:
+        began = time.monotonic()
+        report.console.rule(name)
+        arguments = ["--model", options.model, "--out", str(options.out_dir / f"{name}.json")]
+        importlib.import_module(f"benchmarks.{name}").main([*arguments, *(["--quick"] if options.quick else [])])
+        report.console.print(f"[dim]{name} took {time.monotonic() - began:.0f} s[/dim]")
+
+
+if __name__ == "__main__":
+    main()

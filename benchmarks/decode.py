@@ -1,0 +1,149 @@
+"""Decode speed by batch size: this engine, transformers, and the memory-bandwidth bound.
+
+``bound`` is the bytes a step must read (all weights that take part, and the keys and values of every sequence)
+over the bandwidth of a large copy on this machine, reads and writes both counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from benchmarks import report
+from inference_svc.api import Engine
+from inference_svc.model.loader import quiet_transformers
+
+ARMS = ("ours", "transformers", "bound")
+_COPY_BYTES = 256 << 20
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a large copy, read and write counted; the best of several."""
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    best = 0.0
+    for _ in range(6):
+        _wait(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        best = max(best, 2 * _COPY_BYTES / (time.perf_counter() - began))
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class Ours:
+    """The engine in process, without a cache."""
+
+    def __init__(self, model: str) -> None:
+        self._engine = Engine.from_pretrained(model, cache=None, pool_bytes="1GiB")
+        loaded = self._engine._runtime.engine.loaded
+        self.device = loaded.device
+        self.kv_bytes_per_token = 2 * loaded.layers * loaded.kv_heads * loaded.head_dim * loaded.dtype.itemsize
+
+    def measure(self, prompts: list[list[int]], length: int) -> float:
+        """Tokens per second from the last first token on, when all sequences decode."""
+        requests = [(p, {"max_tokens": length, "temperature": 0, "ignore_eos": True}) for p in prompts]
+        results = self._engine.generate_many(requests)
+        # All sequences decode together from the last one's first token to the first one's last.
+        return len(prompts) * (length - 1) / max(r.timings["decode_ms"] for r in results) * 1e3
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class Transformers:
+    """The library's own generate loop with its SDPA attention and dynamic cache."""
+
+    def __init__(self, model: str) -> None:
+        from inference_svc.model import loader
+
+        loaded = loader.load(model)
+        loaded.model.set_attn_implementation("sdpa")
+        self._model: Any = loaded.model
+        self.step_bytes = sum(
+            p.numel() * p.dtype.itemsize
+            for name, p in loaded.model.named_parameters()
+            if "embed_tokens" not in name or loaded.config.tie_word_embeddings
+        )
+
+    def measure(self, prompts: list[list[int]], length: int) -> float:
+        ids = torch.tensor(prompts, device=self._model.device)
+        with torch.inference_mode():
+            out = self._model(ids, use_cache=True, logits_to_keep=1)
+            token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            began = time.perf_counter()
+            for _ in range(length - 1):
+                out = self._model(token, past_key_values=cache, use_cache=True)
+                token = out.logits[:, -1:].argmax(-1)
+            _wait(self._model.device)
+            return len(prompts) * (length - 1) / (time.perf_counter() - began)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    quiet_transformers()
+    rng = random.Random(1)
+    theirs, ours = Transformers(options.model), Ours(options.model)
+    times: dict[tuple[str, int], list[float]] = {}
+    bandwidths: list[float] = []
+    with Progress(console=report.console, transient=True) as progress:
+        task = progress.add_task("measuring", total=options.repeats * len(options.batches))
+        for repeat in range(options.repeats):
+            for batch in options.batches:
+                prompts = [[rng.randrange(16, 4000) for _ in range(options.prompt_tokens)] for _ in range(batch)]
+                bandwidth = copy_bandwidth(ours.device)
+                bandwidths.append(bandwidth)
+                context = options.prompt_tokens + options.answer_tokens // 2
+                step_bytes = theirs.step_bytes + batch * context * ours.kv_bytes_per_token
+                times.setdefault(("bound", batch), []).append(batch * bandwidth / step_bytes)
+                times.setdefault(("ours", batch), []).append(ours.measure(prompts, options.answer_tokens))
+                if repeat < options.transformers_repeats:
+                    rate = theirs.measure(prompts, options.answer_tokens)
+                    times.setdefault(("transformers", batch), []).append(rate)
+                progress.advance(task)
+    ours.close()
+    rows = [
+        {
+            "arm": arm,
+            "batch": batch,
+            "tokens_per_s": report.median(times[arm, batch]),
+            "spread": report.spread(times[arm, batch]),
+        }
+        for batch in options.batches
+        for arm in ARMS
+    ]
+    rate = {k: report.median(v) for k, v in times.items()}
+    summary: dict[str, Any] = {"copy_gb_per_s": round(report.median(bandwidths) / 1e9, 1)}
+    for batch in options.batches:
+        summary[f"ours_over_bound_{batch}"] = round(rate["ours", batch] / rate["bound", batch], 3)
+        summary[f"ours_over_transformers_{batch}"] = round(rate["ours", batch] / rate["transformers", batch], 3)
+    if {1, 8} <= set(options.batches):
+        summary["batch_8_over_batch_1"] = round(rate["ours", 8] / rate["ours", 1], 2)
+    return report.write(options, "decode", rows, summary)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("decode", __doc__ or "")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--answer-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--transformers-repeats", type=int, default=3)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.batches, options.repeats, options.answer_tokens = [1, 8], 3, 32
+    return run(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What the cache costs when nothing is ever found: unique prompts with the cache on and off, alternating."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rich.progress import Progress
+
+from benchmarks import report
+from benchmarks.node import Node
+
+ARMS = ("off", "on")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(options.seed)
+
+    def prompt() -> list[int]:
+        return [rng.randrange(16, 4000) for _ in range(options.context_tokens)]
+
+    ttft: dict[str, list[float]] = {a: [] for a in ARMS}
+    rate: dict[str, list[float]] = {a: [] for a in ARMS}
+    with (
+        Node(options.model, storage_bits=options.storage_bits, pool_bytes="1GiB") as node,
+        Progress(console=report.console, transient=True) as progress,
+    ):
+        client = node.client()
+        task = progress.add_task("measuring", total=2 * (options.requests + options.rounds))
+        for arm in ARMS:
+            client.generate(prompt(), max_tokens=2, skip_cache=arm == "off")
+        for i in range(options.requests):
+            for arm in ARMS if i % 2 else ARMS[::-1]:
+                result = client.generate(prompt(), max_tokens=1, temperature=0, skip_cache=arm == "off")
+                ttft[arm].append(result.ttft_ms)
+                node.settle()  # what was computed is stored between requests, as between a user's turns
+                progress.advance(task)
+        for i in range(options.rounds):
+            for arm in ARMS if i % 2 else ARMS[::-1]:
+                prompts = [prompt() for _ in range(options.concurrency)]
+                began = time.perf_counter()
+                with ThreadPoolExecutor(options.concurrency) as pool:
+                    list(
+                        pool.map(
+                            lambda p, off=arm == "off": client.generate(
+                                p, max_tokens=options.answer_tokens, temperature=0, ignore_eos=True, skip_cache=off
+                            ),
+                            prompts,
+                        )
+                    )
+                elapsed = time.perf_counter() - began
+                rate[arm].append(options.concurrency * (options.context_tokens + options.answer_tokens) / elapsed)
+                node.settle()
+                progress.advance(task)
+    rows = [
+        {
+            "arm": arm,
+            "ttft_ms_p50": report.median(ttft[arm]),
+            "ttft_spread": report.spread(ttft[arm]),
+            "tokens_per_s": report.median(rate[arm]),
+        }
+        for arm in ARMS
+    ]
+    pairs = [on / off for on, off in zip(ttft["on"], ttft["off"], strict=True)]
+    rates = [on / off for on, off in zip(rate["on"], rate["off"], strict=True)]
+    summary = {"ttft_ratio": report.median(pairs), "throughput_ratio": report.median(rates)}
+    return report.write(options, "overhead", rows, summary)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("overhead", __doc__ or "")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--context-tokens", type=int, default=512)
+    parser.add_argument("--answer-tokens", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=24, help="pairs for the time to first token")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs for the throughput")
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.requests, options.rounds = 12, 3
+    return run(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Time to first token of a document with a fresh question: cached, not cached, after restarts, and the bound.
+
+``bound`` is the engine's own forward over the question alone, with the document's keys and values in the pool
+already: what nothing that loads them can beat. Arms alternate within every repetition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from kvsidecar.client import Completion
+from rich.progress import Progress
+
+from benchmarks import report
+from benchmarks.node import Node
+
+ARMS = ("nocache", "exact", "worker_restarted", "daemon_restarted", "bound")
+QUESTION_TOKENS = 32
+_PARTS = ("lookup_ms", "transfer_ms", "restore_ms", "prefill_ms")
+
+
+class Bound:
+    """The forward over the question alone, in this process."""
+
+    def __init__(self, model: str, longest: int) -> None:
+        import torch
+
+        from inference_svc.engine import rows
+        from inference_svc.engine.forward import Decoder
+        from inference_svc.engine.pool import KVPool
+        from inference_svc.model import loader
+        from inference_svc.runtime import keep_freed_memory
+
+        keep_freed_memory()
+        loader.quiet_transformers()
+        self._rows, self._torch = rows, torch
+        self._loaded = loader.load(model)
+        m = self._loaded
+        self._pool = KVPool(m.layers, m.kv_heads, m.head_dim, longest + 64, m.dtype, m.device)
+        self._decoder = Decoder(m)
+
+    def measure(self, context: int) -> float:
+        """Milliseconds from token ids to the first token."""
+        table = self._pool.allocate(context)
+        assert table is not None
+        began = time.perf_counter()
+        span = self._rows.Span(list(range(10, 10 + QUESTION_TOKENS)), context - QUESTION_TOKENS, table, True)
+        logits = self._decoder(self._rows.build([span], self._pool, self._loaded.device))
+        int(logits[0].argmax())
+        elapsed = (time.perf_counter() - began) * 1e3
+        self._pool.free(table)
+        return elapsed
+
+
+class Arms:
+    """The nodes of the arms and how each is asked. nocache and exact share a node."""
+
+    def __init__(self, options: argparse.Namespace, stack: ExitStack, names: list[str]) -> None:
+        self._names = names
+        self._nodes: dict[str, Node] = {}
+        for name in names:
+            if name == "bound":
+                continue
+            partner = self._nodes.get("nocache") if name == "exact" else None
+            self._nodes[name] = partner or stack.enter_context(
+                Node(options.model, storage_bits=options.storage_bits, pool_bytes="1GiB", arena_bytes="1GiB")
+            )
+        self._bound = Bound(options.model, max(options.context_tokens)) if "bound" in names else None
+
+    def warm(self, document: list[int]) -> None:
+        for node in set(self._nodes.values()):
+            node.client().warm(document, deadline=600)
+            node.settle()
+
+    def ask(self, name: str, document: list[int], question: list[int]) -> tuple[float, Completion | None]:
+        """TTFT in milliseconds, and the answer unless it is the bound."""
+        if name == "bound":
+            assert self._bound is not None
+            return self._bound.measure(len(document) + len(question)), None
+        node = self._nodes[name]
+        if name == "worker_restarted":
+            node.restart_worker(0)
+        if name == "daemon_restarted":
+            node.restart_daemon()
+        result = node.client().generate(
+            document + question, max_tokens=1, temperature=0, skip_cache=name == "nocache", deadline=600
+        )
+        node.settle()
+        return result.ttft_ms, result
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(options.seed)
+    names = options.arms.split(",")
+    rows: list[dict[str, Any]] = []
+    ratios: dict[str, Any] = {}
+    with ExitStack() as stack, Progress(console=report.console, transient=True) as progress:
+        task = progress.add_task("measuring", total=len(options.context_tokens) * options.repeats * len(names))
+        arms = Arms(options, stack, names)
+        for context in options.context_tokens:
+            document = [rng.randrange(16, 4000) for _ in range(context - QUESTION_TOKENS)]
+            arms.warm(document)
+            times: dict[str, list[float]] = {n: [] for n in names}
+            parts: dict[str, dict[str, list[float]]] = {n: {p: [] for p in _PARTS} for n in names}
+            cached: dict[str, int] = {}
+            for repeat in range(options.repeats):
+                for name in names:
+                    progress.advance(task)
+                    if name == "nocache" and repeat >= options.nocache_repeats:
+                        continue
+                    question = [rng.randrange(16, 4000) for _ in range(QUESTION_TOKENS)]
+                    ttft, result = arms.ask(name, document, question)
+                    times[name].append(ttft)
+                    if result is not None:
+                        cached[name] = result.cached_tokens
+                        for part in _PARTS:
+                            parts[name][part].append(result.timings[part])
+            for name in names:
+                row = {
+                    "arm": name,
+                    "context_tokens": context,
+                    "ttft_ms_p50": report.median(times[name]),
+                    "spread": report.spread(times[name]),
+                    "cached_tokens": cached.get(name, context - QUESTION_TOKENS),
+                }
+                rows.append(row | {p: report.median(v) if v else 0.0 for p, v in parts[name].items()})
+            ratios |= _ratios(context, {n: report.median(t) for n, t in times.items()})
+    return report.write(options, "ttft", rows, ratios)
+
+
+def _ratios(context: int, p50: dict[str, float]) -> dict[str, Any]:
+    out = {}
+    if {"nocache", "exact"} <= set(p50):
+        out[f"exact_speedup_{context}"] = round(p50["nocache"] / p50["exact"], 2)
+    for name in ("exact", "worker_restarted", "daemon_restarted"):
+        if {name, "bound"} <= set(p50):
+            out[f"{name}_over_bound_{context}"] = round(p50[name] / p50["bound"], 3)
+    return out
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("ttft", __doc__ or "")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--context-tokens", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=8)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--nocache-repeats", type=int, default=3, help="a prefill is long and varies little")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.context_tokens, options.repeats = options.context_tokens[:2], 3
+    return run(options)
+
+
+if __name__ == "__main__":
+    main()

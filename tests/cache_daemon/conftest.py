@@ -1,0 +1,150 @@
+"""A real daemon process, and a small client that speaks its protocol."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32, ChunkHeader, NamespaceDescriptor
+from kvsidecar.layout import Geometry, new_header
+
+from benchmarks.node import Node
+
+GEOMETRY = Geometry(2, 1, 8, DATA_TYPE_FLOAT32, 16)
+
+
+def descriptor(name: str = "m") -> NamespaceDescriptor:
+    return NamespaceDescriptor(
+        model_fingerprint=name.encode().ljust(32, b"\0"), architecture="Test", layers=2, kv_heads=1, head_dim=8,
+        dtype=DATA_TYPE_FLOAT32, format_version=1, bits=16, tensor_parallel_size=1,
+    )  # fmt: skip
+
+
+class Peer:
+    """A worker without a model: attaches, maps the arena, stores and reads chunks."""
+
+    def __init__(self, node: Node, name: str = "m", heartbeats: bool = True) -> None:
+        self.channel = node.cache_channel()
+        self.stub: Any = CacheServiceStub(self.channel)
+        self.descriptor = descriptor(name)
+        self.namespace = keys.namespace_id(self.descriptor)
+        self._out: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        hello = pb.Hello(protocol_version=1, client_name="peer", descriptor=self.descriptor, namespace=self.namespace)
+        self._out.put(pb.AttachRequest(hello=hello))
+        self.call = self.stub.Attach(iter(self._out.get, None))
+        self.welcome = next(self.call).welcome
+        self.session = self.welcome.session_id
+        self._beating = threading.Event()
+        if heartbeats:
+            threading.Thread(target=self._beat, daemon=True).start()
+        handle = os.open(self.welcome.arenas[0].path, os.O_RDWR)
+        self.arena = memoryview(mmap.mmap(handle, self.welcome.arenas[0].size_bytes))
+        os.close(handle)
+
+    def _beat(self) -> None:
+        while not self._beating.wait(self.welcome.heartbeat_interval_ms / 2000):
+            self._out.put(pb.AttachRequest(heartbeat=pb.Heartbeat()))
+
+    def close(self) -> None:
+        self._beating.set()
+        self._out.put(None)
+        self.call.cancel()
+        self.channel.close()
+
+    def view(self, slot: pb.SlotRef) -> memoryview:
+        return self.arena[slot.offset : slot.offset + slot.size_bytes]
+
+    def header(self, ids: list[int], start: int = 0, parent: bytes = b"") -> ChunkHeader:
+        header = new_header(GEOMETRY, ids, start)
+        header.parent_prefix_hash = parent
+        return header
+
+    def reserve(self, *headers: ChunkHeader, salt: bytes = b"") -> list[pb.Reservation]:
+        request = pb.ReserveRequest(session_id=self.session, headers=headers, tenant_salt=salt)
+        return list(self.stub.Reserve(request).reservations)
+
+    def commit(self, reservation: pb.Reservation) -> pb.CommitResponse:
+        item = pb.CommitItem(
+            lease_id=reservation.lease_id,
+            checksum=keys.checksum(self.view(reservation.slot)),
+            epoch=reservation.slot.epoch,
+        )
+        return self.stub.Commit(pb.CommitRequest(session_id=self.session, items=[item]))
+
+    def put(self, ids: list[int], start: int = 0, parent: bytes = b"", salt: bytes = b"") -> bytes:
+        """Stores a chunk whose payload is determined by its tokens. Returns its prefix hash."""
+        found = self.reserve(self.header(ids, start, parent), salt=salt)[0]
+        assert found.outcome == pb.RESERVE_OUTCOME_GRANTED, found
+        self.view(found.slot)[:] = payload_of(ids, found.slot.size_bytes)
+        assert self.commit(found).committed == 1
+        return found.prefix_hash
+
+    def match(self, ids: list[int], salt: bytes = b"") -> pb.MatchResponse:
+        return self.stub.Match(pb.MatchRequest(session_id=self.session, token_ids=ids, tenant_salt=salt))
+
+    def release(self, found: pb.MatchResponse) -> int:
+        leases = [m.lease_id for m in found.matches]
+        return self.stub.Release(pb.ReleaseRequest(session_id=self.session, lease_ids=leases)).released
+
+    def stats(self) -> pb.StatsResponse:
+        return self.stub.Stats(pb.StatsRequest())
+
+    def read(self, ids: list[int], salt: bytes = b"") -> int:
+        """Matches, checks every byte, releases. Returns the tokens found."""
+        found = self.match(ids, salt)
+        for m in found.matches:
+            whole = payload_of(list(m.header.token_ids), m.slot.size_bytes)
+            assert self.view(m.slot) == whole, "the bytes are not those of the chunk's tokens"
+        assert self.release(found) == len(found.matches)
+        return found.matched_tokens
+
+
+def payload_of(ids: list[int], size: int) -> bytes:
+    seed = keys.token_bytes(ids)
+    return (seed * (size // len(seed) + 1))[:size]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Node]]:
+    """Starts daemons without workers; they end with the test."""
+    with ExitStack() as stack:
+
+        def launch(**flags: Any) -> Node:
+            arena = flags.pop("arena_bytes", "4MiB")
+            return stack.enter_context(Node(workers=0, arena_bytes=arena, daemon_flags=flags))
+
+        yield launch
+
+
+@pytest.fixture
+def daemon(start: Callable[..., Node]) -> Node:
+    return start(heartbeat_ms=200)
+
+
+@pytest.fixture
+def peer(daemon: Node) -> Iterator[Peer]:
+    found = Peer(daemon)
+    yield found
+    found.close()
+
+
+def code_of(call: Callable[[], Any]) -> tuple[grpc.StatusCode, str]:
+    """The status and text that a call fails with."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value.code(), caught.value.details() or ""
+
+
+def store_file(node: Node) -> Path:
+    return node.folder / "store" / "data.mdb"

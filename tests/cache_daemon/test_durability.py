@@ -1,0 +1,229 @@
+"""What outlives the daemon, and what must not."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from benchmarks.node import Node
+from tests.cache_daemon.conftest import Peer, store_file
+
+
+def fill(node: Node, chunks: int) -> list[list[int]]:
+    peer = Peer(node)
+    stored = [[i, i + 1, i + 2] for i in range(chunks)]
+    for ids in stored:
+        peer.put(ids)
+    node.settle()
+    peer.close()
+    return stored
+
+
+def count_readable(node: Node, stored: list[list[int]]) -> int:
+    peer = Peer(node)
+    try:
+        return sum(peer.read(ids) == len(ids) for ids in stored)
+    finally:
+        peer.close()
+
+
+def test_a_killed_daemon_loses_nothing_that_was_durable(start: Callable[..., Node]) -> None:
+    node = start()
+    stored = fill(node, 40)
+    arenas = set(Path("/dev/shm").glob("kvsidecar-*/*/arena-*"))
+    node.kill("daemon")
+    node.start_daemon()
+    assert node.cache_stats().chunks == 40
+    assert count_readable(node, stored) == 40
+    assert len(set(Path("/dev/shm").glob("kvsidecar-*/*/arena-*")) - arenas) == 1, "the dead daemon's arena is gone"
+
+
+def test_kill_at_random_points_never_corrupts(start: Callable[..., Node]) -> None:
+    node = start(store_bytes="400KB")
+    rng = random.Random(1)
+    for round_ in range(4):
+        peer = Peer(node)
+        for i in range(rng.randint(5, 60)):
+            peer.put([round_, i, rng.randrange(1000)])
+        durable = [c for c in _list(node) if c.durable]
+        node.kill("daemon")
+        node.start_daemon()
+        peer.close()
+        left = {c.prefix_hash for c in _list(node)}
+        assert {c.prefix_hash for c in durable} <= left, "a chunk listed as durable was lost"
+        assert node.cache_stats().corrupt_chunks == 0
+
+
+def _list(node: Node) -> list[object]:
+    from kvsidecar.cache.v1.cache_pb2 import ListRequest
+    from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+
+    with node.cache_channel() as channel:
+        return list(CacheServiceStub(channel).List(ListRequest(page_size=1000)).chunks)
+
+
+def test_a_flipped_bit_is_a_miss_and_the_entry_goes(start: Callable[..., Node]) -> None:
+    node = start()
+    ids = list(range(500))
+    peer = Peer(node)
+    peer.put(ids)
+    node.settle()
+    peer.close()
+    node.kill("daemon")
+    environment = lmdb.open(str(node.folder / "store"), max_dbs=3)
+    payloads = environment.open_db(b"payloads")
+    with environment.begin(write=True, db=payloads) as txn:
+        key, value = next(iter(txn.cursor()))
+        broken = bytearray(value)
+        broken[len(broken) // 2] ^= 1
+        txn.put(key, bytes(broken))
+    environment.close()
+    node.start_daemon()
+    assert count_readable(node, [ids]) == 0
+    assert node.cache_stats().corrupt_chunks == 1
+    assert node.cache_stats().chunks == 0
+    fresh = Peer(node)
+    fresh.put(ids)
+    assert fresh.read(ids) == 500
+    fresh.close()
+
+
+def test_a_truncated_payload_is_a_miss(start: Callable[..., Node]) -> None:
+    node = start()
+    stored = fill(node, 3)
+    node.kill("daemon")
+    environment = lmdb.open(str(node.folder / "store"), max_dbs=3)
+    payloads = environment.open_db(b"payloads")
+    with environment.begin(write=True, db=payloads) as txn:
+        key, value = next(iter(txn.cursor()))
+        txn.put(key, bytes(value)[:-1])
+    environment.close()
+    node.start_daemon()
+    assert count_readable(node, stored) == 2
+
+
+def test_a_broken_header_is_dropped_at_start(start: Callable[..., Node]) -> None:
+    node = start()
+    stored = fill(node, 3)
+    node.kill("daemon")
+    environment = lmdb.open(str(node.folder / "store"), max_dbs=3)
+    headers = environment.open_db(b"headers")
+    with environment.begin(write=True, db=headers) as txn:
+        key, value = next(iter(txn.cursor()))
+        txn.put(key, bytes(value)[:8] + b"\xff" + bytes(value)[9:])
+    environment.close()
+    node.start_daemon()
+    assert count_readable(node, stored) == 2
+
+
+def run_daemon(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cache_daemon", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_a_file_that_is_no_store_stops_the_start_with_a_sentence(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "data.mdb").write_bytes(b"garbage" * 5000)
+    done = run_daemon("--socket", str(tmp_path / "s"), "--store", str(tmp_path / "store"), "--arena-bytes", "1MiB")
+    assert done.returncode == 1
+    assert "cannot open the store" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_store_of_another_version_is_refused(start: Callable[..., Node], tmp_path: Path) -> None:
+    node = start()
+    fill(node, 1)
+    node.kill("daemon")
+    environment = lmdb.open(str(node.folder / "store"), max_dbs=3)
+    meta = environment.open_db(b"meta")
+    with environment.begin(write=True, db=meta) as txn:
+        txn.put(b"format", b"99")
+    environment.close()
+    tmp_path.chmod(0o700)
+    store = str(node.folder / "store")
+    done = run_daemon("--socket", str(tmp_path / "s"), "--store", store, "--arena-bytes", "1MiB")
+    assert done.returncode == 1
+    assert "format version '99'" in done.stderr
+    assert store_file(node).exists()
+
+
+def test_a_second_daemon_on_the_store_or_the_socket_is_refused(start: Callable[..., Node], tmp_path: Path) -> None:
+    node = start()
+    tmp_path.chmod(0o700)
+    store = str(node.folder / "store")
+    done = run_daemon("--socket", str(tmp_path / "s"), "--store", store, "--arena-bytes", "1MiB")
+    assert done.returncode == 1
+    assert "another daemon uses the store" in done.stderr
+    done = run_daemon("--socket", str(node.cache_socket), "--store", "none", "--arena-bytes", "1MiB")
+    assert done.returncode == 2
+    assert "another daemon listens" in done.stderr
+    assert node.cache_stats().chunks == 0
+
+
+def test_the_durable_budget_is_kept_children_before_parents(start: Callable[..., Node]) -> None:
+    node = start(store_bytes="100KB")
+    peer = Peer(node)
+    for i in range(60):
+        parent = peer.put([i, 1, 2, 3] * 8)
+        peer.put([i] * 32, start=32, parent=parent)
+    node.settle()
+    stats = peer.stats()
+    assert stats.durable_bytes <= 100_000
+    assert stats.durable_evictions > 0
+    peer.close()
+    node.kill("daemon")
+    node.start_daemon()
+    kept = _list(node)
+    keys_ = {c.prefix_hash for c in kept}
+    assert all(c.start_position == 0 or c.parent_prefix_hash in keys_ for c in kept)
+
+
+def test_a_full_disk_keeps_serving_from_the_arena(start: Callable[..., Node], tmp_path: Path) -> None:
+    """A store on a file system with no room: chunks stay usable, are not listed as durable, and nothing dies."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(small)], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        node = start(store=str(small / "store"), arena_bytes="32MiB")
+        peer = Peer(node)
+        stored = [[i] * 400 for i in range(40)]
+        for ids in stored:
+            peer.put(ids)
+        node.settle()
+        stats = peer.stats()
+        assert stats.failed_writes > 0
+        assert all(peer.read(ids) == 400 for ids in stored)
+        durable = [c for c in _list(node) if c.durable]
+        assert len(durable) < 40
+        peer.close()
+        node.kill("daemon")
+        node.start_daemon()
+        assert {c.prefix_hash for c in durable} <= {c.prefix_hash for c in _list(node)}
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=False)
+
+
+def test_bad_settings_are_one_sentence(tmp_path: Path) -> None:
+    done = run_daemon("--heartbeat-ms", "1")
+    assert done.returncode == 2
+    assert "heartbeat_ms is '1'" in done.stderr
+    done = run_daemon("--arena-bytes", "lots")
+    assert done.returncode == 2
+    assert "'lots' is not a size" in done.stderr
+    tmp_path.chmod(0o755)
+    done = run_daemon("--socket", str(tmp_path / "s"), "--store", "none")
+    assert done.returncode == 2
+    assert "chmod 700" in done.stderr
+    long = tmp_path / ("x" * 120)
+    done = run_daemon("--socket", str(long / "s"), "--store", "none", "--arena-bytes", "1MiB")
+    assert done.returncode == 2
+    assert "at most 107" in done.stderr

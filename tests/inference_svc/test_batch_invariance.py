@@ -1,0 +1,82 @@
+"""A row's result does not depend on what is computed with it: the ground that exact reuse stands on."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from inference_svc.engine import rows
+from inference_svc.engine.forward import Decoder
+from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.model.packed_linear import PackedLinear
+from tests.inference_svc.test_architectures import build
+
+BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@pytest.mark.skipif(not BF16, reason="this CPU has no native bfloat16")
+@pytest.mark.parametrize(("features", "outputs"), [(64, 128), (192, 512), (896, 1152)])
+def test_packed_products_equal_plain_ones_at_every_row_count(features: int, outputs: int) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(features, outputs, dtype=torch.bfloat16)
+    packed = PackedLinear(linear.weight, linear.bias)
+    x = torch.randn(130, features).bfloat16()
+    with torch.inference_mode():
+        whole = linear(x)
+        for n in [*range(1, 35), 64, 100, 130]:
+            assert torch.equal(packed(x[:n].contiguous()), whole[:n]), f"{n} rows"
+
+
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_split_of_a_prompt_gives_the_same_bits(name: str, dtype: torch.dtype, seed: int) -> None:
+    if dtype == torch.bfloat16 and not BF16:
+        pytest.skip("this CPU has no native bfloat16")
+    rng = random.Random(seed)
+    loaded, _, pool = build(name, dtype)
+    decoder = Decoder(loaded)
+    length = rng.randint(530, 700)  # more than one block of keys
+    ids = [rng.randrange(500) for _ in range(length)]
+
+    def forward(*spans: rows.Span) -> torch.Tensor:
+        return decoder(rows.build(list(spans), pool, loaded.device))
+
+    one = pool.allocate(length)
+    assert one is not None
+    want = forward(rows.Span(ids, 0, one, True))[0]
+    other = _scattered(pool, 320)
+    # The same prompt in pieces, over scattered pages, with decoding rows of another sequence beside it.
+    neighbour, at = _scattered(pool, 32), 0
+    short, got = ids[:320], torch.empty(0)
+    check = pool.allocate(320)
+    assert check is not None
+    want_short = forward(rows.Span(short, 0, check, True))[0]
+    while at < len(short):
+        n = min(rng.choice([1, 1, 2, 3, 7, 31, 64, 65, 130]), len(short) - at)
+        beside = rows.Span([rng.randrange(500)], rng.randrange(30), neighbour, True)
+        got = forward(beside, rows.Span(short[at : at + n], at, other, True))[1]
+        at += n
+    assert torch.equal(got, want_short)
+    for values in (pool.keys, pool.values):
+        assert torch.equal(values[:, :, other.slots(0, 320)], values[:, :, check.slots(0, 320)])
+        assert torch.equal(values[:, :, one.slots(0, 320)], values[:, :, check.slots(0, 320)])
+    # Decoding the long one's last token again gives its logits again.
+    assert torch.equal(forward(rows.Span(ids[-1:], length - 1, one, True))[0], want)
+
+
+def _scattered(pool: KVPool, tokens: int) -> BlockTable:
+    """A table whose pages do not lie in one piece."""
+    table = BlockTable()
+    spacers = []
+    for _ in range(-(-tokens // 32)):
+        part, spacer = pool.allocate(32), pool.allocate(1)
+        assert part is not None
+        assert spacer is not None
+        table.ranges += part.ranges
+        spacers.append(spacer)
+    for spacer in spacers:
+        pool.free(spacer)
+    return table

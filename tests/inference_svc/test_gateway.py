@@ -1,0 +1,216 @@
+"""The HTTP gateway, with the official client and with raw bytes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from benchmarks.node import Node
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Gateway:
+    def __init__(self, node: Node, *flags: str) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        workers = ",".join(str(node.worker_socket(i)) for i in range(node.workers))
+        command = [sys.executable, "-m", "inference_svc", "gateway", "--port", str(port), "--workers", workers, *flags]
+        self.process = subprocess.Popen(command, stderr=node.log)
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=1).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                pass
+            assert time.monotonic() < deadline, node.read_log()
+            time.sleep(0.05)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="k", max_retries=0)
+
+    def close(self) -> None:
+        self.client.close()
+        self.process.terminate()
+        assert self.process.wait(20) in (0, -15)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Node]:
+    with Node("demo", workers=2, arena_bytes="64MiB", pool_bytes="64MiB") as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def gateway(two: Node) -> Iterator[Gateway]:
+    found = Gateway(two)
+    yield found
+    found.close()
+
+
+MESSAGES = [{"role": "user", "content": "hello there, I would like to book a table " * 8}]
+
+
+def test_chat_whole_and_streamed_agree(gateway: Gateway) -> None:
+    ask = gateway.client.chat.completions.create
+    whole = ask(model="demo", messages=MESSAGES, max_tokens=12, temperature=0)
+    parts = list(
+        ask(model="demo", messages=MESSAGES, max_tokens=12, temperature=0, stream=True,
+            stream_options={"include_usage": True})
+    )  # fmt: skip
+    text = "".join(p.choices[0].delta.content or "" for p in parts if p.choices)
+    assert text == whole.choices[0].message.content
+    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert whole.choices[0].finish_reason in ("stop", "length")
+
+
+def test_cached_tokens_are_reported(gateway: Gateway, two: Node) -> None:
+    messages = [{"role": "user", "content": "a quite different and rather long question about trains " * 8}]
+    first = gateway.client.chat.completions.create(model="demo", messages=messages, max_tokens=4, temperature=0)
+    two.settle()
+    second = gateway.client.chat.completions.create(model="demo", messages=messages, max_tokens=4, temperature=0)
+    assert second.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens - 1
+    assert second.choices[0].message.content == first.choices[0].message.content
+
+
+def test_completions_take_text_ids_and_lists(gateway: Gateway) -> None:
+    ask = gateway.client.completions.create
+    one = ask(model="demo", prompt="hello", max_tokens=5, temperature=0)
+    both = ask(model="demo", prompt=["hello", "good day"], max_tokens=5, temperature=0)
+    assert both.choices[0].text == one.choices[0].text
+    assert [c.index for c in both.choices] == [0, 1]
+    ids = ask(model="demo", prompt=[100, 200, 300], max_tokens=5, temperature=0, logprobs=2)
+    assert len(ids.choices[0].logprobs.tokens) == 5
+    assert ids.usage.prompt_tokens == 3
+
+
+def test_n_seed_stop_and_logprobs_work(gateway: Gateway) -> None:
+    ask = gateway.client.chat.completions.create
+    several = ask(model="demo", messages=MESSAGES, max_tokens=8, n=3, seed=7, temperature=1.0)
+    again = ask(model="demo", messages=MESSAGES, max_tokens=8, n=3, seed=7, temperature=1.0)
+    texts = [c.message.content for c in several.choices]
+    assert texts == [c.message.content for c in again.choices]
+    assert len(set(texts)) > 1
+    whole = ask(model="demo", messages=MESSAGES, max_tokens=12, temperature=0).choices[0].message.content
+    stop = whole[3:6]
+    stopped = ask(model="demo", messages=MESSAGES, max_tokens=12, temperature=0, stop=stop).choices[0]
+    assert stopped.message.content == whole[: whole.find(stop)]
+    assert stopped.finish_reason == "stop"
+    scored = ask(model="demo", messages=MESSAGES, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2)
+    assert all(len(t.top_logprobs) == 2 for t in scored.choices[0].logprobs.content)
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"temperature": 9}, "temperature"),
+        ({"top_p": -1}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 100}, "n"),
+        ({"extra_body": {"no_such_option": 1}}, "no_such_option"),
+    ],
+)
+def test_what_is_unsupported_is_refused_by_name(gateway: Gateway, option: dict[str, object], named: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        gateway.client.chat.completions.create(model="demo", messages=MESSAGES, **option)  # type: ignore[call-overload]
+    assert named in caught.value.message
+
+
+def test_an_unknown_model_is_404(gateway: Gateway) -> None:
+    with pytest.raises(openai.NotFoundError, match="served: demo"):
+        gateway.client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+    assert [m.id for m in gateway.client.models.list()] == ["demo"]
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (b"{", "not JSON"),
+        (b"[]", "must be a JSON object"),
+        (b'{"messages": "\xff"}', "not UTF-8"),
+        (b"{}", "messages is missing"),
+        (b'{"messages": []}', "messages"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "content"),
+        (b'{"messages": [{"role": "nobody", "content": "x"}]}', "role"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"a": "' + b"x" * (9 << 20) + b'"}', "larger than"),
+    ],
+)
+def test_garbage_gets_a_sentence(gateway: Gateway, body: bytes, named: str) -> None:
+    response = httpx.post(f"{gateway.url}/v1/chat/completions", content=body, timeout=20)
+    assert response.status_code == 400
+    assert named in response.json()["error"]["message"]
+
+
+def test_too_long_a_prompt_is_400_also_when_streaming(gateway: Gateway) -> None:
+    body = {"prompt": [7] * 5000, "stream": True}
+    response = httpx.post(f"{gateway.url}/v1/completions", json=body)
+    assert response.status_code == 400
+    assert "5000 tokens" in response.json()["error"]["message"]
+
+
+def test_a_client_that_leaves_frees_its_request(gateway: Gateway, two: Node) -> None:
+    def cancelled() -> int:
+        return sum(two.client(i).stats().cancelled for i in range(2))
+
+    before = cancelled()
+    body = json.dumps({"prompt": "count", "max_tokens": 3000, "ignore_eos": True, "stream": True})
+    with httpx.stream("POST", f"{gateway.url}/v1/completions", content=body) as response:
+        next(response.iter_bytes())
+    deadline = time.monotonic() + 10
+    while cancelled() == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{gateway.url}/v1/completions", content=body.replace('"stream": true', '"stream": false'), timeout=1
+        )
+    while cancelled() < before + 2:
+        assert time.monotonic() < deadline + 10
+        time.sleep(0.02)
+
+
+def test_metrics_and_health(gateway: Gateway) -> None:
+    text = httpx.get(f"{gateway.url}/metrics").text
+    assert 'kvsidecar_gateway_requests_total{code="200"' in text
+    assert "kvsidecar_gateway_workers_up 2.0" in text
+    assert httpx.get(f"{gateway.url}/health").json()["workers_up"] == 2
+
+
+def test_a_dead_worker_is_routed_around(gateway: Gateway, two: Node) -> None:
+    two.kill("worker-0")
+    for i in range(4):
+        content = f"question number {i} about the weather"
+        answer = gateway.client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": content}], max_tokens=3
+        )
+        assert answer.usage.completion_tokens > 0
+    two.start_worker(0)
+    deadline = time.monotonic() + 10
+    while httpx.get(f"{gateway.url}/health").json()["workers_up"] < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_an_api_key_is_demanded_when_set(two: Node) -> None:
+    locked = Gateway(two, "--api-key", "secret")
+    try:
+        with pytest.raises(openai.AuthenticationError):
+            locked.client.models.list()
+        with openai.OpenAI(base_url=f"{locked.url}/v1", api_key="secret") as client:
+            assert client.models.list().data[0].id == "demo"
+    finally:
+        locked.close()

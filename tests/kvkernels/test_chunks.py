@@ -1,0 +1,82 @@
+"""The compiled chunk kernels against the torch reference, and both against what quantization may lose."""
+
+import pytest
+import torch
+from kvkernels import compiled, cpu, pack_chunk, reference, unpack_chunk
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT32
+from kvsidecar.layout import Geometry, layout_of, new_header
+
+TYPES = {torch.float32: DATA_TYPE_FLOAT32, torch.bfloat16: DATA_TYPE_BFLOAT16}
+
+
+def pools(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values with an outlier channel and an outlier token, as real models have them."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(3, 2, 400, 32, generator=generator) for _ in range(2))
+    keys[..., 5] *= 40
+    keys[:, :, 0] *= 30
+    values[:, :, 17] *= 20
+    return keys.to(dtype), values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize(("tokens", "start"), [(128, 0), (128, 128), (37, 128), (3, 0), (1, 5)])
+def test_a_round_trip_loses_what_the_bits_allow(dtype: torch.dtype, bits: int, tokens: int, start: int) -> None:
+    keys, values = pools(dtype)
+    header = new_header(Geometry(3, 2, 32, TYPES[dtype], bits), list(range(tokens)), start)
+    payload = memoryview(bytearray(header.payload_bytes))
+    slots = torch.randperm(400, generator=torch.Generator().manual_seed(1))[:tokens]
+    pack_chunk(keys, values, slots, header, payload)
+    out_k, out_v = torch.zeros_like(keys), torch.zeros_like(values)
+    unpack_chunk(out_k, out_v, slots, header, payload)
+    k, v = keys[:, :, slots].float(), values[:, :, slots].float()
+    got_k, got_v = out_k[:, :, slots].float(), out_v[:, :, slots].float()
+    if bits == 16:
+        assert torch.equal(k, got_k)
+        assert torch.equal(v, got_v)
+        return
+    sinks = header.sink_tokens
+    assert torch.equal(k[:, :, :sinks], got_k[:, :, :sinks]), "the first tokens are kept as they are"
+    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-6
+    step_k = (k[:, :, sinks:].amax(2) - k[:, :, sinks:].amin(2)) / (2**bits - 1) if tokens > sinks else k.sum(2) * 0
+    error_k = (k - got_k).abs()[:, :, sinks:]
+    assert (error_k <= 0.51 * step_k[:, :, None] + rounding * k.abs()[:, :, sinks:] + 1e-6).all()
+    step_v = (v.amax(3) - v.amin(3)) / (2**bits - 1)
+    assert ((v - got_v).abs() <= 0.51 * step_v[..., None] + rounding * v.abs() + 1e-6).all()
+
+
+@pytest.mark.skipif(not compiled.AVAILABLE, reason="numba is not installed")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("tokens", "start"), [(128, 0), (70, 128), (2, 0)])
+def test_compiled_and_reference_write_the_same_bytes(dtype: torch.dtype, bits: int, tokens: int, start: int) -> None:
+    keys, values = pools(dtype, seed=2)
+    header = new_header(Geometry(3, 2, 32, TYPES[dtype], bits), list(range(tokens)), start)
+    slots = torch.arange(9, 9 + tokens)
+    mine, theirs = (memoryview(bytearray(header.payload_bytes)) for _ in range(2))
+    cpu.pack(keys, values, slots, header, layout_of(header).arrays(mine))
+    reference.pack(keys, values, slots, header, layout_of(header).arrays(theirs))
+    assert mine == theirs
+    for count in (tokens, max(1, tokens // 2)):
+        outs = []
+        for kernels in (cpu, reference):
+            out_k, out_v = torch.zeros_like(keys), torch.zeros_like(values)
+            kernels.unpack(out_k, out_v, slots[:count], header, layout_of(header).arrays(mine))
+            outs.append((out_k, out_v))
+        assert torch.equal(outs[0][0], outs[1][0])
+        assert torch.equal(outs[0][1], outs[1][1])
+
+
+def test_the_axes_matter() -> None:
+    """One outlier channel must not cost the other channels their precision (swapped axes would)."""
+    keys, values = pools(torch.float32)
+    header = new_header(Geometry(3, 2, 32, DATA_TYPE_FLOAT32, 8), list(range(128)), 128)
+    payload = memoryview(bytearray(header.payload_bytes))
+    slots = torch.arange(128, 256)
+    pack_chunk(keys, values, slots, header, payload)
+    out = torch.zeros_like(keys)
+    unpack_chunk(out, torch.zeros_like(values), slots, header, payload)
+    normal = [c for c in range(32) if c != 5]
+    error = (out - keys)[:, :, slots][..., normal].norm() / keys[:, :, slots][..., normal].norm()
+    assert error < 0.01
