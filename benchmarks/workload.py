@@ -15,7 +15,7 @@ _WORDS = (
     "what where when which how much is there in on at to of a"
 ).split()
 # A user's turn of a synthetic conversation; with 96 tokens of answer, eight turns make some 1,100 tokens.
-_SYNTHETIC_WORDS = 38
+_SYNTHETIC_WORDS = 48
 
 
 @dataclass(frozen=True)

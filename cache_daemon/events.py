@@ -23,7 +23,7 @@ class EventLog:
         self._last = 0
         self._changed = asyncio.Event()
 
-    def append(self, kind: EventType, chunk: Chunk) -> None:
+    def append(self, kind: EventType.ValueType, chunk: Chunk) -> None:
         self._last += 1
         self._kept.append(WatchResponse(epoch=self._epoch, sequence_number=self._last, type=kind, chunk=chunk.info()))
         self._changed.set()

@@ -30,7 +30,7 @@ def _common_tokens(a: bytes, b: bytes) -> int:
 
 @dataclass(slots=True)
 class _Children:
-    by_tokens: SortedDict = field(default_factory=SortedDict)  # sort key -> Chunk
+    by_tokens: SortedDict[bytes, Chunk] = field(default_factory=SortedDict)
     lengths: Counter[int] = field(default_factory=Counter)  # length of a sort key -> how many
 
 

@@ -307,7 +307,7 @@ class CacheService(CacheServiceServicer):
             await abort(context, error, CACHE_DOMAIN)
 
 
-def _store_refusal(outcome: pb.ReserveOutcome) -> KVSidecarError:
+def _store_refusal(outcome: pb.ReserveOutcome.ValueType) -> KVSidecarError:
     match outcome:
         case pb.RESERVE_OUTCOME_ARENA_FULL:
             return ArenaFull("the arena has no room: everything in it is leased or pinned; try again later")

@@ -83,7 +83,7 @@ class MatchResult:
 class Reserved:
     """What became of one reservation."""
 
-    outcome: ReserveOutcome
+    outcome: ReserveOutcome.ValueType
     prefix_hash: bytes
     lease_id: bytes = b""
     slot: Slot | None = None
@@ -527,12 +527,12 @@ class ChunkStore:
             raise ChunkNotFound(f"no chunk {prefix_hash.hex() or '(empty)'} is stored in this namespace and tenant")
         return chunk
 
-    def _drop(self, chunk: Chunk, why: EventType) -> None:
+    def _drop(self, chunk: Chunk, why: EventType.ValueType) -> None:
         """Removes a chunk and all that continues it."""
         for member in reversed(self._index.subtree(chunk)):
             self._discard(member, why)
 
-    def _discard(self, chunk: Chunk, why: EventType) -> None:
+    def _discard(self, chunk: Chunk, why: EventType.ValueType) -> None:
         self._index.remove(chunk)
         self._arena_policy.forget(chunk.key)
         self._durable_policy.forget(chunk.key)

@@ -82,7 +82,7 @@ class Engine:
         quiet_transformers()
         if not structlog.is_configured():
             configure_logging("warning")
-        daemon, folder, socket = None, None, Path(cache) if cache not in (None, "embedded") else None  # type: ignore[arg-type]
+        daemon, folder, socket = None, None, Path(cache) if cache not in (None, "embedded") else None
         if cache == "embedded":
             folder = Path(tempfile.mkdtemp(prefix="kvsidecar-"))
             socket = folder / "cache.sock"

@@ -126,7 +126,9 @@ class InferenceService(InferenceServiceServicer):
 
     def _logprob(self, drawn: Drawn) -> pb.TokenLogprob:
         top = [pb.TokenLogprob(token_id=t, text=self._text([t]), logprob=p) for t, p in drawn.top]
-        return pb.TokenLogprob(token_id=drawn.token, text=self._text([drawn.token]), logprob=drawn.logprob, top=top)
+        return pb.TokenLogprob(
+            token_id=drawn.token, text=self._text([drawn.token]), logprob=drawn.logprob or 0.0, top=top
+        )
 
     def _text(self, ids: list[int]) -> str:
         known = len(self._loaded.tokenizer)

@@ -217,7 +217,8 @@ def main(arguments: Sequence[str]) -> int:
         async def run() -> int:
             return await Supervisor(config).run()
 
-        return uvloop.run(run())
+        code: int = uvloop.run(run())
+        return code
     except ConfigurationError as error:
         print(f"kvsidecar serve: {error}", file=sys.stderr)
         return 2

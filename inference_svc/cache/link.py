@@ -53,6 +53,7 @@ class CacheLink:
         self._chunk_tokens, self._timeout = chunk_tokens, timeout_seconds
         self._economy = Economy()
         self._thread = ThreadPoolExecutor(1, "kv-io")
+        self._releases: set[Any] = set()
 
     @property
     def attached(self) -> bool:
@@ -103,9 +104,7 @@ class CacheLink:
             if not session.trusted:
                 raise ConnectionError("the session ended while chunks were copied")
         finally:
-            leases = [m.lease_id for m in found.matches]
-            if leases:
-                session.stub.Release.future(pb.ReleaseRequest(session_id=session.id, lease_ids=leases), timeout=5.0)
+            self._release(session, [m.lease_id for m in found.matches])
         sequence.stored = _stored_prefix(found.matches)
         ended = time.perf_counter()
         sequence.timings.lookup_ms += (looked_up - began) * 1e3
@@ -113,6 +112,15 @@ class CacheLink:
         sequence.timings.restore_ms += (ended - looked_up) * 1e3
         self._economy.loaded(tokens, ended - began)
         return tokens
+
+    def _release(self, session: Session, leases: list[bytes]) -> None:
+        """Gives leases back without waiting for the answer."""
+        if leases:
+            request = pb.ReleaseRequest(session_id=session.id, lease_ids=leases)
+            call = session.stub.Release.future(request, timeout=5.0)
+            # A call nobody refers to is cancelled, and its leases would stay until the session ends.
+            self._releases.add(call)
+            call.add_done_callback(self._releases.discard)
 
     def _restore(
         self, session: Session, sequence: Sequence, pool: KVPool, match: pb.ChunkMatch, at: int, take: int

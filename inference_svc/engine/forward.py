@@ -15,7 +15,10 @@ from inference_svc.model.packed_linear import pack_linears
 
 
 class Decoder:
-    """Runs batches of rows. Writes keys and values into the batch's pool; owns no memory of its own."""
+    """Runs batches of rows and writes their keys and values into the batch's pool.
+
+    On a CPU the model's linear weights move into packed layers: a loaded model serves one Decoder.
+    """
 
     def __init__(self, loaded: LoadedModel) -> None:
         inner: Any = loaded.model.model
@@ -42,7 +45,7 @@ class Decoder:
         hidden = self._embed(batch.tokens[None])
         states = self._run_layers(hidden, batch) if self._fused is None else self._fused(hidden[0], batch)
         if not batch.wanted:
-            return hidden.new_empty(0, 0)
+            return torch.empty(0, 0)
         logits: Tensor = self._head(states)[: batch.wanted]
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap

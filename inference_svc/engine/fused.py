@@ -76,6 +76,13 @@ def _weight(norm: Any) -> NDArray[Any]:
     return np.ascontiguousarray(norm.weight.detach().float().numpy())
 
 
+def _window(attention: Any) -> int | None:
+    """Mistral's attention reads its window from the configuration, the others' from the module."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window  # type: ignore[no-any-return]
+    return getattr(attention.config, "sliding_window", None) if "Mistral" in type(attention).__name__ else None
+
+
 def _take(layer: Any) -> _Layer:
     """Reads a layer's weights and drops its linear modules, so that each weight is held once."""
     a, m = layer.self_attn, layer.mlp
@@ -90,7 +97,7 @@ def _take(layer: Any) -> _Layer:
         k_norm=_weight(a.k_norm) if hasattr(a, "k_norm") else _NO_WEIGHT,
         epsilon=float(layer.input_layernorm.variance_epsilon),
         scale=float(a.scaling),
-        window=getattr(a, "sliding_window", None),
+        window=_window(a),
     )
     for module, names in ((a, ("q_proj", "k_proj", "v_proj", "o_proj")), (m, ("gate_proj", "up_proj", "down_proj"))):
         for name in names:

@@ -11,7 +11,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 _FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
-def finish_reason(value: pb.FinishReason) -> str | None:
+def finish_reason(value: pb.FinishReason.ValueType) -> str | None:
     return _FINISH.get(value)
 
 

@@ -6,25 +6,26 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
+import grpc
 import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from kvsidecar.errors import InvalidRequest, KVSidecarError, UnknownModel, from_rpc, status_of
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_svc.gateway import answers
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.router import Router, Worker, retryable
 from inference_svc.gateway.schema import ChatRequest, CompletionRequest, parse
-
-import grpc  # isort: skip
 
 log = structlog.get_logger("gateway")
 
@@ -315,6 +316,33 @@ class _Writer:
         return answers.chat_logprobs(parts) if self._chat else answers.completion_logprobs(parts)
 
 
+class Guard:
+    """Checks the API key and counts answers. Plain ASGI: Starlette's own base class would hide from the handlers
+    that a client has gone."""
+
+    def __init__(self, app: ASGIApp, key: str, metrics: Metrics) -> None:
+        self._app, self._key, self._metrics = app, key, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                known = path if path in _PATHS else "other"
+                self._metrics.requests.labels(known, str(message["status"])).inc()
+            await send(message)
+
+        given = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ")
+        if self._key and path.startswith("/v1/") and not hmac.compare_digest(given.encode(), self._key.encode()):
+            body = {"error": {"message": "the API key is missing or wrong", "type": "authentication_error"}}
+            await JSONResponse(body, status_code=401)(scope, receive, counted)
+        else:
+            await self._app(scope, receive, counted)
+
+
 def create_app(config: GatewayConfig) -> FastAPI:
     """The application; its workers are polled from startup to shutdown."""
     gateway = Gateway(config)
@@ -326,20 +354,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
         await gateway.router.close()
 
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    key = config.api_key.get_secret_value()
-
-    @app.middleware("http")
-    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        path = request.url.path
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if key and path.startswith("/v1/") and not hmac.compare_digest(given.encode(), key.encode()):
-            body = {"error": {"message": "the API key is missing or wrong", "type": "authentication_error"}}
-            response: Response = JSONResponse(body, status_code=401)
-        else:
-            response = await call_next(request)
-        known = path if path in _PATHS else "other"
-        gateway.metrics.requests.labels(known, str(response.status_code)).inc()
-        return response
+    app.add_middleware(Guard, key=config.api_key.get_secret_value(), metrics=gateway.metrics)
 
     @app.exception_handler(KVSidecarError)
     async def failed(_: Request, error: KVSidecarError) -> JSONResponse:

@@ -29,7 +29,7 @@ from inference_svc.model.shapes import SHAPES
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 _SHAPE_SEED = 0
-_DTYPES: dict[torch.dtype, DataType] = {
+_DTYPES: dict[torch.dtype, DataType.ValueType] = {
     torch.float32: DATA_TYPE_FLOAT32,
     torch.float16: DATA_TYPE_FLOAT16,
     torch.bfloat16: DATA_TYPE_BFLOAT16,
@@ -107,7 +107,7 @@ def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> t
         chosen = getattr(torch, name, None)
         if chosen not in _DTYPES or (device.type == "cpu" and chosen == torch.float16):
             raise ConfigurationError(f"dtype is {name!r}; allowed are auto, float32, bfloat16 and, on CUDA, float16")
-        return chosen
+        return chosen  # type: ignore[no-any-return]
     wanted = stored if stored in _DTYPES else torch.float32
     if device.type == "cpu" and wanted != torch.float32:
         return torch.bfloat16 if _bf16_is_fast() else torch.float32

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from numpy.typing import NDArray
@@ -27,7 +27,13 @@ else:
     AVAILABLE = True
 
 Arrays = dict[str, NDArray[Any]]
-compiled = njit(nogil=True, cache=True, error_model="numpy")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(kernel: F) -> F:
+    """Compiles a kernel at its first call; the result is kept on disk. It runs without the GIL."""
+    done: F = njit(nogil=True, cache=True, error_model="numpy")(kernel)
+    return done
 
 
 @cache

@@ -50,7 +50,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[LoadedModel, A
     model.load_state_dict(eager.state_dict())
     model.requires_grad_(False)
     loaded = LoadedModel("x", model, None, config, name, b"", torch.device("cpu"), dtype, 1024, frozenset())  # type: ignore[arg-type]
-    pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 1024, dtype, loaded.device)
+    pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 2048, dtype, loaded.device)
     return loaded, eager, pool
 
 

@@ -86,7 +86,7 @@ def run_worker(*flags: str) -> subprocess.CompletedProcess[str]:
     ("flags", "code", "named"),
     [
         (["--model", "shape:nothing"], 1, "the shape 'nothing' is not known"),
-        (["--storage-bits", "5"], 2, "invalid choice: '5'"),
+        (["--storage-bits", "5"], 2, "storage_bits is 5: Input should be 16, 8 or 4"),
         (["--dtype", "int8"], 2, "dtype is 'int8'"),
         (["--device", "cuda"], 2, "torch sees no CUDA device"),
         (["--pool-bytes", "1000"], 2, "pool_bytes is 1000"),

@@ -67,7 +67,7 @@ def to_prompt(prompt: Prompt) -> pb.Prompt:
     if isinstance(prompt, str):
         return pb.Prompt(text=prompt)
     if prompt and isinstance(prompt[0], dict):
-        messages = [pb.ChatMessage(role=m["role"], content=m["content"]) for m in prompt]  # type: ignore[index,call-overload]
+        messages = [pb.ChatMessage(role=m["role"], content=m["content"]) for m in prompt]  # type: ignore[index]
         return pb.Prompt(chat=pb.Chat(messages=messages))
     return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
 
@@ -195,7 +195,7 @@ class AsyncClient:
 
     def __init__(self, address: str | Path | None = None) -> None:
         self._channel = grpc.aio.insecure_channel(target_of(address), options=_OPTIONS)
-        self.stub: Any = InferenceServiceStub(self._channel)  # type: ignore[arg-type]
+        self.stub: Any = InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> AsyncClient:
         return self

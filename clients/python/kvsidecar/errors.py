@@ -202,7 +202,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KVSidecarErr
 def from_rpc(error: grpc.RpcError) -> KVSidecarError:
     """The error that a failed call stands for, whatever server sent it."""
     code, text = error.code(), error.details() or ""
-    for key, value in error.trailing_metadata() or ():
+    metadata: Any = error.trailing_metadata() or ()
+    for key, value in metadata:
         if key == _DETAILS_KEY:
             status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode("latin-1"))
             for detail in status.details:

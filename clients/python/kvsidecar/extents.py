@@ -16,7 +16,7 @@ class Extents:
             raise ValueError(f"capacity is {capacity}; it must be at least 1")
         self.capacity = capacity
         self.free_units = capacity
-        self._by_size: SortedList = SortedList([(capacity, 0)])
+        self._by_size: SortedList[tuple[int, int]] = SortedList([(capacity, 0)])
         self._size_at: dict[int, int] = {0: capacity}  # free range: start -> length
         self._start_of_end: dict[int, int] = {capacity: 0}  # free range: end -> start
         self._used: dict[int, int] = {}

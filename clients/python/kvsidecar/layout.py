@@ -52,7 +52,7 @@ class Geometry:
     layers: int
     kv_heads: int
     head_dim: int
-    dtype: DataType
+    dtype: DataType.ValueType
     bits: int
 
     @classmethod
