@@ -192,7 +192,7 @@ class InferenceService(InferenceServiceServicer):
 def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
     """A worker's counters and gauges."""
     engine, cache = runtime.engine, runtime.cache
-    running, waiting, _ = engine.load
+    running, waiting, saving = engine.load
     return pb.GetStatsResponse(
         running=running,
         waiting=waiting,
@@ -200,7 +200,7 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         pool_free_pages=engine.pool.free_pages,
         page_tokens=PAGE_TOKENS,
         cache_attached=cache is not None and cache.attached,
-        pending_saves=cache.stats.pending_saves if cache else 0,
+        pending_saves=saving,
         requests=engine.stats.requests,
         cancelled=engine.stats.cancelled,
         prompt_tokens=engine.stats.prompt_tokens,

@@ -41,7 +41,6 @@ class CacheStats:
     failures: int = 0
     stored_chunks: int = 0
     refused_chunks: int = 0
-    pending_saves: int = 0
 
 
 class CacheLink:
@@ -141,16 +140,8 @@ class CacheLink:
         self._economy.prefilled(computed, sequence.timings.prefill_ms / 1e3)
         if self._daemon.session is None or sequence.computed <= sequence.stored.covered:
             return False
-        self.stats.pending_saves += 1
-        self._thread.submit(self._guarded, self._save, sequence, pool, self._count_down(done))
+        self._thread.submit(self._guarded, self._save, sequence, pool, done)
         return True
-
-    def _count_down(self, done: Done) -> Done:
-        def call(sequence: Sequence, stored: int) -> None:
-            self.stats.pending_saves -= 1
-            done(sequence, stored)
-
-        return call
 
     def _save(self, session: Session, sequence: Sequence, pool: KVPool) -> int:
         stored = self._save_from(session, sequence, pool, sequence.stored)

@@ -217,8 +217,8 @@ class Engine:
             self._start(sequence)
         while self._saved:
             sequence, stored = self._saved.popleft()
-            self._saving.discard(sequence)
             self._free(sequence)
+            self._saving.discard(sequence)
             sequence.state = State.DONE
             sequence.sink(Output(stored_tokens=stored))
 

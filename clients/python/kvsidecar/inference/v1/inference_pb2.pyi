@@ -836,7 +836,7 @@ class GetStatsResponse(_message.Message):
     cache_attached: _builtins.bool
     """Attached to the daemon now."""
     pending_saves: _builtins.int
-    """Chunks waiting to be stored now."""
+    """Finished requests whose keys and values are being stored now."""
     requests: _builtins.int
     """Requests finished."""
     cancelled: _builtins.int
