@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from rich.progress import Progress
 
 from benchmarks import report
-from inference_svc.api import Engine
+from benchmarks.node import Node
 from inference_svc.model.loader import quiet_transformers
 
 ARMS = ("ours", "transformers", "bound")
@@ -41,24 +42,17 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-class Ours:
-    """The engine in process, without a cache."""
+def measure_ours(node: Node, prompts: list[list[int]], length: int) -> float:
+    """Tokens per second of a real worker, streamed over gRPC, while all sequences decode together."""
 
-    def __init__(self, model: str) -> None:
-        self._engine = Engine.from_pretrained(model, cache=None, pool_bytes="1GiB")
-        loaded = self._engine._runtime.engine.loaded
-        self.device = loaded.device
-        self.kv_bytes_per_token = 2 * loaded.layers * loaded.kv_heads * loaded.head_dim * loaded.dtype.itemsize
+    def one(prompt: list[int]) -> list[float]:
+        parts = node.client().stream(prompt, max_tokens=length, temperature=0, ignore_eos=True, skip_cache=True)
+        return [time.perf_counter() for part in parts for _ in part.token_ids]
 
-    def measure(self, prompts: list[list[int]], length: int) -> float:
-        """Tokens per second from the last first token on, when all sequences decode."""
-        requests = [(p, {"max_tokens": length, "temperature": 0, "ignore_eos": True}) for p in prompts]
-        results = self._engine.generate_many(requests)
-        # All sequences decode together from the last one's first token to the first one's last.
-        return len(prompts) * (length - 1) / max(r.timings["decode_ms"] for r in results) * 1e3
-
-    def close(self) -> None:
-        self._engine.close()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        times = list(pool.map(one, prompts))
+    begin, end = max(t[0] for t in times), min(t[-1] for t in times)
+    return sum(sum(begin < x <= end for x in t) for t in times) / (end - begin)
 
 
 class Transformers:
@@ -70,6 +64,8 @@ class Transformers:
         loaded = loader.load(model)
         loaded.model.set_attn_implementation("sdpa")
         self._model: Any = loaded.model
+        self.device = loaded.device
+        self.kv_bytes_per_token = 2 * loaded.layers * loaded.kv_heads * loaded.head_dim * loaded.dtype.itemsize
         self.step_bytes = sum(
             p.numel() * p.dtype.itemsize
             for name, p in loaded.model.named_parameters()
@@ -92,25 +88,27 @@ class Transformers:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     quiet_transformers()
     rng = random.Random(1)
-    theirs, ours = Transformers(options.model), Ours(options.model)
+    theirs = Transformers(options.model)
     times: dict[tuple[str, int], list[float]] = {}
     bandwidths: list[float] = []
-    with Progress(console=report.console, transient=True) as progress:
+    with (
+        Node(options.model, pool_bytes="1GiB") as node,
+        Progress(console=report.console, transient=True) as progress,
+    ):
         task = progress.add_task("measuring", total=options.repeats * len(options.batches))
         for repeat in range(options.repeats):
             for batch in options.batches:
                 prompts = [[rng.randrange(16, 4000) for _ in range(options.prompt_tokens)] for _ in range(batch)]
-                bandwidth = copy_bandwidth(ours.device)
+                bandwidth = copy_bandwidth(theirs.device)
                 bandwidths.append(bandwidth)
                 context = options.prompt_tokens + options.answer_tokens // 2
-                step_bytes = theirs.step_bytes + batch * context * ours.kv_bytes_per_token
+                step_bytes = theirs.step_bytes + batch * context * theirs.kv_bytes_per_token
                 times.setdefault(("bound", batch), []).append(batch * bandwidth / step_bytes)
-                times.setdefault(("ours", batch), []).append(ours.measure(prompts, options.answer_tokens))
+                times.setdefault(("ours", batch), []).append(measure_ours(node, prompts, options.answer_tokens))
                 if repeat < options.transformers_repeats:
                     rate = theirs.measure(prompts, options.answer_tokens)
                     times.setdefault(("transformers", batch), []).append(rate)
                 progress.advance(task)
-    ours.close()
     rows = [
         {
             "arm": arm,

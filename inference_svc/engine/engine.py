@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
+import torch
 from kvsidecar.errors import Overloaded, PromptTooLong, Unavailable
 
 from inference_svc.engine import rows
@@ -83,7 +84,14 @@ class EngineLimits:
 class Engine:
     """Runs sequences. ``submit`` and ``cancel`` may be called from any thread; all else is the engine's own."""
 
-    def __init__(self, loaded: LoadedModel, pool: KVPool, cache: Cache, limits: EngineLimits | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pool: KVPool,
+        cache: Cache,
+        limits: EngineLimits | None = None,
+        threads: int = 0,
+    ) -> None:
         self.loaded, self.pool, self.stats = loaded, pool, EngineStats()
         self._decoder = Decoder(loaded)
         self._cache = cache
@@ -97,9 +105,11 @@ class Engine:
         self._running: list[Sequence] = []
         self._saving: set[Sequence] = set()
         self._stopping = False
-        self._warm_up()
+        self._threads = threads
+        self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        self._ready.wait()
 
     # ---- from any thread ------------------------------------------------------------------------------------
 
@@ -162,6 +172,10 @@ class Engine:
     # ---- the engine's thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._threads:
+            torch.set_num_threads(self._threads)
+        self._warm_up()
+        self._ready.set()
         while True:
             with self._wake:
                 self._wake.wait_for(self._has_work)

@@ -171,11 +171,35 @@ def _arguments(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader,
     )  # fmt: skip
 
 
+@compiled
+def _pack_plain(first: int, end: int, pool_k: Any, pool_v: Any, slots: Any, out_k: Any, out_v: Any) -> None:
+    for layer in range(first, end):
+        for t in range(slots.shape[0]):
+            _copy_out(pool_k[layer], slots[t], out_k[layer, t])
+            _copy_out(pool_v[layer], slots[t], out_v[layer, t])
+
+
+@compiled
+def _unpack_plain(first: int, end: int, pool_k: Any, pool_v: Any, slots: Any, in_k: Any, in_v: Any) -> None:
+    for layer in range(first, end):
+        for t in range(slots.shape[0]):
+            _copy(in_k[layer, t], pool_k[layer], slots[t])
+            _copy(in_v[layer, t], pool_v[layer], slots[t])
+
+
 def pack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, arrays: Arrays) -> None:
     """See ``dispatch.pack_chunk``."""
+    if header.bits == 16:
+        plain = raw(keys), raw(values), slots.numpy(), arrays["keys"], arrays["values"]
+        over_parts(_pack_plain, header.layers, *plain)
+        return
     over_parts(_pack_layers, header.layers, *_arguments(keys, values, slots, header, arrays))
 
 
 def unpack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, arrays: Arrays) -> None:
     """See ``dispatch.unpack_chunk``."""
+    if header.bits == 16:
+        plain = raw(keys), raw(values), slots.numpy(), arrays["keys"], arrays["values"]
+        over_parts(_unpack_plain, header.layers, *plain)
+        return
     over_parts(_unpack_layers, header.layers, *_arguments(keys, values, slots, header, arrays))

@@ -44,7 +44,7 @@ def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader,
     bytes are there.
     """
     arrays = layout_of(header).arrays(payload)
-    if header.bits != 16 and _fused(keys):
+    if _fused(keys):
         cpu.pack(keys, values, slots, header, arrays)
     else:
         reference.pack(keys, values, slots, header, arrays)
@@ -53,7 +53,7 @@ def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader,
 def unpack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: memoryview) -> None:
     """Writes the first ``len(slots)`` tokens of a chunk into the pool, dequantizing. The inverse of ``pack_chunk``."""
     arrays = layout_of(header).arrays(payload)
-    if header.bits != 16 and _fused(keys):
+    if _fused(keys):
         cpu.unpack(keys, values, slots, header, arrays)
     else:
         reference.unpack(keys, values, slots, header, arrays)

@@ -48,7 +48,7 @@ def test_a_round_trip_loses_what_the_bits_allow(dtype: torch.dtype, bits: int, t
 
 @pytest.mark.skipif(not compiled.AVAILABLE, reason="numba is not installed")
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize(("tokens", "start"), [(128, 0), (70, 128), (2, 0)])
 def test_compiled_and_reference_write_the_same_bytes(dtype: torch.dtype, bits: int, tokens: int, start: int) -> None:
     keys, values = pools(dtype, seed=2)
