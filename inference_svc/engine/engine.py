@@ -19,7 +19,7 @@ from kvsidecar.errors import Overloaded, PromptTooLong, Unavailable
 from inference_svc.engine import rows
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
-from inference_svc.engine.sampling import Drawn
+from inference_svc.engine.sampling import Drawn, likeliest
 from inference_svc.engine.sequence import Finish, Output, Sequence, State
 from inference_svc.model.loader import LoadedModel
 
@@ -209,13 +209,13 @@ class Engine:
         self.stats.steps += 1
         # One pass for all greedy rows: over a large vocabulary an argmax per row is a millisecond each.
         wanted = [s for s, span in spans if span.wants_logits]
-        likeliest = logits.argmax(-1).tolist() if any(s.sampler.plain_greedy for s in wanted) else []
+        greedy = likeliest(logits) if any(s.sampler.plain_greedy for s in wanted) else []
         row = 0
         for sequence, span in spans:
             sequence.computed += len(span.tokens)
             if span.wants_logits:
-                greedy = sequence.sampler.plain_greedy
-                self._advance(sequence, Drawn(likeliest[row]) if greedy else sequence.sampler.draw(logits[row]))
+                plain = sequence.sampler.plain_greedy
+                self._advance(sequence, Drawn(greedy[row]) if plain else sequence.sampler.draw(logits[row]))
                 row += 1
 
     def _collect(self) -> None:
