@@ -87,6 +87,7 @@ def play(node: Node, turns: list[str], answer_tokens: int, title: str, kill: boo
                 "[green]yes[/green]" if equal else "[yellow]no[/yellow]",
             )
             node.settle()
+    console.print()
     return story
 
 

@@ -16,9 +16,9 @@ def likeliest(logits: Tensor) -> list[int]:
 
     On the CPU by NumPy: torch needs 2 ms for 8 bfloat16 rows of 150k, this 0.1 ms.
     """
-    if logits.device.type != "cpu":
-        return logits.argmax(-1).tolist()  # type: ignore[no-any-return]
-    return logits.float().numpy().argmax(-1).tolist()  # type: ignore[no-any-return]
+    on_cpu = logits.device.type == "cpu"
+    ids: list[int] = (logits.float().numpy().argmax(-1) if on_cpu else logits.argmax(-1)).tolist()
+    return ids
 
 
 @dataclass(frozen=True)
