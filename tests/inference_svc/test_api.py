@@ -1,0 +1,85 @@
+"""The in-process Engine and the asynchronous client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvsidecar import AsyncClient
+from kvsidecar.errors import InvalidRequest, ModelUnsupported
+
+from benchmarks.node import Node
+from inference_svc import Engine
+
+TEXT = "hello there, I would like to book a table for two people tonight. " * 20
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.from_pretrained("demo", storage_bits=16, pool_bytes="64MiB", arena_bytes="64MiB") as found:
+        yield found
+
+
+def test_warm_then_generate_reuses(engine: Engine) -> None:
+    stored = engine.warm(TEXT)
+    result = engine.generate(TEXT + " Really?", max_tokens=6, temperature=0, ignore_eos=True)
+    assert result.cached_tokens >= stored - 1 > 0
+    assert result.kv_reuse_ratio > 0.9
+    assert len(result.token_ids) == 6
+    assert 0 < result.ttft_ms <= result.total_ms
+    assert result.tokens_per_sec > 0
+    plain = engine.generate(TEXT + " Really?", max_tokens=6, temperature=0, ignore_eos=True, skip_cache=True)
+    assert plain.token_ids == result.token_ids
+
+
+def test_batches_answer_in_order_and_each_for_itself(engine: Engine) -> None:
+    prompts = ["one two", "three four five", [10, 20, 30]]
+    batch = engine.generate_batch(prompts, max_tokens=5, temperature=0, ignore_eos=True)
+    alone = [engine.generate(p, max_tokens=5, temperature=0, ignore_eos=True) for p in prompts]
+    assert [b.token_ids for b in batch] == [a.token_ids for a in alone]
+    many = engine.generate_many([("one two", {"max_tokens": 2}), ("x", {"max_tokens": 7, "ignore_eos": True})])
+    assert [len(m.token_ids) for m in many][1] == 7
+
+
+def test_stats_of_engine_and_daemon(engine: Engine) -> None:
+    stats = engine.cache_stats()
+    assert stats["requests"] > 0
+    assert stats["daemon"]["chunks"] > 0
+
+
+def test_bad_values_raise_by_name(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match="temperature is 3"):
+        engine.generate("x", temperature=3.0)
+    with pytest.raises(ModelUnsupported, match="not known"):
+        Engine.from_pretrained("shape:none", cache=None)
+
+
+def test_the_embedded_daemons_store_outlives_the_engine(tmp_path: Path) -> None:
+    for cached in (0, None):
+        with Engine.from_pretrained("demo", store=tmp_path / "store", pool_bytes="64MiB") as engine:
+            result = engine.generate(TEXT, max_tokens=1)
+            assert result.cached_tokens == (result.prompt_tokens - 1 if cached is None else 0)
+
+
+async def test_the_async_client_streams_and_cancels(node: Node) -> None:
+    async with AsyncClient(node.worker_socket(0)) as client:
+        parts = [p async for p in client.stream(TEXT, max_tokens=5, temperature=0, ignore_eos=True)]
+        whole = await client.generate(TEXT, max_tokens=5, temperature=0, ignore_eos=True)
+        assert "".join(p.text for p in parts) == whole.text
+        assert parts[-1].final is not None
+        assert (await client.model()).model_id == "demo"
+        assert (await client.warm(TEXT)).stored_tokens > 0
+        before = (await client.stats()).cancelled
+        task = asyncio.create_task(client.generate(TEXT, max_tokens=3000, ignore_eos=True))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for _ in range(200):
+            if (await client.stats()).cancelled == before + 1:
+                break
+            await asyncio.sleep(0.02)
+        else:
+            pytest.fail("the worker did not notice")

@@ -1,0 +1,135 @@
+"""``kvsidecar serve``: a whole node as a user starts it, and the command line against it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.inference_svc.test_gateway import free_port
+
+CLI = str(Path(sys.executable).parent / "kvsidecar")
+
+
+class Served:
+    """A running ``kvsidecar serve`` with folders of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.chmod(0o700)
+        self.folder, self.port = folder, free_port()
+        self.environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "XDG_DATA_HOME": str(folder / "data")}
+        (folder / "kvsidecar").mkdir(mode=0o700)
+        self.log = (folder / "log").open("w+")
+        self.process = subprocess.Popen(
+            [CLI, "serve", "--workers", "2", "--port", str(self.port), "--arena-bytes", "64MiB"],
+            env=self.environment, stdout=self.log, stderr=self.log,
+        )  # fmt: skip
+        self.until(lambda: self.health().get("workers_up") == 2)
+
+    def health(self) -> dict[str, object]:
+        try:
+            return dict(httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=2).json())
+        except httpx.HTTPError:
+            return {}
+
+    def until(self, condition: object, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():  # type: ignore[operator]
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.1)
+
+    def text(self) -> str:
+        self.log.flush()
+        return (self.folder / "log").read_text()[-3000:]
+
+    def children(self, word: str) -> list[psutil.Process]:
+        return [c for c in psutil.Process(self.process.pid).children() if word in " ".join(c.cmdline())]
+
+    def ask(self) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "hello " * 40}], "max_tokens": 4, "temperature": 0}
+        return httpx.post(f"http://127.0.0.1:{self.port}/v1/chat/completions", json=body, timeout=30)
+
+    def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        environment = {**self.environment, "COLUMNS": "200"}
+        return subprocess.run(
+            [CLI, *arguments], env=environment, capture_output=True, text=True, timeout=60, input=stdin, check=False
+        )
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    found = Served(tmp_path_factory.mktemp("s"))
+    yield found
+    if found.process.poll() is None:
+        found.process.kill()
+
+
+def test_the_command_line_tells_and_does(served: Served) -> None:
+    generated = served.run("generate", "hello there", "--max-tokens", "5")
+    assert generated.returncode == 0, generated.stderr
+    assert "5 tokens in" in generated.stdout
+    text = served.folder / "text.txt"
+    text.write_text("a text to be read before anybody asks " * 20)
+    warmed = served.run("warm", str(text))
+    assert "are stored now" in warmed.stdout
+    assert "arena used bytes" in served.run("cache", "stats").stdout
+    listed = served.run("cache", "list").stdout
+    chunk = next(word for line in listed.splitlines() for word in line.split() if len(word) == 64)
+    assert re.search(r"^pinned \d chunks", served.run("cache", "pin", chunk[:16]).stdout)
+    assert "arena+disk+pinned" in served.run("cache", "list").stdout
+    assert "unpinned" in served.run("cache", "unpin", chunk).stdout
+    assert "deleted" in served.run("cache", "delete", "--all").stdout
+    assert served.run("cache", "pin", "ffff").returncode == 1
+    assert served.run("doctor").returncode == 0
+    talked = served.run("chat", "--max-tokens", "4", stdin="hello\n\n")
+    assert talked.returncode == 0
+    assert "from the cache" in talked.stdout
+
+
+def test_errors_of_the_command_line_are_one_line(served: Served) -> None:
+    for arguments in (("generate", "x", "--worker", "/nowhere.sock"), ("cache", "stats", "--socket", "/nowhere.sock")):
+        done = served.run(*arguments)
+        assert done.returncode == 1
+        assert done.stderr.startswith("kvsidecar: ")
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("victim", ["worker-0", "cache_daemon", "gateway"])
+def test_what_dies_is_started_again(served: Served, victim: str) -> None:
+    assert served.ask().status_code == 200
+    found = served.children(victim)[0]
+    found.kill()
+    served.until(lambda: any(c.pid != found.pid for c in served.children(victim)))
+    served.until(lambda: served.health().get("workers_up") == 2)
+    answer = served.ask()
+    assert answer.status_code == 200, answer.text
+
+
+def test_sigterm_ends_everything_in_order(served: Served) -> None:
+    processes = psutil.Process(served.process.pid).children(recursive=True)
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(40) == 0, served.text()
+    assert not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not list((served.folder / "kvsidecar").glob("*.sock"))
+
+
+def test_a_child_that_cannot_start_ends_the_whole(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    done = subprocess.run(
+        [CLI, "serve", "--model", "shape:nothing", "--runtime-dir", str(tmp_path), "--store", "none",
+         "--arena-bytes", "1MiB", "--port", str(free_port())],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "the shape 'nothing' is not known" in done.stderr
+    assert "could not start" in done.stderr
