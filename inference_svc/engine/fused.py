@@ -20,8 +20,8 @@ from kvkernels.compiled import AVAILABLE, raw
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from inference_svc.engine.attention import PACK_ROWS, segment_mask
-from inference_svc.engine.rows import ROW_MULTIPLE, Batch, Segment
+from inference_svc.engine.grouping import AttentionPlan
+from inference_svc.engine.rows import Batch
 from inference_svc.model.packed_linear import PackedLinear
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -105,18 +105,6 @@ def _take(layer: Any) -> _Layer:
     return taken
 
 
-@dataclass
-class _Plan:
-    """Where each segment's queries lie in one flat buffer, and where each row's query goes."""
-
-    starts: list[int]
-    shapes: list[tuple[int, int]]  # (heads, rows) of a segment's query block
-    size: int
-    row_start: NDArray[np.int64]
-    row_kv_stride: NDArray[np.int64]
-    row_group_stride: NDArray[np.int64]
-
-
 class FusedLayers:
     """All layers of a model. Takes the linear weights out of the model's own layers."""
 
@@ -125,7 +113,6 @@ class FusedLayers:
         self._heads = int(config.num_attention_heads)
         self._kv_heads = int(getattr(config, "num_key_value_heads", None) or self._heads)
         self._dim = int(getattr(config, "head_dim", None) or config.hidden_size // self._heads)
-        self._group = self._heads // self._kv_heads
         self._width = int(config.intermediate_size)
         self._rotary = model.model.rotary_emb
         self._cos = self._sin = np.empty((0, self._dim), np.float32)
@@ -138,7 +125,7 @@ class FusedLayers:
         rows, real = embedded.shape[0], batch.real
         brain = embedded.dtype == torch.bfloat16
         cos, sin = self._angles(batch.positions.numpy(), embedded)
-        plan = self._plan(batch)
+        plan = AttentionPlan(batch, self._heads, self._kv_heads, self._dim)
         normed = embedded.new_zeros(rows, embedded.shape[1])
         queries = embedded.new_zeros(plan.size)
         attended = embedded.new_zeros(rows, self._heads, self._dim)
@@ -155,7 +142,7 @@ class FusedLayers:
                 layer.q_norm, layer.k_norm, layer.epsilon, slots, keys[i], values[i],
                 q, plan.row_start, plan.row_kv_stride, plan.row_group_stride,
             )  # fmt: skip
-            self._attend(batch, plan, queries, attended, i, layer)
+            plan.attend(queries, attended, i, layer.scale, layer.window)
             delta = raw(layer.o(flat))
             cpu_rows.norm_rows(real, brain, hidden, delta, layer.post_norm, layer.epsilon, x)
             cpu_rows.gate_rows(real, brain, raw(layer.gate_up(normed)), g)
@@ -171,61 +158,3 @@ class FusedLayers:
             cos, sin = self._rotary(like[None, :1], torch.arange(size)[None])
             self._cos, self._sin = cos[0].float().numpy(), sin[0].float().numpy()
         return self._cos[positions], self._sin[positions]
-
-    def _plan(self, batch: Batch) -> _Plan:
-        """Short segments hold their queries as ``[kv_heads, rows * group]``, long ones as ``[heads, rows]``."""
-        dim, group = self._dim, self._group
-        at = 0
-        starts, shapes = [], []
-        row_start = np.empty(batch.real, np.int64)
-        kv_stride, group_stride = np.empty(batch.real, np.int64), np.empty(batch.real, np.int64)
-        for s in batch.segments:
-            part = slice(s.first_row, s.first_row + s.rows)
-            index = np.arange(s.rows, dtype=np.int64)
-            if s.rows <= PACK_ROWS:
-                height = _up(s.rows * group)
-                row_start[part] = at + index * group * dim
-                kv_stride[part], group_stride[part] = height * dim, dim
-                shapes.append((self._kv_heads, height))
-            else:
-                height = _up(s.rows)
-                row_start[part] = at + index * dim
-                kv_stride[part], group_stride[part] = group * height * dim, height * dim
-                shapes.append((self._heads, height))
-            starts.append(at)
-            at += shapes[-1][0] * shapes[-1][1] * dim
-        return _Plan(starts, shapes, at, row_start, kv_stride, group_stride)
-
-    def _attend(self, batch: Batch, plan: _Plan, queries: Tensor, attended: Tensor, index: int, layer: _Layer) -> None:
-        for s, start, (heads, height) in zip(batch.segments, plan.starts, plan.shapes, strict=True):
-            packed = heads == self._kv_heads and s.rows <= PACK_ROWS
-            dim = self._dim
-            q = queries.as_strided((1, heads, height, dim), (0, height * dim, dim, 1), start)
-            keys, values = self._keys_values(batch, s, index)
-            mask = segment_mask(s, self._group if packed else 1, layer.window, queries)
-            out = F.scaled_dot_product_attention(
-                q, keys, values, attn_mask=mask, scale=layer.scale, enable_gqa=heads != self._kv_heads
-            )[0]
-            target = attended[s.first_row : s.first_row + s.rows]
-            if packed and self._group > 1:
-                rows = s.rows * self._group
-                source = out[:, :rows].view(self._kv_heads, s.rows, self._group, dim).permute(1, 0, 2, 3)
-                target.view(s.rows, self._kv_heads, self._group, dim).copy_(source)
-            else:
-                target.copy_(out[:, : s.rows].transpose(0, 1))
-
-    @staticmethod
-    def _keys_values(batch: Batch, s: Segment, index: int) -> tuple[Tensor, Tensor]:
-        """``[1, kv_heads, padded keys, dim]``: views when they lie in one piece."""
-        keys, values = batch.pool.keys, batch.pool.values
-        layer_stride, head, slot, _ = keys.stride()
-        if s.first_slot is not None:
-            size, stride = (1, keys.shape[1], s.padded, keys.shape[3]), (0, head, slot, 1)
-            offset = index * layer_stride + s.first_slot * slot
-            return keys.as_strided(size, stride, offset), values.as_strided(size, stride, offset)
-        assert s.slots is not None
-        return keys[index].index_select(1, s.slots)[None], values[index].index_select(1, s.slots)[None]
-
-
-def _up(rows: int) -> int:
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
