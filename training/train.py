@@ -172,6 +172,9 @@ class Run:
         self.options, self.work = options, Path(options.work)
         self.work.mkdir(parents=True, exist_ok=True)
         tokenizer_file = self.work / "tokenizer.json"
+        start: Path | None = options.start_from
+        if start and not tokenizer_file.exists():
+            tokenizer_file.write_bytes((start / "tokenizer.json").read_bytes())
         if not tokenizer_file.exists():
             bpe.train(options.dialogues, options.documents).save(str(tokenizer_file))
         self.tokenizer = Tokenizer.from_file(str(tokenizer_file))
@@ -183,6 +186,11 @@ class Run:
         self.optimizer = self._optimizer()
         if (self.work / "checkpoint.pt").exists():
             self._resume()
+        elif start:
+            self.model = Qwen2ForCausalLM.from_pretrained(start, dtype=torch.float32)
+            self.optimizer = self._optimizer()
+            facts = json.loads((start / "accuracy.json").read_text())
+            self.progress = Progress(int(facts["step"]), "mix", 4, float(facts["seconds"]))
 
     def _optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(self.model.parameters(), lr=self.options.lr, betas=(0.9, 0.98), weight_decay=0.01)
@@ -338,6 +346,7 @@ def main() -> None:
     parser.add_argument("--dialogues", type=Path, nargs="+", required=True, help="JSONL files with a 'turns' list")
     parser.add_argument("--documents", type=Path, nargs="+", required=True, help="tar archives of .rst and .md files")
     parser.add_argument("--work", default="build/demo_model", help="checkpoint and token cache")
+    parser.add_argument("--start-from", type=Path, help="an exported model to go on from when there is no checkpoint")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--grow-at", type=int, default=2500, help="step at which the model gets its full depth")

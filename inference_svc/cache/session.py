@@ -49,6 +49,15 @@ class Session:
         """Leases taken a moment ago are still held: the daemon cannot have ended the session yet."""
         return self.alive and time.monotonic() - self.last_ack < 2 * self.heartbeat_seconds
 
+    def end(self) -> None:
+        """Marks the session as over and lets go of the arena; views in use keep it mapped until they are done.
+
+        Explicitly: a failed call refers to its own traceback, and through it to this object, until a garbage
+        collection that may be hours away. A dead daemon's arena would stay in memory all that time.
+        """
+        self.alive = False
+        self.arena = memoryview(b"")
+
     def view(self, slot: pb.SlotRef) -> memoryview:
         """The slot's bytes. Raises ValueError for a reference that cannot be this session's."""
         if slot.epoch != self.epoch:
@@ -133,7 +142,7 @@ class DaemonLink:
             finally:
                 watchdog.cancel()
                 if session is not None:
-                    session.alive = False
+                    session.end()
                 self._session = None
                 outgoing.put(None)
                 incoming.cancel()

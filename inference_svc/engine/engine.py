@@ -187,7 +187,7 @@ class Engine:
                 log.exception("step failed")
                 for sequence in list(self._running):
                     self._end(sequence, Finish.FAILED, f"{type(error).__name__}: {error}")
-        for sequence in [*self._inbox, *self._waiting, *self._running]:
+        for sequence in [*self._inbox, *self._waiting, *self._running, *self._loading]:
             sequence.sink(Output(finish=Finish.FAILED, error="the worker is shutting down"))
 
     def _has_work(self) -> bool:

@@ -136,24 +136,27 @@ def _rotate_rows(
 def _gate_rows(first: int, end: int, brain: bool, gate_up: Any, out: Any) -> None:
     """``silu(gate) * up``. exp is Cephes' polynomial: 2 ulp, and the compiler can vectorize it."""
     width = out.shape[1]
-    g, u, e = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
+    g, u, p, e = (np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32),
+                  np.empty(width, np.float32))  # fmt: skip
     gb, ub, eb = g.view(np.uint32), u.view(np.uint32), e.view(np.int32)
     for r in range(first, end):
         _widen(gate_up[r, :width], g, gb, brain)
         _widen(gate_up[r, width:], u, ub, brain)
+        # Two loops: writing the exponent's bits and reading them as a float in one would keep it scalar.
         for c in range(width):
             x = min(max(-g[c], np.float32(-87.0)), np.float32(87.0))
             n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
             z = x - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
-            p = np.float32(1.9875691500e-4)
-            p = p * z + np.float32(1.3981999507e-3)
-            p = p * z + np.float32(8.3334519073e-3)
-            p = p * z + np.float32(4.1665795894e-2)
-            p = p * z + np.float32(1.6666665459e-1)
-            p = p * z + np.float32(5.0000001201e-1)
-            p = p * z * z + z + np.float32(1.0)
+            y = np.float32(1.9875691500e-4)
+            y = y * z + np.float32(1.3981999507e-3)
+            y = y * z + np.float32(8.3334519073e-3)
+            y = y * z + np.float32(4.1665795894e-2)
+            y = y * z + np.float32(1.6666665459e-1)
+            y = y * z + np.float32(5.0000001201e-1)
+            p[c] = y * z * z + z + np.float32(1.0)
             eb[c] = (np.int32(n) + np.int32(127)) << np.int32(23)
-            g[c] = g[c] / (np.float32(1.0) + p * e[c])
+        for c in range(width):
+            g[c] = g[c] / (np.float32(1.0) + p[c] * e[c])
         _round(g, gb, brain)
         for c in range(width):
             g[c] *= u[c]

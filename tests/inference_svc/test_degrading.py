@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,18 @@ def test_a_killed_daemon_costs_nothing_but_the_cache(shaky: Node) -> None:
     shaky.wait_attached(0)
     got, cached, _ = ask(shaky, ids)
     assert (got, cached) == (want, 149)
+
+
+def test_dead_daemons_leave_no_memory_behind(shaky: Node) -> None:
+    for _ in range(3):
+        ask(shaky, prompt(7, 150))
+        shaky.settle()
+        shaky.restart_daemon()
+    ask(shaky, prompt(7, 150))
+    maps = Path(f"/proc/{shaky.pid('worker-0')}/maps").read_text().splitlines()
+    arenas = {line.split(None, 5)[5] for line in maps if "/arena-" in line}
+    assert len(arenas) == 1, arenas
+    assert "(deleted)" not in arenas.pop()
 
 
 def test_a_hanging_daemon_delays_one_request_by_its_timeout(shaky: Node) -> None:
