@@ -36,6 +36,7 @@ async def serve(config: WorkerConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    config.socket.unlink(missing_ok=True)  # a killed worker's: nobody must take it for a live one while this loads
     log.info("loading the model", model=config.model)
     runtime = await asyncio.to_thread(build, config)
     try:
@@ -53,7 +54,6 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event) ->
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), server)
-    config.socket.unlink(missing_ok=True)
     mask = os.umask(0o177)
     try:
         server.add_insecure_port(socket_target(config.socket))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -53,7 +54,12 @@ class Served:
         return (self.folder / "log").read_text()[-3000:]
 
     def children(self, word: str) -> list[psutil.Process]:
-        return [c for c in psutil.Process(self.process.pid).children() if word in " ".join(c.cmdline())]
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):  # it may die while it is looked at
+                if word in " ".join(child.cmdline()):
+                    found.append(child)
+        return found
 
     def ask(self) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": "hello " * 40}], "max_tokens": 4, "temperature": 0}
