@@ -27,8 +27,6 @@ class Bound:
     """The forward over the question alone, in this process."""
 
     def __init__(self, model: str, longest: int) -> None:
-        import torch
-
         from inference_svc.engine import rows
         from inference_svc.engine.forward import Decoder
         from inference_svc.engine.pool import KVPool
@@ -37,7 +35,7 @@ class Bound:
 
         keep_freed_memory()
         loader.quiet_transformers()
-        self._rows, self._torch = rows, torch
+        self._rows = rows
         self._loaded = loader.load(model)
         m = self._loaded
         self._pool = KVPool(m.layers, m.kv_heads, m.head_dim, longest + 64, m.dtype, m.device)
@@ -60,7 +58,6 @@ class Arms:
     """The nodes of the arms and how each is asked. nocache and exact share a node."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack, names: list[str]) -> None:
-        self._names = names
         self._nodes: dict[str, Node] = {}
         for name in names:
             if name == "bound":

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceServicer
-from kvsidecar.errors import CACHE_DOMAIN, ArenaFull, InvalidRequest, KVSidecarError, abort
+from kvsidecar.errors import CACHE_DOMAIN, ArenaFull, InvalidRequest, KVSidecarError, abort, unary
 from kvsidecar.layout import MAX_CHUNK_TOKENS
 
 from cache_daemon.arena import HostArena, Slot
@@ -25,23 +24,6 @@ _MISSED_HEARTBEATS = 3
 
 log = structlog.get_logger("cache_daemon")
 Context = grpc.aio.ServicerContext[Any, Any]
-Q = TypeVar("Q")
-R = TypeVar("R")
-
-
-def _unary(
-    method: Callable[[CacheService, Q, Context], Awaitable[R]],
-) -> Callable[[CacheService, Q, Context], Awaitable[R]]:
-    """Turns the errors of a unary method into status."""
-
-    @wraps(method)
-    async def call(self: CacheService, request: Q, context: Context) -> R:
-        try:
-            return await method(self, request, context)
-        except KVSidecarError as error:
-            await abort(context, error, CACHE_DOMAIN)
-
-    return call
 
 
 def _hash(name: str, value: bytes, *, optional: bool = False) -> bytes:
@@ -119,7 +101,7 @@ class CacheService(CacheServiceServicer):
 
     # ---- reading --------------------------------------------------------------------------------------------
 
-    @_unary
+    @unary(CACHE_DOMAIN)
     async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:
         salt = _salt(request.tenant_salt)
         if request.token_ids and request.prefix_hashes:
@@ -135,14 +117,14 @@ class CacheService(CacheServiceServicer):
             return self._matched(await self._store.match_chain(session, salt, chain))
         return self._matched(await self._store.match(session, salt, request.token_ids))
 
-    @_unary
+    @unary(CACHE_DOMAIN)
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
         session = self._store.session(request.session_id)
         hashes = [_hash("prefix_hashes", h) for h in request.prefix_hashes]
         result = await self._store.acquire(session, _salt(request.tenant_salt), hashes)
         return pb.AcquireResponse(matches=self._matched(result).matches)
 
-    @_unary
+    @unary(CACHE_DOMAIN)
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         session = self._store.session(request.session_id)
         return pb.ReleaseResponse(released=self._store.release(session, request.lease_ids))
@@ -174,7 +156,7 @@ class CacheService(CacheServiceServicer):
 
     # ---- writing --------------------------------------------------------------------------------------------
 
-    @_unary
+    @unary(CACHE_DOMAIN)
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         session = self._store.session(request.session_id)
         for header in request.headers:
@@ -190,13 +172,13 @@ class CacheService(CacheServiceServicer):
             slot=self._slot(reserved.slot) if reserved.slot else None,
         )
 
-    @_unary
+    @unary(CACHE_DOMAIN)
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         session = self._store.session(request.session_id)
         items = [(i.lease_id, i.checksum, i.epoch) for i in request.items]
         return pb.CommitResponse(committed=self._store.commit(session, items))
 
-    @_unary
+    @unary(CACHE_DOMAIN)
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         session = self._store.session(request.session_id)
         return pb.AbortResponse(aborted=self._store.abort(session, request.lease_ids))
@@ -262,11 +244,11 @@ class CacheService(CacheServiceServicer):
 
     # ---- keeping and removing -------------------------------------------------------------------------------
 
-    @_unary
+    @unary(CACHE_DOMAIN)
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
         return pb.PinResponse(chunks=self._pin(request.prefix, 1))
 
-    @_unary
+    @unary(CACHE_DOMAIN)
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
         return pb.UnpinResponse(chunks=self._pin(request.prefix, -1))
 
@@ -274,7 +256,7 @@ class CacheService(CacheServiceServicer):
         root = keys.tenant_root(_hash("namespace", prefix.namespace), _salt(prefix.tenant_salt))
         return self._store.pin(root, _hash("prefix_hash", prefix.prefix_hash), count)
 
-    @_unary
+    @unary(CACHE_DOMAIN)
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
         prefix = request.prefix
         namespace = _hash("namespace", prefix.namespace, optional=True)
@@ -285,7 +267,7 @@ class CacheService(CacheServiceServicer):
 
     # ---- looking --------------------------------------------------------------------------------------------
 
-    @_unary
+    @unary(CACHE_DOMAIN)
     async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:
         if request.page_size > 1000:
             raise InvalidRequest(f"page_size is {request.page_size}; at most 1000 is allowed")
@@ -295,7 +277,7 @@ class CacheService(CacheServiceServicer):
         more = chunks[size - 1].key if len(chunks) > size else b""
         return pb.ListResponse(chunks=[c.info() for c in chunks[:size]], next_page_token=more)
 
-    @_unary
+    @unary(CACHE_DOMAIN)
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         return self._store.stats()
 

@@ -47,7 +47,7 @@ from kvsidecar.errors import (
 )
 from kvsidecar.layout import Geometry, layout_of
 
-from cache_daemon.arena import Arena, Slot
+from cache_daemon.arena import ALIGNMENT, Arena, Slot
 from cache_daemon.chunk import Chunk
 from cache_daemon.durable import DurableTier
 from cache_daemon.events import EventLog
@@ -580,7 +580,7 @@ class ChunkStore:
         self._index.check_integrity()
         slots = [c.slot for c in [*self._index, *self._doomed] if c.slot is not None]
         slots += [r.slot for s in self._sessions.values() for r in s.reservations.values()]
-        pages = sum(-(-s.size_bytes // 4096) * 4096 for s in slots)
+        pages = sum(-(-s.size_bytes // ALIGNMENT) * ALIGNMENT for s in slots)
         loading = [c for c in [*self._index, *self._doomed] if c.loading is not None]
         assert loading or pages == self.arena.used_bytes, f"slots hold {pages} bytes, the arena {self.arena.used_bytes}"
         held: dict[int, int] = {}

@@ -22,6 +22,10 @@ class _Put:
     payload: memoryview
     done: Callable[[bool], None]  # called on the loop
 
+    @property
+    def key(self) -> bytes:
+        return self.header.prefix_hash
+
 
 @dataclass(frozen=True)
 class _Remove:
@@ -84,26 +88,18 @@ class DurableWriter:
     def _run(self) -> None:
         while group := self._take():
             removed = {item.key for item in group if isinstance(item, _Remove)}
-            # Within a group an earlier write of a removed key must not survive; a later one does.
-            puts = {i.header.prefix_hash: i for i in group if isinstance(i, _Put)}
-            dropped = {
-                key
-                for at, item in enumerate(group)
-                if isinstance(item, _Remove)
-                for key in (item.key,)
-                if not any(isinstance(j, _Put) and j.header.prefix_hash == key for j in group[at + 1 :])
-            }
-            wanted = tuple((p.header, p.payload) for k, p in puts.items() if k not in dropped)
+            last = {item.key: item for item in group}  # of a write and a removal of one key, the later wins
+            wanted = tuple((item.header, item.payload) for item in last.values() if isinstance(item, _Put))
             written = True
             try:
                 self._tier.apply(WriteGroup(tuple(removed), wanted))
             except OSError:
-                written = self._one_by_one(removed, wanted)
+                written = self._remove_only(removed, wanted)
             for item in group:
                 if isinstance(item, _Put):
                     self._report(item, written)
 
-    def _one_by_one(self, removed: set[bytes], wanted: tuple[tuple[ChunkHeader, memoryview], ...]) -> bool:
+    def _remove_only(self, removed: set[bytes], wanted: tuple[tuple[ChunkHeader, memoryview], ...]) -> bool:
         """After a failed group: the removals alone, which make room. The writes count as failed."""
         try:
             self._tier.apply(WriteGroup(tuple(removed | {h.prefix_hash for h, _ in wanted}), ()))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import structlog
 from kvsidecar import keys
-from kvsidecar.errors import INFERENCE_DOMAIN, InvalidRequest, KVSidecarError, Unavailable, abort
+from kvsidecar.errors import INFERENCE_DOMAIN, InvalidRequest, KVSidecarError, Unavailable, abort, unary
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 
@@ -23,24 +22,7 @@ from inference_svc.runtime import Runtime
 
 log = structlog.get_logger("worker")
 Context = grpc.aio.ServicerContext[Any, Any]
-Q = TypeVar("Q")
-R = TypeVar("R")
 _FINISH = {Finish.STOP: pb.FINISH_REASON_STOP, Finish.LENGTH: pb.FINISH_REASON_LENGTH}
-
-
-def _unary(
-    method: Callable[[InferenceService, Q, Context], Awaitable[R]],
-) -> Callable[[InferenceService, Q, Context], Awaitable[R]]:
-    """Turns the errors of a unary method into status."""
-
-    @wraps(method)
-    async def call(self: InferenceService, request: Q, context: Context) -> R:
-        try:
-            return await method(self, request, context)
-        except KVSidecarError as error:
-            await abort(context, error, INFERENCE_DOMAIN)
-
-    return call
 
 
 class InferenceService(InferenceServiceServicer):
@@ -54,7 +36,7 @@ class InferenceService(InferenceServiceServicer):
 
     # ---- generating -----------------------------------------------------------------------------------------
 
-    @_unary
+    @unary(INFERENCE_DOMAIN)
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         response = pb.GenerateResponse()
         texts: list[str] = []
@@ -134,7 +116,7 @@ class InferenceService(InferenceServiceServicer):
         known = len(self._loaded.tokenizer)
         return str(self._loaded.tokenizer.decode([i for i in ids if i < known]))
 
-    @_unary
+    @unary(INFERENCE_DOMAIN)
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
         tokens = self._prompter.tokens(request.prompt, generation_prompt=False)
         inner = pb.GenerateRequest(
@@ -156,11 +138,11 @@ class InferenceService(InferenceServiceServicer):
 
     # ---- tokens ---------------------------------------------------------------------------------------------
 
-    @_unary
+    @unary(INFERENCE_DOMAIN)
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(token_ids=self._prompter.tokens(request.prompt))
 
-    @_unary
+    @unary(INFERENCE_DOMAIN)
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         wrong = next((i for i in request.token_ids if i >= self._loaded.config.vocab_size), None)
         if wrong is not None:
@@ -169,7 +151,7 @@ class InferenceService(InferenceServiceServicer):
 
     # ---- state ----------------------------------------------------------------------------------------------
 
-    @_unary
+    @unary(INFERENCE_DOMAIN)
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         m, bits = self._loaded, self._runtime.config.storage_bits
         return pb.GetModelResponse(
@@ -184,7 +166,7 @@ class InferenceService(InferenceServiceServicer):
             has_chat_template=bool(m.tokenizer.chat_template),
         )
 
-    @_unary
+    @unary(INFERENCE_DOMAIN)
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         return worker_stats(self._runtime)
 

@@ -47,6 +47,19 @@ def _put(x: Any, bits: Any, row: Any, brain: bool) -> None:
 
 
 @compiled
+def _normalize(x: Any, xb: Any, squares: Any, epsilon: float, weight: Any, brain: bool) -> None:
+    """Divides by the root mean square (``squares`` is the sum) and multiplies by ``weight``, in place."""
+    width = x.shape[0]
+    scale = np.float32(1.0) / np.sqrt(squares / np.float32(width) + np.float32(epsilon))
+    for c in range(width):
+        x[c] *= scale
+    _round(x, xb, brain)
+    for c in range(width):
+        x[c] *= weight[c]
+    _round(x, xb, brain)
+
+
+@compiled
 def _norm_rows(
     first: int, end: int, brain: bool, hidden: Any, delta: Any, add: bool, weight: Any, epsilon: float, out: Any
 ) -> None:
@@ -70,13 +83,7 @@ def _norm_rows(
             total += lanes[j]
         for c in range(width - width % _LANES, width):
             total += x[c] * x[c]
-        scale = np.float32(1.0) / np.sqrt(total / np.float32(width) + np.float32(epsilon))
-        for c in range(width):
-            x[c] *= scale
-        _round(x, xb, brain)
-        for c in range(width):
-            x[c] *= weight[c]
-        _round(x, xb, brain)
+        _normalize(x, xb, total, epsilon, weight, brain)
         _put(x, xb, out[r], brain)
 
 
@@ -88,13 +95,7 @@ def _head(source: Any, at: int, dim: int, x: Any, xb: Any, brain: bool, weight: 
         total = np.float32(0.0)
         for d in range(dim):
             total += x[d] * x[d]
-        scale = np.float32(1.0) / np.sqrt(total / np.float32(dim) + np.float32(epsilon))
-        for d in range(dim):
-            x[d] *= scale
-        _round(x, xb, brain)
-        for d in range(dim):
-            x[d] *= weight[d]
-        _round(x, xb, brain)
+        _normalize(x, xb, total, epsilon, weight, brain)
 
 
 @compiled

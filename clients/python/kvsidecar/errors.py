@@ -6,7 +6,9 @@ Every message is one sentence that names the value and what is allowed. Over gRP
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2
@@ -14,6 +16,10 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 CACHE_DOMAIN = "kvsidecar.cache"
 INFERENCE_DOMAIN = "kvsidecar.inference"
+Context = grpc.aio.ServicerContext[Any, Any]
+S = TypeVar("S")
+Q = TypeVar("Q")
+R = TypeVar("R")
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
@@ -197,6 +203,24 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KVSidecarErr
     code, text, metadata = trailing_status(error, domain)
     await context.abort(code, text, metadata)
     raise AssertionError("abort returned")
+
+
+def unary(
+    domain: str,
+) -> Callable[[Callable[[S, Q, Context], Awaitable[R]]], Callable[[S, Q, Context], Awaitable[R]]]:
+    """Decorates the unary methods of a service: their KVSidecarErrors become status."""
+
+    def decorate(method: Callable[[S, Q, Context], Awaitable[R]]) -> Callable[[S, Q, Context], Awaitable[R]]:
+        @wraps(method)
+        async def call(service: S, request: Q, context: Context) -> R:
+            try:
+                return await method(service, request, context)
+            except KVSidecarError as error:
+                await abort(context, error, domain)
+
+        return call
+
+    return decorate
 
 
 def from_rpc(error: grpc.RpcError) -> KVSidecarError:

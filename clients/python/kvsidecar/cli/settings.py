@@ -39,13 +39,11 @@ def describe_fields(settings: type[BaseSettings]) -> dict[str, str]:
     return texts
 
 
-def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings], skip: Sequence[str] = ()) -> None:
+def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> None:
     """One ``--flag`` per field; unset flags leave the decision to environment, file and default."""
     texts = describe_fields(settings)
     prefix = settings.model_config.get("env_prefix", "")
     for name, field in settings.model_fields.items():
-        if name in skip:
-            continue
         default = field.get_default(call_default_factory=True)
         text, shown = texts.get(name, ""), default if default not in ("", None) else "none"
         choices = [a for a in get_args(field.annotation) if isinstance(a, str)]
