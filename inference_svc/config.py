@@ -46,6 +46,8 @@ class WorkerConfig(BaseSettings):
     """Most sequences in the batch."""
     max_waiting: int = Field(default=1024, ge=1)
     """Requests beyond this many waiting ones are refused."""
+    resident_sequences: int = Field(default=64, ge=0, le=4096)
+    """Finished sequences whose pages stay in the pool, while there is room, for those that go on from them."""
     context_length: int = Field(default=0, ge=0)
     """Most tokens of prompt and answer; the model's own when 0."""
     cache_timeout_ms: int = Field(default=500, ge=10, le=60_000)

@@ -9,7 +9,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from inference_svc.runtime import Runtime
 
-_GAUGES = ("running", "waiting", "pool_pages", "pool_free_pages", "cache_attached", "pending_saves")
+_GAUGES = (
+    "running",
+    "waiting",
+    "pool_pages",
+    "pool_free_pages",
+    "cache_attached",
+    "pending_saves",
+    "resident_sequences",
+)
 _COUNTERS = (
     "requests",
     "cancelled",
@@ -18,6 +26,9 @@ _COUNTERS = (
     "generated_tokens",
     "cache_failures",
     "preemptions",
+    "resident_tokens",
+    "stored_chunks",
+    "refused_chunks",
 )
 
 

@@ -79,7 +79,7 @@ def _build(config: WorkerConfig) -> Runtime:
         )
         cache.warm_up(pool)
         daemon.wait(1.0)
-    limits = EngineLimits(config.batch_tokens, config.batch_sequences, config.max_waiting)
+    limits = EngineLimits(config.batch_tokens, config.batch_sequences, config.max_waiting, config.resident_sequences)
     threads = config.threads or len(os.sched_getaffinity(0))
     return Runtime(Engine(loaded, pool, cache or NoCache(), limits, threads), cache, config)
 

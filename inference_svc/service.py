@@ -179,7 +179,7 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         running=running,
         waiting=waiting,
         pool_pages=engine.pool.pages,
-        pool_free_pages=engine.pool.free_pages,
+        pool_free_pages=engine.free_pages,
         page_tokens=PAGE_TOKENS,
         cache_attached=cache is not None and cache.attached,
         pending_saves=saving,
@@ -190,4 +190,8 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         generated_tokens=engine.stats.generated_tokens,
         cache_failures=cache.stats.failures if cache else 0,
         preemptions=engine.stats.preemptions,
+        resident_sequences=engine.resident_sequences,
+        resident_tokens=engine.stats.resident_tokens,
+        stored_chunks=cache.stats.stored_chunks if cache else 0,
+        refused_chunks=cache.stats.refused_chunks if cache else 0,
     )

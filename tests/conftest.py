@@ -25,6 +25,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Node]:
-    """A daemon and one worker with the built-in model, 16-bit storage; shared by a module's tests."""
-    with Node("demo", arena_bytes="128MiB", pool_bytes="64MiB") as running:
+    """A daemon and one worker with the built-in model, 16-bit storage; shared by a module's tests.
+
+    The worker keeps nothing in its pool: what is reused comes from the daemon.
+    """
+    flags = {"resident_sequences": 0}
+    with Node("demo", arena_bytes="128MiB", pool_bytes="64MiB", worker_flags=flags) as running:
         yield running

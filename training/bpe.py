@@ -38,7 +38,7 @@ def _task_words() -> Iterator[str]:
         yield " " + " ".join(rng.sample(words, 40))
     for make in tasks.TASKS.values():
         for _ in range(200):
-            yield " ".join(make(rng, 4, 6).documents)
+            yield " ".join(document.text for document in make(rng, 4, 6).documents)
 
 
 def train(dialogue_files: list[Path], document_files: list[Path]) -> Tokenizer:

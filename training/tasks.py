@@ -46,21 +46,34 @@ FILLERS = (
 
 
 @dataclass(frozen=True)
+class Document:
+    """A fact of a few words, then filler. ``implied`` is the word that follows from it and earlier documents."""
+
+    fact: str
+    filler: str
+    implied: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.fact}.{self.filler}"
+
+
+@dataclass(frozen=True)
 class Sample:
-    """One context. ``documents`` end with a period; ``questions[i]`` is completed by ``answers[i]``."""
+    """One context; ``questions[i]`` is completed by ``answers[i]``."""
 
     task: str
-    documents: tuple[str, ...]
+    documents: tuple[Document, ...]
     questions: tuple[str, ...]
     answers: tuple[str, ...]
 
 
-def _filler(rng: random.Random, longest: int) -> str:
-    words = [rng.choice(FILLERS) for _ in range(rng.randint(0, longest))]
-    return " " + " ".join(words) + "." if words else ""
+def _document(rng: random.Random, longest_filler: int, fact: str, implied: str = "") -> Document:
+    words = [rng.choice(FILLERS) for _ in range(rng.randint(0, longest_filler))]
+    return Document(fact, " " + " ".join(words) + "." if words else "", implied)
 
 
-def _ask(task: str, documents: Sequence[str], facts: Sequence[tuple[str, str]], rng: random.Random) -> Sample:
+def _ask(task: str, documents: Sequence[Document], facts: Sequence[tuple[str, str]], rng: random.Random) -> Sample:
     order = list(facts)
     rng.shuffle(order)
     return Sample(
@@ -75,15 +88,15 @@ def alias(rng: random.Random, facts: int, filler: int) -> Sample:
     names, places = rng.sample(NAMES, facts), rng.sample(PLACES, facts)
     documents = []
     for name, place in zip(names, places, strict=True):
-        documents.append(f"this is {name}.{_filler(rng, filler)}")
-        documents.append(f"home she {place}.{_filler(rng, filler)}")
+        documents.append(_document(rng, filler, f"this is {name}"))
+        documents.append(_document(rng, filler, f"home she {place}", name))
     return _ask("alias", documents, list(zip(names, places, strict=True)), rng)
 
 
 def two_hop(rng: random.Random, facts: int, filler: int) -> Sample:
     names, places, objects = rng.sample(NAMES, facts), rng.sample(PLACES, facts), rng.sample(OBJECTS, facts)
-    owns = [f"owns {n} {o}.{_filler(rng, filler)}" for n, o in zip(names, objects, strict=True)]
-    stands = [f"home {o} {p}.{_filler(rng, filler)}" for o, p in zip(objects, places, strict=True)]
+    owns = [_document(rng, filler, f"owns {n} {o}") for n, o in zip(names, objects, strict=True)]
+    stands = [_document(rng, filler, f"home {o} {p}", n) for n, o, p in zip(names, objects, places, strict=True)]
     rng.shuffle(owns)
     rng.shuffle(stands)
     return _ask("two_hop", owns + stands, list(zip(names, places, strict=True)), rng)
@@ -92,8 +105,8 @@ def two_hop(rng: random.Random, facts: int, filler: int) -> Sample:
 def relative(rng: random.Random, facts: int, filler: int) -> Sample:
     names, places = rng.sample(NAMES, 2 * facts), rng.sample(PLACES, facts)
     hosts, guests = names[:facts], names[facts:]
-    known = [f"home {n} {p}.{_filler(rng, filler)}" for n, p in zip(hosts, places, strict=True)]
-    joined = [f"with {g} {h}.{_filler(rng, filler)}" for g, h in zip(guests, hosts, strict=True)]
+    known = [_document(rng, filler, f"home {n} {p}") for n, p in zip(hosts, places, strict=True)]
+    joined = [_document(rng, filler, f"with {g} {h}", p) for g, h, p in zip(guests, hosts, places, strict=True)]
     rng.shuffle(known)
     rng.shuffle(joined)
     return _ask("relative", known + joined, list(zip(guests, places, strict=True)), rng)
@@ -101,7 +114,7 @@ def relative(rng: random.Random, facts: int, filler: int) -> Sample:
 
 def passkey(rng: random.Random, facts: int, filler: int) -> Sample:
     names, places = rng.sample(NAMES, facts), rng.sample(PLACES, facts)
-    documents = [f"home {n} {p}.{_filler(rng, filler)}" for n, p in zip(names, places, strict=True)]
+    documents = [_document(rng, filler, f"home {n} {p}") for n, p in zip(names, places, strict=True)]
     return _ask("passkey", documents, list(zip(names, places, strict=True)), rng)
 
 
@@ -111,7 +124,7 @@ def latest(rng: random.Random, facts: int, filler: int) -> Sample:
     for place in places:
         name = rng.choice(names)
         current[name] = place
-        documents.append(f"home {name} {place}.{_filler(rng, filler)}")
+        documents.append(_document(rng, filler, f"home {name} {place}"))
     return _ask("latest", documents, list(current.items()), rng)
 
 

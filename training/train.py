@@ -1,8 +1,8 @@
-"""Trains the demo model: first to copy, then to look up, then language, growing from 4 to 12 layers.
+"""Trains the demo model: first to copy, then to look up, then language, growing from 6 to 12 layers.
 
 A small transformer trained on look-up tasks directly stays at chance for millions of tokens. Trained first
 to copy (a random span repeated later in the row, loss on the repeat only), induction heads appear after a few
-hundred steps, and the tasks are learned in as many more. The first stages run with a third of the layers;
+hundred steps, and the tasks are learned in as many more. The first stages run with half of the layers;
 the rest are then added as identities (zero output projections), so that nothing learned is lost.
 
 Resumes from ``--work`` where it stopped; ``--minutes`` bounds one run. Everything is seeded by the step.
@@ -26,6 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from training import bpe, corpus, tasks
 
 IGNORED = -100
+FACTS, FILLER = 6, 24  # of the full tasks: at most 12 documents, filler words in each
 
 
 @dataclass
@@ -34,7 +35,8 @@ class Progress:
 
     step: int = 0
     stage: str = "copy"
-    facts: int = 2
+    facts: int = 3
+    filler: int = 4
     seconds: float = 0.0
     accuracy: dict[str, float] = field(default_factory=dict)
     language_loss: float = 9.0
@@ -68,16 +70,23 @@ class Rows:
                     loss_at.append(target + i)
         return row, loss_at, "copy"
 
-    def task(self, name: str, facts: int, filler: int) -> Row:
+    def task(self, name: str, facts: int, filler: int, hints: bool = False) -> Row:
+        """A look-up sample. With ``hints``, documents also say what they imply, and that is learned as well."""
         sample = tasks.TASKS[name](self.rng, facts, filler)
         row, loss_at = [self.ids["<|bos|>"]], []
         for document in sample.documents:
-            row += [self.ids["<|doc|>"], *self.tokenizer.encode(" " + document).ids]
+            row += [self.ids["<|doc|>"], *self._encode(" " + document.fact)]
+            if hints and document.implied:
+                loss_at.append(len(row))
+                row += self._encode(" " + document.implied)
+            row += self._encode("." + document.filler)
         for question, answer in zip(sample.questions, sample.answers, strict=True):
-            row += [self.ids["<|ask|>"], *self.tokenizer.encode(" " + question).ids]
-            row += self.tokenizer.encode(" " + answer).ids
+            row += [self.ids["<|ask|>"], *self._encode(" " + question), *self._encode(" " + answer)]
             loss_at.append(len(row) - 1)
         return row, loss_at, name
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text).ids)
 
     def language(self, length: int) -> Row:
         start = self.rng.randrange(len(self.stream) - length)
@@ -134,35 +143,39 @@ def grow(small: Qwen2ForCausalLM, layers: int, width: int) -> Qwen2ForCausalLM:
 
 
 def rows_for(progress: Progress, source: Rows, size: int) -> list[Row]:
-    """The mix of a stage; look-up tasks get more facts as they are mastered."""
+    """The mix of a stage; look-up tasks get more facts and longer documents as they are mastered."""
     rng = source.rng
     if progress.stage == "copy":
         return [source.copy(24) for _ in range(size)]
     names = list(tasks.TASKS)
+    weights = [1.1 - progress.accuracy.get(n, 0.0) for n in names]
     if progress.stage == "tasks":
         # With few facts, naming any place of the context is right often enough to end there; and without copying
-        # beside them, the tasks unlearn it before they use it.
-        rows = [source.copy(24) for _ in range(size * 3 // 8)]
+        # beside them, the tasks unlearn it before they use it. Hints teach the inner step of the others.
         learned = progress.accuracy.get("passkey", 0.0) > 0.8
-        weights = [1.2 - progress.accuracy.get(n, 0.0) for n in names] if learned else [0, 0, 0, 1, 1]
-        for name in rng.choices(names, weights, k=size - len(rows)):
-            rows.append(source.task(name, rng.randint(3, progress.facts + 2), 4))
+        rows = [source.copy(24) for _ in range(size // (8 if learned else 3))]
+        for name in rng.choices(names, weights if learned else [1, 1, 1, 2, 2], k=size - len(rows)):
+            facts, hints = rng.randint(3, progress.facts), rng.random() < 0.4
+            rows.append(source.task(name, facts, progress.filler, hints))
         return rows
     if rng.random() < 0.5:
-        weights = [1.1 - progress.accuracy.get(n, 0.0) for n in names]
-        return [source.task(n, rng.randint(2, progress.facts), 8) for n in rng.choices(names, weights, k=size * 3 // 4)]
-    length = rng.choice([128, 256, 256, 512, 1024, 2048] if progress.step % 4 == 0 else [128, 256])
-    return [source.language(length) for _ in range(max(1, 4096 // length))]
+        drawn = rng.choices(names, weights, k=size)
+        return [source.task(name, rng.randint(2, progress.facts), progress.filler) for name in drawn]
+    length = rng.choice([128, 256, 256, 512, 1024, 2048] if progress.step % 8 == 0 else [128, 256])
+    return [source.language(length) for _ in range(max(1, 8192 // length))]
 
 
 def advance(progress: Progress) -> None:
     accuracy = progress.accuracy
+    learned = [accuracy.get(n, 0.0) > 0.93 for n in tasks.TASKS]
     if progress.stage == "copy" and accuracy.get("copy", 0.0) > 0.93:
         progress.stage = "tasks"
-    elif progress.step % 50 == 0 and progress.facts < 6:
-        learned = [accuracy.get(n, 0.0) > 0.9 for n in tasks.TASKS]
-        if sum(learned) >= 3:
-            progress.facts += 1
+    elif progress.stage == "tasks" and progress.step % 50 == 0:
+        if all(learned) and progress.facts == FACTS and progress.filler == FILLER:
+            progress.stage = "mix"
+        elif sum(learned) >= 3:
+            progress.facts = min(FACTS, progress.facts + 1)
+            progress.filler = min(FILLER, progress.filler + 4)
 
 
 class Run:
@@ -190,7 +203,7 @@ class Run:
             self.model = Qwen2ForCausalLM.from_pretrained(start, dtype=torch.float32)
             self.optimizer = self._optimizer()
             facts = json.loads((start / "accuracy.json").read_text())
-            self.progress = Progress(int(facts["step"]), "mix", 4, float(facts["seconds"]))
+            self.progress = Progress(int(facts["step"]), "mix", FACTS, FILLER, float(facts["seconds"]))
 
     def _optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(self.model.parameters(), lr=self.options.lr, betas=(0.9, 0.98), weight_decay=0.01)
@@ -240,8 +253,7 @@ class Run:
         self.optimizer.step()
         self._account(rows, chosen, logits.argmax(-1) == target[chosen], loss.item())
         advance(progress)
-        if progress.stage == "tasks" and progress.step >= options.grow_at:
-            progress.stage = "mix"
+        if progress.step >= options.grow_at and self.model.config.num_hidden_layers < options.layers:
             self.model = grow(self.model, options.layers, options.width).to(options.device)
             self.optimizer = self._optimizer()
         return loss.item()
@@ -268,7 +280,8 @@ class Run:
                 shown = {k: round(v, 3) for k, v in sorted(self.progress.accuracy.items())}
                 print(
                     f"{self.progress.step} {self.progress.seconds:.0f}s {self.progress.stage} loss {loss:.3f} "
-                    f"language {self.progress.language_loss:.3f} facts {self.progress.facts} {shown}",
+                    f"language {self.progress.language_loss:.3f} facts {self.progress.facts} "
+                    f"filler {self.progress.filler} {shown}",
                     flush=True,
                 )
             if now - saved > 120:
@@ -293,7 +306,7 @@ def evaluate(run: Run, samples: int) -> dict[str, float]:
         for name in tasks.TASKS:
             right = total = 0
             for _ in range(samples):
-                row, loss_at, _ = source.task(name, 4, 6)
+                row, loss_at, _ = source.task(name, FACTS, FILLER)
                 logits = model(torch.tensor([row]).to(model.device)).logits[0]
                 right += sum(int(logits[i - 1].argmax()) == row[i] for i in loss_at)
                 total += len(loss_at)
@@ -349,12 +362,12 @@ def main() -> None:
     parser.add_argument("--start-from", type=Path, help="an exported model to go on from when there is no checkpoint")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--steps", type=int, default=20000)
-    parser.add_argument("--grow-at", type=int, default=2500, help="step at which the model gets its full depth")
+    parser.add_argument("--grow-at", type=int, default=8000, help="step at which the model gets its full depth")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--first-layers", type=int, default=4)
+    parser.add_argument("--first-layers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--export", type=Path, help="evaluate, write the model to this folder and stop")

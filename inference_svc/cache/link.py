@@ -6,6 +6,7 @@ Nothing here fails a request: whatever goes wrong is counted, logged once, and t
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +26,15 @@ from kvsidecar.layout import Geometry, layout_of, new_header
 from inference_svc.cache.economy import Economy
 from inference_svc.cache.session import DaemonLink, Session
 from inference_svc.engine.pool import KVPool
-from inference_svc.engine.sequence import Sequence, StoredPrefix
+from inference_svc.engine.sequence import Sequence, State, StoredPrefix
 
 log = structlog.get_logger("cache")
 
 Done = Callable[[Sequence, int], None]
 # A sequence's chunks are written in groups of this many, so that a long one does not wait for its last chunk.
 _GROUP = 32
+# With a prefix in the pool already, the daemon is asked only when at least this many tokens are missing.
+_LEAST_MISSING = 64
 
 
 @dataclass
@@ -74,14 +77,33 @@ class CacheLink:
     # ---- loading --------------------------------------------------------------------------------------------
 
     def load(self, sequence: Sequence, pool: KVPool, done: Done) -> bool:
+        # Of few missing tokens, fewer still would be found: the question alone costs as much as they do.
+        least = 2 if not sequence.computed else _LEAST_MISSING
         if (
             self._daemon.session is None
-            or len(sequence.tokens) < 2
-            or not self._economy.worth_loading(len(sequence.tokens))
+            or sequence.missing < least
+            or not self._economy.worth_loading(sequence.missing)
         ):
             return False
         self._thread.submit(self._guarded, self._load, sequence, pool, done)
         return True
+
+    def probe(self, sequence: Sequence) -> None:
+        if self._daemon.session is not None and sequence.cache.read:
+            self._thread.submit(self._probe, sequence)
+
+    def _probe(self, sequence: Sequence) -> None:
+        """A Match without a session: nothing is leased. A failure is left to the load that follows."""
+        session = self._daemon.session
+        if session is None or sequence.state is not State.WAITING:
+            return
+        request = pb.MatchRequest(
+            tenant_salt=sequence.cache.tenant_salt,
+            token_ids=sequence.tokens,
+            namespace=keys.namespace_id(self._daemon.descriptor),
+        )
+        with contextlib.suppress(grpc.RpcError):
+            sequence.expected_cached = session.stub.Match(request, timeout=self._timeout).matched_tokens
 
     def _load(self, session: Session, sequence: Sequence, pool: KVPool) -> int:
         began = time.perf_counter()
@@ -98,13 +120,16 @@ class CacheLink:
                 take = min(match.matched_tokens, most - tokens)
                 if take <= 0:
                     break
-                self._restore(session, sequence, pool, match, tokens, take)
+                if tokens + take > sequence.computed:
+                    self._restore(session, sequence, pool, match, tokens, take)
                 tokens += take
             if not session.trusted:
                 raise ConnectionError("the session ended while chunks were copied")
         finally:
             self._release(session, [m.lease_id for m in found.matches])
-        sequence.stored = _stored_prefix(found.matches)
+        stored = _stored_prefix(found.matches)
+        if stored.covered >= sequence.stored.covered:
+            sequence.stored = stored
         ended = time.perf_counter()
         sequence.timings.lookup_ms += (looked_up - began) * 1e3
         sequence.timings.transfer_ms += found.promote_ms
@@ -131,6 +156,8 @@ class CacheLink:
             raise ValueError(f"a slot of {match.slot.size_bytes} bytes does not hold its chunk")
         assert sequence.table is not None
         slots = torch.from_numpy(sequence.table.slots(at, at + take))
+        # What the pool has already stays as it is; others may be reading it.
+        slots[: max(0, sequence.computed - at)] = pool.padding_slot
         unpack_chunk(pool.keys, pool.values, slots, header, session.view(match.slot))
 
     # ---- storing --------------------------------------------------------------------------------------------
@@ -152,21 +179,26 @@ class CacheLink:
     def _save_from(self, session: Session, sequence: Sequence, pool: KVPool, prefix: StoredPrefix) -> int | None:
         """Stores the tokens after ``prefix``. Returns the tokens stored, or None when its last chunk is gone."""
         headers = self._headers(sequence, prefix)
-        parent, stored = prefix.prefix_hash, prefix.tokens
+        root = keys.tenant_root(keys.namespace_id(self._daemon.descriptor), sequence.cache.tenant_salt)
+        parent, stored = prefix.prefix_hash, prefix
         for at in range(0, len(headers), _GROUP):
-            group = headers[at : at + _GROUP]
+            group, hashes = headers[at : at + _GROUP], []
             for header in group:
                 header.parent_prefix_hash = parent
-                root = parent or keys.tenant_root(
-                    keys.namespace_id(self._daemon.descriptor), sequence.cache.tenant_salt
-                )
-                parent = keys.prefix_hash(root, header.token_ids)
+                parent = keys.prefix_hash(parent or root, header.token_ids)
+                hashes.append(parent)
             request = pb.ReserveRequest(session_id=session.id, tenant_salt=sequence.cache.tenant_salt, headers=group)
             reserved = session.stub.Reserve(request, timeout=self._timeout * 4).reservations
             if at == 0 and reserved[0].outcome == pb.RESERVE_OUTCOME_PARENT_MISSING:
                 return None
-            stored += self._write(session, sequence, pool, group, list(reserved))
-        return stored
+            chunks = self._write(session, sequence, pool, group, list(reserved))
+            if chunks:
+                tokens = stored.tokens + sum(len(h.token_ids) for h in group[:chunks])
+                stored = StoredPrefix(tokens, hashes[chunks - 1], tokens)
+            if chunks < len(group):
+                break
+        sequence.stored = stored
+        return stored.tokens
 
     def _headers(self, sequence: Sequence, prefix: StoredPrefix) -> list[ChunkHeader]:
         """Headers of the chunks to store: cut at multiples of the chunk size, with the tail."""
@@ -189,7 +221,7 @@ class CacheLink:
         headers: list[ChunkHeader],
         reserved: list[pb.Reservation],
     ) -> int:
-        """Fills the granted slots and commits them. Returns how many leading tokens of the group are stored."""
+        """Fills the granted slots and commits them. Returns how many leading chunks of the group are stored."""
         assert sequence.table is not None
         items, stored, unbroken = [], 0, True
         for header, reservation in zip(headers, reserved, strict=True):
@@ -206,7 +238,7 @@ class CacheLink:
             elif reservation.outcome != pb.RESERVE_OUTCOME_ALREADY_STORED:
                 self.stats.refused_chunks += 1
                 unbroken = False
-            stored += count if unbroken else 0
+            stored += unbroken
         if items:
             session.stub.Commit(pb.CommitRequest(session_id=session.id, items=items), timeout=self._timeout * 10)
         return stored

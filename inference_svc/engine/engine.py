@@ -17,23 +17,27 @@ import torch
 from kvsidecar.errors import Overloaded, PromptTooLong, Unavailable
 
 from inference_svc.engine import rows
+from inference_svc.engine.admission import Admission, Source, as_array
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
+from inference_svc.engine.residents import Resident, Residents
 from inference_svc.engine.sampling import Drawn, likeliest
 from inference_svc.engine.sequence import Finish, Output, Sequence, State
 from inference_svc.model.loader import LoadedModel
 
 log = structlog.get_logger("engine")
 
-# Pages taken ahead for a new sequence's answer, so that it stays in one piece.
-_SPARE_TOKENS = 256
-
 
 class Cache(Protocol):
-    """What the engine needs of the cache. Both calls return at once; the callbacks come on another thread."""
+    """What the engine needs of the cache. The calls return at once; the callbacks come on another thread."""
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
-        """Begins to fill the sequence's pages with the stored prefix; False when there is nothing to try."""
+        """Begins to fill the sequence's pages behind its computed tokens with what is stored; False when there is
+        nothing to try."""
+        ...
+
+    def probe(self, sequence: Sequence) -> None:
+        """Finds out, at its leisure, ``expected_cached`` of a sequence that waits."""
         ...
 
     def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
@@ -50,10 +54,13 @@ class SaveDone(Protocol):
 
 
 class NoCache:
-    """No daemon: every prompt is computed."""
+    """No daemon: only what the pool still holds is reused."""
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
         return False
+
+    def probe(self, sequence: Sequence) -> None:
+        pass
 
     def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
         return False
@@ -67,6 +74,7 @@ class EngineStats:
     cancelled: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    resident_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
@@ -79,6 +87,7 @@ class EngineLimits:
     batch_tokens: int = 512
     batch_sequences: int = 64
     waiting: int = 1024
+    residents: int = 64
 
 
 class Engine:
@@ -96,6 +105,8 @@ class Engine:
         self._decoder = Decoder(loaded)
         self._cache = cache
         self._limits = limits or EngineLimits()
+        self._residents = Residents(pool, self._limits.residents)
+        self._admission = Admission(pool, self._residents)
         self._wake = threading.Condition()
         self._inbox: deque[Sequence] = deque()
         self._loaded: deque[tuple[Sequence, int]] = deque()
@@ -104,6 +115,8 @@ class Engine:
         self._loading: set[Sequence] = set()
         self._running: list[Sequence] = []
         self._saving: set[Sequence] = set()
+        self._free_pages = pool.pages
+        self._stepping = threading.Lock()
         self._stopping = False
         self._threads = threads
         self._ready = threading.Event()
@@ -152,13 +165,29 @@ class Engine:
         self._thread.join()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every page belongs to exactly one live sequence. Call it when idle."""
-        self.pool.check_integrity()
-        live = [*self._running, *self._loading, *self._saving]
-        held = sum(s.table.tokens for s in live if s.table) // PAGE_TOKENS
-        assert held + self.pool.free_pages == self.pool.pages, (
-            f"{held} pages are held and {self.pool.free_pages} free of {self.pool.pages}"
-        )
+        """Raises AssertionError unless every page is held by live sequences and residents only."""
+        with self._stepping:
+            self.pool.check_integrity()
+            tables = [s.table for s in self._live() if s.table] + self._residents.tables
+            assert self.pool.held_by(tables), "pages are held by nobody, or by more than are counted"
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that a new sequence could have, as of the last step: free, or only kept for reuse."""
+        return self._free_pages
+
+    @property
+    def resident_sequences(self) -> int:
+        """Finished sequences that are kept for reuse."""
+        return len(self._residents)
+
+    def _count_free(self) -> int:
+        pages = [p for s in self._live() if s.table for first, n in s.table.ranges for p in range(first, first + n)]
+        return self.pool.pages - len(set(pages))
+
+    def _live(self) -> list[Sequence]:
+        """The sequences with pages."""
+        return [*self._running, *self._loading, *self._saving]
 
     def _warm_up(self) -> None:
         """Runs every kernel once, so that none is compiled while a request waits."""
@@ -182,7 +211,9 @@ class Engine:
                 if self._stopping:
                     break
             try:
-                self._step()
+                with self._stepping:
+                    self._step()
+                    self._free_pages = self._count_free()
             except Exception as error:
                 log.exception("step failed")
                 for sequence in list(self._running):
@@ -225,14 +256,12 @@ class Engine:
         while self._loaded:
             sequence, tokens = self._loaded.popleft()
             self._loading.discard(sequence)
-            sequence.computed = tokens
-            if not sequence.preempted:
-                sequence.cached_tokens = tokens
+            sequence.computed = max(sequence.computed, tokens)
             self._start(sequence)
         while self._saved:
             sequence, stored = self._saved.popleft()
-            self._free(sequence)
             self._saving.discard(sequence)
+            self._retire(sequence)
             sequence.state = State.DONE
             sequence.sink(Output(stored_tokens=stored))
 
@@ -245,23 +274,32 @@ class Engine:
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) + len(self._loading) < self._limits.batch_sequences:
-            sequence = self._waiting[0]
-            left = sequence.max_tokens - sequence.generated
-            table = self.pool.allocate(len(sequence.tokens) + 1, min(left, _SPARE_TOKENS))
-            if table is None:
-                return
-            self._waiting.popleft()
-            sequence.table = table
-            sequence.timings.queue_ms += (time.perf_counter() - sequence.arrived) * 1e3 - sequence.timings.tokenize_ms
+            found = self._admission.next(self._waiting, self._live())
+            if found is None or not self._admission.allocate(*found):
+                break
+            sequence, source = found
+            self._waiting.remove(sequence)
+            self._note_admitted(sequence, source)
             if sequence.cache.read and self._cache.load(sequence, self.pool, self._on_loaded):
                 sequence.state = State.LOADING
                 self._loading.add(sequence)
             else:
                 self._start(sequence)
+        for sequence in self._waiting:
+            if not sequence.probed:
+                sequence.probed = True
+                self._cache.probe(sequence)
+
+    def _note_admitted(self, sequence: Sequence, source: Source) -> None:
+        sequence.timings.queue_ms += (time.perf_counter() - sequence.arrived) * 1e3 - sequence.timings.tokenize_ms
+        if source.resident is not None and sequence.computed:
+            self.stats.resident_tokens += sequence.computed
 
     def _start(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
         sequence.started_at = time.perf_counter()
+        if not sequence.preempted:
+            sequence.cached_tokens = sequence.computed
         self._running.append(sequence)
         if sequence.cancelled.is_set():
             self._end(sequence, Finish.CANCELLED)
@@ -286,9 +324,11 @@ class Engine:
         return [(s, span) for s, span in spans if s.state is State.RUNNING]
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
-        """Grows a sequence's pages, sending the youngest others back to the queue if it must."""
+        """Grows a sequence's pages. Residents go if they must, then the youngest others, back to the queue."""
         assert sequence.table is not None
         while not self.pool.grow(sequence.table, tokens):
+            if self._residents.evict():
+                continue
             youngest = self._running[-1]
             self._preempt(youngest)
             if youngest is sequence:
@@ -342,10 +382,25 @@ class Engine:
                 sequence.state = State.SAVING
                 self._saving.add(sequence)
                 return
-        self._free(sequence)
+        if failed:
+            self._free(sequence)
+        else:
+            self._retire(sequence)
         sequence.state = State.DONE
         if not failed:
             sequence.sink(Output(stored_tokens=sequence.stored.covered))
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Keeps what a finished sequence computed, for those that go on from it."""
+        table = sequence.table
+        assert table is not None
+        sequence.table = None
+        if not sequence.cache.write:
+            self.pool.free(table)
+            return
+        self.pool.trim(table, sequence.computed)
+        tokens = as_array(sequence.tokens[: sequence.computed])
+        self._residents.keep(Resident(tokens, table, sequence.cache.tenant_salt, sequence.stored))
 
     def _free(self, sequence: Sequence) -> None:
         if sequence.table is not None:

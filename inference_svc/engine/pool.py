@@ -3,6 +3,9 @@
 Pages of ``PAGE_TOKENS`` tokens. A sequence's pages are taken as one contiguous range where one is free, so that
 attention can read them in place; otherwise as several ranges, which attention gathers. The page after the last
 is for padding rows.
+
+Pages are counted by the tables that refer to them. Only whole pages are shared, and of a sequence only tokens that
+are computed: whoever writes, writes behind them, so that the copy of copy-on-write is made when sharing begins.
 """
 
 from __future__ import annotations
@@ -62,6 +65,7 @@ class KVPool:
     ) -> None:
         self.pages = max(1, tokens // PAGE_TOKENS)
         self._extents = Extents(self.pages)
+        self._references: NDArray[np.int32] = np.zeros(self.pages, np.int32)
         self.padding_slot = self.pages * PAGE_TOKENS
         shape = (layers, kv_heads, self.padding_slot + KEY_BLOCK, head_dim)
         # Written once so that the memory is there before the first request needs it.
@@ -82,12 +86,26 @@ class KVPool:
         pages, wanted = -(-tokens // PAGE_TOKENS), -(-(tokens + spare) // PAGE_TOKENS)
         if pages > self.free_pages:
             return None
-        start = self._extents.allocate(wanted)
-        if start is not None:
-            table.ranges.append((start, wanted))
+        if self._take(table, wanted):
             return table
         self._fill(table, pages)
         return table
+
+    def allocate_contiguous(self, tokens: int) -> BlockTable | None:
+        """Pages for ``tokens`` tokens in one piece, or None."""
+        table = BlockTable()
+        return table if self._take(table, -(-tokens // PAGE_TOKENS)) else None
+
+    def share(self, table: BlockTable, tokens: int) -> BlockTable:
+        """A table of the whole pages among the first ``tokens`` tokens of another, which both now hold."""
+        shared, left = BlockTable(), tokens // PAGE_TOKENS
+        for page, pages in table.ranges:
+            take = min(pages, left)
+            if take:
+                shared.ranges.append((page, take))
+                self._references[page : page + take] += 1
+            left -= take
+        return shared
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Makes room for ``tokens`` tokens in all. False, with nothing changed, when too few pages are free."""
@@ -96,27 +114,97 @@ class KVPool:
             return True
         if missing > self.free_pages:
             return False
-        page, pages = table.ranges[-1]
-        if self._extents.extend(page, missing):
-            table.ranges[-1] = (page, pages + missing)
-        else:
+        if not table.ranges or not self._extend(table, missing):
             self._fill(table, missing)
         return True
 
+    def grow_in_place(self, table: BlockTable, tokens: int) -> bool:
+        """Like ``grow``, but only if the table stays, or is, in one piece."""
+        missing = -(-(tokens - table.tokens) // PAGE_TOKENS)
+        return len(table.ranges) == 1 and (missing <= 0 or self._extend(table, missing))
+
+    def trim(self, table: BlockTable, tokens: int) -> None:
+        """Frees the pages that the first ``tokens`` tokens do not need."""
+        keep, kept = -(-tokens // PAGE_TOKENS), []
+        for page, pages in table.ranges:
+            stay = min(pages, keep)
+            if stay:
+                kept.append((page, stay))
+            if stay < pages:
+                self.free(BlockTable([(page + stay, pages - stay)]))
+            keep -= stay
+        table.ranges[:] = kept
+
+    def writable(self, table: BlockTable, start: int) -> bool:
+        """Whether no other table holds the pages of the tokens from ``start`` on."""
+        pages = table.slots(start, table.tokens)[::PAGE_TOKENS] // PAGE_TOKENS
+        return bool((self._references[pages] == 1).all())
+
+    def copy(self, source: BlockTable, target: BlockTable, start: int, end: int) -> None:
+        """Copies keys and values of the tokens ``start`` to ``end`` from one sequence's pages to another's."""
+        if end <= start:
+            return
+        a, b = source.first_slot, target.first_slot
+        for tensor in (self.keys, self.values):
+            if a is not None and b is not None:
+                tensor[:, :, b + start : b + end] = tensor[:, :, a + start : a + end]
+            else:
+                here = torch.from_numpy(source.slots(start, end)).to(tensor.device)
+                there = torch.from_numpy(target.slots(start, end)).to(tensor.device)
+                tensor.index_copy_(2, there, tensor.index_select(2, here))
+
     def free(self, table: BlockTable) -> None:
-        """Gives all pages of a table back and empties it. Idempotent."""
-        for start, _ in table.ranges:
-            self._extents.free(start)
+        """Lets go of all pages of a table and empties it; those nobody else holds are free. Idempotent."""
+        for page, pages in table.ranges:
+            part = self._references[page : page + pages]
+            part -= 1
+            for first, length in _zero_runs(part):
+                self._extents.free_part(page + first, length)
         table.ranges.clear()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless all pages are accounted for."""
         self._extents.check_integrity()
+        held = int(np.count_nonzero(self._references))
+        assert self._references.min() >= 0, "a page was freed more often than it was taken"
+        assert held + self.free_pages == self.pages, f"{held} pages are held, {self.free_pages} free of {self.pages}"
+
+    def held_by(self, tables: list[BlockTable]) -> bool:
+        """Whether these tables hold exactly the references that are counted."""
+        counted = np.zeros_like(self._references)
+        for table in tables:
+            for page, pages in table.ranges:
+                counted[page : page + pages] += 1
+        return bool(np.array_equal(counted, self._references))
+
+    def _take(self, table: BlockTable, pages: int) -> bool:
+        """Adds one range of so many pages to a table, if there is one."""
+        start = self._extents.allocate(pages)
+        if start is None:
+            return False
+        self._references[start : start + pages] = 1
+        table.ranges.append((start, pages))
+        return True
+
+    def _extend(self, table: BlockTable, pages: int) -> bool:
+        """Lengthens a table's last range by pages that lie behind it, if they are free."""
+        page, held = table.ranges[-1]
+        end = page + held
+        if not self._extents.extend(end, pages):
+            return False
+        self._references[end : end + pages] = 1
+        table.ranges[-1] = (page, held + pages)
+        return True
 
     def _fill(self, table: BlockTable, pages: int) -> None:
         while pages:
             take = min(pages, self._extents.largest_free)
-            start = self._extents.allocate(take)
-            assert start is not None, "fewer pages free than counted"
-            table.ranges.append((start, take))
+            taken = self._take(table, take)
+            assert taken, "fewer pages free than counted"
             pages -= take
+
+
+def _zero_runs(counts: NDArray[np.int32]) -> list[tuple[int, int]]:
+    """``(first, length)`` of the runs of zeros."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([1], counts, [1])) == 0))
+    return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]

@@ -98,12 +98,14 @@ class Sequence:
     table: BlockTable | None = None
     computed: int = 0
     cached_tokens: int = 0
+    expected_cached: int = 0  # what the cache was seen to hold while the sequence waited
     stored: StoredPrefix = field(default_factory=StoredPrefix)
     timings: Timings = field(default_factory=Timings)
     cancelled: threading.Event = field(default_factory=threading.Event)
     first_token_at: float = 0.0
     started_at: float = 0.0
     preempted: bool = False
+    probed: bool = False
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.params, self.logprobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -21,7 +22,15 @@ from tests.inference_svc.test_exactness import prompt
 from tests.inference_svc.test_text import TOKENIZER
 
 
-def test_200_requests_a_third_cancelled_leave_nothing(node: Node) -> None:
+@pytest.fixture(scope="module", params=[0, 64], ids=["without residents", "with residents"])
+def loaded_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    flags = {"resident_sequences": request.param}
+    with Node("demo", arena_bytes="128MiB", pool_bytes="64MiB", worker_flags=flags) as running:
+        yield running
+
+
+def test_200_requests_a_third_cancelled_leave_nothing(loaded_node: Node) -> None:
+    node = loaded_node
     rng = random.Random(0)
     system = prompt(1, 150)
 
@@ -106,7 +115,7 @@ def test_a_pool_too_small_for_all_preempts_and_changes_no_answer() -> None:
     assert engine.stats.preemptions > 0
     idle(engine)
     engine.check_integrity()
-    assert engine.pool.free_pages == engine.pool.pages
+    assert engine.free_pages == engine.pool.pages
     engine.stop()
 
 
@@ -125,7 +134,7 @@ def test_cancelling_frees_pages_at_once() -> None:
         assert request.outputs[-1].finish is Finish.CANCELLED
     idle(engine)
     engine.check_integrity()
-    assert engine.pool.free_pages == engine.pool.pages
+    assert engine.free_pages == engine.pool.pages
     engine.stop()
 
 

@@ -4,30 +4,77 @@ from hypothesis import strategies as st
 
 from inference_svc.engine.pool import PAGE_TOKENS, BlockTable, KVPool
 
+STEPS = st.lists(st.tuples(st.sampled_from(["new", "grow", "share", "trim", "free"]), st.integers(1, 400)), max_size=50)
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["new", "grow", "free"]), st.integers(1, 400)), max_size=40))
-def test_pages_belong_to_one_table_at_a_time(steps: list[tuple[str, int]]) -> None:
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_no_page_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
     pool = KVPool(1, 1, 2, 32 * PAGE_TOKENS, torch.float32, torch.device("cpu"))
     tables: list[BlockTable] = []
     for what, n in steps:
+        held = {s for t in tables for s in t.slots(0, t.tokens).tolist()}
         if what == "new":
             table = pool.allocate(n, spare=n // 2)
             if table is not None:
+                assert held.isdisjoint(table.slots(0, table.tokens).tolist())
                 tables.append(table)
-        elif tables and what == "grow":
-            table = tables[n % len(tables)]
-            before = table.tokens
-            if not pool.grow(table, before + n):
-                assert table.tokens == before
         elif tables:
-            pool.free(tables.pop(n % len(tables)))
-        used = [s for t in tables for s in t.slots(0, t.tokens).tolist()]
-        assert len(used) == len(set(used))
+            table = tables[n % len(tables)]
+            before = table.slots(0, table.tokens).tolist()
+            if what == "grow":
+                if pool.grow(table, len(before) + n):
+                    assert held.isdisjoint(table.slots(len(before), table.tokens).tolist())
+                assert table.slots(0, len(before)).tolist() == before
+            elif what == "share":
+                shared = pool.share(table, min(n, len(before)))
+                assert shared.tokens == min(n, len(before)) // PAGE_TOKENS * PAGE_TOKENS
+                assert shared.slots(0, shared.tokens).tolist() == before[: shared.tokens]
+                tables.append(shared)
+            elif what == "trim":
+                pool.trim(table, n)
+                assert table.slots(0, table.tokens).tolist() == before[: -(-n // PAGE_TOKENS) * PAGE_TOKENS]
+            else:
+                pool.free(tables.pop(n % len(tables)))
+        used = {s for t in tables for s in t.slots(0, t.tokens).tolist()}
         assert len(used) == (pool.pages - pool.free_pages) * PAGE_TOKENS
         assert all(s < pool.padding_slot for s in used)
         pool.check_integrity()
+        assert pool.held_by(tables)
     for table in tables:
         pool.free(table)
         pool.free(table)
     assert pool.free_pages == pool.pages
+
+
+def test_shared_pages_are_not_writable_until_the_other_lets_go() -> None:
+    pool = KVPool(1, 1, 2, 16 * PAGE_TOKENS, torch.float32, torch.device("cpu"))
+    table = pool.allocate(4 * PAGE_TOKENS)
+    assert table is not None
+    assert pool.writable(table, 0)
+    shared = pool.share(table, 2 * PAGE_TOKENS + 5)
+    assert not pool.writable(table, 0)
+    assert pool.writable(table, 2 * PAGE_TOKENS)
+    pool.free(shared)
+    assert pool.writable(table, 0)
+
+
+def test_copies_reach_exactly_the_tokens_asked_for() -> None:
+    pool = KVPool(2, 1, 4, 16 * PAGE_TOKENS, torch.float32, torch.device("cpu"))
+    pool.keys.normal_()
+    pool.values.normal_()
+    first, scattered = pool.allocate(100), BlockTable()
+    assert first is not None
+    for _ in range(4):
+        part, spacer = pool.allocate(PAGE_TOKENS), pool.allocate(1)
+        assert part is not None
+        assert spacer is not None
+        scattered.ranges.extend(part.ranges)
+    for source, target in ((first, scattered), (scattered, first)):
+        pool.keys.normal_()
+        before = pool.keys.clone()
+        pool.copy(source, target, 10, 90)
+        here, there = (torch.from_numpy(t.slots(10, 90)) for t in (source, target))
+        assert torch.equal(pool.keys[:, :, there], before[:, :, here])
+        untouched = [i for i in range(pool.keys.shape[2]) if i not in set(there.tolist())]
+        assert torch.equal(pool.keys[:, :, untouched], before[:, :, untouched])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sortedcontainers import SortedList
+from sortedcontainers import SortedDict, SortedList
 
 
 class Extents:
@@ -19,7 +19,7 @@ class Extents:
         self._by_size: SortedList[tuple[int, int]] = SortedList([(capacity, 0)])
         self._size_at: dict[int, int] = {0: capacity}  # free range: start -> length
         self._start_of_end: dict[int, int] = {capacity: 0}  # free range: end -> start
-        self._used: dict[int, int] = {}
+        self._used: SortedDict[int, int] = SortedDict()  # taken range: start -> length
 
     def allocate(self, units: int) -> int | None:
         """Takes ``units`` contiguous units and returns where they begin, or None when no range is long enough."""
@@ -36,12 +36,14 @@ class Extents:
         self.free_units -= units
         return int(start)
 
-    def extend(self, start: int, units: int) -> bool:
-        """Lengthens the range at ``start`` in place by ``units`` if the units behind it are free."""
-        end = start + self._used[start]
+    def extend(self, end: int, units: int) -> bool:
+        """Lengthens the taken range that ends at ``end`` by ``units`` if the units behind it are free."""
         length = self._size_at.get(end, 0)
         if length < units:
             return False
+        start, taken = self._used.peekitem(self._used.bisect_left(end) - 1)
+        if start + taken != end:
+            raise KeyError(f"no taken range ends at {end}")
         self._remove(end, length)
         if length > units:
             self._insert(end + units, length - units)
@@ -51,7 +53,25 @@ class Extents:
 
     def free(self, start: int) -> int:
         """Frees the range at ``start`` and returns its length. Raises KeyError when none begins there."""
-        units = length = self._used.pop(start)
+        units = self._used.pop(start)
+        self._give_back(start, units)
+        return units
+
+    def free_part(self, start: int, units: int) -> None:
+        """Frees a part of one taken range. Raises KeyError when not all of it is taken, by one range."""
+        at = self._used.bisect_right(start) - 1
+        first, length = self._used.peekitem(at) if at >= 0 else (0, 0)
+        if units < 1 or start + units > first + length:
+            raise KeyError(f"{start}+{units} is not part of a taken range")
+        before, after = start - first, first + length - start - units
+        del self._used[first]
+        if before:
+            self._used[first] = before
+        if after:
+            self._used[start + units] = after
+        self._give_back(start, units)
+
+    def _give_back(self, start: int, length: int) -> None:
         self.free_units += length
         before = self._start_of_end.get(start)
         if before is not None:
@@ -63,7 +83,6 @@ class Extents:
             self._remove(start + length, after)
             length += after
         self._insert(start, length)
-        return units
 
     @property
     def largest_free(self) -> int:

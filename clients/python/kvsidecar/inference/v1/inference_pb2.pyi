@@ -823,6 +823,10 @@ class GetStatsResponse(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_FAILURES_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    RESIDENT_SEQUENCES_FIELD_NUMBER: _builtins.int
+    RESIDENT_TOKENS_FIELD_NUMBER: _builtins.int
+    STORED_CHUNKS_FIELD_NUMBER: _builtins.int
+    REFUSED_CHUNKS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests in the batch now."""
     waiting: _builtins.int
@@ -830,7 +834,7 @@ class GetStatsResponse(_message.Message):
     pool_pages: _builtins.int
     """Pages of the pool."""
     pool_free_pages: _builtins.int
-    """Pages free now."""
+    """Pages that a new request could have: free now, or only kept for reuse."""
     page_tokens: _builtins.int
     """Tokens per page."""
     cache_attached: _builtins.bool
@@ -851,6 +855,14 @@ class GetStatsResponse(_message.Message):
     """Times that the cache failed and the request went on without it."""
     preemptions: _builtins.int
     """Requests moved out of the batch for want of pages, to be computed again."""
+    resident_sequences: _builtins.int
+    """Finished requests whose pages are kept in the pool, for requests that go on from them."""
+    resident_tokens: _builtins.int
+    """Of cached_tokens, tokens that were still in the pool."""
+    stored_chunks: _builtins.int
+    """Chunks stored in the daemon."""
+    refused_chunks: _builtins.int
+    """Chunks that the daemon had no room for."""
     def __init__(
         self,
         *,
@@ -868,10 +880,14 @@ class GetStatsResponse(_message.Message):
         generated_tokens: _builtins.int = ...,
         cache_failures: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        resident_sequences: _builtins.int = ...,
+        resident_tokens: _builtins.int = ...,
+        stored_chunks: _builtins.int = ...,
+        refused_chunks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "generated_tokens", b"generated_tokens", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "generated_tokens", b"generated_tokens", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "running", b"running", "stored_chunks", b"stored_chunks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,156 @@
+"""Who is admitted next, and where its pages come from.
+
+Longest cached prefix first, with ageing: waiting a second counts as much as ``AGE_TOKENS_PER_SECOND`` cached
+tokens. A request whose prompt another one is just reading or loading is held back until that one has it, so that
+what they share is read once. Only the engine's thread uses this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from inference_svc.engine.pool import PAGE_TOKENS, BlockTable, KVPool
+from inference_svc.engine.residents import Resident, Residents, Tokens, common_prefix
+from inference_svc.engine.sequence import Sequence, StoredPrefix
+
+# Fewer shared tokens than this are computed again.
+LEAST_SHARED = PAGE_TOKENS
+AGE_TOKENS_PER_SECOND = 2000.0
+# Waiting requests that are compared with each other; the others wait their turn.
+_WINDOW = 16
+# Pages taken ahead for a new sequence's answer, so that it stays in one piece.
+_SPARE_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where ``tokens`` leading tokens of a prompt lie in the pool: in a resident, or in a running sequence."""
+
+    tokens: int = 0
+    resident: Resident | None = None
+    running: Sequence | None = None
+
+
+def as_array(tokens: list[int]) -> Tokens:
+    return np.asarray(tokens, np.uint32)
+
+
+class Admission:
+    """Chooses among waiting sequences and gives them pages."""
+
+    def __init__(self, pool: KVPool, residents: Residents) -> None:
+        self._pool, self._residents = pool, residents
+
+    def next(self, waiting: deque[Sequence], live: Iterable[Sequence]) -> tuple[Sequence, Source] | None:
+        """The sequence to admit now, with what the pool has of it; None when all are held back.
+
+        ``live`` are the sequences with pages. A preempted sequence, at the queue's front, goes first.
+        """
+        now, best, chosen = time.perf_counter(), -1.0, None
+        live = list(live)
+        for sequence in list(waiting)[:_WINDOW]:
+            source, held_back = self._source(sequence, live)
+            if sequence.preempted:
+                return sequence, source
+            if held_back:
+                continue
+            known = max(source.tokens, sequence.expected_cached)
+            score = known + (now - sequence.arrived) * AGE_TOKENS_PER_SECOND
+            if score > best:
+                best, chosen = score, (sequence, source)
+        return chosen
+
+    def _source(self, sequence: Sequence, live: list[Sequence]) -> tuple[Source, bool]:
+        """The best source for a prompt, and whether a live sequence will soon be a better one."""
+        if not sequence.cache.read:
+            return Source(), False
+        # The last token is always computed: its logits are wanted.
+        tokens, salt = as_array(sequence.tokens)[:-1], sequence.cache.tenant_salt
+        resident, longest = self._residents.best(salt, tokens) if len(tokens) else (None, 0)
+        source, coming = Source(longest, resident=resident), 0
+        for other in live:
+            if other.cache.tenant_salt != salt or not other.cache.write or other.tokens[0] != sequence.tokens[0]:
+                continue
+            shared = common_prefix(tokens, as_array(other.tokens))
+            if min(shared, other.computed) > source.tokens:
+                source = Source(min(shared, other.computed), running=other)
+            coming = max(coming, min(shared, other.prompt_tokens))
+        if source.tokens < LEAST_SHARED:
+            source = Source()
+        return source, coming >= source.tokens + LEAST_SHARED
+
+    def allocate(self, sequence: Sequence, source: Source) -> bool:
+        """Gives a sequence its pages, the first ``sequence.computed`` tokens of them filled from the source. False
+        when there is no room."""
+        if self._adopt(sequence, source) or self._copy(sequence, source):
+            return True
+        spare = min(sequence.max_tokens - sequence.generated, _SPARE_TOKENS)
+        needed = len(sequence.tokens) + 1
+        if source.tokens and self._share(sequence, source, needed):
+            return True
+        table = self._pool.allocate(needed, spare)
+        while table is None and self._residents.evict():
+            table = self._pool.allocate(needed, spare)
+        sequence.table = table
+        return table is not None
+
+    def _adopt(self, sequence: Sequence, source: Source) -> bool:
+        """Goes on in a resident's own pages, when the prompt continues it and there is room behind it."""
+        resident = source.resident
+        if resident is None or source.tokens + PAGE_TOKENS < len(resident.tokens):
+            return False
+        spare = min(sequence.max_tokens - sequence.generated, _SPARE_TOKENS)
+        wanted = len(sequence.tokens) + 1 + spare
+        mine = self._pool.writable(resident.table, source.tokens)
+        if not mine or not self._pool.grow_in_place(resident.table, wanted):
+            return False
+        sequence.table = self._residents.take(resident)
+        self._begin(sequence, source)
+        return True
+
+    def _copy(self, sequence: Sequence, source: Source) -> bool:
+        """Copies what is shared into pages in one piece, which attention reads faster than it gathers."""
+        if not source.tokens:
+            return False
+        spare = min(sequence.max_tokens - sequence.generated, _SPARE_TOKENS)
+        table = self._pool.allocate_contiguous(len(sequence.tokens) + 1 + spare)
+        if table is None:
+            return False
+        self._pool.copy(_table(source), table, 0, source.tokens)
+        sequence.table = table
+        self._begin(sequence, source)
+        return True
+
+    def _share(self, sequence: Sequence, source: Source, needed: int) -> bool:
+        """Refers to the source's whole pages and copies the begun one."""
+        table = self._pool.share(_table(source), source.tokens)
+        shared = table.tokens
+        while not self._pool.grow(table, needed):
+            # Evicting the source itself is fine too: its shared pages are held by the new table now.
+            if not self._residents.evict():
+                self._pool.free(table)
+                return False
+        source_table = _table(source)
+        kept = bool(source_table.ranges)
+        end = source.tokens if kept else shared
+        self._pool.copy(source_table, table, shared, end)
+        sequence.table = table
+        self._begin(sequence, Source(end, source.resident, source.running))
+        return True
+
+    def _begin(self, sequence: Sequence, source: Source) -> None:
+        sequence.computed = source.tokens
+        stored = source.resident.stored if source.resident else source.running.stored if source.running else None
+        if stored is not None and stored.tokens <= source.tokens:
+            sequence.stored = StoredPrefix(stored.tokens, stored.prefix_hash, min(stored.covered, source.tokens))
+
+
+def _table(source: Source) -> BlockTable:
+    table = source.resident.table if source.resident else source.running.table if source.running else None
+    assert table is not None, "a source without pages"
+    return table

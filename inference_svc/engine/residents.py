@@ -1,0 +1,96 @@
+"""Finished sequences whose pages stay in the pool until somebody needs the room.
+
+The next turn of a conversation goes on in them without a copy or a question to the daemon. Only the engine's
+thread uses this.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.engine.sequence import StoredPrefix
+
+Tokens = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, eq=False)
+class Resident:
+    """Tokens ``[n]`` whose keys and values lie in ``table``'s pages, which it holds."""
+
+    tokens: Tokens
+    table: BlockTable
+    tenant_salt: bytes
+    stored: StoredPrefix
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens are equal."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.argmax()) if differ.any() else n
+
+
+class Residents:
+    """Least recently used goes first. Owns the pages of what it holds."""
+
+    def __init__(self, pool: KVPool, most: int) -> None:
+        self._pool, self._most = pool, most
+        self._held: OrderedDict[int, Resident] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def tables(self) -> list[BlockTable]:
+        return [r.table for r in self._held.values()]
+
+    @property
+    def pages(self) -> int:
+        """Pages held, shared ones counted for each holder."""
+        return sum(pages for table in self.tables for _, pages in table.ranges)
+
+    def best(self, tenant_salt: bytes, tokens: Tokens) -> tuple[Resident | None, int]:
+        """The one that shares the longest prefix with ``tokens``, and how long that is."""
+        found, longest = None, 0
+        for resident in self._held.values():
+            if resident.tenant_salt == tenant_salt and len(resident.tokens) and resident.tokens[0] == tokens[0]:
+                n = common_prefix(resident.tokens, tokens)
+                if n > longest:
+                    found, longest = resident, n
+        return found, longest
+
+    def keep(self, resident: Resident) -> None:
+        """Takes a finished sequence's pages over; those that it makes superfluous are freed."""
+        if not self._most:
+            self._pool.free(resident.table)
+            return
+        for key, old in list(self._held.items()):
+            same = old.tenant_salt == resident.tenant_salt
+            if same and common_prefix(old.tokens, resident.tokens) == len(old.tokens):
+                self._drop(key)
+        self._held[id(resident)] = resident
+        while len(self._held) > self._most:
+            self.evict()
+
+    def touch(self, resident: Resident) -> None:
+        """It was of use."""
+        self._held.move_to_end(id(resident))
+
+    def take(self, resident: Resident) -> BlockTable:
+        """Hands its pages over."""
+        return self._held.pop(id(resident)).table
+
+    def evict(self) -> bool:
+        """Frees the least recently used one; False when there is none."""
+        if not self._held:
+            return False
+        self._drop(next(iter(self._held)))
+        return True
+
+    def _drop(self, key: int) -> None:
+        self._pool.free(self._held.pop(key).table)
