@@ -17,7 +17,7 @@ import torch
 from kvsidecar.errors import Overloaded, PromptTooLong, Unavailable
 
 from inference_svc.engine import rows
-from inference_svc.engine.admission import Admission, Source, as_array
+from inference_svc.engine.admission import Admission, as_array
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
 from inference_svc.engine.residents import Resident, Residents
@@ -277,9 +277,10 @@ class Engine:
             found = self._admission.next(self._waiting, self._live())
             if found is None or not self._admission.allocate(*found):
                 break
-            sequence, source = found
+            sequence = found[0]
             self._waiting.remove(sequence)
-            self._note_admitted(sequence, source)
+            sequence.timings.queue_ms += (time.perf_counter() - sequence.arrived) * 1e3 - sequence.timings.tokenize_ms
+            self.stats.resident_tokens += sequence.computed
             if sequence.cache.read and self._cache.load(sequence, self.pool, self._on_loaded):
                 sequence.state = State.LOADING
                 self._loading.add(sequence)
@@ -289,11 +290,6 @@ class Engine:
             if not sequence.probed:
                 sequence.probed = True
                 self._cache.probe(sequence)
-
-    def _note_admitted(self, sequence: Sequence, source: Source) -> None:
-        sequence.timings.queue_ms += (time.perf_counter() - sequence.arrived) * 1e3 - sequence.timings.tokenize_ms
-        if source.resident is not None and sequence.computed:
-            self.stats.resident_tokens += sequence.computed
 
     def _start(self, sequence: Sequence) -> None:
         sequence.state = State.RUNNING
