@@ -2,7 +2,8 @@
 
 Layout of the environment (three databases):
 
-- ``meta``: ``format``, ``lmdb`` — versions; a store of other versions is refused, not misread.
+- ``meta``: ``format``, ``lmdb`` (versions; a store of other versions is refused, not misread) and
+  ``verdict:NAMESPACE`` (ReuseVerdict).
 - ``headers``: prefix hash -> uint64 big-endian commit number, then the ChunkHeader.
 - ``payloads``: prefix hash -> payload.
 
@@ -55,6 +56,14 @@ class DurableTier(Protocol):
         """Writes a group atomically. Raises OSError when there is no room or the disk fails."""
         ...
 
+    def read_note(self, name: bytes) -> bytes | None:
+        """A small value that is no chunk."""
+        ...
+
+    def write_note(self, name: bytes, value: bytes) -> None:
+        """Keeps a small value. Raises OSError."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -63,6 +72,7 @@ class MemoryTier:
 
     def __init__(self) -> None:
         self._stored: dict[bytes, tuple[ChunkHeader, bytes]] = {}
+        self._notes: dict[bytes, bytes] = {}
 
     def load(self) -> Iterator[ChunkHeader]:
         return iter([header for header, _ in self._stored.values()])
@@ -79,6 +89,12 @@ class MemoryTier:
             self._stored.pop(key, None)
         for header, payload in group.put:
             self._stored[header.prefix_hash] = (header, bytes(payload))
+
+    def read_note(self, name: bytes) -> bytes | None:
+        return self._notes.get(name)
+
+    def write_note(self, name: bytes, value: bytes) -> None:
+        self._notes[name] = value
 
     def close(self) -> None: ...
 
@@ -183,6 +199,18 @@ class LmdbTier:
                     entry = self._order.to_bytes(_ORDER_BYTES, "big") + header.SerializeToString()
                     txn.put(header.prefix_hash, entry, db=self._headers)
                     txn.put(header.prefix_hash, payload, db=self._payloads)
+        except lmdb.Error as error:
+            raise OSError(str(error)) from error
+
+    def read_note(self, name: bytes) -> bytes | None:
+        with self._env.begin(db=self._meta) as txn:
+            found = txn.get(name)
+        return None if found is None else bytes(found)
+
+    def write_note(self, name: bytes, value: bytes) -> None:
+        try:
+            with self._env.begin(write=True, db=self._meta) as txn:
+                txn.put(name, value)
         except lmdb.Error as error:
             raise OSError(str(error)) from error
 

@@ -1,4 +1,5 @@
-"""The prefix index: parent -> children, with their token ids, for token-granular longest-prefix search."""
+"""The prefix index: parent -> children, with their token ids, for token-granular longest-prefix search; and by content
+hash, for chunks that were read in another context."""
 
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._chunks: dict[bytes, Chunk] = {}
         self._children: dict[bytes, _Children] = {}
+        self._contents: dict[bytes, dict[bytes, Chunk]] = {}  # content hash -> prefix hash -> chunk
         self.tokens = 0
 
     def __len__(self) -> int:
@@ -58,6 +60,7 @@ class PrefixIndex:
         siblings.by_tokens[key] = chunk
         siblings.lengths[len(key)] += 1
         self._chunks[chunk.key] = chunk
+        self._contents.setdefault(header.content_hash, {})[chunk.key] = chunk
         self.tokens += len(header.token_ids)
 
     def remove(self, chunk: Chunk) -> None:
@@ -71,6 +74,10 @@ class PrefixIndex:
         if not siblings.by_tokens:
             del self._children[header.parent_prefix_hash]
         del self._chunks[chunk.key]
+        same = self._contents[header.content_hash]
+        del same[chunk.key]
+        if not same:
+            del self._contents[header.content_hash]
         self.tokens -= len(header.token_ids)
 
     def has_children(self, chunk: Chunk) -> bool:
@@ -128,6 +135,11 @@ class PrefixIndex:
                     open_paths.append((whole.key, at + tokens_in, [*path, (whole, tokens_in)]))
         return best[1]
 
+    def find_content(self, content_hash: bytes, tokens: Sequence[int]) -> Chunk | None:
+        """A chunk with these tokens in whatever context: one in memory if there is, else the newest."""
+        same = [c for c in self._contents.get(content_hash, {}).values() if list(c.header.token_ids) == list(tokens)]
+        return next((c for c in reversed(same) if c.slot is not None), same[-1] if same else None)
+
     @staticmethod
     def _nearest(siblings: _Children, rest: bytes) -> tuple[Chunk, int]:
         """The sibling that shares most leading tokens with ``rest``: a neighbour of it in sorted order."""
@@ -148,4 +160,6 @@ class PrefixIndex:
         listed = [c for s in self._children.values() for c in s.by_tokens.values()]
         assert len(listed) == len(self._chunks), "children and chunks differ in number"
         assert all(self._chunks.get(c.key) is c for c in listed), "a child is not in the index"
+        contents = [c for same in self._contents.values() for c in same.values()]
+        assert len(contents) == len(self._chunks), "contents and chunks differ in number"
         assert self.tokens == sum(len(c.header.token_ids) for c in listed), "tokens do not add up"

@@ -25,6 +25,7 @@ _COUNTERS = {
     "matches": "Match calls",
     "requested_tokens": "Tokens asked for in Match calls",
     "matched_tokens": "Tokens found in Match calls",
+    "content_tokens": "Tokens found by content, beyond the prefix",
     "promoted_tokens": "Tokens brought in from the durable tier",
     "commits": "Chunks committed",
     "arena_evictions": "Chunks dropped from the arena",

@@ -17,6 +17,7 @@ from kvsidecar.layout import MAX_CHUNK_TOKENS
 from cache_daemon.arena import HostArena, Slot
 from cache_daemon.session import Session
 from cache_daemon.store import MAX_SALT_BYTES, ChunkStore, MatchResult, Reserved
+from cache_daemon.store import Match as LeasedMatch
 
 PROTOCOL_VERSION = 1
 MESSAGE_BYTES = 1 << 20
@@ -97,6 +98,7 @@ class CacheService(CacheServiceServicer):
             arenas=[described],
             heartbeat_interval_ms=self._heartbeat_ms,
             max_chunk_tokens=MAX_CHUNK_TOKENS,
+            verdict=self._store.verdict(session.namespace),
         )
 
     # ---- reading --------------------------------------------------------------------------------------------
@@ -115,7 +117,21 @@ class CacheService(CacheServiceServicer):
         if request.prefix_hashes:
             chain = [_hash("prefix_hashes", h) for h in request.prefix_hashes]
             return self._matched(await self._store.match_chain(session, salt, chain))
-        return self._matched(await self._store.match(session, salt, request.token_ids))
+        probes = [_stretch(probe, len(request.token_ids)) for probe in request.contents]
+        return self._matched(await self._store.match(session, salt, request.token_ids, probes))
+
+    @unary(CACHE_DOMAIN)
+    async def SetVerdict(self, request: pb.SetVerdictRequest, context: Context) -> pb.SetVerdictResponse:
+        session = self._store.session(request.session_id)
+        verdict = request.verdict
+        if not verdict.strategy or not 0 <= verdict.ratio <= 1:
+            raise InvalidRequest(
+                f"the verdict's strategy is {verdict.strategy!r} and its ratio {verdict.ratio}; "
+                "a name and a number from 0 to 1 are needed"
+            )
+        self._store.set_verdict(session, verdict)
+        log.info("verdict stored", namespace=session.namespace.hex()[:12], passed=verdict.passed)
+        return pb.SetVerdictResponse()
 
     @unary(CACHE_DOMAIN)
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:
@@ -131,18 +147,19 @@ class CacheService(CacheServiceServicer):
 
     def _matched(self, result: MatchResult) -> pb.MatchResponse:
         return pb.MatchResponse(
-            matches=[
-                pb.ChunkMatch(
-                    header=m.chunk.header,
-                    matched_tokens=m.tokens,
-                    slot=self._slot(m.chunk.slot) if m.chunk.slot else None,
-                    lease_id=m.lease_id,
-                )
-                for m in result.matches
-            ],
+            matches=[self._chunk_match(m) for m in result.matches],
             matched_tokens=sum(m.tokens for m in result.matches),
             promoted_tokens=result.promoted_tokens,
             promote_ms=result.promote_ms,
+            contents=[pb.ContentMatch(start=start, match=self._chunk_match(m)) for start, m in result.contents],
+        )
+
+    def _chunk_match(self, match: LeasedMatch) -> pb.ChunkMatch:
+        return pb.ChunkMatch(
+            header=match.chunk.header,
+            matched_tokens=match.tokens,
+            slot=self._slot(match.chunk.slot) if match.chunk.slot else None,
+            lease_id=match.lease_id,
         )
 
     def _slot(self, slot: Slot) -> pb.SlotRef:
@@ -297,3 +314,12 @@ def _store_refusal(outcome: pb.ReserveOutcome.ValueType) -> KVSidecarError:
             return InvalidRequest("parent_prefix_hash is not stored, or does not end where start_position begins")
         case _:
             return InvalidRequest("another session is writing this chunk now; try again later")
+
+
+def _stretch(probe: pb.ContentProbe, prompt_tokens: int) -> tuple[int, int]:
+    if not probe.tokens or probe.start + probe.tokens > prompt_tokens:
+        raise InvalidRequest(
+            f"a content probe has {probe.tokens} tokens from {probe.start}; "
+            f"it must have at least 1 and lie within the {prompt_tokens} of token_ids"
+        )
+    return probe.start, probe.tokens

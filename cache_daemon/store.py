@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import (
@@ -33,6 +33,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
     RESERVE_OUTCOME_PARENT_MISSING,
     EventType,
     ReserveOutcome,
+    ReuseVerdict,
     StatsResponse,
 )
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
@@ -72,11 +73,12 @@ class Match:
 
 @dataclass(frozen=True)
 class MatchResult:
-    """The longest stored prefix, leased."""
+    """The longest stored prefix, leased; and chunks found by content, each with its place in the prompt."""
 
     matches: tuple[Match, ...]
     promoted_tokens: int
     promote_ms: float = 0.0
+    contents: tuple[tuple[int, Match], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class ChunkStore:
         self._writer = DurableWriter(durable, asyncio.get_running_loop()) if durable else None
         self._started = time.monotonic()
         self._counts = StatsResponse()
+        self._verdicts: dict[bytes, ReuseVerdict] = {}
         if durable:
             self._load(durable)
 
@@ -158,24 +161,74 @@ class ChunkStore:
             )
         return found
 
+    def verdict(self, namespace: bytes) -> ReuseVerdict | None:
+        """What was measured of approximate reuse in a namespace."""
+        if namespace not in self._verdicts and self._durable is not None:
+            found = self._durable.read_note(b"verdict:" + namespace)
+            if found is not None:
+                self._verdicts[namespace] = ReuseVerdict.FromString(found)
+        return self._verdicts.get(namespace)
+
+    def set_verdict(self, session: Session, verdict: ReuseVerdict) -> None:
+        """Keeps a verdict with the session's namespace; on disk too, where there is a durable tier."""
+        self._verdicts[session.namespace] = verdict
+        if self._durable is not None:
+            self._durable.write_note(b"verdict:" + session.namespace, verdict.SerializeToString())
+
     # ---- match, acquire, release ----------------------------------------------------------------------------
 
     def probe(self, root: bytes, tokens: Sequence[int]) -> list[tuple[Chunk, int]]:
         """The longest stored prefix without leases."""
         return self._index.match(root, tokens)
 
-    async def match(self, session: Session, tenant_salt: bytes, tokens: Sequence[int]) -> MatchResult:
-        """Leases the longest stored prefix of ``tokens``, bringing it into the arena where it is not.
+    async def match(
+        self,
+        session: Session,
+        tenant_salt: bytes,
+        tokens: Sequence[int],
+        contents: Sequence[tuple[int, int]] = (),
+    ) -> MatchResult:
+        """Leases the longest stored prefix of ``tokens``, bringing it into the arena where it is not, and chunks
+        whose tokens are those of a stretch ``(start, tokens)`` of ``contents`` that reaches beyond the prefix.
 
         What cannot be brought in (corrupt, no room) ends the prefix; that is never an error.
         """
-        found = self._index.match(keys.tenant_root(session.namespace, tenant_salt), tokens)
+        root = keys.tenant_root(session.namespace, tenant_salt)
+        found = self._index.match(root, tokens)
         result = await self._lease(session, found)
+        if contents:
+            try:
+                elsewhere = await self._match_contents(session, root, tokens, contents, result)
+            except BaseException:  # the caller went away: nobody will ever release the prefix
+                self.release(session, [m.lease_id for m in result.matches])
+                raise
+            result = replace(result, contents=elsewhere)
         self._counts.matches += 1
         self._counts.requested_tokens += len(tokens)
         self._counts.matched_tokens += sum(m.tokens for m in result.matches)
         self._counts.promoted_tokens += result.promoted_tokens
         return result
+
+    async def _match_contents(
+        self,
+        session: Session,
+        root: bytes,
+        tokens: Sequence[int],
+        contents: Sequence[tuple[int, int]],
+        prefix: MatchResult,
+    ) -> tuple[tuple[int, Match], ...]:
+        covered = sum(m.tokens for m in prefix.matches)
+        elsewhere: list[tuple[int, Match]] = []
+        for start, count in contents:
+            stretch = tokens[start : start + count]
+            chunk = (
+                self._index.find_content(keys.content_hash(root, stretch), stretch) if start + count > covered else None
+            )
+            if chunk is not None:
+                leased = await self._lease(session, [(chunk, count)])
+                elsewhere.extend((start, m) for m in leased.matches)
+        self._counts.content_tokens += sum(m.tokens for _, m in elsewhere)
+        return tuple(elsewhere)
 
     async def match_chain(self, session: Session, tenant_salt: bytes, chain: Sequence[bytes]) -> MatchResult:
         """As ``match``, for a chain of prefix hashes: the leading ones that are stored."""

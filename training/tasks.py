@@ -8,7 +8,7 @@ value right after its key ("home Anna Paris"), in the statement as in the questi
 task        what an answer needs
 ==========  ===========================================================================
 alias       a document names a person, a later one says where "she" lives
-two_hop     person -> object in one document, object -> place in another
+two_hop     object -> place in one document, person -> object in a later one
 relative    "home Bob with Ann": a place that another document sets through another person
 passkey     control: one document holds the whole fact
 latest      control: the last of several statements about the same person holds
@@ -47,15 +47,16 @@ FILLERS = (
 
 @dataclass(frozen=True)
 class Document:
-    """A fact of a few words, then filler. ``implied`` is the word that follows from it and earlier documents."""
+    """A fact of a few words among filler. ``implied`` is the word that follows from it and earlier documents."""
 
+    before: str
     fact: str
-    filler: str
+    after: str
     implied: str = ""
 
     @property
     def text(self) -> str:
-        return f"{self.fact}.{self.filler}"
+        return f"{self.before}{self.fact}.{self.after}"
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,15 @@ class Sample:
     answers: tuple[str, ...]
 
 
+def _words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choice(FILLERS) for _ in range(count)) + "." if count else ""
+
+
 def _document(rng: random.Random, longest_filler: int, fact: str, implied: str = "") -> Document:
-    words = [rng.choice(FILLERS) for _ in range(rng.randint(0, longest_filler))]
-    return Document(fact, " " + " ".join(words) + "." if words else "", implied)
+    count = rng.randint(0, longest_filler)
+    first = rng.randint(0, count)
+    before, after = _words(rng, first), _words(rng, count - first)
+    return Document(before + " " if before else "", fact, " " + after if after else "", implied)
 
 
 def _ask(task: str, documents: Sequence[Document], facts: Sequence[tuple[str, str]], rng: random.Random) -> Sample:
@@ -95,11 +102,11 @@ def alias(rng: random.Random, facts: int, filler: int) -> Sample:
 
 def two_hop(rng: random.Random, facts: int, filler: int) -> Sample:
     names, places, objects = rng.sample(NAMES, facts), rng.sample(PLACES, facts), rng.sample(OBJECTS, facts)
-    owns = [_document(rng, filler, f"owns {n} {o}") for n, o in zip(names, objects, strict=True)]
-    stands = [_document(rng, filler, f"home {o} {p}", n) for n, o, p in zip(names, objects, places, strict=True)]
+    stands = [_document(rng, filler, f"home {o} {p}") for o, p in zip(objects, places, strict=True)]
+    owns = [_document(rng, filler, f"owns {n} {o}", p) for n, o, p in zip(names, objects, places, strict=True)]
     rng.shuffle(owns)
     rng.shuffle(stands)
-    return _ask("two_hop", owns + stands, list(zip(names, places, strict=True)), rng)
+    return _ask("two_hop", stands + owns, list(zip(names, places, strict=True)), rng)
 
 
 def relative(rng: random.Random, facts: int, filler: int) -> Sample:

@@ -75,11 +75,11 @@ class Rows:
         sample = tasks.TASKS[name](self.rng, facts, filler)
         row, loss_at = [self.ids["<|bos|>"]], []
         for document in sample.documents:
-            row += [self.ids["<|doc|>"], *self._encode(" " + document.fact)]
+            row += [self.ids["<|doc|>"], *self._encode(f" {document.before}{document.fact}")]
             if hints and document.implied:
                 loss_at.append(len(row))
                 row += self._encode(" " + document.implied)
-            row += self._encode("." + document.filler)
+            row += self._encode("." + document.after)
         for question, answer in zip(sample.questions, sample.answers, strict=True):
             row += [self.ids["<|ask|>"], *self._encode(" " + question), *self._encode(" " + answer)]
             loss_at.append(len(row) - 1)
@@ -155,7 +155,7 @@ def rows_for(progress: Progress, source: Rows, size: int) -> list[Row]:
         learned = progress.accuracy.get("passkey", 0.0) > 0.8
         rows = [source.copy(24) for _ in range(size // (8 if learned else 3))]
         for name in rng.choices(names, weights if learned else [1, 1, 1, 2, 2], k=size - len(rows)):
-            facts, hints = rng.randint(3, progress.facts), rng.random() < 0.4
+            facts, hints = rng.randint(3, progress.facts), rng.random() < 0.2
             rows.append(source.task(name, facts, progress.filler, hints))
         return rows
     if rng.random() < 0.5:
@@ -173,7 +173,7 @@ def advance(progress: Progress) -> None:
     elif progress.stage == "tasks" and progress.step % 50 == 0:
         if all(learned) and progress.facts == FACTS and progress.filler == FILLER:
             progress.stage = "mix"
-        elif sum(learned) >= 3:
+        elif all(learned):
             progress.facts = min(FACTS, progress.facts + 1)
             progress.filler = min(FILLER, progress.filler + 4)
 

@@ -26,7 +26,8 @@ except ImportError:  # torch serves instead
 else:
     AVAILABLE = True
 
-Arrays = dict[str, NDArray[Any]]
+Array = NDArray[Any]
+Arrays = dict[str, Array]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -41,10 +42,11 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "kv-kernel")
 
 
-def over_parts(kernel: Any, count: int, *arguments: Any) -> None:
-    """Runs ``kernel(first, end, ...)`` over ``[0, count)`` in as many parts as there are kernel threads."""
+def over_parts(kernel: Any, indices: range, *arguments: Any) -> None:
+    """Runs ``kernel(first, end, ...)`` over a range in as many parts as there are kernel threads."""
+    count = len(indices)
     parts = max(1, min(count, _threads()._max_workers))
-    bounds = [count * i // parts for i in range(parts + 1)]
+    bounds = [indices.start + count * i // parts for i in range(parts + 1)]
     jobs = [_threads().submit(kernel, a, b, *arguments) for a, b in pairwise(bounds[1:])]
     kernel(bounds[0], bounds[1], *arguments)
     for job in jobs:

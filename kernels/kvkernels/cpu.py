@@ -13,7 +13,7 @@ import torch
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from torch import Tensor
 
-from kvkernels.compiled import Arrays, compiled, over_parts, raw
+from kvkernels.compiled import Array, Arrays, compiled, over_parts, raw
 
 
 @compiled
@@ -121,9 +121,21 @@ def _pack_layers(
 
 
 @compiled
+def _rotate(x: Any, cos: Any, sin: Any) -> None:
+    """Rotates keys ``[heads, dim]`` in place: channel i with channel i + len(cos), the rest stays."""
+    half = cos.shape[0]
+    for h in range(x.shape[0]):
+        for i in range(half):
+            a, b = x[h, i], x[h, i + half]
+            x[h, i] = a * cos[i] - b * sin[i]
+            x[h, i + half] = b * cos[i] + a * sin[i]
+
+
+@compiled
 def _unpack_layers(
     first: int, end: int, brain: bool, bits: int, group: int, sinks: int, pool_k: Any, pool_v: Any, slots: Any,
     codes_k: Any, codes_v: Any, k_scale: Any, k_zero: Any, v_scale: Any, v_zero: Any, sink_k: Any, sink_v: Any,
+    cos: Any, sin: Any,
 ) -> None:  # fmt: skip
     tokens, heads, dim = slots.shape[0], pool_k.shape[1], pool_k.shape[3]
     x = np.empty((heads, dim), np.float32)
@@ -134,6 +146,10 @@ def _unpack_layers(
             if t < sinks:
                 _copy(sink_k[layer, t], pool_k[layer], slot)
                 _copy(sink_v[layer, t], pool_v[layer], slot)
+                if cos.shape[0]:
+                    _read(pool_k[layer], slot, x, xb, brain)
+                    _rotate(x, cos, sin)
+                    _write(x, xb, pool_k[layer], slot, brain)
                 continue
             for h in range(heads):
                 if bits == 8:
@@ -146,6 +162,7 @@ def _unpack_layers(
                         x[h, d] = np.float32(c & 15) * k_scale[layer, g, h, d] + k_zero[layer, g, h, d]
                         d += 1
                         x[h, d] = np.float32(c >> 4) * k_scale[layer, g, h, d] + k_zero[layer, g, h, d]
+            _rotate(x, cos, sin)
             _write(x, xb, pool_k[layer], slot, brain)
             for h in range(heads):
                 scale, zero = v_scale[layer, t, h], v_zero[layer, t, h]
@@ -180,26 +197,47 @@ def _pack_plain(first: int, end: int, pool_k: Any, pool_v: Any, slots: Any, out_
 
 
 @compiled
-def _unpack_plain(first: int, end: int, pool_k: Any, pool_v: Any, slots: Any, in_k: Any, in_v: Any) -> None:
+def _unpack_plain(
+    first: int, end: int, brain: bool, pool_k: Any, pool_v: Any, slots: Any, in_k: Any, in_v: Any, cos: Any, sin: Any
+) -> None:
+    x = np.empty((pool_k.shape[1], pool_k.shape[3]), np.float32)
+    xb = x.view(np.uint32)
     for layer in range(first, end):
         for t in range(slots.shape[0]):
             _copy(in_k[layer, t], pool_k[layer], slots[t])
+            if cos.shape[0]:
+                _read(pool_k[layer], slots[t], x, xb, brain)
+                _rotate(x, cos, sin)
+                _write(x, xb, pool_k[layer], slots[t], brain)
             _copy(in_v[layer, t], pool_v[layer], slots[t])
+
+
+_UNROTATED = (np.empty(0, np.float32), np.empty(0, np.float32))
 
 
 def pack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, arrays: Arrays) -> None:
     """See ``dispatch.pack_chunk``."""
     if header.bits == 16:
         plain = raw(keys), raw(values), slots.numpy(), arrays["keys"], arrays["values"]
-        over_parts(_pack_plain, header.layers, *plain)
+        over_parts(_pack_plain, range(header.layers), *plain)
         return
-    over_parts(_pack_layers, header.layers, *_arguments(keys, values, slots, header, arrays))
+    over_parts(_pack_layers, range(header.layers), *_arguments(keys, values, slots, header, arrays))
 
 
-def unpack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, arrays: Arrays) -> None:
+def unpack(
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    header: ChunkHeader,
+    arrays: Arrays,
+    rotation: tuple[Array, Array] | None,
+    layers: range,
+) -> None:
     """See ``dispatch.unpack_chunk``."""
+    cos, sin = _UNROTATED if rotation is None else rotation
     if header.bits == 16:
+        brain = keys.dtype == torch.bfloat16
         plain = raw(keys), raw(values), slots.numpy(), arrays["keys"], arrays["values"]
-        over_parts(_unpack_plain, header.layers, *plain)
+        over_parts(_unpack_plain, layers, brain, *plain, cos, sin)
         return
-    over_parts(_unpack_layers, header.layers, *_arguments(keys, values, slots, header, arrays))
+    over_parts(_unpack_layers, layers, *_arguments(keys, values, slots, header, arrays), cos, sin)

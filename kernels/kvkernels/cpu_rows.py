@@ -169,7 +169,7 @@ def _over_rows(kernel: Any, rows: int, *arguments: Any) -> None:
     if rows < _PARALLEL_ROWS:
         kernel(0, rows, *arguments)
     else:
-        over_parts(kernel, rows, *arguments)
+        over_parts(kernel, range(rows), *arguments)
 
 
 def norm_rows(rows: int, brain: bool, hidden: Any, delta: Any | None, weight: Any, epsilon: float, out: Any) -> None:

@@ -10,6 +10,7 @@ from kvsidecar.layout import layout_of
 from torch import Tensor
 
 from kvkernels import compiled, cpu, reference
+from kvkernels.compiled import Array
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,24 @@ def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader,
         reference.pack(keys, values, slots, header, arrays)
 
 
-def unpack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: memoryview) -> None:
-    """Writes the first ``len(slots)`` tokens of a chunk into the pool, dequantizing. The inverse of ``pack_chunk``."""
+def unpack_chunk(
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    header: ChunkHeader,
+    payload: memoryview,
+    rotation: tuple[Array, Array] | None = None,
+    layers: range | None = None,
+) -> None:
+    """Writes the first ``len(slots)`` tokens of a chunk into the pool, dequantizing. The inverse of ``pack_chunk``.
+
+    ``rotation`` is the cosine and sine ``[rotary_dim / 2]`` (float32) of the angles by which keys are turned further,
+    in float32, before they are rounded to the pool's dtype: ``RoPE`` in the rotate-half convention, channel i with
+    channel ``i + rotary_dim / 2``. ``layers`` limits the work to some layers.
+    """
     arrays = layout_of(header).arrays(payload)
+    chosen = range(header.layers) if layers is None else layers
     if _fused(keys):
-        cpu.unpack(keys, values, slots, header, arrays)
+        cpu.unpack(keys, values, slots, header, arrays, rotation, chosen)
     else:
-        reference.unpack(keys, values, slots, header, arrays)
+        reference.unpack(keys, values, slots, header, arrays, rotation, chosen)

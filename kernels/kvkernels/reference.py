@@ -70,26 +70,45 @@ def pack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, array
     arrays["value_scale"][:], arrays["value_zero"][:] = scale.numpy(), zero.numpy()
 
 
-def unpack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, arrays: Arrays) -> None:
+def rotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns keys ``[..., head_dim]`` (float32) by the angles of ``cos`` and ``sin [rotary_dim / 2]``."""
+    half = cos.shape[0]
+    a, b, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+
+def unpack(
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    header: ChunkHeader,
+    arrays: Arrays,
+    rotation: tuple[NDArray[Any], NDArray[Any]] | None,
+    layers: range,
+) -> None:
     count, where = len(slots), slots.to(keys.device)
     device, dtype = keys.device, keys.dtype
+    chosen = slice(layers.start, layers.stop)
     if header.bits == 16:
-        k, v = (_stored(arrays[name][:, :count], dtype).to(device) for name in ("keys", "values"))
+        k, v = (_stored(arrays[name][chosen, :count], dtype).to(device) for name in ("keys", "values"))
     else:
 
-        def load(name: str, part: Any = np.s_[:, :]) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(arrays[name][part])).to(device)
+        def load(name: str, part: Any = np.s_[:]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(arrays[name][chosen, part])).to(device)
 
-        codes_k, codes_v = load("keys", np.s_[:, :count]), load("values", np.s_[:, :count])
+        first = np.s_[:count]
+        codes_k, codes_v = load("keys", first), load("values", first)
         if header.bits == 4:
             codes_k, codes_v = _unnibble(codes_k), _unnibble(codes_v)
         group = torch.arange(count, device=device) // header.key_group_tokens
-        k = (codes_k.float() * load("key_scale")[:, group] + load("key_zero")[:, group]).to(dtype)
-        part = np.s_[:, :count]
-        v = codes_v.float() * load("value_scale", part)[..., None] + load("value_zero", part)[..., None]
+        k = codes_k.float() * load("key_scale")[:, group] + load("key_zero")[:, group]
+        v = codes_v.float() * load("value_scale", first)[..., None] + load("value_zero", first)[..., None]
         v = v.to(dtype)
         sinks = min(header.sink_tokens, count)
-        k[:, :sinks] = _stored(arrays["sink_keys"][:, :sinks], dtype).to(device)
-        v[:, :sinks] = _stored(arrays["sink_values"][:, :sinks], dtype).to(device)
-    keys.index_copy_(2, where, k.transpose(1, 2))
-    values.index_copy_(2, where, v.transpose(1, 2))
+        k[:, :sinks] = _stored(arrays["sink_keys"][chosen, :sinks], dtype).to(device).float()
+        v[:, :sinks] = _stored(arrays["sink_values"][chosen, :sinks], dtype).to(device)
+    if rotation is not None:
+        cos, sin = (torch.from_numpy(x).to(device) for x in rotation)
+        k = rotate(k.float(), cos, sin)
+    keys[chosen].index_copy_(2, where, k.to(dtype).transpose(1, 2))
+    values[chosen].index_copy_(2, where, v.transpose(1, 2))

@@ -62,7 +62,7 @@ def test_compiled_and_reference_write_the_same_bytes(dtype: torch.dtype, bits: i
         outs = []
         for kernels in (cpu, reference):
             out_k, out_v = torch.zeros_like(keys), torch.zeros_like(values)
-            kernels.unpack(out_k, out_v, slots[:count], header, layout_of(header).arrays(mine))
+            kernels.unpack(out_k, out_v, slots[:count], header, layout_of(header).arrays(mine), None, range(3))
             outs.append((out_k, out_v))
         assert torch.equal(outs[0][0], outs[1][0])
         assert torch.equal(outs[0][1], outs[1][1])
@@ -80,3 +80,33 @@ def test_the_axes_matter() -> None:
     normal = [c for c in range(32) if c != 5]
     error = (out - keys)[:, :, slots][..., normal].norm() / keys[:, :, slots][..., normal].norm()
     assert error < 0.01
+
+
+@pytest.mark.skipif(not compiled.AVAILABLE, reason="numba is not installed")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("rotary", [32, 8])
+def test_compiled_and_reference_rotate_alike(dtype: torch.dtype, bits: int, rotary: int) -> None:
+    """Some layers only, some channels only, the unquantized first tokens as well."""
+    keys, values = pools(dtype, seed=3)
+    header = new_header(Geometry(3, 2, 32, TYPES[dtype], bits), list(range(70)), 0)
+    slots = torch.arange(9, 79)
+    payload = memoryview(bytearray(header.payload_bytes))
+    pack_chunk(keys, values, slots, header, payload)
+    angles = 37 * 10000.0 ** -(torch.arange(rotary // 2, dtype=torch.float64) / (rotary // 2))
+    rotation = angles.cos().float().numpy(), angles.sin().float().numpy()
+    outs = []
+    for kernels in (cpu, reference):
+        out_k, out_v = torch.zeros_like(keys), torch.zeros_like(values)
+        arrays = layout_of(header).arrays(payload)
+        kernels.unpack(out_k, out_v, slots, header, arrays, rotation, range(1, 3))
+        outs.append((out_k, out_v))
+    (mine_k, mine_v), (theirs_k, theirs_v) = outs
+    torch.testing.assert_close(mine_k, theirs_k, atol=1e-5, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.equal(mine_v, theirs_v)
+    assert not mine_k[0].any()
+    plain = torch.zeros_like(keys)
+    unpack_chunk(plain, torch.zeros_like(values), slots, header, payload)
+    assert torch.equal(mine_k[1:, ..., rotary:], plain[1:, ..., rotary:])
+    norms = mine_k[1:, :, slots].float().norm(dim=-1), plain[1:, :, slots].float().norm(dim=-1)
+    torch.testing.assert_close(*norms, rtol=1e-2, atol=1e-3)

@@ -240,6 +240,7 @@ class Welcome(_message.Message):
     ARENAS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Random for every start of the daemon; part of every slot reference."""
     session_id: _builtins.bytes
@@ -252,6 +253,10 @@ class Welcome(_message.Message):
     def arenas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ArenaDescriptor]:
         """The memory that slots lie in."""
 
+    @_builtins.property
+    def verdict(self) -> Global___ReuseVerdict:
+        """What was measured of approximate reuse in this namespace; absent when nothing was."""
+
     def __init__(
         self,
         *,
@@ -260,14 +265,106 @@ class Welcome(_message.Message):
         arenas: _abc.Iterable[Global___ArenaDescriptor] | None = ...,
         heartbeat_interval_ms: _builtins.int = ...,
         max_chunk_tokens: _builtins.int = ...,
+        verdict: Global___ReuseVerdict | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas", "epoch", b"epoch", "heartbeat_interval_ms", b"heartbeat_interval_ms", "max_chunk_tokens", b"max_chunk_tokens", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas", "epoch", b"epoch", "heartbeat_interval_ms", b"heartbeat_interval_ms", "max_chunk_tokens", b"max_chunk_tokens", "session_id", b"session_id", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class ReuseVerdict(_message.Message):
+    """Whether chunks of a namespace may be reused in another context: what a verification measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    RATIO_FIELD_NUMBER: _builtins.int
+    PASSED_FIELD_NUMBER: _builtins.int
+    KL_MEAN_FIELD_NUMBER: _builtins.int
+    TOP1_AGREEMENT_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    MEASURED_AT_FIELD_NUMBER: _builtins.int
+    strategy: _builtins.str
+    """The repair strategy that was measured, such as "guided"."""
+    ratio: _builtins.float
+    """Share of the approximate tokens that it recomputes, 0 to 1."""
+    passed: _builtins.bool
+    """Approximate reuse is on only if this is set."""
+    kl_mean: _builtins.float
+    """Mean Kullback-Leibler divergence from full prefill, in nats per token."""
+    top1_agreement: _builtins.float
+    """Share of tokens whose likeliest one is that of full prefill."""
+    prompts: _builtins.int
+    """Prompts that were measured."""
+    measured_at: _builtins.int
+    """Seconds since 1970 when it was measured."""
+    def __init__(
+        self,
+        *,
+        strategy: _builtins.str = ...,
+        ratio: _builtins.float = ...,
+        passed: _builtins.bool = ...,
+        kl_mean: _builtins.float = ...,
+        top1_agreement: _builtins.float = ...,
+        prompts: _builtins.int = ...,
+        measured_at: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kl_mean", b"kl_mean", "measured_at", b"measured_at", "passed", b"passed", "prompts", b"prompts", "ratio", b"ratio", "strategy", b"strategy", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReuseVerdict: _TypeAlias = ReuseVerdict  # noqa: Y015
+
+@_typing.final
+class SetVerdictRequest(_message.Message):
+    """Stores a verdict with a session's namespace."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    """From Welcome."""
+    @_builtins.property
+    def verdict(self) -> Global___ReuseVerdict:
+        """The verdict; it replaces the one before."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        verdict: Global___ReuseVerdict | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["verdict", b"verdict"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetVerdictRequest: _TypeAlias = SetVerdictRequest  # noqa: Y015
+
+@_typing.final
+class SetVerdictResponse(_message.Message):
+    """The verdict is stored; sessions that attach from now on see it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetVerdictResponse: _TypeAlias = SetVerdictResponse  # noqa: Y015
 
 @_typing.final
 class HeartbeatAck(_message.Message):
@@ -369,6 +466,7 @@ class MatchRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    CONTENTS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome. Without it nothing is leased and no slots are returned (a probe)."""
     tenant_salt: _builtins.bytes
@@ -383,6 +481,12 @@ class MatchRequest(_message.Message):
     def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """A chain of prefix hashes, first chunk first, for callers that know the chunk boundaries; whole chunks only."""
 
+    @_builtins.property
+    def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentProbe]:
+        """Stretches of token_ids to look for by content, wherever they were read before. Those that the prefix covers
+        wholly are ignored, and all are in probes without a session.
+        """
+
     def __init__(
         self,
         *,
@@ -391,14 +495,41 @@ class MatchRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         prefix_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         namespace: _builtins.bytes = ...,
+        contents: _abc.Iterable[Global___ContentProbe] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "prefix_hashes", b"prefix_hashes", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "namespace", b"namespace", "prefix_hashes", b"prefix_hashes", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchRequest: _TypeAlias = MatchRequest  # noqa: Y015
+
+@_typing.final
+class ContentProbe(_message.Message):
+    """A stretch of a prompt to look for by content."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Index of its first token in token_ids."""
+    tokens: _builtins.int
+    """Number of tokens; at least 1."""
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContentProbe: _TypeAlias = ContentProbe  # noqa: Y015
 
 @_typing.final
 class ChunkMatch(_message.Message):
@@ -448,6 +579,7 @@ class MatchResponse(_message.Message):
     MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     PROMOTED_TOKENS_FIELD_NUMBER: _builtins.int
     PROMOTE_MS_FIELD_NUMBER: _builtins.int
+    CONTENTS_FIELD_NUMBER: _builtins.int
     matched_tokens: _builtins.int
     """Sum of matched_tokens."""
     promoted_tokens: _builtins.int
@@ -458,6 +590,12 @@ class MatchResponse(_message.Message):
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkMatch]:
         """Chunks in order from the first token; empty when nothing matches."""
 
+    @_builtins.property
+    def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentMatch]:
+        """Chunks whose tokens are those of a probe, in the order of the prompt. Their keys are rotated for
+        header.start_position and were computed in another context.
+        """
+
     def __init__(
         self,
         *,
@@ -465,14 +603,43 @@ class MatchResponse(_message.Message):
         matched_tokens: _builtins.int = ...,
         promoted_tokens: _builtins.int = ...,
         promote_ms: _builtins.float = ...,
+        contents: _abc.Iterable[Global___ContentMatch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["matched_tokens", b"matched_tokens", "matches", b"matches", "promote_ms", b"promote_ms", "promoted_tokens", b"promoted_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "matched_tokens", b"matched_tokens", "matches", b"matches", "promote_ms", b"promote_ms", "promoted_tokens", b"promoted_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchResponse: _TypeAlias = MatchResponse  # noqa: Y015
+
+@_typing.final
+class ContentMatch(_message.Message):
+    """A chunk found by its content."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    MATCH_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Index of its first token in the request's token_ids."""
+    @_builtins.property
+    def match(self) -> Global___ChunkMatch:
+        """The chunk; matched wholly."""
+
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        match: Global___ChunkMatch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["match", b"match", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContentMatch: _TypeAlias = ContentMatch  # noqa: Y015
 
 @_typing.final
 class AcquireRequest(_message.Message):
@@ -1292,6 +1459,7 @@ class StatsResponse(_message.Message):
     CORRUPT_CHUNKS_FIELD_NUMBER: _builtins.int
     FAILED_WRITES_FIELD_NUMBER: _builtins.int
     PENDING_WRITES_FIELD_NUMBER: _builtins.int
+    CONTENT_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the daemon."""
     uptime_seconds: _builtins.float
@@ -1334,6 +1502,8 @@ class StatsResponse(_message.Message):
     """Chunks that could not be written to the durable tier."""
     pending_writes: _builtins.int
     """Chunks waiting to be written to the durable tier now."""
+    content_tokens: _builtins.int
+    """Tokens found by content, beyond the prefix."""
     def __init__(
         self,
         *,
@@ -1358,10 +1528,11 @@ class StatsResponse(_message.Message):
         corrupt_chunks: _builtins.int = ...,
         failed_writes: _builtins.int = ...,
         pending_writes: _builtins.int = ...,
+        content_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "chunks", b"chunks", "commits", b"commits", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_evictions", b"durable_evictions", "epoch", b"epoch", "failed_writes", b"failed_writes", "leases", b"leases", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "promoted_tokens", b"promoted_tokens", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_evictions", b"durable_evictions", "epoch", b"epoch", "failed_writes", b"failed_writes", "leases", b"leases", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "promoted_tokens", b"promoted_tokens", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -83,6 +83,11 @@ class CacheServiceStub:
                 request_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.StoreRequest.SerializeToString,
                 response_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.StoreResponse.FromString,
                 _registered_method=True)
+        self.SetVerdict = channel.unary_unary(
+                '/kvsidecar.cache.v1.CacheService/SetVerdict',
+                request_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.SetVerdictRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.SetVerdictResponse.FromString,
+                _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/kvsidecar.cache.v1.CacheService/Pin',
                 request_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.PinRequest.SerializeToString,
@@ -187,6 +192,13 @@ class CacheServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetVerdict(self, request, context):
+        """Stores what a verification of approximate reuse found, with the session's namespace.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Pin(self, request, context):
         """Exempts a stored prefix from eviction.
         """
@@ -276,6 +288,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Store,
                     request_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.StoreRequest.FromString,
                     response_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.StoreResponse.SerializeToString,
+            ),
+            'SetVerdict': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetVerdict,
+                    request_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.SetVerdictRequest.FromString,
+                    response_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.SetVerdictResponse.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
@@ -555,6 +572,33 @@ class CacheService:
             '/kvsidecar.cache.v1.CacheService/Store',
             kvsidecar_dot_cache_dot_v1_dot_cache__pb2.StoreRequest.SerializeToString,
             kvsidecar_dot_cache_dot_v1_dot_cache__pb2.StoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetVerdict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsidecar.cache.v1.CacheService/SetVerdict',
+            kvsidecar_dot_cache_dot_v1_dot_cache__pb2.SetVerdictRequest.SerializeToString,
+            kvsidecar_dot_cache_dot_v1_dot_cache__pb2.SetVerdictResponse.FromString,
             options,
             channel_credentials,
             insecure,

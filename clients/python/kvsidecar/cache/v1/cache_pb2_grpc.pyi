@@ -59,6 +59,8 @@ class CacheServiceStub:
     """Reads one chunk as a stream, for clients that do not share memory with the daemon."""
     Store: _grpc.StreamUnaryMultiCallable[_cache_pb2.StoreRequest, _cache_pb2.StoreResponse]
     """Writes one chunk as a stream: first the header, then the payload in pieces of at most 1 MiB."""
+    SetVerdict: _grpc.UnaryUnaryMultiCallable[_cache_pb2.SetVerdictRequest, _cache_pb2.SetVerdictResponse]
+    """Stores what a verification of approximate reuse found, with the session's namespace."""
     Pin: _grpc.UnaryUnaryMultiCallable[_cache_pb2.PinRequest, _cache_pb2.PinResponse]
     """Exempts a stored prefix from eviction."""
     Unpin: _grpc.UnaryUnaryMultiCallable[_cache_pb2.UnpinRequest, _cache_pb2.UnpinResponse]
@@ -103,6 +105,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """Reads one chunk as a stream, for clients that do not share memory with the daemon."""
     Store: _aio.StreamUnaryMultiCallable[_cache_pb2.StoreRequest, _cache_pb2.StoreResponse]  # type: ignore[assignment]
     """Writes one chunk as a stream: first the header, then the payload in pieces of at most 1 MiB."""
+    SetVerdict: _aio.UnaryUnaryMultiCallable[_cache_pb2.SetVerdictRequest, _cache_pb2.SetVerdictResponse]  # type: ignore[assignment]
+    """Stores what a verification of approximate reuse found, with the session's namespace."""
     Pin: _aio.UnaryUnaryMultiCallable[_cache_pb2.PinRequest, _cache_pb2.PinResponse]  # type: ignore[assignment]
     """Exempts a stored prefix from eviction."""
     Unpin: _aio.UnaryUnaryMultiCallable[_cache_pb2.UnpinRequest, _cache_pb2.UnpinResponse]  # type: ignore[assignment]
@@ -198,6 +202,14 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.StoreResponse, _abc.Awaitable[_cache_pb2.StoreResponse]]:
         """Writes one chunk as a stream: first the header, then the payload in pieces of at most 1 MiB."""
+
+    @_abc_1.abstractmethod
+    def SetVerdict(
+        self,
+        request: _cache_pb2.SetVerdictRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_pb2.SetVerdictResponse, _abc.Awaitable[_cache_pb2.SetVerdictResponse]]:
+        """Stores what a verification of approximate reuse found, with the session's namespace."""
 
     @_abc_1.abstractmethod
     def Pin(

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&kvsidecar/inference/v1/inference.proto\x12\x16kvsidecar.inference.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"=\n\x04\x43hat\x12\x35\n\x08messages\x18\x01 \x03(\x0b\x32#.kvsidecar.inference.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x85\x01\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x35\n\ttoken_ids\x18\x02 \x01(\x0b\x32 .kvsidecar.inference.v1.TokenIdsH\x00\x12,\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1c.kvsidecar.inference.v1.ChatH\x00\x42\x06\n\x04kind\"\xf6\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xac\x02\n\x0fGenerateRequest\x12.\n\x06prompt\x18\x01 \x01(\x0b\x32\x1e.kvsidecar.inference.v1.Prompt\x12\x32\n\x08sampling\x18\x02 \x01(\x0b\x32 .kvsidecar.inference.v1.Sampling\x12\x17\n\nmax_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x33\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32$.kvsidecar.inference.v1.CacheOptions\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x08 \x01(\tB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"Q\n\x15GenerateStreamRequest\x12\x38\n\x07request\x18\x01 \x01(\x0b\x32\'.kvsidecar.inference.v1.GenerateRequest\"J\n\x0c\x43\x61\x63heOptions\x12\x11\n\tskip_read\x18\x01 \x01(\x08\x12\x12\n\nskip_write\x18\x02 \x01(\x08\x12\x13\n\x0btenant_salt\x18\x03 \x01(\x0c\"O\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\"\xa4\x01\n\x07Timings\x12\x13\n\x0btokenize_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x11\n\tlookup_ms\x18\x03 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x04 \x01(\x01\x12\x12\n\nrestore_ms\x18\x05 \x01(\x01\x12\x12\n\nprefill_ms\x18\x06 \x01(\x01\x12\x11\n\tdecode_ms\x18\x07 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x08 \x01(\x01\"r\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\x31\n\x03top\x18\x04 \x03(\x0b\x32$.kvsidecar.inference.v1.TokenLogprob\"\x9c\x02\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12;\n\rfinish_reason\x18\x03 \x01(\x0e\x32$.kvsidecar.inference.v1.FinishReason\x12,\n\x05usage\x18\x04 \x01(\x0b\x32\x1d.kvsidecar.inference.v1.Usage\x12\x30\n\x07timings\x18\x05 \x01(\x0b\x32\x1f.kvsidecar.inference.v1.Timings\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.kvsidecar.inference.v1.TokenLogprob\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"\xa2\x02\n\x16GenerateStreamResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12;\n\rfinish_reason\x18\x03 \x01(\x0e\x32$.kvsidecar.inference.v1.FinishReason\x12,\n\x05usage\x18\x04 \x01(\x0b\x32\x1d.kvsidecar.inference.v1.Usage\x12\x30\n\x07timings\x18\x05 \x01(\x0b\x32\x1f.kvsidecar.inference.v1.Timings\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.kvsidecar.inference.v1.TokenLogprob\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"r\n\x0bWarmRequest\x12.\n\x06prompt\x18\x01 \x01(\x0b\x32\x1e.kvsidecar.inference.v1.Prompt\x12\x33\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32$.kvsidecar.inference.v1.CacheOptions\"S\n\x0cWarmResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\rstored_tokens\x18\x03 \x01(\r\"A\n\x0fTokenizeRequest\x12.\n\x06prompt\x18\x01 \x01(\x0b\x32\x1e.kvsidecar.inference.v1.Prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x11\n\x0fGetModelRequest\"\xc9\x01\n\x10GetModelResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x11\n\tnamespace\x18\x04 \x01(\x0c\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x14\n\x0cstorage_bits\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\"\x11\n\x0fGetStatsRequest\"\xa3\x03\n\x10GetStatsResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x12\n\npool_pages\x18\x03 \x01(\r\x12\x17\n\x0fpool_free_pages\x18\x04 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x05 \x01(\r\x12\x16\n\x0e\x63\x61\x63he_attached\x18\x06 \x01(\x08\x12\x15\n\rpending_saves\x18\x07 \x01(\r\x12\x10\n\x08requests\x18\x08 \x01(\x04\x12\x11\n\tcancelled\x18\t \x01(\x04\x12\x15\n\rprompt_tokens\x18\n \x01(\x04\x12\x15\n\rcached_tokens\x18\x0b \x01(\x04\x12\x18\n\x10generated_tokens\x18\x0c \x01(\x04\x12\x16\n\x0e\x63\x61\x63he_failures\x18\r \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x04\x12\x1a\n\x12resident_sequences\x18\x0f \x01(\r\x12\x17\n\x0fresident_tokens\x18\x10 \x01(\x04\x12\x15\n\rstored_chunks\x18\x11 \x01(\x04\x12\x16\n\x0erefused_chunks\x18\x12 \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb9\x05\n\x10InferenceService\x12]\n\x08Generate\x12\'.kvsidecar.inference.v1.GenerateRequest\x1a(.kvsidecar.inference.v1.GenerateResponse\x12q\n\x0eGenerateStream\x12-.kvsidecar.inference.v1.GenerateStreamRequest\x1a..kvsidecar.inference.v1.GenerateStreamResponse0\x01\x12Q\n\x04Warm\x12#.kvsidecar.inference.v1.WarmRequest\x1a$.kvsidecar.inference.v1.WarmResponse\x12]\n\x08Tokenize\x12\'.kvsidecar.inference.v1.TokenizeRequest\x1a(.kvsidecar.inference.v1.TokenizeResponse\x12\x63\n\nDetokenize\x12).kvsidecar.inference.v1.DetokenizeRequest\x1a*.kvsidecar.inference.v1.DetokenizeResponse\x12]\n\x08GetModel\x12\'.kvsidecar.inference.v1.GetModelRequest\x1a(.kvsidecar.inference.v1.GetModelResponse\x12]\n\x08GetStats\x12\'.kvsidecar.inference.v1.GetStatsRequest\x1a(.kvsidecar.inference.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&kvsidecar/inference/v1/inference.proto\x12\x16kvsidecar.inference.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"=\n\x04\x43hat\x12\x35\n\x08messages\x18\x01 \x03(\x0b\x32#.kvsidecar.inference.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x85\x01\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x35\n\ttoken_ids\x18\x02 \x01(\x0b\x32 .kvsidecar.inference.v1.TokenIdsH\x00\x12,\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1c.kvsidecar.inference.v1.ChatH\x00\x42\x06\n\x04kind\"\xf6\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xac\x02\n\x0fGenerateRequest\x12.\n\x06prompt\x18\x01 \x01(\x0b\x32\x1e.kvsidecar.inference.v1.Prompt\x12\x32\n\x08sampling\x18\x02 \x01(\x0b\x32 .kvsidecar.inference.v1.Sampling\x12\x17\n\nmax_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x33\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32$.kvsidecar.inference.v1.CacheOptions\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nrequest_id\x18\x08 \x01(\tB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"Q\n\x15GenerateStreamRequest\x12\x38\n\x07request\x18\x01 \x01(\x0b\x32\'.kvsidecar.inference.v1.GenerateRequest\"\xac\x01\n\x0c\x43\x61\x63heOptions\x12\x11\n\tskip_read\x18\x01 \x01(\x08\x12\x12\n\nskip_write\x18\x02 \x01(\x08\x12\x13\n\x0btenant_salt\x18\x03 \x01(\x0c\x12\x12\n\nexact_only\x18\x04 \x01(\x08\x12\x1f\n\x12\x64ocument_separator\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x14\n\x0csegment_ends\x18\x06 \x03(\rB\x15\n\x13_document_separator\"\x86\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\x12\x1a\n\x12\x61pproximate_tokens\x18\x04 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\r\"\xa4\x01\n\x07Timings\x12\x13\n\x0btokenize_ms\x18\x01 \x01(\x01\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x11\n\tlookup_ms\x18\x03 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x04 \x01(\x01\x12\x12\n\nrestore_ms\x18\x05 \x01(\x01\x12\x12\n\nprefill_ms\x18\x06 \x01(\x01\x12\x11\n\tdecode_ms\x18\x07 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x08 \x01(\x01\"r\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\x31\n\x03top\x18\x04 \x03(\x0b\x32$.kvsidecar.inference.v1.TokenLogprob\"\x9c\x02\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12;\n\rfinish_reason\x18\x03 \x01(\x0e\x32$.kvsidecar.inference.v1.FinishReason\x12,\n\x05usage\x18\x04 \x01(\x0b\x32\x1d.kvsidecar.inference.v1.Usage\x12\x30\n\x07timings\x18\x05 \x01(\x0b\x32\x1f.kvsidecar.inference.v1.Timings\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.kvsidecar.inference.v1.TokenLogprob\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"\xa2\x02\n\x16GenerateStreamResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12;\n\rfinish_reason\x18\x03 \x01(\x0e\x32$.kvsidecar.inference.v1.FinishReason\x12,\n\x05usage\x18\x04 \x01(\x0b\x32\x1d.kvsidecar.inference.v1.Usage\x12\x30\n\x07timings\x18\x05 \x01(\x0b\x32\x1f.kvsidecar.inference.v1.Timings\x12\x36\n\x08logprobs\x18\x06 \x03(\x0b\x32$.kvsidecar.inference.v1.TokenLogprob\x12\x12\n\nrequest_id\x18\x07 \x01(\t\"r\n\x0bWarmRequest\x12.\n\x06prompt\x18\x01 \x01(\x0b\x32\x1e.kvsidecar.inference.v1.Prompt\x12\x33\n\x05\x63\x61\x63he\x18\x02 \x01(\x0b\x32$.kvsidecar.inference.v1.CacheOptions\"S\n\x0cWarmResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\rstored_tokens\x18\x03 \x01(\r\"A\n\x0fTokenizeRequest\x12.\n\x06prompt\x18\x01 \x01(\x0b\x32\x1e.kvsidecar.inference.v1.Prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x11\n\x0fGetModelRequest\"\xc9\x01\n\x10GetModelResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x11\n\tnamespace\x18\x04 \x01(\x0c\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x14\n\x0cstorage_bits\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\"\x11\n\x0fGetStatsRequest\"\xa3\x03\n\x10GetStatsResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x12\n\npool_pages\x18\x03 \x01(\r\x12\x17\n\x0fpool_free_pages\x18\x04 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x05 \x01(\r\x12\x16\n\x0e\x63\x61\x63he_attached\x18\x06 \x01(\x08\x12\x15\n\rpending_saves\x18\x07 \x01(\r\x12\x10\n\x08requests\x18\x08 \x01(\x04\x12\x11\n\tcancelled\x18\t \x01(\x04\x12\x15\n\rprompt_tokens\x18\n \x01(\x04\x12\x15\n\rcached_tokens\x18\x0b \x01(\x04\x12\x18\n\x10generated_tokens\x18\x0c \x01(\x04\x12\x16\n\x0e\x63\x61\x63he_failures\x18\r \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0e \x01(\x04\x12\x1a\n\x12resident_sequences\x18\x0f \x01(\r\x12\x17\n\x0fresident_tokens\x18\x10 \x01(\x04\x12\x15\n\rstored_chunks\x18\x11 \x01(\x04\x12\x16\n\x0erefused_chunks\x18\x12 \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xb9\x05\n\x10InferenceService\x12]\n\x08Generate\x12\'.kvsidecar.inference.v1.GenerateRequest\x1a(.kvsidecar.inference.v1.GenerateResponse\x12q\n\x0eGenerateStream\x12-.kvsidecar.inference.v1.GenerateStreamRequest\x1a..kvsidecar.inference.v1.GenerateStreamResponse0\x01\x12Q\n\x04Warm\x12#.kvsidecar.inference.v1.WarmRequest\x1a$.kvsidecar.inference.v1.WarmResponse\x12]\n\x08Tokenize\x12\'.kvsidecar.inference.v1.TokenizeRequest\x1a(.kvsidecar.inference.v1.TokenizeResponse\x12\x63\n\nDetokenize\x12).kvsidecar.inference.v1.DetokenizeRequest\x1a*.kvsidecar.inference.v1.DetokenizeResponse\x12]\n\x08GetModel\x12\'.kvsidecar.inference.v1.GetModelRequest\x1a(.kvsidecar.inference.v1.GetModelResponse\x12]\n\x08GetStats\x12\'.kvsidecar.inference.v1.GetStatsRequest\x1a(.kvsidecar.inference.v1.GetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvsidecar.inference.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=3038
-  _globals['_FINISHREASON']._serialized_end=3133
+  _globals['_FINISHREASON']._serialized_start=3193
+  _globals['_FINISHREASON']._serialized_end=3288
   _globals['_CHATMESSAGE']._serialized_start=66
   _globals['_CHATMESSAGE']._serialized_end=110
   _globals['_CHAT']._serialized_start=112
@@ -47,38 +47,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_end=886
   _globals['_GENERATESTREAMREQUEST']._serialized_start=888
   _globals['_GENERATESTREAMREQUEST']._serialized_end=969
-  _globals['_CACHEOPTIONS']._serialized_start=971
-  _globals['_CACHEOPTIONS']._serialized_end=1045
-  _globals['_USAGE']._serialized_start=1047
-  _globals['_USAGE']._serialized_end=1126
-  _globals['_TIMINGS']._serialized_start=1129
-  _globals['_TIMINGS']._serialized_end=1293
-  _globals['_TOKENLOGPROB']._serialized_start=1295
-  _globals['_TOKENLOGPROB']._serialized_end=1409
-  _globals['_GENERATERESPONSE']._serialized_start=1412
-  _globals['_GENERATERESPONSE']._serialized_end=1696
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1699
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1989
-  _globals['_WARMREQUEST']._serialized_start=1991
-  _globals['_WARMREQUEST']._serialized_end=2105
-  _globals['_WARMRESPONSE']._serialized_start=2107
-  _globals['_WARMRESPONSE']._serialized_end=2190
-  _globals['_TOKENIZEREQUEST']._serialized_start=2192
-  _globals['_TOKENIZEREQUEST']._serialized_end=2257
-  _globals['_TOKENIZERESPONSE']._serialized_start=2259
-  _globals['_TOKENIZERESPONSE']._serialized_end=2296
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2298
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2336
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2338
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2372
-  _globals['_GETMODELREQUEST']._serialized_start=2374
-  _globals['_GETMODELREQUEST']._serialized_end=2391
-  _globals['_GETMODELRESPONSE']._serialized_start=2394
-  _globals['_GETMODELRESPONSE']._serialized_end=2595
-  _globals['_GETSTATSREQUEST']._serialized_start=2597
-  _globals['_GETSTATSREQUEST']._serialized_end=2614
-  _globals['_GETSTATSRESPONSE']._serialized_start=2617
-  _globals['_GETSTATSRESPONSE']._serialized_end=3036
-  _globals['_INFERENCESERVICE']._serialized_start=3136
-  _globals['_INFERENCESERVICE']._serialized_end=3833
+  _globals['_CACHEOPTIONS']._serialized_start=972
+  _globals['_CACHEOPTIONS']._serialized_end=1144
+  _globals['_USAGE']._serialized_start=1147
+  _globals['_USAGE']._serialized_end=1281
+  _globals['_TIMINGS']._serialized_start=1284
+  _globals['_TIMINGS']._serialized_end=1448
+  _globals['_TOKENLOGPROB']._serialized_start=1450
+  _globals['_TOKENLOGPROB']._serialized_end=1564
+  _globals['_GENERATERESPONSE']._serialized_start=1567
+  _globals['_GENERATERESPONSE']._serialized_end=1851
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1854
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2144
+  _globals['_WARMREQUEST']._serialized_start=2146
+  _globals['_WARMREQUEST']._serialized_end=2260
+  _globals['_WARMRESPONSE']._serialized_start=2262
+  _globals['_WARMRESPONSE']._serialized_end=2345
+  _globals['_TOKENIZEREQUEST']._serialized_start=2347
+  _globals['_TOKENIZEREQUEST']._serialized_end=2412
+  _globals['_TOKENIZERESPONSE']._serialized_start=2414
+  _globals['_TOKENIZERESPONSE']._serialized_end=2451
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2453
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2491
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2493
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2527
+  _globals['_GETMODELREQUEST']._serialized_start=2529
+  _globals['_GETMODELREQUEST']._serialized_end=2546
+  _globals['_GETMODELRESPONSE']._serialized_start=2549
+  _globals['_GETMODELRESPONSE']._serialized_end=2750
+  _globals['_GETSTATSREQUEST']._serialized_start=2752
+  _globals['_GETSTATSREQUEST']._serialized_end=2769
+  _globals['_GETSTATSRESPONSE']._serialized_start=2772
+  _globals['_GETSTATSRESPONSE']._serialized_end=3191
+  _globals['_INFERENCESERVICE']._serialized_start=3291
+  _globals['_INFERENCESERVICE']._serialized_end=3988
 # @@protoc_insertion_point(module_scope)

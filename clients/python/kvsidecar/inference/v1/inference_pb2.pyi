@@ -316,24 +316,42 @@ class CacheOptions(_message.Message):
     SKIP_READ_FIELD_NUMBER: _builtins.int
     SKIP_WRITE_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
+    EXACT_ONLY_FIELD_NUMBER: _builtins.int
+    DOCUMENT_SEPARATOR_FIELD_NUMBER: _builtins.int
+    SEGMENT_ENDS_FIELD_NUMBER: _builtins.int
     skip_read: _builtins.bool
     """Do not look the prompt up."""
     skip_write: _builtins.bool
     """Do not store what is computed."""
     tenant_salt: _builtins.bytes
     """Separates tenants; empty for the common one. At most 256 bytes."""
+    exact_only: _builtins.bool
+    """Reuse nothing that was read in another context, whatever the worker is set to."""
+    document_separator: _builtins.str
+    """Text that separates documents in the prompt; chunks are cut before it where the worker cuts by document.
+    Absent: the worker's own. At most 64 characters.
+    """
+    @_builtins.property
+    def segment_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where documents end in token_ids, as token counts from the prompt's start, rising. For such prompts only."""
+
     def __init__(
         self,
         *,
         skip_read: _builtins.bool = ...,
         skip_write: _builtins.bool = ...,
         tenant_salt: _builtins.bytes = ...,
+        exact_only: _builtins.bool = ...,
+        document_separator: _builtins.str | None = ...,
+        segment_ends: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "document_separator", b"document_separator"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "document_separator", b"document_separator", "exact_only", b"exact_only", "segment_ends", b"segment_ends", "skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__document_separator: _TypeAlias = _typing.Literal["document_separator"]  # noqa: Y015
+    _WhichOneofArgType__document_separator: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__document_separator) -> _WhichOneofReturnType__document_separator | None: ...
 
 Global___CacheOptions: _TypeAlias = CacheOptions  # noqa: Y015
 
@@ -346,22 +364,30 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    APPROXIMATE_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_tokens: _builtins.int
     """Of these, tokens whose KV came from the cache."""
     generated_tokens: _builtins.int
     """Tokens generated, the one that ended it included."""
+    approximate_tokens: _builtins.int
+    """Of cached_tokens, tokens that were read in another context."""
+    recomputed_tokens: _builtins.int
+    """Of these, tokens that were computed again in all but the first layers."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         generated_tokens: _builtins.int = ...,
+        approximate_tokens: _builtins.int = ...,
+        recomputed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate_tokens", b"approximate_tokens", "cached_tokens", b"cached_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

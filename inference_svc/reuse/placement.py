@@ -1,0 +1,59 @@
+"""Turning stored keys to new positions.
+
+A key is stored as computed, rotated for its original position. RoPE's rotations add, so that turning it further by
+the difference of positions gives the key of the new position (Su et al., arXiv:2104.09864). That holds for every
+variant whose frequencies are fixed: plain, linear, llama3, YaRN (whose scale is in the stored key already), and
+partial rotary, where only the first channels turn. Variants whose frequencies depend on the sequence's length
+have no such difference and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from kvsidecar.errors import ModelUnsupported
+from numpy.typing import NDArray
+
+Rotation = tuple[NDArray[Any], NDArray[Any]]
+_FIXED = ("default", "linear", "llama3", "yarn", "proportional")
+_REASONS = {
+    "dynamic": "its frequencies change with the length of the sequence",
+    "longrope": "its frequencies change when the sequence gets longer than the original context",
+}
+
+
+class Rotary:
+    """The rotation of one model. ``by`` returns what ``kvkernels.unpack_chunk`` takes."""
+
+    def __init__(self, frequencies: NDArray[np.float64]) -> None:
+        self.frequencies = frequencies
+        self.by: Callable[[int], Rotation] = lru_cache(4096)(self._by)
+
+    def _by(self, delta: int) -> Rotation:
+        """Cosine and sine ``[rotary_dim / 2]`` (float32) of turning by ``delta`` positions; may be negative."""
+        angles = self.frequencies * delta
+        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def refusal(config: Any) -> str:
+    """Why keys of a model cannot be moved; empty when they can."""
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return "the model has no rotary position embedding"
+    kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "unknown"
+    if kind == "unknown" or any(isinstance(value, dict) for value in rope.values()):
+        return "its layers have different rotary embeddings"
+    return "" if kind in _FIXED else f"rope_type is {kind}: {_REASONS.get(kind, 'it has not been verified')}"
+
+
+def rotary_of(model: Any) -> Rotary:
+    """The rotation of a loaded model. Raises ModelUnsupported with the reason."""
+    why = refusal(model.config)
+    if why:
+        raise ModelUnsupported(f"keys of this model cannot be moved to other positions: {why}")
+    frequencies = model.model.rotary_emb.inv_freq.detach().to("cpu", torch.float64).numpy()
+    return Rotary(frequencies)

@@ -1,0 +1,55 @@
+"""What of a prompt is known, and in which context it was read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens ``start`` to ``end`` of a prompt whose keys and values were computed in another context."""
+
+    start: int
+    end: int
+
+    @property
+    def positions(self) -> Positions:
+        return np.arange(self.start, self.end)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``exact`` leading tokens are as computed in place; ``approximate`` stretches, in order and apart, are not; all
+    others are fresh. The last token is always fresh."""
+
+    tokens: int
+    exact: int
+    approximate: tuple[Stretch, ...] = ()
+
+    def __post_init__(self) -> None:
+        at = self.exact
+        for stretch in self.approximate:
+            if not at <= stretch.start < stretch.end < self.tokens:
+                raise ValueError(f"{stretch} does not follow token {at} within {self.tokens} tokens")
+            at = stretch.end
+
+    @property
+    def approximate_positions(self) -> Positions:
+        parts = [s.positions for s in self.approximate]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    @property
+    def fresh_positions(self) -> Positions:
+        known = np.zeros(self.tokens, bool)
+        known[: self.exact] = True
+        known[self.approximate_positions] = True
+        return np.flatnonzero(~known)
+
+    def budget(self, ratio: float) -> int:
+        """How many approximate tokens a share is."""
+        return round(ratio * len(self.approximate_positions))
