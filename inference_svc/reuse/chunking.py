@@ -138,7 +138,7 @@ def new_chunker(strategy: Strategy, size: int, separator: Sequence[int], sentenc
         return Boundary(size, sentence_ends, max(1, size // 4))
     if strategy == "document":
         return Document(tuple(separator), 4 * size)
-    return ContentDefined(max(1, size // 2), 4 * size)
+    return ContentDefined(max(1, 3 * size // 8), 4 * size)
 
 
 def _every(size: int, start: int, end: int) -> list[int]:

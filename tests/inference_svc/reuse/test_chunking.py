@@ -11,8 +11,9 @@ CHUNKERS = {
     "fixed": Fixed(128),
     "boundary": Boundary(128, frozenset(range(0, 4000, 50)), 32),
     "document": Document((7, 8), 512),
-    "content_defined": ContentDefined(64, 512),
+    "content_defined": ContentDefined(48, 512),
 }
+NO_MARKS = Marks()
 TOKENS = st.lists(st.integers(0, 300), max_size=900)
 
 
@@ -21,7 +22,7 @@ def words(seed: int, count: int) -> list[int]:
     return [rng.randrange(4000) for _ in range(count)]
 
 
-def chunks(chunker: Chunker, tokens: list[int], marks: Marks = Marks()) -> list[tuple[int, ...]]:
+def chunks(chunker: Chunker, tokens: list[int], marks: Marks = NO_MARKS) -> list[tuple[int, ...]]:
     return [tuple(tokens[a:b]) for a, b in pairwise([0, *chunker.ends(tokens, marks)])]
 
 
@@ -50,7 +51,7 @@ def found_again(chunker: Chunker, seed: int) -> float:
 
 
 def test_content_defined_finds_a_moved_document_and_fixed_does_not() -> None:
-    moved = [found_again(ContentDefined(64, 512), seed) for seed in range(50)]
+    moved = [found_again(ContentDefined(48, 512), seed) for seed in range(50)]
     assert sum(moved) / 50 >= 0.9
     assert min(moved) > 0.75
     assert sum(found_again(Fixed(128), seed) for seed in range(50)) / 50 < 0.05
@@ -59,9 +60,9 @@ def test_content_defined_finds_a_moved_document_and_fixed_does_not() -> None:
 def test_documents_are_cut_at_separators_and_marks() -> None:
     a, b, c = words(1, 100), words(2, 700), words(3, 50)
     separated = Document((5000, 5001), 512)
-    assert [len(x) for x in chunks(separated, a + [5000, 5001] + b + [5000, 5001] + c)] == [100, 512, 190, 52]
+    assert [len(x) for x in chunks(separated, [*a, 5000, 5001, *b, 5000, 5001, *c])] == [100, 512, 190, 52]
     assert [len(x) for x in chunks(separated, a + b + c, Marks(segment_ends=(100, 800)))] == [100, 512, 188, 50]
-    assert [len(x) for x in chunks(separated, a + [9] + c, Marks(separator=(9,)))] == [100, 51]
+    assert [len(x) for x in chunks(separated, [*a, 9, *c], Marks(separator=(9,)))] == [100, 51]
 
 
 def test_boundary_moves_back_to_the_end_of_a_sentence() -> None:
@@ -77,4 +78,4 @@ def test_every_strategy_keeps_to_its_size(strategy: str) -> None:
     sizes = [len(c) for c in chunks(chunker, words(1, 20_000))]
     assert max(sizes) <= 512
     if strategy != "document":
-        assert 100 < sum(sizes) / len(sizes) < 160
+        assert 90 < sum(sizes) / len(sizes) < 160
