@@ -42,7 +42,8 @@ class Progress:
     language_loss: float = 9.0
 
 
-Row = tuple[list[int], list[int], str]  # token ids, indices with loss (empty: all), kind
+# Token ids, kind, and what is learned: {index: token to predict there}, the token ids themselves when None.
+Row = tuple[list[int], str, dict[int, int] | None]
 
 
 class Rows:
@@ -62,35 +63,35 @@ class Rows:
         row = [rng.choice(self.alphabet) for _ in range(3 * n)]
         length, start = rng.randint(max(3, n // 2), n), rng.randint(0, n)
         target = min(start + length + rng.randint(0, n // 2), 3 * n - 2)
-        loss_at = []
+        learned = {}
         for i in range(length):
             if target + i < len(row):
                 row[target + i] = row[start + i]
                 if i:
-                    loss_at.append(target + i)
-        return row, loss_at, "copy"
+                    learned[target + i] = row[target + i]
+        return row, "copy", learned
 
-    def task(self, name: str, facts: int, filler: int, hints: bool = False) -> Row:
-        """A look-up sample. With ``hints``, documents also say what they imply, and that is learned as well."""
+    def task(self, name: str, facts: int, filler: int, implied: bool = False) -> Row:
+        """A look-up sample. With ``implied``, what a document implies is learned as well, at the place where it is
+        known; the word itself is not in the row."""
         sample = tasks.TASKS[name](self.rng, facts, filler)
-        row, loss_at = [self.ids["<|bos|>"]], []
+        row, learned = [self.ids["<|bos|>"]], {}
         for document in sample.documents:
             row += [self.ids["<|doc|>"], *self._encode(f" {document.before}{document.fact}")]
-            if hints and document.implied:
-                loss_at.append(len(row))
-                row += self._encode(" " + document.implied)
+            if implied and document.implied:
+                learned[len(row)] = self._encode(" " + document.implied)[0]
             row += self._encode("." + document.after)
         for question, answer in zip(sample.questions, sample.answers, strict=True):
             row += [self.ids["<|ask|>"], *self._encode(" " + question), *self._encode(" " + answer)]
-            loss_at.append(len(row) - 1)
-        return row, loss_at, name
+            learned[len(row) - 1] = row[-1]
+        return row, name, learned
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text).ids)
 
     def language(self, length: int) -> Row:
         start = self.rng.randrange(len(self.stream) - length)
-        return [int(t) for t in self.stream[start : start + length]], [], "language"
+        return [int(t) for t in self.stream[start : start + length]], "language", None
 
 
 def batch(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,10 +99,12 @@ def batch(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     longest = max(len(r[0]) for r in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     labels = torch.full((len(rows), longest), IGNORED)
-    for i, (row, loss_at, _) in enumerate(rows):
+    for i, (row, _, learned) in enumerate(rows):
         ids[i, : len(row)] = torch.tensor(row)
-        where = torch.tensor(loss_at) if loss_at else torch.arange(1, len(row))
-        labels[i, where] = ids[i, where]
+        if learned is None:
+            labels[i, 1 : len(row)] = ids[i, 1 : len(row)]
+        else:
+            labels[i, list(learned)] = torch.tensor(list(learned.values()))
     return ids, labels
 
 
@@ -151,12 +154,11 @@ def rows_for(progress: Progress, source: Rows, size: int) -> list[Row]:
     weights = [1.1 - progress.accuracy.get(n, 0.0) for n in names]
     if progress.stage == "tasks":
         # With few facts, naming any place of the context is right often enough to end there; and without copying
-        # beside them, the tasks unlearn it before they use it. Hints teach the inner step of the others.
+        # beside them, the tasks unlearn it before they use it. What is implied teaches the inner step of the others.
         learned = progress.accuracy.get("passkey", 0.0) > 0.8
         rows = [source.copy(24) for _ in range(size // (8 if learned else 3))]
         for name in rng.choices(names, weights if learned else [1, 1, 1, 2, 2], k=size - len(rows)):
-            facts, hints = rng.randint(3, progress.facts), rng.random() < 0.2
-            rows.append(source.task(name, facts, progress.filler, hints))
+            rows.append(source.task(name, rng.randint(3, progress.facts), progress.filler, implied=True))
         return rows
     if rng.random() < 0.5:
         drawn = rng.choices(names, weights, k=size)
@@ -194,6 +196,7 @@ class Run:
         self.train_stream, self.held_out = corpus.encode(
             self.tokenizer, options.dialogues, options.documents, self.work / "tokens"
         )
+        self.source_ids = {w: self.tokenizer.token_to_id(w) for w in bpe.SPECIAL_TOKENS}
         self.progress = Progress()
         self.model = new_model(self.tokenizer.get_vocab_size(), options.first_layers, options.width)
         self.optimizer = self._optimizer()
@@ -259,14 +262,20 @@ class Run:
         return loss.item()
 
     def _account(self, rows: list[Row], chosen: torch.Tensor, right: torch.Tensor, loss: float) -> None:
-        if rows[0][2] == "language":
+        if rows[0][1] == "language":
             self.progress.language_loss += 0.05 * (loss - self.progress.language_loss)
             return
-        row_of = chosen.nonzero()[:, 0]
-        for i, (_, _, kind) in enumerate(rows):
-            mine = right[row_of == i]
-            old = self.progress.accuracy.get(kind, 0.0)
-            self.progress.accuracy[kind] = old + 0.02 * (float(mine.float().mean()) - old)
+        row_of, at = chosen.nonzero().unbind(1)
+        for i, (row, kind, _) in enumerate(rows):
+            # What is implied stands before the questions.
+            asked = row.index(self.source_ids["<|ask|>"]) if self.source_ids["<|ask|>"] in row else 0
+            self._count(kind, right[(row_of == i) & (at >= asked)])
+            if asked and bool(((row_of == i) & (at < asked)).any()):
+                self._count(f"{kind} implied", right[(row_of == i) & (at < asked)])
+
+    def _count(self, kind: str, right: torch.Tensor) -> None:
+        old = self.progress.accuracy.get(kind, 0.0)
+        self.progress.accuracy[kind] = old + 0.02 * (float(right.float().mean()) - old)
 
     def loop(self) -> None:
         started, saved = time.time(), time.time()
@@ -306,10 +315,11 @@ def evaluate(run: Run, samples: int) -> dict[str, float]:
         for name in tasks.TASKS:
             right = total = 0
             for _ in range(samples):
-                row, loss_at, _ = source.task(name, FACTS, FILLER)
+                row, _, learned = source.task(name, FACTS, FILLER)
+                assert learned is not None
                 logits = model(torch.tensor([row]).to(model.device)).logits[0]
-                right += sum(int(logits[i - 1].argmax()) == row[i] for i in loss_at)
-                total += len(loss_at)
+                right += sum(int(logits[i - 1].argmax()) == token for i, token in learned.items())
+                total += len(learned)
             report[name] = right / total
     return report
 

@@ -25,6 +25,10 @@ ATTENTION = "kvsidecar_rows"
 PACK_ROWS = 64
 
 
+class Projected(Exception):
+    """Keys and values of a ``project_only`` batch are in the pool: nothing more of the layer is wanted."""
+
+
 def _keys_values(batch: Batch, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
     """Keys and values ``[kv_heads, padded, head_dim]`` of a segment: a view when they lie in one piece."""
     keys, values = batch.pool.keys[layer], batch.pool.values[layer]
@@ -50,7 +54,8 @@ def segment_mask(segment: Segment, group: int, window: int | None, like: Tensor)
     else:
         key = torch.arange(segment.padded, device=like.device)
         row = torch.arange(height, device=like.device).clamp_(max=rows - 1).div_(group, rounding_mode="floor")
-        row = (row + segment.start)[:, None]
+        row = row + segment.start if segment.positions is None else segment.positions[row]
+        row = row[:, None]
         hidden = key > row
         if window is not None:
             hidden |= key <= row - window
@@ -120,6 +125,8 @@ def attend_rows(
     batch, layer = attention_mask, module.layer_idx
     _scatter(batch, batch.pool.keys[layer], key[0])
     _scatter(batch, batch.pool.values[layer], value[0])
+    if batch.project_only:
+        raise Projected
     rows_first = query[0].transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # zeros: padding rows belong to no segment, and what they hold must be finite
@@ -128,6 +135,9 @@ def attend_rows(
         part = slice(segment.first_row, segment.first_row + segment.rows)
         keys, values = _keys_values(batch, segment, layer)
         out[part] = _attend(rows_first[part], keys, values, segment, scale, sliding_window, softcap)
+        if batch.observer is not None:
+            mask = segment_mask(segment, 1, sliding_window, query)[: segment.rows]
+            batch.observer.see(rows_first[part].transpose(0, 1), keys, mask, scale)
     return out[None], None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from kvsidecar.errors import ModelUnsupported
 from torch import Tensor
 
 from inference_svc.engine import fused
+from inference_svc.engine.attention import Projected
 from inference_svc.engine.rows import Batch
 from inference_svc.model.loader import LoadedModel
 from inference_svc.model.packed_linear import pack_linears
@@ -39,31 +42,68 @@ class Decoder:
         self._head: Any = loaded.model.lm_head
         self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)
 
+    @property
+    def layers(self) -> int:
+        return len(self._layers)
+
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
         """Logits ``[batch.wanted, vocabulary]`` of the rows that want them, in the model's dtype."""
-        hidden = self._embed(batch.tokens[None])
-        states = self._run_layers(hidden, batch) if self._fused is None else self._fused(hidden[0], batch)
-        if not batch.wanted:
-            return torch.empty(0, 0)
+        return self.resume(self.embed(batch), batch, 0)
+
+    @torch.inference_mode()
+    def embed(self, batch: Batch) -> Tensor:
+        """Hidden states ``[rows, width]`` before the first layer."""
+        hidden: Tensor = self._embed(batch.tokens[None])[0]
+        return hidden
+
+    @torch.inference_mode()
+    def advance(self, hidden: Tensor, batch: Batch, first: int, end: int) -> Tensor:
+        """Hidden states ``[rows, width]`` after the layers ``first`` to ``end``. ``hidden`` may be changed."""
+        if self._fused is None:
+            return self._run_layers(hidden, batch, first, end)
+        self._fused.settle(hidden, batch, self._fused.run(hidden, batch, first, end))
+        return hidden
+
+    @torch.inference_mode()
+    def project(self, hidden: Tensor, batch: Batch, layer: int) -> None:
+        """Writes the keys and values of one layer to the pool. ``hidden`` stays as it is."""
+        if self._fused is not None:
+            self._fused.project(hidden, batch, layer)
+            return
+        with contextlib.suppress(Projected):
+            self._run_layers(hidden, replace(batch, project_only=True), layer, layer + 1)
+
+    @torch.inference_mode()
+    def resume(self, hidden: Tensor, batch: Batch, first: int) -> Tensor:
+        """Logits ``[batch.wanted, vocabulary]`` from hidden states before layer ``first``, which may be changed."""
+        if self._fused is not None:
+            delta = self._fused.run(hidden, batch, first, self.layers)
+            if not batch.wanted:
+                return torch.empty(0, 0)
+            states = self._fused.finish(hidden, batch, delta)
+        else:
+            hidden = self._run_layers(hidden, batch, first, self.layers)
+            if not batch.wanted:
+                return torch.empty(0, 0)
+            states = self._norm(hidden.index_select(0, batch.logit_rows))
         logits: Tensor = self._head(states)[: batch.wanted]
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
-    def _run_layers(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """The model's own layers. ``hidden [1, rows, width]`` to the normalized states of the wanted rows."""
-        positions = batch.positions[None]
-        angles = self._rotary(hidden, positions)
-        for layer in self._layers:
+    def _run_layers(self, hidden: Tensor, batch: Batch, first: int, end: int) -> Tensor:
+        """The model's own layers over ``hidden [rows, width]``."""
+        states, positions = hidden[None], batch.positions[None]
+        angles = self._rotary(states, positions)
+        for layer in self._layers[first:end]:
             out = layer(
-                hidden,
+                states,
                 attention_mask=batch,
                 position_ids=positions,
                 past_key_values=None,
                 use_cache=False,
                 position_embeddings=angles,
             )
-            hidden = out[0] if isinstance(out, tuple) else out
-        normed: Tensor = self._norm(hidden[0].index_select(0, batch.logit_rows))
-        return normed
+            states = out[0] if isinstance(out, tuple) else out
+        return states[0]

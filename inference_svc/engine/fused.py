@@ -105,52 +105,98 @@ def _take(layer: Any) -> _Layer:
     return taken
 
 
+class _Work:
+    """Buffers of one pass over some layers."""
+
+    def __init__(self, layers: FusedLayers, hidden: Tensor, batch: Batch) -> None:
+        rows = hidden.shape[0]
+        self.batch, self.real, self.brain = batch, batch.real, hidden.dtype == torch.bfloat16
+        self.cos, self.sin = layers.angles(batch.positions.numpy(), hidden)
+        self.plan = AttentionPlan(batch, layers.heads, layers.kv_heads, layers.dim)
+        self.slots = batch.slots.numpy()
+        self.hidden = raw(hidden)
+        self.normed = torch.zeros_like(hidden)
+        self.queries = hidden.new_zeros(self.plan.size)
+        self.attended = hidden.new_zeros(rows, layers.heads, layers.dim)
+        self.flat = self.attended.view(rows, -1)
+        self.gated = hidden.new_zeros(rows, layers.width)
+        self.normed_raw, self.gated_raw = raw(self.normed), raw(self.gated)
+
+
 class FusedLayers:
     """All layers of a model. Takes the linear weights out of the model's own layers."""
 
     def __init__(self, model: Any) -> None:
         config = model.config
-        self._heads = int(config.num_attention_heads)
-        self._kv_heads = int(getattr(config, "num_key_value_heads", None) or self._heads)
-        self._dim = int(getattr(config, "head_dim", None) or config.hidden_size // self._heads)
-        self._width = int(config.intermediate_size)
+        self.heads = int(config.num_attention_heads)
+        self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
+        self.dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
+        self.width = int(config.intermediate_size)
         self._rotary = model.model.rotary_emb
-        self._cos = self._sin = np.empty((0, self._dim), np.float32)
+        self._cos = self._sin = np.empty((0, self.dim), np.float32)
         self._layers = [_take(layer) for layer in model.model.layers]
         self._final_norm = _weight(model.model.norm)
         self._final_epsilon = float(model.model.norm.variance_epsilon)
 
-    def __call__(self, embedded: Tensor, batch: Batch) -> Tensor:
-        """``embedded [rows, hidden]``, changed in place, to normalized states of the rows that want logits."""
-        rows, real = embedded.shape[0], batch.real
-        brain = embedded.dtype == torch.bfloat16
-        cos, sin = self._angles(batch.positions.numpy(), embedded)
-        plan = AttentionPlan(batch, self._heads, self._kv_heads, self._dim)
-        normed = embedded.new_zeros(rows, embedded.shape[1])
-        queries = embedded.new_zeros(plan.size)
-        attended = embedded.new_zeros(rows, self._heads, self._dim)
-        gated = embedded.new_zeros(rows, self._width)
-        hidden, x, q, g = raw(embedded), raw(normed), raw(queries), raw(gated)
-        slots = batch.slots.numpy()
-        keys, values = raw(batch.pool.keys), raw(batch.pool.values)
-        flat = attended.view(rows, -1)
+    def run(self, hidden: Tensor, batch: Batch, first: int, end: int) -> NDArray[Any] | None:
+        """Layers ``first`` to ``end`` over ``hidden [rows, hidden]``, changed in place. What the last one still adds
+        to it is returned, for ``finish`` or ``settle``."""
+        work = _Work(self, hidden, batch)
         delta: NDArray[Any] | None = None
-        for i, layer in enumerate(self._layers):
-            cpu_rows.norm_rows(real, brain, hidden, delta, layer.input_norm, layer.epsilon, x)
-            cpu_rows.rotate_rows(
-                real, brain, raw(layer.qkv(normed)), self._heads, self._kv_heads, self._dim, cos, sin,
-                layer.q_norm, layer.k_norm, layer.epsilon, slots, keys[i], values[i],
-                q, plan.row_start, plan.row_kv_stride, plan.row_group_stride,
-            )  # fmt: skip
-            plan.attend(queries, attended, i, layer.scale, layer.window)
-            delta = raw(layer.o(flat))
-            cpu_rows.norm_rows(real, brain, hidden, delta, layer.post_norm, layer.epsilon, x)
-            cpu_rows.gate_rows(real, brain, raw(layer.gate_up(normed)), g)
-            delta = raw(layer.down(gated))
-        cpu_rows.norm_rows(real, brain, hidden, delta, self._final_norm, self._final_epsilon, x)
+        for i in range(first, end):
+            layer = self._layers[i]
+            self._project(work, i, delta)
+            work.plan.attend(work.queries, work.attended, i, layer.scale, layer.window)
+            delta = raw(layer.o(work.flat))
+            cpu_rows.norm_rows(
+                work.real, work.brain, work.hidden, delta, layer.post_norm, layer.epsilon, work.normed_raw
+            )
+            cpu_rows.gate_rows(work.real, work.brain, raw(layer.gate_up(work.normed)), work.gated_raw)
+            delta = raw(layer.down(work.gated))
+        return delta
+
+    def project(self, hidden: Tensor, batch: Batch, i: int) -> None:
+        """Writes keys and values of layer ``i`` to the pool, and no more."""
+        self._project(_Work(self, hidden, batch), i, None)
+
+    def settle(self, hidden: Tensor, batch: Batch, delta: NDArray[Any] | None) -> None:
+        """Adds what ``run`` left over, as the next layer would."""
+        if delta is not None:
+            cpu_rows.norm_rows(
+                batch.real,
+                hidden.dtype == torch.bfloat16,
+                raw(hidden),
+                delta,
+                self._final_norm,
+                self._final_epsilon,
+                raw(torch.empty_like(hidden)),
+            )
+
+    def finish(self, hidden: Tensor, batch: Batch, delta: NDArray[Any] | None) -> Tensor:
+        """Normalized states of the rows that want logits."""
+        normed = torch.zeros_like(hidden)
+        cpu_rows.norm_rows(
+            batch.real,
+            hidden.dtype == torch.bfloat16,
+            raw(hidden),
+            delta,
+            self._final_norm,
+            self._final_epsilon,
+            raw(normed),
+        )
         return normed.index_select(0, batch.logit_rows)
 
-    def _angles(self, positions: NDArray[np.int64], like: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _project(self, work: _Work, i: int, delta: NDArray[Any] | None) -> None:
+        """Up to the rotated queries of layer ``i``, with its keys and values in the pool."""
+        layer, pool = self._layers[i], work.batch.pool
+        cpu_rows.norm_rows(work.real, work.brain, work.hidden, delta, layer.input_norm, layer.epsilon, work.normed_raw)
+        cpu_rows.rotate_rows(
+            work.real, work.brain, raw(layer.qkv(work.normed)), self.heads, self.kv_heads, self.dim, work.cos, work.sin,
+            layer.q_norm, layer.k_norm, layer.epsilon, work.slots, raw(pool.keys[i]), raw(pool.values[i]),
+            raw(work.queries), work.plan.row_start, work.plan.row_kv_stride, work.plan.row_group_stride,
+        )  # fmt: skip
+
+    def angles(self, positions: NDArray[np.int64], like: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
         """Cosines and sines ``[rows, dim]`` from a table that the model's own rotary module filled."""
         longest = int(positions.max()) + 1
         if longest > len(self._cos):

@@ -42,7 +42,7 @@ class AttentionPlan:
     """The groups of one batch. ``row_*`` say where the rotation kernel writes each row's queries."""
 
     def __init__(self, batch: Batch, heads: int, kv_heads: int, dim: int) -> None:
-        self._pool = batch.pool
+        self._pool, self._observer = batch.pool, batch.observer
         self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
         self._per_kv = heads // kv_heads
         self.row_start: NDArray[np.int64] = np.empty(batch.real, np.int64)
@@ -106,6 +106,8 @@ class AttentionPlan:
                 enable_gqa=heads != self._kv_heads,
             )
             self._collect(group, out, attended)
+            if self._observer is not None:
+                self._observer.see(*self._seen(group, q, keys, window), scale)
 
     def _collect(self, group: Group, out: Tensor, attended: Tensor) -> None:
         per_kv, dim = self._per_kv, self._dim
@@ -119,6 +121,16 @@ class AttentionPlan:
             target.view(s.rows, self._kv_heads, per_kv, dim).copy_(source.permute(1, 0, 2, 3))
         else:
             target.copy_(out[0, :, : s.rows].transpose(0, 1))
+
+    def _seen(self, group: Group, q: Tensor, keys: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[heads, rows, dim]``, keys and mask of a group's one segment, without padding rows."""
+        s = group.segments[0]
+        if group.packed:
+            per_head = q[0, :, : s.rows * self._per_kv].view(self._kv_heads, s.rows, self._per_kv, self._dim)
+            queries = per_head.transpose(1, 2).reshape(self._heads, s.rows, self._dim)
+        else:
+            queries = q[0, :, : s.rows]
+        return queries, keys[0], segment_mask(s, 1, window, q)[: s.rows]
 
     def _mask(self, group: Group, window: int | None, like: Tensor) -> Tensor:
         """Additive mask, broadcast over heads; built once per forward and window."""

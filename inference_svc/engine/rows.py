@@ -1,16 +1,18 @@
 """A forward's input: rows of several sequences, packed.
 
 A row is ``(token, position, sequence, slot)``. Its key and value are written to the pool at its slot; its query
-sees the keys of its sequence with ``key position <= row position``. Prefill, chunked prefill and decode are the
-same forward with different rows.
+sees the keys of its sequence with ``key position <= row position``. Prefill, chunked prefill, decode and the repair
+of scattered tokens are the same forward with different rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
@@ -21,12 +23,30 @@ ROW_MULTIPLE = 4
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive tokens of one sequence to be computed: ``tokens`` at positions from ``start``."""
+    """Tokens of one sequence to be computed: at positions from ``start`` on, or at rising ``positions``.
+
+    Keys and values of all earlier positions must lie in ``table``'s pages.
+    """
 
     tokens: list[int]
     start: int
     table: BlockTable
     wants_logits: bool
+    positions: NDArray[np.int64] | None = None
+
+    @property
+    def end(self) -> int:
+        """One more than the last position."""
+        return self.start + len(self.tokens) if self.positions is None else int(self.positions[-1]) + 1
+
+    def all_positions(self) -> NDArray[np.int64]:
+        return np.arange(self.start, self.end) if self.positions is None else self.positions
+
+    def slots(self) -> NDArray[np.int64]:
+        """Where each token's key and value go."""
+        if self.positions is None:
+            return self.table.slots(self.start, self.end)
+        return self.table.slots(0, self.end)[self.positions]
 
 
 @dataclass(eq=False)
@@ -36,6 +56,7 @@ class Segment:
     first_row: int
     rows: int
     start: int
+    positions: Tensor | None  # [rows] when they do not follow each other from start on
     keys: int
     padded: int
     first_slot: int | None
@@ -56,6 +77,16 @@ class Batch:
     real: int  # rows that are not padding
     pool: KVPool
     contiguous_slots: tuple[int, int] | None  # first slot and rows, when all real rows lie in one piece
+    project_only: bool = False  # a layer stops when its keys and values are written
+    observer: Observer | None = None
+
+
+class Observer(Protocol):
+    """Sees the attention of a batch with one segment."""
+
+    def see(self, query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> None:
+        """``query [heads, rows, dim]``, ``keys [kv_heads, keys, dim]``, additive ``mask [rows, keys]``."""
+        ...
 
 
 def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
@@ -63,10 +94,9 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
     tokens: list[int] = []
     slots, positions, segments, logit_rows = [], [], [], []
     for span in spans:
-        count, end = len(span.tokens), span.start + len(span.tokens)
-        segments.append(_segment(span, len(tokens), count, end, pool, device))
-        slots.append(span.table.slots(span.start, end))
-        positions.append(np.arange(span.start, end))
+        segments.append(_segment(span, len(tokens), pool, device))
+        slots.append(span.slots())
+        positions.append(span.all_positions())
         tokens.extend(span.tokens)
         if span.wants_logits:
             logit_rows.append(len(tokens) - 1)
@@ -77,7 +107,7 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
     positions.append(np.zeros(padding, np.int64))
     wanted = len(logit_rows)
     logit_rows.extend([0] * (-wanted % ROW_MULTIPLE))
-    piece = segments[0].first_slot if len(spans) == 1 else None
+    piece = segments[0].first_slot if len(spans) == 1 and spans[0].positions is None else None
     return Batch(
         tokens=torch.tensor(tokens, device=device),
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
@@ -91,7 +121,8 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
     )
 
 
-def _segment(span: Span, first_row: int, rows: int, keys: int, pool: KVPool, device: torch.device) -> Segment:
+def _segment(span: Span, first_row: int, pool: KVPool, device: torch.device) -> Segment:
+    keys = span.end
     padded = -(-keys // KEY_BLOCK) * KEY_BLOCK
     first = span.table.first_slot
     slots = None
@@ -100,4 +131,5 @@ def _segment(span: Span, first_row: int, rows: int, keys: int, pool: KVPool, dev
         first = None
         padding = np.full(padded - keys, pool.padding_slot)
         slots = torch.from_numpy(np.concatenate((span.table.slots(0, keys), padding))).to(device)
-    return Segment(first_row, rows, span.start, keys, padded, first, slots)
+    positions = None if span.positions is None else torch.from_numpy(span.positions).to(device)
+    return Segment(first_row, len(span.tokens), span.start, positions, keys, padded, first, slots)

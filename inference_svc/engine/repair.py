@@ -1,0 +1,151 @@
+"""Prefill of a prompt of which parts were read in another context.
+
+Their stored keys and values lie in the pool already. First, if the strategy measures, the lowest layers are computed
+for all approximate tokens: exactly, since they start from the embeddings. Then the strategy chooses, and the chosen
+and the fresh tokens go on through the other layers; each sees every earlier key, computed again or stored. Work is
+done in pieces, so that other sequences go on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_svc.engine import rows
+from inference_svc.engine.forward import Decoder
+from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.reuse.plan import Plan, Positions
+from inference_svc.reuse.strategies import Repair, Signals
+
+# The question's last tokens are enough to see where it looks.
+_QUESTION_TOKENS = 64
+
+
+@dataclass
+class Observer:
+    """Collects how much attention the rows of a batch give to each key, ``mass [keys]``, summed over layers."""
+
+    mass: Tensor
+
+    def see(self, query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> None:
+        """``query [heads, rows, dim]``, ``keys [kv_heads, keys, dim]``, additive ``mask [rows, keys]``."""
+        keys = keys.repeat_interleave(query.shape[0] // keys.shape[0], 0).float()
+        scores = query.float() @ keys.transpose(1, 2) * scale + mask.float()
+        share = torch.softmax(scores, -1)
+        # The strongest of heads and rows: what one head looks at hard is not outvoted by those that look around.
+        self.mass += share.amax((0, 1))[: len(self.mass)]
+
+
+class Repairing:
+    """One prompt's repair. ``steps`` yields after every piece of work; ``logits`` holds the wanted rows' at the end."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        tokens: list[int],
+        table: BlockTable,
+        plan: Plan,
+        strategy: Repair,
+        ratio: float,
+        *,
+        piece_rows: int = 512,
+        logits_at: Positions | None = None,
+    ) -> None:
+        self._decoder, self._pool, self._table = decoder, pool, table
+        self._tokens = np.asarray(tokens)
+        self._plan, self._strategy, self._ratio = plan, strategy, ratio
+        self._piece_rows = piece_rows
+        self._logits_at = np.asarray([plan.tokens - 1]) if logits_at is None else logits_at
+        self._device = pool.keys.device
+        self.recomputed = 0
+        self.logits: list[Tensor] = []
+
+    def steps(self) -> Iterator[int]:
+        """Yields the rows of each piece, weighted by the share of layers they ran through."""
+        depth, fresh = self._strategy.depth, self._plan.fresh_positions
+        if not depth:
+            chosen = self._choose(Signals())
+            yield from self._finish(np.union1d(chosen, fresh), None, 0)
+            return
+        positions = np.union1d(self._plan.approximate_positions, fresh)
+        hidden = torch.empty(0)
+        deviations = []
+        per_piece = self._piece_rows * max(1, self._decoder.layers // (depth + 1))
+        parts = []
+        for piece in _pieces(positions, per_piece):
+            states, deviation = self._measure(piece, depth)
+            parts.append(states)
+            deviations.append(deviation)
+            yield len(piece) * (depth + 1) // self._decoder.layers
+        hidden = torch.cat(parts)
+        is_approximate = np.isin(positions, self._plan.approximate_positions)
+        attention = self._look(positions, hidden, depth) if self._strategy.wants_attention else None
+        chosen = self._choose(Signals(np.concatenate(deviations)[is_approximate], attention))
+        go_on = np.union1d(chosen, fresh)
+        yield from self._finish(go_on, hidden[np.searchsorted(positions, go_on)], depth)
+
+    def _choose(self, signals: Signals) -> Positions:
+        chosen = self._strategy.choose(self._plan, self._ratio, signals)
+        self.recomputed = len(chosen)
+        return chosen
+
+    def _batch(self, positions: Positions, logits: bool = False) -> rows.Batch:
+        span = rows.Span(self._tokens[positions].tolist(), 0, self._table, False, positions)
+        batch = rows.build([span], self._pool, self._device)
+        wanted = np.flatnonzero(np.isin(positions, self._logits_at)) if logits else np.empty(0, np.int64)
+        if len(wanted):
+            padded = np.concatenate((wanted, np.zeros(-len(wanted) % rows.ROW_MULTIPLE, np.int64)))
+            batch = replace(batch, logit_rows=torch.from_numpy(padded).to(self._device), wanted=len(wanted))
+        return batch
+
+    def _measure(self, positions: Positions, depth: int) -> tuple[Tensor, NDArray[np.float32]]:
+        """Runs the lowest layers. Returns the states ``[rows, width]`` and each row's deviation at ``depth``."""
+        batch = self._batch(positions)
+        hidden = self._decoder.advance(self._decoder.embed(batch), batch, 0, depth)
+        slots = batch.slots[: batch.real]
+        before = [t[depth].index_select(1, slots).float() for t in (self._pool.keys, self._pool.values)]
+        self._decoder.project(hidden.clone(), batch, depth)
+        after = [t[depth].index_select(1, slots).float() for t in (self._pool.keys, self._pool.values)]
+        deviation = torch.zeros(batch.real, device=self._device)
+        for old, new in zip(before, after, strict=True):
+            deviation += (new - old).square().sum((0, 2)) / new.square().sum((0, 2)).mean().clamp_min(1e-12)
+        return hidden[: batch.real], deviation.sqrt().cpu().numpy()
+
+    def _look(self, positions: Positions, hidden: Tensor, depth: int) -> NDArray[np.float32]:
+        """Attention of the question over the layers from ``depth`` on, ``[approximate tokens]``."""
+        question = self._plan.fresh_positions[-_QUESTION_TOKENS:]
+        observer = Observer(torch.zeros(self._plan.tokens, device=self._device))
+        batch = replace(self._batch(question), observer=observer)
+        states = _padded(hidden[np.searchsorted(positions, question)], len(batch.tokens))
+        self._decoder.advance(states, batch, depth, self._decoder.layers)
+        return observer.mass.cpu().numpy()[self._plan.approximate_positions]
+
+    def _finish(self, positions: Positions, hidden: Tensor | None, depth: int) -> Iterator[int]:
+        at = 0
+        for piece in _pieces(positions, self._piece_rows):
+            batch = self._batch(piece, logits=True)
+            if hidden is None:
+                states = self._decoder.embed(batch)
+            else:
+                states = _padded(hidden[at : at + len(piece)], len(batch.tokens))
+            logits = self._decoder.resume(states, batch, depth)
+            at += len(piece)
+            if batch.wanted:
+                self.logits.append(logits)
+            yield len(piece)
+
+
+def _padded(states: Tensor, rows_: int) -> Tensor:
+    out = states.new_zeros(rows_, states.shape[1])
+    out[: len(states)] = states
+    return out
+
+
+def _pieces(positions: Positions, size: int) -> list[Positions]:
+    return [positions[i : i + size] for i in range(0, len(positions), size)]

@@ -1,0 +1,52 @@
+"""What a repair strategy is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_svc.reuse.plan import Plan, Positions
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What was measured of the approximate tokens, each ``[approximate tokens]`` in the order of their positions.
+
+    ``deviation``: how far keys and values at the strategy's depth lie from the stored ones, relative to their norm.
+    ``attention``: the share of the question's attention, over the layers from there on, that a token gets.
+    """
+
+    deviation: NDArray[Any] | None = None
+    attention: NDArray[Any] | None = None
+
+
+class Repair(Protocol):
+    """Chooses the approximate tokens to compute again.
+
+    ``depth`` layers are computed for all approximate tokens before the choice; 0 when nothing need be measured.
+    ``wants_attention``: the question is read once with the stored keys first, to see what it attends to.
+    """
+
+    name: str
+    depth: int
+    wants_attention: bool
+
+    def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
+        """Rising positions, about ``ratio`` of the approximate ones; all of them for 1."""
+        ...
+
+
+def top(plan: Plan, ratio: float, score: NDArray[Any]) -> Positions:
+    """The ``ratio`` of approximate positions with the highest score."""
+    positions, count = plan.approximate_positions, plan.budget(ratio)
+    return np.sort(positions[np.argsort(-score, kind="stable")[:count]])
+
+
+def cost(repair: Repair, ratio: float, layers: int, projection_share: float) -> float:
+    """What repairing costs, as a share of prefilling the same tokens: ``(d + q + r (L - d)) / L``."""
+    if not repair.depth:
+        return ratio
+    return (repair.depth + projection_share + ratio * (layers - repair.depth)) / layers

@@ -1,0 +1,17 @@
+"""Approximate tokens as they are: for measuring what repair is worth, and for text that stands alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from inference_svc.reuse.plan import Plan, Positions
+from inference_svc.reuse.strategies.base import Signals
+
+
+class NoRepair:
+    """Computes nothing again."""
+
+    name, depth, wants_attention = "none", 0, False
+
+    def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
+        return np.empty(0, np.int64)
