@@ -37,7 +37,18 @@ class WorkerConfig(BaseSettings):
     storage_bits: Literal[16, 8, 4] = 8
     """Bits per stored element: 16 keeps the pool's own values, 8 and 4 quantize."""
     chunk_tokens: int = Field(default=128, ge=8, le=4096)
-    """Tokens per stored chunk."""
+    """Tokens per stored chunk, at the most or on average, as the chunking goes."""
+    chunking: Literal["fixed", "boundary", "document", "content_defined"] = "content_defined"
+    """Where prompts are cut; only document and content_defined find text again that stands elsewhere."""
+    document_separator: str = Field(default="", max_length=64)
+    """Text before which documents are cut, for chunking=document; requests may name their own."""
+    approximate: Literal["off", "verified", "always"] = "verified"
+    """Reuse of text that was read in another context: never, where `kvsidecar verify` has passed and it is measured to
+    pay, or always."""
+    repair: Literal["none", "random", "first_k", "selective", "cacheblend", "guided"] = "guided"
+    """How such text is repaired."""
+    repair_ratio: float = Field(default=0.15, ge=0.0, le=1.0)
+    """Share of such text that is computed again."""
     pool_bytes: int = 2 << 30
     """Size of the KV pool."""
     batch_tokens: int = Field(default=512, ge=16, le=65536)

@@ -27,6 +27,8 @@ _COUNTERS = (
     "cache_failures",
     "preemptions",
     "resident_tokens",
+    "approximate_tokens",
+    "recomputed_tokens",
     "stored_chunks",
     "refused_chunks",
 )

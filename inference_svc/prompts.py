@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from secrets import token_hex
 
 from kvsidecar.errors import InvalidRequest, PromptTooLong
@@ -12,10 +13,11 @@ from inference_svc.engine.sampling import SamplingParams
 from inference_svc.engine.sequence import CacheUse, Output, Sequence
 from inference_svc.engine.text import TextStream
 from inference_svc.model.loader import LoadedModel
+from inference_svc.reuse.chunking import Marks
 
 DEFAULT_MAX_TOKENS = 256
 _ROLES = ("system", "user", "assistant", "tool")
-_MAX_STOPS, _MAX_LOGPROBS, _MAX_SALT_BYTES, _MAX_ID = 8, 20, 256, 128
+_MAX_STOPS, _MAX_LOGPROBS, _MAX_SALT_BYTES, _MAX_ID, _MAX_SEPARATOR = 8, 20, 256, 128, 64
 
 
 class Prompter:
@@ -91,7 +93,7 @@ class Prompter:
             stop_tokens=frozenset() if request.ignore_eos else stops,
             text=TextStream(self._tokenizer, self.stop_strings(request), stops),
             sink=sink,
-            cache=self.cache_use(request.cache),
+            cache=self.cache_use(request.cache, request.prompt, len(tokens)),
             logprobs=logprobs,
             arrived=arrived,
         )
@@ -110,10 +112,28 @@ class Prompter:
             raise InvalidRequest("stop has an empty string; each must have at least one character")
         return tuple(request.stop)
 
-    @staticmethod
-    def cache_use(given: pb.CacheOptions) -> CacheUse:
+    def cache_use(self, given: pb.CacheOptions, prompt: pb.Prompt, tokens: int) -> CacheUse:
         if len(given.tenant_salt) > _MAX_SALT_BYTES:
             raise InvalidRequest(
                 f"tenant_salt has {len(given.tenant_salt)} bytes; at most {_MAX_SALT_BYTES} are allowed"
             )
-        return CacheUse(not given.skip_read, not given.skip_write, given.tenant_salt)
+        return CacheUse(
+            read=not given.skip_read,
+            write=not given.skip_write,
+            tenant_salt=given.tenant_salt,
+            exact_only=given.exact_only,
+            marks=self._marks(given, prompt, tokens),
+        )
+
+    def _marks(self, given: pb.CacheOptions, prompt: pb.Prompt, tokens: int) -> Marks:
+        separator = given.document_separator
+        if len(separator) > _MAX_SEPARATOR:
+            raise InvalidRequest(
+                f"document_separator has {len(separator)} characters; at most {_MAX_SEPARATOR} are allowed"
+            )
+        ends = tuple(given.segment_ends)
+        if ends and prompt.WhichOneof("kind") != "token_ids":
+            raise InvalidRequest("segment_ends counts tokens; send the prompt as token_ids with it")
+        if any(b <= a for a, b in pairwise((0, *ends))) or (ends and ends[-1] > tokens):
+            raise InvalidRequest(f"segment_ends must rise from 1 to at most the prompt's {tokens} tokens")
+        return Marks(tuple(self._encode(separator, special=False)) if separator else (), ends)

@@ -18,6 +18,10 @@ from inference_svc.config import WorkerConfig
 from inference_svc.engine.engine import Engine, EngineLimits, NoCache
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
 from inference_svc.model.loader import LoadedModel, load
+from inference_svc.reuse.chunking import new_chunker
+from inference_svc.reuse.placement import refusal, rotary_of
+from inference_svc.reuse.policy import ReusePolicy
+from inference_svc.reuse.strategies import STRATEGIES
 
 log = structlog.get_logger("worker")
 
@@ -71,17 +75,36 @@ def _build(config: WorkerConfig) -> Runtime:
             )
         loaded = replace(loaded, context_length=config.context_length)
     pool = _pool(config, loaded)
+    policy = reuse_policy(config, loaded)
     cache: CacheLink | None = None
     if config.cache_socket is not None:
         daemon = DaemonLink(socket_target(config.cache_socket), config.name, loaded.descriptor(config.storage_bits))
         cache = CacheLink(
-            daemon, loaded.geometry(config.storage_bits), config.chunk_tokens, config.cache_timeout_ms / 1000
+            daemon,
+            loaded.geometry(config.storage_bits),
+            policy,
+            loaded.projection_share,
+            config.cache_timeout_ms / 1000,
         )
         cache.warm_up(pool)
         daemon.wait(1.0)
     limits = EngineLimits(config.batch_tokens, config.batch_sequences, config.max_waiting, config.resident_sequences)
     threads = config.threads or len(os.sched_getaffinity(0))
-    return Runtime(Engine(loaded, pool, cache or NoCache(), limits, threads), cache, config)
+    repair = (policy.repair, policy.ratio)
+    return Runtime(Engine(loaded, pool, cache or NoCache(), limits, threads, repair), cache, config)
+
+
+def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
+    """How this worker cuts prompts and reuses text elsewhere. Models whose keys cannot be moved say why, once."""
+    separator: list[int] = []
+    if config.document_separator:
+        separator = loaded.tokenizer(config.document_separator, add_special_tokens=False)["input_ids"]
+    chunker = new_chunker(config.chunking, config.chunk_tokens, separator, loaded.sentence_ends())
+    why = refusal(loaded.config)
+    if why and config.approximate != "off":
+        log.info("reuse is limited to prefixes", reason=why)
+    rotary = None if why else rotary_of(loaded.model)
+    return ReusePolicy(chunker, rotary, STRATEGIES[config.repair], config.repair_ratio, config.approximate)
 
 
 def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:

@@ -102,6 +102,8 @@ class InferenceService(InferenceServiceServicer):
             part.usage.prompt_tokens = sequence.prompt_tokens
             part.usage.cached_tokens = sequence.cached_tokens
             part.usage.generated_tokens = sequence.generated
+            part.usage.approximate_tokens = sequence.approximate_tokens
+            part.usage.recomputed_tokens = sequence.recomputed_tokens
             for name, value in vars(sequence.timings).items():
                 setattr(part.timings, name, value)
         return part
@@ -192,6 +194,8 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         preemptions=engine.stats.preemptions,
         resident_sequences=engine.resident_sequences,
         resident_tokens=engine.stats.resident_tokens,
+        approximate_tokens=engine.stats.approximate_tokens,
+        recomputed_tokens=engine.stats.recomputed_tokens,
         stored_chunks=cache.stats.stored_chunks if cache else 0,
         refused_chunks=cache.stats.refused_chunks if cache else 0,
     )

@@ -41,6 +41,13 @@ class Economy:
         self._skipped += 1
         return self._skipped % _RETRY_EVERY == 0
 
+    def worth_placing(self, repair_cost: float) -> bool:
+        """Whether tokens that were read elsewhere are cheaper to load and repair than to compute. ``repair_cost`` is
+        the share of a prefill that the repair takes."""
+        if self._prefill_per_token is None:
+            return repair_cost < 1.0
+        return (self._load_per_token or 0.0) + repair_cost * self._prefill_per_token < self._prefill_per_token
+
 
 def _mean(old: float | None, new: float) -> float:
     return new if old is None else old + _WEIGHT * (new - old)

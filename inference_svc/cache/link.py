@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import grpc
@@ -21,12 +22,15 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import KVSidecarError, from_rpc
-from kvsidecar.layout import Geometry, layout_of, new_header
+from kvsidecar.layout import SINK_TOKENS, Geometry, layout_of, new_header
 
 from inference_svc.cache.economy import Economy
 from inference_svc.cache.session import DaemonLink, Session
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sequence import Sequence, State, StoredPrefix
+from inference_svc.reuse.plan import Plan, Stretch
+from inference_svc.reuse.policy import ReusePolicy
+from inference_svc.reuse.strategies.base import cost
 
 log = structlog.get_logger("cache")
 
@@ -35,6 +39,8 @@ Done = Callable[[Sequence, int], None]
 _GROUP = 32
 # With a prefix in the pool already, the daemon is asked only when at least this many tokens are missing.
 _LEAST_MISSING = 64
+# Shorter chunks are not worth a seam.
+_LEAST_PLACED = 8
 
 
 @dataclass
@@ -49,10 +55,13 @@ class CacheStats:
 class CacheLink:
     """The engine's ``Cache`` over a daemon."""
 
-    def __init__(self, daemon: DaemonLink, geometry: Geometry, chunk_tokens: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, daemon: DaemonLink, geometry: Geometry, policy: ReusePolicy, projection_share: float, timeout: float
+    ) -> None:
         self.stats = CacheStats()
-        self._daemon, self._geometry = daemon, geometry
-        self._chunk_tokens, self._timeout = chunk_tokens, timeout_seconds
+        self._daemon, self._geometry, self._policy = daemon, geometry, policy
+        self._repair_cost = cost(policy.repair, policy.ratio, geometry.layers, projection_share)
+        self._timeout = timeout
         self._economy = Economy()
         self._thread = ThreadPoolExecutor(1, "kv-io")
         self._releases: set[Any] = set()
@@ -108,7 +117,10 @@ class CacheLink:
     def _load(self, session: Session, sequence: Sequence, pool: KVPool) -> int:
         began = time.perf_counter()
         request = pb.MatchRequest(
-            session_id=session.id, tenant_salt=sequence.cache.tenant_salt, token_ids=sequence.tokens
+            session_id=session.id,
+            tenant_salt=sequence.cache.tenant_salt,
+            token_ids=sequence.tokens,
+            contents=self._probes(session, sequence),
         )
         found = session.stub.Match(request, timeout=self._timeout)
         looked_up = time.perf_counter()
@@ -123,10 +135,14 @@ class CacheLink:
                 if tokens + take > sequence.computed:
                     self._restore(session, sequence, pool, match, tokens, take)
                 tokens += take
+            stretches = self._place_all(session, sequence, pool, found.contents, max(tokens, sequence.computed))
             if not session.trusted:
                 raise ConnectionError("the session ended while chunks were copied")
         finally:
-            self._release(session, [m.lease_id for m in found.matches])
+            leased = [*found.matches, *(c.match for c in found.contents)]
+            self._release(session, [m.lease_id for m in leased])
+        if stretches:
+            sequence.plan = Plan(len(sequence.tokens), max(tokens, sequence.computed), tuple(stretches))
         stored = _stored_prefix(found.matches)
         if stored.covered >= sequence.stored.covered:
             sequence.stored = stored
@@ -136,6 +152,46 @@ class CacheLink:
         sequence.timings.restore_ms += (ended - looked_up) * 1e3
         self._economy.loaded(tokens, ended - began)
         return tokens
+
+    def _probes(self, session: Session, sequence: Sequence) -> list[pb.ContentProbe]:
+        """The chunks of a prompt, where those that were read elsewhere may be reused."""
+        if sequence.cache.exact_only or not self._policy.allows(session.verdict):
+            return []
+        # The last token is always computed.
+        ends = self._policy.chunker.ends(sequence.tokens[:-1], sequence.cache.marks)
+        return [
+            pb.ContentProbe(start=a, tokens=b - a)
+            for a, b in pairwise([0, *ends])
+            if b > sequence.computed and b - a >= _LEAST_PLACED
+        ]
+
+    def _place_all(
+        self, session: Session, sequence: Sequence, pool: KVPool, contents: Any, exact: int
+    ) -> list[Stretch]:
+        """Puts chunks that were found by content where the prompt has them, keys turned to their new positions."""
+        assert sequence.table is not None
+        out: list[Stretch] = []
+        for found in contents:
+            header, slot = found.match.header, found.match.slot
+            end = found.start + len(header.token_ids)
+            # The first tokens of all attract attention whatever they say; elsewhere they must not.
+            start = max(found.start + (SINK_TOKENS if header.start_position == 0 else 0), exact)
+            if end - start < _LEAST_PLACED or not self._pays():
+                continue
+            if Geometry.of(header) != self._geometry or slot.size_bytes != layout_of(header).size_bytes:
+                raise ValueError(f"a chunk of {Geometry.of(header)} in {slot.size_bytes} bytes does not fit")
+            slots = torch.from_numpy(sequence.table.slots(found.start, end))
+            slots[: start - found.start] = pool.padding_slot
+            delta = found.start - header.start_position
+            assert self._policy.rotary is not None
+            rotation = self._policy.rotary.by(delta) if delta else None
+            unpack_chunk(pool.keys, pool.values, slots, header, session.view(slot), rotation)
+            out.append(Stretch(start, end))
+        return out
+
+    def _pays(self) -> bool:
+        """Whether loading and repairing a token is cheaper than computing it; not asked when the operator insists."""
+        return self._policy.mode == "always" or self._economy.worth_placing(self._repair_cost)
 
     def _release(self, session: Session, leases: list[bytes]) -> None:
         """Gives leases back without waiting for the answer."""
@@ -163,9 +219,10 @@ class CacheLink:
     # ---- storing --------------------------------------------------------------------------------------------
 
     def save(self, sequence: Sequence, pool: KVPool, done: Done) -> bool:
-        computed = sequence.prompt_tokens - sequence.cached_tokens
-        self._economy.prefilled(computed, sequence.timings.prefill_ms / 1e3)
-        if self._daemon.session is None or sequence.computed <= sequence.stored.covered:
+        if sequence.plan is None:
+            computed = sequence.prompt_tokens - sequence.cached_tokens
+            self._economy.prefilled(computed, sequence.timings.prefill_ms / 1e3)
+        if self._daemon.session is None or sequence.reusable <= sequence.stored.covered:
             return False
         self._thread.submit(self._guarded, self._save, sequence, pool, done)
         return True
@@ -201,16 +258,16 @@ class CacheLink:
         return stored.tokens
 
     def _headers(self, sequence: Sequence, prefix: StoredPrefix) -> list[ChunkHeader]:
-        """Headers of the chunks to store: cut at multiples of the chunk size, with the tail."""
+        """Headers of the chunks to store after ``prefix``, with the tail."""
         fresh = max(1, sequence.prompt_tokens - sequence.cached_tokens)
         per_token = sequence.timings.prefill_ms / 1e3 / fresh
         headers, start = [], prefix.tokens
-        while start < sequence.computed:
-            end = min((start // self._chunk_tokens + 1) * self._chunk_tokens, sequence.computed)
-            header = new_header(self._geometry, sequence.tokens[start:end], start)
-            header.prefill_seconds = per_token * (end - start)
-            headers.append(header)
-            start = end
+        for end in self._policy.chunker.ends(sequence.tokens[: sequence.reusable], sequence.cache.marks):
+            if end > start:
+                header = new_header(self._geometry, sequence.tokens[start:end], start)
+                header.prefill_seconds = per_token * (end - start)
+                headers.append(header)
+                start = end
         return headers
 
     def _write(

@@ -41,6 +41,7 @@ class Session:
     arena: memoryview
     stub: CacheServiceStub
     heartbeat_seconds: float
+    verdict: pb.ReuseVerdict | None = None
     last_ack: float = field(default_factory=time.monotonic)
     alive: bool = True
 
@@ -159,7 +160,12 @@ class DaemonLink:
         finally:
             os.close(handle)
         session = Session(
-            welcome.epoch, welcome.session_id, memoryview(mapped), stub, welcome.heartbeat_interval_ms / 1000
+            welcome.epoch,
+            welcome.session_id,
+            memoryview(mapped),
+            stub,
+            welcome.heartbeat_interval_ms / 1000,
+            welcome.verdict if welcome.HasField("verdict") else None,
         )
         with self._changed:
             self._session = session

@@ -77,9 +77,9 @@ class Admission:
             if other.cache.tenant_salt != salt or not other.cache.write or other.tokens[0] != sequence.tokens[0]:
                 continue
             shared = common_prefix(tokens, as_array(other.tokens))
-            if min(shared, other.computed) > source.tokens:
-                source = Source(min(shared, other.computed), running=other)
-            coming = max(coming, min(shared, other.prompt_tokens))
+            if min(shared, other.reusable) > source.tokens:
+                source = Source(min(shared, other.reusable), running=other)
+            coming = max(coming, min(shared, other.prompt_tokens if other.plan is None else other.plan.exact))
         if source.tokens < LEAST_SHARED:
             source = Source()
         return source, coming >= source.tokens + LEAST_SHARED

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,10 +21,12 @@ from inference_svc.engine import rows
 from inference_svc.engine.admission import Admission, as_array
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
+from inference_svc.engine.repair import Repairing
 from inference_svc.engine.residents import Resident, Residents
 from inference_svc.engine.sampling import Drawn, likeliest
 from inference_svc.engine.sequence import Finish, Output, Sequence, State
 from inference_svc.model.loader import LoadedModel
+from inference_svc.reuse.strategies import Repair
 
 log = structlog.get_logger("engine")
 
@@ -75,6 +78,8 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     resident_tokens: int = 0
+    approximate_tokens: int = 0
+    recomputed_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
@@ -100,6 +105,7 @@ class Engine:
         cache: Cache,
         limits: EngineLimits | None = None,
         threads: int = 0,
+        repair: tuple[Repair, float] | None = None,
     ) -> None:
         self.loaded, self.pool, self.stats = loaded, pool, EngineStats()
         self._decoder = Decoder(loaded)
@@ -115,10 +121,12 @@ class Engine:
         self._loading: set[Sequence] = set()
         self._running: list[Sequence] = []
         self._saving: set[Sequence] = set()
+        self._repairs: dict[Sequence, tuple[Repairing, Iterator[int]]] = {}
         self._free_pages = pool.pages
         self._stepping = threading.Lock()
         self._stopping = False
         self._threads = threads
+        self._repair = repair
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -233,8 +241,13 @@ class Engine:
         self._drop_cancelled()
         self._admit()
         spans = self._plan()
-        if not spans:
-            return
+        if spans:
+            self._forward(spans)
+        for sequence in list(self._repairs):
+            self._repair_piece(sequence)
+
+    def _forward(self, spans: list[tuple[Sequence, rows.Span]]) -> None:
+        """Computes the spans' rows and advances the sequences whose last token was among them."""
         batch = rows.build([span for _, span in spans], self.pool, self.loaded.device)
         logits = self._decoder(batch)
         self.stats.steps += 1
@@ -248,6 +261,32 @@ class Engine:
                 plain = sequence.sampler.plain_greedy
                 self._advance(sequence, Drawn(greedy[row]) if plain else sequence.sampler.draw(logits[row]))
                 row += 1
+
+    def _repair_piece(self, sequence: Sequence) -> None:
+        """One piece of a repair; at its end the first token."""
+        work, steps = self._repairs[sequence]
+        if next(steps, None) is not None:
+            return
+        del self._repairs[sequence]
+        sequence.recomputed_tokens = work.recomputed
+        sequence.computed = len(sequence.tokens)
+        self.stats.steps += 1
+        self._advance(sequence, sequence.sampler.draw(work.logits[-1][-1]))
+
+    def _begin_repair(self, sequence: Sequence) -> None:
+        assert sequence.plan is not None
+        assert sequence.table is not None
+        assert self._repair is not None, "a plan without a repair"
+        work = Repairing(
+            self._decoder,
+            self.pool,
+            sequence.tokens,
+            sequence.table,
+            sequence.plan,
+            *self._repair,
+            piece_rows=self._limits.batch_tokens,
+        )
+        self._repairs[sequence] = work, work.steps()
 
     def _collect(self) -> None:
         """Takes over what other threads have left."""
@@ -295,8 +334,10 @@ class Engine:
         sequence.state = State.RUNNING
         sequence.started_at = time.perf_counter()
         if not sequence.preempted:
-            sequence.cached_tokens = sequence.computed
+            sequence.cached_tokens = sequence.computed + sequence.approximate_tokens
         self._running.append(sequence)
+        if sequence.plan is not None:
+            self._begin_repair(sequence)
         if sequence.cancelled.is_set():
             self._end(sequence, Finish.CANCELLED)
 
@@ -306,7 +347,7 @@ class Engine:
         spans: list[tuple[Sequence, rows.Span]] = []
         ordered = sorted(self._running, key=lambda s: s.missing > 1)
         for sequence in ordered:
-            if budget <= 0 or sequence.state is not State.RUNNING:
+            if budget <= 0 or sequence.state is not State.RUNNING or sequence in self._repairs:
                 continue
             count = min(sequence.missing, budget)
             if not self._make_room(sequence, sequence.computed + count):
@@ -333,8 +374,9 @@ class Engine:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
+        self._repairs.pop(sequence, None)
         self._free(sequence)
-        sequence.computed = 0
+        sequence.computed, sequence.plan = 0, None
         sequence.preempted = True
         sequence.state = State.WAITING
         self._waiting.appendleft(sequence)
@@ -365,6 +407,7 @@ class Engine:
     def _end(self, sequence: Sequence, finish: Finish, error: str = "") -> None:
         if sequence in self._running:
             self._running.remove(sequence)
+        self._repairs.pop(sequence, None)
         failed = finish in (Finish.CANCELLED, Finish.FAILED)
         if failed:
             self.stats.cancelled += 1
@@ -373,6 +416,8 @@ class Engine:
             self.stats.requests += 1
             self.stats.prompt_tokens += sequence.prompt_tokens
             self.stats.cached_tokens += sequence.cached_tokens
+            self.stats.approximate_tokens += sequence.approximate_tokens
+            self.stats.recomputed_tokens += sequence.recomputed_tokens
             self.stats.generated_tokens += sequence.generated
             if sequence.cache.write and self._cache.save(sequence, self.pool, self._on_saved):
                 sequence.state = State.SAVING
@@ -394,8 +439,11 @@ class Engine:
         if not sequence.cache.write:
             self.pool.free(table)
             return
-        self.pool.trim(table, sequence.computed)
-        tokens = as_array(sequence.tokens[: sequence.computed])
+        if not sequence.reusable:
+            self.pool.free(table)
+            return
+        self.pool.trim(table, sequence.reusable)
+        tokens = as_array(sequence.tokens[: sequence.reusable])
         self._residents.keep(Resident(tokens, table, sequence.cache.tenant_salt, sequence.stored))
 
     def _free(self, sequence: Sequence) -> None:

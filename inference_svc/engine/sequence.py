@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from inference_svc.engine.pool import BlockTable
 from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams
 from inference_svc.engine.text import TextStream
+from inference_svc.reuse.chunking import Marks
+from inference_svc.reuse.plan import Plan
 
 
 class State(enum.Enum):
@@ -39,6 +41,8 @@ class CacheUse:
     read: bool = True
     write: bool = True
     tenant_salt: bytes = b""
+    exact_only: bool = False
+    marks: Marks = field(default_factory=Marks)
 
 
 @dataclass
@@ -99,6 +103,8 @@ class Sequence:
     computed: int = 0
     cached_tokens: int = 0
     expected_cached: int = 0  # what the cache was seen to hold while the sequence waited
+    plan: Plan | None = None  # when parts of the prompt were read in another context
+    recomputed_tokens: int = 0
     stored: StoredPrefix = field(default_factory=StoredPrefix)
     timings: Timings = field(default_factory=Timings)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -113,6 +119,16 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def reusable(self) -> int:
+        """Leading tokens whose keys and values are what the model computes for this text: what others may reuse."""
+        return self.computed if self.plan is None else min(self.computed, self.plan.exact)
+
+    @property
+    def approximate_tokens(self) -> int:
+        """Tokens that were read in another context."""
+        return len(self.plan.approximate_positions) if self.plan else 0
 
     @property
     def missing(self) -> int:

@@ -63,6 +63,21 @@ class LoadedModel:
     def head_dim(self) -> int:
         return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
 
+    @property
+    def projection_share(self) -> float:
+        """Share of a layer's weights that queries, keys and values take."""
+        c = self.config
+        heads = int(c.num_attention_heads)
+        qkv = (heads + 2 * self.kv_heads) * self.head_dim * c.hidden_size
+        rest = heads * self.head_dim * c.hidden_size + 3 * c.hidden_size * c.intermediate_size
+        return float(qkv / (qkv + rest))
+
+    def sentence_ends(self) -> frozenset[int]:
+        """Tokens that end a sentence or a line."""
+        ends = (".", "!", "?", "\n")
+        texts = ((i, self.tokenizer.decode([i])) for i in range(len(self.tokenizer)))
+        return frozenset(i for i, text in texts if text.rstrip(" ").endswith(ends))
+
     def geometry(self, bits: int) -> Geometry:
         return Geometry(self.layers, self.kv_heads, self.head_dim, _DTYPES[self.dtype], bits)
 

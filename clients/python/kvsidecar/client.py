@@ -31,6 +31,8 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    approximate_tokens: int
+    recomputed_tokens: int
     timings: dict[str, float]
     logprobs: list[pb.TokenLogprob] = field(default_factory=list, repr=False)
 
@@ -85,9 +87,20 @@ def to_request(
     logprobs: int | None = None,
     skip_cache: bool = False,
     tenant_salt: bytes = b"",
+    exact_only: bool = False,
+    document_separator: str | None = None,
+    segment_ends: Sequence[int] = (),
     request_id: str = "",
 ) -> pb.GenerateRequest:
     """A GenerateRequest; what is None is left to the worker's default."""
+    cache = pb.CacheOptions(
+        skip_read=skip_cache,
+        skip_write=skip_cache,
+        tenant_salt=tenant_salt,
+        exact_only=exact_only,
+        document_separator=document_separator,
+        segment_ends=segment_ends,
+    )
     return pb.GenerateRequest(
         prompt=to_prompt(prompt),
         max_tokens=max_tokens,
@@ -95,7 +108,7 @@ def to_request(
         stop=stop,
         ignore_eos=ignore_eos,
         logprobs=logprobs,
-        cache=pb.CacheOptions(skip_read=skip_cache, skip_write=skip_cache, tenant_salt=tenant_salt),
+        cache=cache,
         request_id=request_id,
     )
 
@@ -116,6 +129,8 @@ def _completion(response: pb.GenerateResponse | pb.GenerateStreamResponse, text:
         prompt_tokens=response.usage.prompt_tokens,
         cached_tokens=response.usage.cached_tokens,
         generated_tokens=response.usage.generated_tokens,
+        approximate_tokens=response.usage.approximate_tokens,
+        recomputed_tokens=response.usage.recomputed_tokens,
         timings=timings_dict(response.timings),
         logprobs=list(response.logprobs),
     )

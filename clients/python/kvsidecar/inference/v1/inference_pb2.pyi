@@ -853,6 +853,8 @@ class GetStatsResponse(_message.Message):
     RESIDENT_TOKENS_FIELD_NUMBER: _builtins.int
     STORED_CHUNKS_FIELD_NUMBER: _builtins.int
     REFUSED_CHUNKS_FIELD_NUMBER: _builtins.int
+    APPROXIMATE_TOKENS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests in the batch now."""
     waiting: _builtins.int
@@ -889,6 +891,10 @@ class GetStatsResponse(_message.Message):
     """Chunks stored in the daemon."""
     refused_chunks: _builtins.int
     """Chunks that the daemon had no room for."""
+    approximate_tokens: _builtins.int
+    """Of cached_tokens, tokens that were read in another context."""
+    recomputed_tokens: _builtins.int
+    """Of these, tokens that were computed again."""
     def __init__(
         self,
         *,
@@ -910,10 +916,12 @@ class GetStatsResponse(_message.Message):
         resident_tokens: _builtins.int = ...,
         stored_chunks: _builtins.int = ...,
         refused_chunks: _builtins.int = ...,
+        approximate_tokens: _builtins.int = ...,
+        recomputed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "generated_tokens", b"generated_tokens", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "running", b"running", "stored_chunks", b"stored_chunks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate_tokens", b"approximate_tokens", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "generated_tokens", b"generated_tokens", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "running", b"running", "stored_chunks", b"stored_chunks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
