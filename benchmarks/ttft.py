@@ -1,7 +1,9 @@
 """Time to first token of a document with a fresh question: cached, not cached, after restarts, and the bound.
 
 ``bound`` is the engine's own forward over the question alone, with the document's keys and values in the pool
-already: what nothing that loads them can beat. Arms alternate within every repetition.
+already: what nothing that loads them can beat. ``shuffled_*`` read the document's pieces in another order than they
+were stored in, and repair them; ``cost`` is what the repair's formula says, as a share of nocache. Arms alternate
+within every repetition.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import random
 import time
 from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any
 
 from kvsidecar.client import Completion
@@ -18,7 +21,11 @@ from rich.progress import Progress
 from benchmarks import report
 from benchmarks.node import Node
 
-ARMS = ("nocache", "exact", "worker_restarted", "daemon_restarted", "bound")
+REPAIRS = ("none", "selective", "cacheblend", "guided")
+SHUFFLED = tuple(f"shuffled_{repair}" for repair in REPAIRS)
+ARMS = ("nocache", "exact", "worker_restarted", "daemon_restarted", *SHUFFLED, "bound")
+# Documents of the shuffled arms.
+_DOCUMENT_TOKENS = 256
 QUESTION_TOKENS = 32
 _PARTS = ("lookup_ms", "transfer_ms", "restore_ms", "prefill_ms")
 
@@ -63,18 +70,33 @@ class Arms:
             if name == "bound":
                 continue
             partner = self._nodes.get("nocache") if name == "exact" else None
+            # Nothing stays in the pool: what is measured comes from the daemon.
+            flags = {"resident_sequences": 0, "chunking": "document"}
+            if name in SHUFFLED:
+                repair = name.removeprefix("shuffled_")
+                flags |= {"approximate": "always", "repair": repair, "repair_ratio": options.ratio}
             self._nodes[name] = partner or stack.enter_context(
-                Node(options.model, storage_bits=options.storage_bits, pool_bytes="1GiB", arena_bytes="1GiB")
+                Node(
+                    options.model,
+                    storage_bits=options.storage_bits,
+                    pool_bytes="512MiB",
+                    arena_bytes="512MiB",
+                    worker_flags=flags,
+                )
             )
         self._bound = Bound(options.model, max(options.context_tokens)) if "bound" in names else None
 
-    def warm(self, document: list[int]) -> None:
+    def warm(self, pieces: list[list[int]]) -> None:
+        document, ends = _joined(pieces)
         for node in set(self._nodes.values()):
-            node.client().warm(document, deadline=600)
+            node.client().generate(document, max_tokens=1, segment_ends=ends, deadline=600)
             node.settle()
 
-    def ask(self, name: str, document: list[int], question: list[int]) -> tuple[float, Completion | None]:
+    def ask(self, name: str, pieces: list[list[int]], question: list[int]) -> tuple[float, Completion | None]:
         """TTFT in milliseconds, and the answer unless it is the bound."""
+        if name in SHUFFLED:
+            pieces = pieces[::-1]
+        document, ends = _joined(pieces)
         if name == "bound":
             assert self._bound is not None
             return self._bound.measure(len(document) + len(question)), None
@@ -84,7 +106,12 @@ class Arms:
         if name == "daemon_restarted":
             node.restart_daemon()
         result = node.client().generate(
-            document + question, max_tokens=1, temperature=0, skip_cache=name == "nocache", deadline=600
+            document + question,
+            max_tokens=1,
+            temperature=0,
+            skip_cache=name == "nocache",
+            segment_ends=ends,
+            deadline=600,
         )
         node.settle()
         return result.ttft_ms, result
@@ -100,20 +127,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         arms = Arms(options, stack, names)
         for context in options.context_tokens:
             document = [rng.randrange(16, 4000) for _ in range(context - QUESTION_TOKENS)]
-            arms.warm(document)
+            pieces = [document[i : i + _DOCUMENT_TOKENS] for i in range(0, len(document), _DOCUMENT_TOKENS)]
+            arms.warm(pieces)
             times: dict[str, list[float]] = {n: [] for n in names}
             parts: dict[str, dict[str, list[float]]] = {n: {p: [] for p in _PARTS} for n in names}
             cached: dict[str, int] = {}
+            recomputed: dict[str, int] = {}
             for repeat in range(options.repeats):
                 for name in names:
                     progress.advance(task)
                     if name == "nocache" and repeat >= options.nocache_repeats:
                         continue
                     question = [rng.randrange(16, 4000) for _ in range(QUESTION_TOKENS)]
-                    ttft, result = arms.ask(name, document, question)
+                    ttft, result = arms.ask(name, pieces, question)
                     times[name].append(ttft)
                     if result is not None:
                         cached[name] = result.cached_tokens
+                        recomputed[name] = result.recomputed_tokens
                         for part in _PARTS:
                             parts[name][part].append(result.timings[part])
             for name in names:
@@ -123,20 +153,41 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     "ttft_ms_p50": report.median(times[name]),
                     "spread": report.spread(times[name]),
                     "cached_tokens": cached.get(name, context - QUESTION_TOKENS),
+                    "recomputed_tokens": recomputed.get(name, 0),
                 }
                 rows.append(row | {p: report.median(v) if v else 0.0 for p, v in parts[name].items()})
-            ratios |= _ratios(context, {n: report.median(t) for n, t in times.items()})
+            ratios |= _ratios(context, {n: report.median(t) for n, t in times.items()}, _costs(options))
     return report.write(options, "ttft", rows, ratios)
 
 
-def _ratios(context: int, p50: dict[str, float]) -> dict[str, Any]:
+def _costs(options: argparse.Namespace) -> dict[str, float]:
+    """What repair must cost at least, as a share of nocache: ``(d + q + r (L - d)) / L``."""
+    from inference_svc.model.loader import shape_of
+    from inference_svc.reuse.strategies import STRATEGIES
+    from inference_svc.reuse.strategies.base import cost
+
+    layers, share = shape_of(options.model)
+    return {f"shuffled_{r}": cost(STRATEGIES[r], options.ratio, layers, share) for r in REPAIRS if r != "none"}
+
+
+def _ratios(context: int, p50: dict[str, float], costs: dict[str, float]) -> dict[str, Any]:
     out = {}
-    if {"nocache", "exact"} <= set(p50):
-        out[f"exact_speedup_{context}"] = round(p50["nocache"] / p50["exact"], 2)
+    for name in ("exact", *SHUFFLED):
+        if {"nocache", name} <= set(p50):
+            out[f"{name}_speedup_{context}"] = round(p50["nocache"] / p50[name], 2)
+    for name, share in costs.items():
+        if {"nocache", name} <= set(p50):
+            out[f"{name}_over_cost_{context}"] = round(p50[name] / (share * p50["nocache"]), 3)
     for name in ("exact", "worker_restarted", "daemon_restarted"):
         if {name, "bound"} <= set(p50):
             out[f"{name}_over_bound_{context}"] = round(p50[name] / p50["bound"], 3)
     return out
+
+
+def _joined(pieces: list[list[int]]) -> tuple[list[int], list[int]]:
+    """A document of pieces, and where they end."""
+    document = [t for piece in pieces for t in piece]
+    return document, list(accumulate(len(piece) for piece in pieces))
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -145,6 +196,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--context-tokens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=8)
+    parser.add_argument("--ratio", type=float, default=0.15, help="share of tokens that shuffled arms compute again")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--nocache-repeats", type=int, default=3, help="a prefill is long and varies little")
     parser.add_argument("--seed", type=int, default=1)

@@ -65,7 +65,8 @@ class CacheService(CacheServiceServicer):
                     message = await anext(messages, None)
                 if message is None:
                     return
-                yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck())
+                verdict = self._store.verdict(session.namespace)
+                yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
         except KVSidecarError as error:
             await abort(context, error, CACHE_DOMAIN)
         except TimeoutError:

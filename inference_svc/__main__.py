@@ -1,4 +1,4 @@
-"""``python -m inference_svc worker|gateway|serve``: the command lines of the servers."""
+"""``python -m inference_svc worker|gateway|serve|verify``: the command lines of the servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ def main(arguments: list[str] | None = None) -> int:
         from inference_svc.supervisor import main as supervise
 
         return supervise(rest)
-    print("usage: python -m inference_svc worker|gateway|serve [--help]", file=sys.stderr)
+    if command == "verify":
+        from inference_svc.verify_command import main as verify
+
+        return verify(rest)
+    print("usage: python -m inference_svc worker|gateway|serve|verify [--help]", file=sys.stderr)
     return 2
 
 

@@ -25,11 +25,14 @@ from kvsidecar.client import Prompt, to_prompt, to_request
 from kvsidecar.errors import ConfigurationError, Unavailable, from_rpc
 from kvsidecar.runtime import socket_target
 
+from inference_svc.cache.verdicts import store_verdict
 from inference_svc.config import WorkerConfig
 from inference_svc.engine.sequence import Finish, Output
 from inference_svc.engine.sequence import Sequence as EngineSequence
 from inference_svc.model.loader import quiet_transformers
 from inference_svc.prompts import Prompter
+from inference_svc.reuse.laboratory import Laboratory
+from inference_svc.reuse.verify import BUILT_IN, Question, Report, Thresholds, Verifier, read_questions
 from inference_svc.runtime import Runtime, build
 
 _DAEMON_START_SECONDS = 30.0
@@ -132,6 +135,30 @@ class Engine:
             output = call.outputs.get()
             if output.stored_tokens is not None:
                 return output.stored_tokens
+
+    def verify_correctness(
+        self,
+        prompts: Sequence[Question] | None = None,
+        *,
+        repair: str | None = None,
+        ratio: float | None = None,
+        thresholds: Thresholds | None = None,
+        store: bool = True,
+    ) -> Report:
+        """Measures what answers lose when the prompts' documents are reused that were read in another order.
+
+        Judged is the engine's own repair unless another is named. With ``store``, the cache daemon keeps the verdict
+        with the namespace, and its workers reuse text elsewhere only if it passed. Call it when
+        nothing else runs. Raises InvalidRequest, ModelUnsupported.
+        """
+        engine, config = self._runtime.engine, self._runtime.config
+        lab = Laboratory(engine.loaded, decoder=engine.decoder)
+        verifier = Verifier(lab, config.storage_bits, thresholds or Thresholds())
+        chosen, share = repair or config.repair, config.repair_ratio if ratio is None else ratio
+        report = verifier.run(prompts or read_questions(BUILT_IN), chosen, share)
+        if store and config.cache_socket is not None:
+            store_verdict(config.cache_socket, engine.loaded.descriptor(config.storage_bits), report.verdict())
+        return report
 
     def cache_stats(self) -> dict[str, Any]:
         """Counters of this engine and, under ``daemon``, of its cache daemon."""

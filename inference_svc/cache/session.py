@@ -179,8 +179,10 @@ class DaemonLink:
 
         def read() -> None:
             try:
-                for _ in incoming:
+                for answer in incoming:
                     session.last_ack = time.monotonic()
+                    if answer.heartbeat_ack.HasField("verdict"):
+                        session.verdict = answer.heartbeat_ack.verdict
             except grpc.RpcError as error:
                 if not self._stop.is_set():
                     self._note(f"the session with the cache daemon ended: {from_rpc(error)}; serving without cache")

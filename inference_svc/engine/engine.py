@@ -108,7 +108,7 @@ class Engine:
         repair: tuple[Repair, float] | None = None,
     ) -> None:
         self.loaded, self.pool, self.stats = loaded, pool, EngineStats()
-        self._decoder = Decoder(loaded)
+        self.decoder = Decoder(loaded)
         self._cache = cache
         self._limits = limits or EngineLimits()
         self._residents = Residents(pool, self._limits.residents)
@@ -203,7 +203,7 @@ class Engine:
             table = self.pool.allocate(count)
             if table is not None:
                 span = rows.Span([0] * count, 0, table, True)
-                self._decoder(rows.build([span], self.pool, self.loaded.device))
+                self.decoder(rows.build([span], self.pool, self.loaded.device))
                 self.pool.free(table)
 
     # ---- the engine's thread --------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class Engine:
     def _forward(self, spans: list[tuple[Sequence, rows.Span]]) -> None:
         """Computes the spans' rows and advances the sequences whose last token was among them."""
         batch = rows.build([span for _, span in spans], self.pool, self.loaded.device)
-        logits = self._decoder(batch)
+        logits = self.decoder(batch)
         self.stats.steps += 1
         # One pass for all greedy rows: over a large vocabulary an argmax per row is a millisecond each.
         wanted = [s for s, span in spans if span.wants_logits]
@@ -278,7 +278,7 @@ class Engine:
         assert sequence.table is not None
         assert self._repair is not None, "a plan without a repair"
         work = Repairing(
-            self._decoder,
+            self.decoder,
             self.pool,
             sequence.tokens,
             sequence.table,

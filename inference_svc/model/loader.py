@@ -66,11 +66,7 @@ class LoadedModel:
     @property
     def projection_share(self) -> float:
         """Share of a layer's weights that queries, keys and values take."""
-        c = self.config
-        heads = int(c.num_attention_heads)
-        qkv = (heads + 2 * self.kv_heads) * self.head_dim * c.hidden_size
-        rest = heads * self.head_dim * c.hidden_size + 3 * c.hidden_size * c.intermediate_size
-        return float(qkv / (qkv + rest))
+        return _projection_share(self.config)
 
     def sentence_ends(self) -> frozenset[int]:
         """Tokens that end a sentence or a line."""
@@ -97,6 +93,25 @@ class LoadedModel:
             bits=bits,
             tensor_parallel_size=1,
         )
+
+
+def _projection_share(config: Any) -> float:
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    qkv = (heads + 2 * kv_heads) * dim * config.hidden_size
+    rest = heads * dim * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
+    return float(qkv / (qkv + rest))
+
+
+def shape_of(name: str) -> tuple[int, float]:
+    """Layers of a model, and the share of a layer that its projections are, without loading it."""
+    if name.startswith("shape:"):
+        kind, values = SHAPES[name.removeprefix("shape:")]
+        config = kind(**values)
+    else:
+        config = AutoConfig.from_pretrained(DEMO_MODEL if name == "demo" else name)
+    return int(config.num_hidden_layers), _projection_share(config)
 
 
 def pick_device(name: str) -> torch.device:

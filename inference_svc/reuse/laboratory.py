@@ -6,6 +6,7 @@ quality benchmark are made of this.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,6 +27,9 @@ from inference_svc.reuse.placement import rotary_of
 from inference_svc.reuse.plan import Plan, Positions, Stretch
 from inference_svc.reuse.strategies import Repair
 
+# Bits that nobody should store: what a benchmark with power must see failing.
+_COARSE = 2
+
 
 @dataclass(frozen=True)
 class StoredChunk:
@@ -40,36 +44,48 @@ class StoredChunk:
 
 
 @dataclass(frozen=True)
-class Repaired:
-    """Logits ``[wanted, vocabulary]`` in float32, and the share of the approximate tokens that was recomputed."""
+class Outcome:
+    """Logits ``[wanted, vocabulary]`` in float32, the seconds that they took, greedy tokens that follow, and the share
+    of the approximate tokens that was computed again."""
 
     logits: Tensor
-    recomputed_ratio: float
+    seconds: float
+    following: list[int]
+    recomputed_ratio: float = 0.0
 
 
 class Laboratory:
-    """One model with a pool for one prompt at a time. A loaded model serves one laboratory."""
+    """One model with a pool for one prompt at a time. A loaded model serves one Decoder: give it, if there is one.
 
-    def __init__(self, loaded: LoadedModel, longest: int = 4096) -> None:
+    Raises ModelUnsupported when the model's keys cannot be moved.
+    """
+
+    def __init__(self, loaded: LoadedModel, longest: int = 4096, decoder: Decoder | None = None) -> None:
         self.loaded = loaded
-        self.decoder = Decoder(loaded)
         self.rotary = rotary_of(loaded.model)
+        self.decoder = decoder or Decoder(loaded)
         self._pool = KVPool(
             loaded.layers, loaded.kv_heads, loaded.head_dim, longest + KEY_BLOCK, loaded.dtype, loaded.device
         )
 
-    def full(self, tokens: Sequence[int], logits_at: Positions, piece: int = 512) -> Tensor:
-        """Logits of a prefill without any reuse; ``piece`` rows at a time."""
-        with self._pages(len(tokens)) as table:
-            return self._prefill(tokens, table, logits_at, piece)
+    def full(self, tokens: Sequence[int], logits_at: Positions, piece: int = 512, go_on: int = 0) -> Outcome:
+        """A prefill without any reuse, ``piece`` rows at a time, and ``go_on`` greedy tokens after it."""
+        with self._pages(len(tokens) + go_on) as table:
+            began = time.perf_counter()
+            logits = self._prefill(tokens, table, logits_at, piece)
+            seconds = time.perf_counter() - began
+            return Outcome(logits, seconds, self._go_on(table, len(tokens), logits, go_on))
 
     def store(self, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
-        """Prefills a prompt and stores its chunks, which end at ``ends``."""
+        """Prefills a prompt and stores its chunks, which end at ``ends``. ``bits`` 2 rounds values to 2 bits and stores
+        the result in 8, which the format itself does not offer."""
         out = []
         with self._pages(len(tokens)) as table:
             self._prefill(tokens, table, np.asarray([len(tokens) - 1]), 512)
+            if bits == _COARSE:
+                self._round_coarsely(table, len(tokens))
             for start, end in pairwise([0, *ends]):
-                header = new_header(self.loaded.geometry(min(bits, 16)), list(tokens[start:end]), start)
+                header = new_header(self.loaded.geometry(max(bits, 4)), list(tokens[start:end]), start)
                 payload = memoryview(bytearray(header.payload_bytes))
                 slots = torch.from_numpy(table.slots(start, end))
                 pack_chunk(self._pool.keys, self._pool.values, slots, header, payload)
@@ -84,9 +100,11 @@ class Laboratory:
         strategy: Repair,
         ratio: float,
         logits_at: Positions,
-    ) -> Repaired:
-        """Logits with the leading chunks ``exact`` as stored and others ``placed`` at ``(start, chunk)``."""
-        with self._pages(len(tokens)) as table:
+        go_on: int = 0,
+    ) -> Outcome:
+        """With the leading chunks ``exact`` as stored and others ``placed`` at ``(start, chunk)``."""
+        with self._pages(len(tokens) + go_on) as table:
+            began = time.perf_counter()
             at = 0
             for chunk in exact:
                 self._place(table, at, chunk)
@@ -98,13 +116,28 @@ class Laboratory:
             work = Repairing(self.decoder, self._pool, list(tokens), table, plan, strategy, ratio, logits_at=logits_at)
             for _ in work.steps():
                 pass
-            total = len(plan.approximate_positions)
-            return Repaired(torch.cat(work.logits).float(), work.recomputed / total if total else 0.0)
+            logits, total = torch.cat(work.logits).float(), len(plan.approximate_positions)
+            seconds = time.perf_counter() - began
+            following = self._go_on(table, len(tokens), logits, go_on)
+            return Outcome(logits, seconds, following, work.recomputed / total if total else 0.0)
 
-    def keys_values(self, table: BlockTable, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[layers, kv_heads, tokens, head_dim]`` that lie in a table's pages; copies."""
+    def _go_on(self, table: BlockTable, at: int, logits: Tensor, count: int) -> list[int]:
+        """Greedy tokens after the last logits."""
+        out: list[int] = []
+        last = logits[-1]
+        for i in range(count):
+            out.append(int(last.argmax()))
+            span = rows.Span(out[-1:], at + i, table, True)
+            last = self.decoder(rows.build([span], self._pool, self.loaded.device))[0]
+        return out
+
+    def _round_coarsely(self, table: BlockTable, tokens: int) -> None:
         slots = torch.from_numpy(table.slots(0, tokens)).to(self._pool.keys.device)
-        return self._pool.keys.index_select(2, slots), self._pool.values.index_select(2, slots)
+        for tensor, axis in ((self._pool.keys, 2), (self._pool.values, 3)):
+            x = tensor.index_select(2, slots).float()
+            low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
+            step = ((high - low) / (2**_COARSE - 1)).clamp_min(1e-12)
+            tensor.index_copy_(2, slots, (torch.round((x - low) / step) * step + low).to(tensor.dtype))
 
     def _place(self, table: BlockTable, start: int, chunk: StoredChunk) -> None:
         delta = start - chunk.header.start_position

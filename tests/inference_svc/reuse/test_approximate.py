@@ -1,4 +1,4 @@
-"""Text that was read in another context, through real processes: found, moved, repaired, and never mistaken for exact."""
+"""Text read in another context, through real processes: found, moved, repaired, and never mistaken for exact."""
 
 from __future__ import annotations
 

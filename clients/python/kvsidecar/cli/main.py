@@ -55,6 +55,12 @@ def worker(context: typer.Context) -> None:
 
 
 @app.command(context_settings=_PASS_ON)
+def verify(context: typer.Context) -> None:
+    """Measure whether a model may reuse text that was read in another context (`verify --help` for flags)."""
+    _become("inference_svc", "verify", *context.args)
+
+
+@app.command(context_settings=_PASS_ON)
 def gateway(context: typer.Context) -> None:
     """Run the HTTP gateway alone."""
     _become("inference_svc", "gateway", *context.args)

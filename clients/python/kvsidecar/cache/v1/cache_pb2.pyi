@@ -351,7 +351,7 @@ Global___SetVerdictRequest: _TypeAlias = SetVerdictRequest  # noqa: Y015
 
 @_typing.final
 class SetVerdictResponse(_message.Message):
-    """The verdict is stored; sessions that attach from now on see it."""
+    """The verdict is stored; sessions see it with their next heartbeat."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -372,12 +372,19 @@ class HeartbeatAck(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    VERDICT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def verdict(self) -> Global___ReuseVerdict:
+        """As in Welcome, now."""
+
     def __init__(
         self,
+        *,
+        verdict: Global___ReuseVerdict | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
