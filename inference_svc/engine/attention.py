@@ -22,7 +22,7 @@ from inference_svc.engine.rows import ROW_MULTIPLE, Batch, Segment
 
 ATTENTION = "kvsidecar_rows"
 # Above this many rows, packing heads into rows costs more for the mask than it saves.
-PACK_ROWS = 64
+PACK_ROWS = 128
 
 
 class Projected(Exception):

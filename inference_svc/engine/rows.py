@@ -19,6 +19,8 @@ from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
 
 # Matrix kernels give a row the same bits in every batch whose row count is a multiple of this.
 ROW_MULTIPLE = 4
+# Rows that attend in one call: fewer calls against fewer keys that are read only to be masked.
+SEGMENT_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Span:
 
 @dataclass(eq=False)
 class Segment:
-    """The rows of one span inside a batch and the keys they see (``keys`` of them, padded to ``padded``)."""
+    """Rows of one span inside a batch and the keys they see (``keys`` of them, padded to ``padded``)."""
 
     first_row: int
     rows: int
@@ -94,7 +96,7 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
     tokens: list[int] = []
     slots, positions, segments, logit_rows = [], [], [], []
     for span in spans:
-        segments.append(_segment(span, len(tokens), pool, device))
+        segments.extend(_segments(span, len(tokens), pool, device))
         slots.append(span.slots())
         positions.append(span.all_positions())
         tokens.extend(span.tokens)
@@ -107,7 +109,7 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
     positions.append(np.zeros(padding, np.int64))
     wanted = len(logit_rows)
     logit_rows.extend([0] * (-wanted % ROW_MULTIPLE))
-    piece = segments[0].first_slot if len(spans) == 1 and spans[0].positions is None else None
+    piece = spans[0].table.first_slot if len(spans) == 1 and spans[0].positions is None else None
     return Batch(
         tokens=torch.tensor(tokens, device=device),
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
@@ -121,15 +123,20 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
     )
 
 
-def _segment(span: Span, first_row: int, pool: KVPool, device: torch.device) -> Segment:
-    keys = span.end
-    padded = -(-keys // KEY_BLOCK) * KEY_BLOCK
-    first = span.table.first_slot
-    slots = None
-    # Keys behind the sequence's end are read, though masked: they must at least be inside the pool.
-    if first is None or first + padded > pool.keys.shape[2]:
-        first = None
-        padding = np.full(padded - keys, pool.padding_slot)
-        slots = torch.from_numpy(np.concatenate((span.table.slots(0, keys), padding))).to(device)
-    positions = None if span.positions is None else torch.from_numpy(span.positions).to(device)
-    return Segment(first_row, len(span.tokens), span.start, positions, keys, padded, first, slots)
+def _segments(span: Span, first_row: int, pool: KVPool, device: torch.device) -> list[Segment]:
+    """A span in pieces of SEGMENT_ROWS rows, each of which sees the keys up to its own last position."""
+    out, first_slot = [], span.table.first_slot
+    for at in range(0, len(span.tokens), SEGMENT_ROWS):
+        count = min(SEGMENT_ROWS, len(span.tokens) - at)
+        part = None if span.positions is None else span.positions[at : at + count]
+        keys = span.start + at + count if part is None else int(part[-1]) + 1
+        padded = -(-keys // KEY_BLOCK) * KEY_BLOCK
+        first, slots = first_slot, None
+        # Keys behind the sequence's end are read, though masked: they must at least be inside the pool.
+        if first is None or first + padded > pool.keys.shape[2]:
+            first = None
+            padding = np.full(padded - keys, pool.padding_slot)
+            slots = torch.from_numpy(np.concatenate((span.table.slots(0, keys), padding))).to(device)
+        positions = None if part is None else torch.from_numpy(part).to(device)
+        out.append(Segment(first_row + at, count, span.start + at, positions, keys, padded, first, slots))
+    return out
