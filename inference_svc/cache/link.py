@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,11 +23,14 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import KVSidecarError, from_rpc
 from kvsidecar.layout import SINK_TOKENS, Geometry, layout_of, new_header
+from torch import Tensor
 
 from inference_svc.cache.economy import Economy
 from inference_svc.cache.session import DaemonLink, Session
+from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sequence import Sequence, State, StoredPrefix
+from inference_svc.reuse.placement import Rotation
 from inference_svc.reuse.plan import Plan, Stretch
 from inference_svc.reuse.policy import ReusePolicy
 from inference_svc.reuse.strategies.base import cost
@@ -41,6 +44,18 @@ _GROUP = 32
 _LEAST_MISSING = 64
 # Shorter chunks are not worth a seam.
 _LEAST_PLACED = 8
+# From so many tokens on, the forward begins when the first layers are there; layers are copied so many at a time.
+_LAYERWISE_TOKENS, _LAYER_GROUP = 512, 4
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A chunk to be copied to ``slots [tokens]`` of the pool."""
+
+    header: ChunkHeader
+    payload: memoryview
+    slots: Tensor
+    rotation: Rotation | None
 
 
 @dataclass
@@ -94,7 +109,7 @@ class CacheLink:
             or not self._economy.worth_loading(sequence.missing)
         ):
             return False
-        self._thread.submit(self._guarded, self._load, sequence, pool, done)
+        self._thread.submit(self._guarded_load, sequence, pool, done)
         return True
 
     def probe(self, sequence: Sequence) -> None:
@@ -114,7 +129,9 @@ class CacheLink:
         with contextlib.suppress(grpc.RpcError):
             sequence.expected_cached = session.stub.Match(request, timeout=self._timeout).matched_tokens
 
-    def _load(self, session: Session, sequence: Sequence, pool: KVPool) -> int:
+    def _load(self, session: Session, sequence: Sequence, pool: KVPool, done: Done) -> None:
+        """Looks a prompt up and copies what is found, layers in order: ``done`` is told as soon as the first ones are
+        there, and the sequence's gate opens for the others as they come."""
         began = time.perf_counter()
         request = pb.MatchRequest(
             session_id=session.id,
@@ -124,34 +141,73 @@ class CacheLink:
         )
         found = session.stub.Match(request, timeout=self._timeout)
         looked_up = time.perf_counter()
+        gate: LayerGate | None = None
+        try:
+            pieces, tokens = self._prefix_pieces(session, sequence, pool, found.matches)
+            exact = max(tokens, sequence.computed)
+            placed, stretches = self._content_pieces(session, sequence, pool, found.contents, exact)
+            pieces += placed
+            if stretches:
+                sequence.plan = Plan(len(sequence.tokens), exact, tuple(stretches))
+            stored = _stored_prefix(found.matches)
+            if stored.covered >= sequence.stored.covered:
+                sequence.stored = stored
+            sequence.timings.lookup_ms += (looked_up - began) * 1e3
+            sequence.timings.transfer_ms += found.promote_ms
+            layers = self._geometry.layers
+            restored = sum(len(piece.slots) for piece in pieces)
+            if restored >= _LAYERWISE_TOKENS:
+                gate = sequence.gate = LayerGate(layers)
+                done(sequence, tokens)
+            group = _LAYER_GROUP if gate else layers
+            for first in range(0, layers, group):
+                part = range(first, min(first + group, layers))
+                for piece in pieces:
+                    unpack_chunk(pool.keys, pool.values, piece.slots, piece.header, piece.payload, piece.rotation, part)
+                if not session.trusted:
+                    raise ConnectionError("the session ended while chunks were copied")
+                if gate:
+                    gate.open(part.stop)
+        finally:
+            if gate:
+                gate.fail()
+            self._release(session, [m.lease_id for m in [*found.matches, *(c.match for c in found.contents)]])
+        ended = time.perf_counter()
+        sequence.timings.restore_ms += (ended - looked_up) * 1e3
+        self._economy.loaded(restored, ended - began)
+        if not gate:
+            done(sequence, tokens)
+
+    def _prefix_pieces(
+        self, session: Session, sequence: Sequence, pool: KVPool, matches: Any
+    ) -> tuple[list[_Piece], int]:
+        """The chunks of the longest stored prefix, and how many tokens it has."""
         # The last token is always computed: its logits are wanted.
         most = len(sequence.tokens) - 1
+        out: list[_Piece] = []
         tokens = 0
-        try:
-            for match in found.matches:
-                take = min(match.matched_tokens, most - tokens)
-                if take <= 0:
-                    break
-                if tokens + take > sequence.computed:
-                    self._restore(session, sequence, pool, match, tokens, take)
-                tokens += take
-            stretches = self._place_all(session, sequence, pool, found.contents, max(tokens, sequence.computed))
-            if not session.trusted:
-                raise ConnectionError("the session ended while chunks were copied")
-        finally:
-            leased = [*found.matches, *(c.match for c in found.contents)]
-            self._release(session, [m.lease_id for m in leased])
-        if stretches:
-            sequence.plan = Plan(len(sequence.tokens), max(tokens, sequence.computed), tuple(stretches))
-        stored = _stored_prefix(found.matches)
-        if stored.covered >= sequence.stored.covered:
-            sequence.stored = stored
-        ended = time.perf_counter()
-        sequence.timings.lookup_ms += (looked_up - began) * 1e3
-        sequence.timings.transfer_ms += found.promote_ms
-        sequence.timings.restore_ms += (ended - looked_up) * 1e3
-        self._economy.loaded(tokens, ended - began)
-        return tokens
+        assert sequence.table is not None
+        for match in matches:
+            take = min(match.matched_tokens, most - tokens)
+            if take <= 0:
+                break
+            if match.header.start_position != tokens:
+                raise ValueError(f"a chunk at {match.header.start_position} does not continue {tokens} tokens")
+            if tokens + take > sequence.computed:
+                slots = torch.from_numpy(sequence.table.slots(tokens, tokens + take))
+                # What the pool has already stays as it is; others may be reading it.
+                slots[: max(0, sequence.computed - tokens)] = pool.padding_slot
+                out.append(self._piece(session, match, slots, None))
+            tokens += take
+        return out, tokens
+
+    def _piece(self, session: Session, match: pb.ChunkMatch, slots: Tensor, rotation: Rotation | None) -> _Piece:
+        header = match.header
+        if Geometry.of(header) != self._geometry:
+            raise ValueError(f"a chunk of {Geometry.of(header)} in a worker of {self._geometry}")
+        if match.slot.size_bytes != layout_of(header).size_bytes:
+            raise ValueError(f"a slot of {match.slot.size_bytes} bytes does not hold its chunk")
+        return _Piece(header, session.view(match.slot), slots, rotation)
 
     def _probes(self, session: Session, sequence: Sequence) -> list[pb.ContentProbe]:
         """The chunks of a prompt, where those that were read elsewhere may be reused."""
@@ -165,29 +221,28 @@ class CacheLink:
             if b > sequence.computed and b - a >= _LEAST_PLACED
         ]
 
-    def _place_all(
+    def _content_pieces(
         self, session: Session, sequence: Sequence, pool: KVPool, contents: Any, exact: int
-    ) -> list[Stretch]:
-        """Puts chunks that were found by content where the prompt has them, keys turned to their new positions."""
+    ) -> tuple[list[_Piece], list[Stretch]]:
+        """Chunks that were found by content, keys turned to where the prompt has them."""
         assert sequence.table is not None
-        out: list[Stretch] = []
+        out: list[_Piece] = []
+        stretches: list[Stretch] = []
         for found in contents:
-            header, slot = found.match.header, found.match.slot
+            header = found.match.header
             end = found.start + len(header.token_ids)
             # The first tokens of all attract attention whatever they say; elsewhere they must not.
             start = max(found.start + (SINK_TOKENS if header.start_position == 0 else 0), exact)
             if end - start < _LEAST_PLACED or not self._pays():
                 continue
-            if Geometry.of(header) != self._geometry or slot.size_bytes != layout_of(header).size_bytes:
-                raise ValueError(f"a chunk of {Geometry.of(header)} in {slot.size_bytes} bytes does not fit")
             slots = torch.from_numpy(sequence.table.slots(found.start, end))
             slots[: start - found.start] = pool.padding_slot
             delta = found.start - header.start_position
             assert self._policy.rotary is not None
             rotation = self._policy.rotary.by(delta) if delta else None
-            unpack_chunk(pool.keys, pool.values, slots, header, session.view(slot), rotation)
-            out.append(Stretch(start, end))
-        return out
+            out.append(self._piece(session, found.match, slots, rotation))
+            stretches.append(Stretch(start, end))
+        return out, stretches
 
     def _pays(self) -> bool:
         """Whether loading and repairing a token is cheaper than computing it; not asked when the operator insists."""
@@ -202,20 +257,6 @@ class CacheLink:
             self._releases.add(call)
             call.add_done_callback(self._releases.discard)
 
-    def _restore(
-        self, session: Session, sequence: Sequence, pool: KVPool, match: pb.ChunkMatch, at: int, take: int
-    ) -> None:
-        header = match.header
-        if Geometry.of(header) != self._geometry or header.start_position != at:
-            raise ValueError(f"a chunk at {header.start_position} of {Geometry.of(header)} does not fit at {at}")
-        if match.slot.size_bytes != layout_of(header).size_bytes:
-            raise ValueError(f"a slot of {match.slot.size_bytes} bytes does not hold its chunk")
-        assert sequence.table is not None
-        slots = torch.from_numpy(sequence.table.slots(at, at + take))
-        # What the pool has already stays as it is; others may be reading it.
-        slots[: max(0, sequence.computed - at)] = pool.padding_slot
-        unpack_chunk(pool.keys, pool.values, slots, header, session.view(match.slot))
-
     # ---- storing --------------------------------------------------------------------------------------------
 
     def save(self, sequence: Sequence, pool: KVPool, done: Done) -> bool:
@@ -224,7 +265,7 @@ class CacheLink:
             self._economy.prefilled(computed, sequence.timings.prefill_ms / 1e3)
         if self._daemon.session is None or sequence.reusable <= sequence.stored.covered:
             return False
-        self._thread.submit(self._guarded, self._save, sequence, pool, done)
+        self._thread.submit(self._guarded_save, sequence, pool, done)
         return True
 
     def _save(self, session: Session, sequence: Sequence, pool: KVPool) -> int:
@@ -302,23 +343,46 @@ class CacheLink:
 
     # ---- failing --------------------------------------------------------------------------------------------
 
-    def _guarded(self, work: Any, sequence: Sequence, pool: KVPool, done: Done) -> None:
-        """Runs a piece of work; any failure ends the session and counts, and the request goes on with 0 tokens."""
+    def _guarded_load(self, sequence: Sequence, pool: KVPool, done: Done) -> None:
+        told = False
+
+        def tell(loaded: Sequence, tokens: int) -> None:
+            nonlocal told
+            told = True
+            done(loaded, tokens)
+
+        with self._guard(sequence) as session:
+            if session is not None:
+                self._load(session, sequence, pool, tell)
+        if not told:
+            sequence.plan = None
+            done(sequence, 0)
+
+    def _guarded_save(self, sequence: Sequence, pool: KVPool, done: Done) -> None:
         tokens = 0
-        session = self._daemon.session
-        if session is not None:
-            try:
-                tokens = work(session, sequence, pool)
-            except (grpc.RpcError, KVSidecarError, ConnectionError, ValueError) as error:
-                self.stats.failures += 1
-                text = from_rpc(error) if isinstance(error, grpc.RpcError) else error
-                log.warning("cache failed, computing instead", request=sequence.id, error=str(text))
-                self._daemon.drop(session)
-            except Exception:
-                self.stats.failures += 1
-                log.exception("cache failed, computing instead", request=sequence.id)
-                self._daemon.drop(session)
+        with self._guard(sequence) as session:
+            if session is not None:
+                tokens = self._save(session, sequence, pool)
         done(sequence, tokens)
+
+    @contextlib.contextmanager
+    def _guard(self, sequence: Sequence) -> Iterator[Session | None]:
+        """The session, if there is one; any failure with it ends it and counts, and the request goes on without."""
+        session = self._daemon.session
+        try:
+            yield session
+        except (grpc.RpcError, KVSidecarError, ConnectionError, ValueError) as error:
+            text = str(from_rpc(error)) if isinstance(error, grpc.RpcError) else str(error)
+            self._give_up(session)
+            log.warning("cache failed, computing instead", request=sequence.id, error=text)
+        except Exception:
+            self._give_up(session)
+            log.exception("cache failed, computing instead", request=sequence.id)
+
+    def _give_up(self, session: Session | None) -> None:
+        self.stats.failures += 1
+        if session is not None:
+            self._daemon.drop(session)
 
 
 def _stored_prefix(matches: Any) -> StoredPrefix:

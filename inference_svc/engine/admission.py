@@ -77,7 +77,8 @@ class Admission:
             if other.cache.tenant_salt != salt or not other.cache.write or other.tokens[0] != sequence.tokens[0]:
                 continue
             shared = common_prefix(tokens, as_array(other.tokens))
-            if min(shared, other.reusable) > source.tokens:
+            loaded = other.gate is None or other.gate.complete
+            if loaded and min(shared, other.reusable) > source.tokens:
                 source = Source(min(shared, other.reusable), running=other)
             coming = max(coming, min(shared, other.prompt_tokens if other.plan is None else other.plan.exact))
         if source.tokens < LEAST_SHARED:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
@@ -20,6 +20,7 @@ from kvsidecar.errors import Overloaded, PromptTooLong, Unavailable
 from inference_svc.engine import rows
 from inference_svc.engine.admission import Admission, as_array
 from inference_svc.engine.forward import Decoder
+from inference_svc.engine.gate import RestoreFailed
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
 from inference_svc.engine.repair import Repairing
 from inference_svc.engine.residents import Resident, Residents
@@ -189,6 +190,11 @@ class Engine:
         """Finished sequences that are kept for reuse."""
         return len(self._residents)
 
+    def resident(self, number: int) -> Resident:
+        """One of them, the least recently used first. Call it when idle."""
+        with self._stepping:
+            return self._residents.held[number]
+
     def _count_free(self) -> int:
         pages = [p for s in self._live() if s.table for first, n in s.table.ranges for p in range(first, first + n)]
         return self.pool.pages - len(set(pages))
@@ -241,10 +247,21 @@ class Engine:
         self._drop_cancelled()
         self._admit()
         spans = self._plan()
-        if spans:
-            self._forward(spans)
-        for sequence in list(self._repairs):
-            self._repair_piece(sequence)
+        try:
+            if spans:
+                self._forward(spans)
+            for sequence in list(self._repairs):
+                self._repair_piece(sequence)
+        except RestoreFailed:
+            # What others computed in this step they compute again in the next: nothing of it was counted.
+            for sequence in [s for s in self._running if s.gate is not None and s.gate.failed]:
+                self._read_again(sequence)
+
+    def _read_again(self, sequence: Sequence) -> None:
+        """Sends a sequence whose loading failed back to the queue, to be computed without the cache."""
+        sequence.cache = replace(sequence.cache, read=False)
+        sequence.cached_tokens = 0
+        self._preempt(sequence)
 
     def _forward(self, spans: list[tuple[Sequence, rows.Span]]) -> None:
         """Computes the spans' rows and advances the sequences whose last token was among them."""
@@ -285,6 +302,7 @@ class Engine:
             sequence.plan,
             *self._repair,
             piece_rows=self._limits.batch_tokens,
+            gate=sequence.gate,
         )
         self._repairs[sequence] = work, work.steps()
 
@@ -355,7 +373,9 @@ class Engine:
             assert sequence.table is not None
             end = sequence.computed + count
             piece = sequence.tokens[sequence.computed : end]
-            spans.append((sequence, rows.Span(piece, sequence.computed, sequence.table, end == len(sequence.tokens))))
+            last = end == len(sequence.tokens)
+            span = rows.Span(piece, sequence.computed, sequence.table, last, gate=sequence.gate)
+            spans.append((sequence, span))
             budget -= count
         # Making room for a later sequence may have sent an earlier one back to the queue.
         return [(s, span) for s, span in spans if s.state is State.RUNNING]
@@ -435,7 +455,7 @@ class Engine:
         """Keeps what a finished sequence computed, for those that go on from it."""
         table = sequence.table
         assert table is not None
-        sequence.table = None
+        sequence.table = sequence.gate = None
         if not sequence.cache.write:
             self.pool.free(table)
             return
@@ -447,6 +467,9 @@ class Engine:
         self._residents.keep(Resident(tokens, table, sequence.cache.tenant_salt, sequence.stored))
 
     def _free(self, sequence: Sequence) -> None:
+        if sequence.gate is not None:
+            sequence.gate.wait_done()  # until then the cache's thread writes to the pages
+            sequence.gate = None
         if sequence.table is not None:
             self.pool.free(sequence.table)
             sequence.table = None

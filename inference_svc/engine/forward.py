@@ -96,7 +96,8 @@ class Decoder:
         """The model's own layers over ``hidden [rows, width]``."""
         states, positions = hidden[None], batch.positions[None]
         angles = self._rotary(states, positions)
-        for layer in self._layers[first:end]:
+        for i, layer in enumerate(self._layers[first:end], first):
+            batch.pass_layer(i)
             out = layer(
                 states,
                 attention_mask=batch,

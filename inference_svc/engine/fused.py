@@ -146,6 +146,7 @@ class FusedLayers:
         for i in range(first, end):
             layer = self._layers[i]
             self._project(work, i, delta)
+            batch.pass_layer(i)
             work.plan.attend(work.queries, work.attended, i, layer.scale, layer.window)
             delta = raw(layer.o(work.flat))
             cpu_rows.norm_rows(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from inference_svc.engine import rows
 from inference_svc.engine.forward import Decoder
+from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import BlockTable, KVPool
 from inference_svc.reuse.plan import Plan, Positions
 from inference_svc.reuse.strategies import Repair, Signals
@@ -56,11 +57,12 @@ class Repairing:
         *,
         piece_rows: int = 512,
         logits_at: Positions | None = None,
+        gate: LayerGate | None = None,
     ) -> None:
         self._decoder, self._pool, self._table = decoder, pool, table
         self._tokens = np.asarray(tokens)
         self._plan, self._strategy, self._ratio = plan, strategy, ratio
-        self._piece_rows = piece_rows
+        self._piece_rows, self._gate = piece_rows, gate
         self._logits_at = np.asarray([plan.tokens - 1]) if logits_at is None else logits_at
         self._device = pool.keys.device
         self.recomputed = 0
@@ -96,7 +98,7 @@ class Repairing:
         return chosen
 
     def _batch(self, positions: Positions, logits: bool = False) -> rows.Batch:
-        span = rows.Span(self._tokens[positions].tolist(), 0, self._table, False, positions)
+        span = rows.Span(self._tokens[positions].tolist(), 0, self._table, False, positions, self._gate)
         batch = rows.build([span], self._pool, self._device)
         wanted = np.flatnonzero(np.isin(positions, self._logits_at)) if logits else np.empty(0, np.int64)
         if len(wanted):
@@ -108,6 +110,7 @@ class Repairing:
         """Runs the lowest layers. Returns the states ``[rows, width]`` and each row's deviation at ``depth``."""
         batch = self._batch(positions)
         hidden = self._decoder.advance(self._decoder.embed(batch), batch, 0, depth)
+        batch.pass_layer(depth)
         slots = batch.slots[: batch.real]
         before = [t[depth].index_select(1, slots).float() for t in (self._pool.keys, self._pool.values)]
         self._decoder.project(hidden.clone(), batch, depth)

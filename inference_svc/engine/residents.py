@@ -46,6 +46,11 @@ class Residents:
         return len(self._held)
 
     @property
+    def held(self) -> list[Resident]:
+        """All of them, the least recently used first."""
+        return list(self._held.values())
+
+    @property
     def tables(self) -> list[BlockTable]:
         return [r.table for r in self._held.values()]
 

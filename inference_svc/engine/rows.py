@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
 
 # Matrix kernels give a row the same bits in every batch whose row count is a multiple of this.
@@ -35,6 +36,7 @@ class Span:
     table: BlockTable
     wants_logits: bool
     positions: NDArray[np.int64] | None = None
+    gate: LayerGate | None = None  # when keys and values of earlier positions are still being loaded
 
     @property
     def end(self) -> int:
@@ -81,6 +83,12 @@ class Batch:
     contiguous_slots: tuple[int, int] | None  # first slot and rows, when all real rows lie in one piece
     project_only: bool = False  # a layer stops when its keys and values are written
     observer: Observer | None = None
+    gates: tuple[LayerGate, ...] = ()
+
+    def pass_layer(self, layer: int) -> None:
+        """Waits for what is still being loaded of a layer. Raises RestoreFailed."""
+        for gate in self.gates:
+            gate.pass_layer(layer)
 
 
 class Observer(Protocol):
@@ -120,6 +128,7 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
         real=real,
         pool=pool,
         contiguous_slots=None if piece is None else (piece + spans[0].start, real),
+        gates=tuple(span.gate for span in spans if span.gate is not None and not span.gate.complete),
     )
 
 

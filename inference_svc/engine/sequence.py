@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import BlockTable
 from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams
 from inference_svc.engine.text import TextStream
@@ -103,6 +104,7 @@ class Sequence:
     computed: int = 0
     cached_tokens: int = 0
     expected_cached: int = 0  # what the cache was seen to hold while the sequence waited
+    gate: LayerGate | None = None  # while deeper layers are still being loaded
     plan: Plan | None = None  # when parts of the prompt were read in another context
     recomputed_tokens: int = 0
     stored: StoredPrefix = field(default_factory=StoredPrefix)

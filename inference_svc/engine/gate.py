@@ -1,0 +1,64 @@
+"""Layer-wise restore: the forward goes on while deeper layers are still being loaded."""
+
+from __future__ import annotations
+
+import threading
+
+from kvsidecar.errors import KVSidecarError
+
+# A copy that takes longer than this has died.
+_PATIENCE_SECONDS = 60.0
+
+
+class RestoreFailed(KVSidecarError):
+    """Loading ended before all layers were there."""
+
+
+class LayerGate:
+    """Says up to which layer a sequence's loaded keys and values are in the pool. The loader opens it layer by layer;
+    whoever reads a layer passes first. Thread-safe."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers, self._ready = layers, 0
+        self._failed = False
+        self._changed = threading.Condition()
+
+    @property
+    def complete(self) -> bool:
+        """All layers are there."""
+        return self._ready == self._layers
+
+    @property
+    def done(self) -> bool:
+        """Loading is over, well or not: nobody writes any more."""
+        return self._failed or self.complete
+
+    @property
+    def failed(self) -> bool:
+        return self._failed
+
+    def open(self, layers: int) -> None:
+        """The first ``layers`` layers are complete."""
+        with self._changed:
+            self._ready = layers
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """No further layer will come. Without effect when all are there."""
+        with self._changed:
+            self._failed = self._ready < self._layers
+            self._changed.notify_all()
+
+    def pass_layer(self, layer: int) -> None:
+        """Waits until a layer is there. Raises RestoreFailed."""
+        if self._ready > layer:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self._ready > layer, _PATIENCE_SECONDS)
+            if self._ready <= layer:
+                raise RestoreFailed(f"layer {layer} was not loaded")
+
+    def wait_done(self) -> None:
+        """Waits until nobody writes any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.done)
