@@ -126,7 +126,8 @@ class Repairing:
         observer = Observer(torch.zeros(self._plan.tokens, device=self._device))
         batch = replace(self._batch(question), observer=observer)
         states = _padded(hidden[np.searchsorted(positions, question)], len(batch.tokens))
-        self._decoder.advance(states, batch, depth, self._decoder.layers)
+        # Where it looks shows well before the last layer.
+        self._decoder.advance(states, batch, depth, max(depth + 1, self._decoder.layers * 2 // 3))
         return observer.mass.cpu().numpy()[self._plan.approximate_positions]
 
     def _finish(self, positions: Positions, hidden: Tensor | None, depth: int) -> Iterator[int]:

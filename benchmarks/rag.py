@@ -1,0 +1,138 @@
+"""Questions over retrieved documents: what is reused, and the time to first token, by chunking and by repair.
+
+A library of documents is read once. Every request then puts some of them, in an order of its own, behind a system
+prompt and before a fresh question; between requests nothing else is stored. ``found_ratio`` is the share of the
+documents' tokens that came from the cache, whether as a prefix or elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from rich.progress import Progress
+
+from benchmarks import report
+from benchmarks.node import Node
+
+CHUNKINGS = ("fixed", "boundary", "document", "content_defined")
+REPAIRS = ("none", "selective", "cacheblend", "guided")
+QUESTION_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Request:
+    """Token ids and where its documents end."""
+
+    tokens: list[int]
+    segment_ends: list[int]
+    document_tokens: int
+
+
+class Library:
+    """Documents of varying length, and requests over them."""
+
+    def __init__(self, seed: int, documents: int, mean_tokens: int) -> None:
+        self._rng = random.Random(seed)
+        self.system = self._words(60)
+        self._documents = [
+            self._words(self._rng.randint(mean_tokens // 2, mean_tokens * 3 // 2)) for _ in range(documents)
+        ]
+
+    def _words(self, count: int) -> list[int]:
+        return [self._rng.randrange(16, 4000) for _ in range(count)]
+
+    def _request(self, chosen: list[list[int]]) -> Request:
+        tokens, ends = [1, *self.system], [1 + len(self.system)]
+        for document in chosen:
+            tokens = tokens + document
+            ends.append(len(tokens))
+        return Request(tokens + self._words(QUESTION_TOKENS), ends, sum(map(len, chosen)))
+
+    def reading(self) -> list[Request]:
+        """Requests that together contain every document once."""
+        return [self._request(self._documents[i : i + 4]) for i in range(0, len(self._documents), 4)]
+
+    def asking(self, least: int, most: int) -> Request:
+        """A request over a few documents in any order."""
+        return self._request(self._rng.sample(self._documents, self._rng.randint(least, most)))
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    arms = {"nocache": {"approximate": "off"}, "prefix_only": {"approximate": "off"}}
+    arms |= {f"{c}_guided": {"chunking": c, "repair": "guided", "approximate": "always"} for c in CHUNKINGS}
+    arms |= {
+        f"document_{r}": {"chunking": "document", "repair": r, "approximate": "always"}
+        for r in REPAIRS
+        if r != "guided"
+    }
+    library = Library(options.seed, options.documents, options.document_tokens)
+    asked = [library.asking(*options.retrieved) for _ in range(options.requests)]
+    times: dict[str, list[float]] = {a: [] for a in arms}
+    found: dict[str, list[float]] = {a: [] for a in arms}
+    recomputed: dict[str, list[float]] = {a: [] for a in arms}
+    with Progress(console=report.console, transient=True) as progress:
+        bar = progress.add_task("measuring", total=len(arms) * (len(asked) + 1))
+        for arm, flags in arms.items():
+            # One node at a time: several models would not fit beside each other.
+            with Node(
+                options.model,
+                storage_bits=options.storage_bits,
+                arena_bytes="512MiB",
+                worker_flags={"resident_sequences": 0, "chunk_tokens": options.chunk_tokens, **flags},
+            ) as node:
+                client = node.client()
+                for request in library.reading() if arm != "nocache" else []:
+                    client.generate(request.tokens, max_tokens=1, segment_ends=request.segment_ends)
+                node.settle()
+                progress.advance(bar)
+                for request in asked:
+                    result = client.generate(
+                        request.tokens,
+                        max_tokens=1,
+                        temperature=0,
+                        segment_ends=request.segment_ends,
+                        skip_cache=arm == "nocache",
+                    )
+                    node.settle()
+                    times[arm].append(result.ttft_ms)
+                    found[arm].append(max(0, result.cached_tokens - 1 - len(library.system)) / request.document_tokens)
+                    recomputed[arm].append(result.recomputed_tokens / max(1, result.approximate_tokens))
+                    progress.advance(bar)
+    rows = [
+        {
+            "arm": arm,
+            "chunking": str(flags.get("chunking", "content_defined")),
+            "repair": str(flags.get("repair", "")),
+            "requests": len(asked),
+            "ttft_ms_p50": report.median(times[arm]),
+            "ttft_ratio": round(report.median(times[arm]) / report.median(times["nocache"]), 3),
+            "found_ratio": round(sum(found[arm]) / len(asked), 4),
+            "recomputed_ratio": round(sum(recomputed[arm]) / len(asked), 4),
+        }
+        for arm, flags in arms.items()
+    ]
+    summary = {f"{r['arm']}_speedup": round(1 / r["ttft_ratio"], 2) for r in rows if r["arm"] != "nocache"}
+    return report.write(options, "rag", rows, summary)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("rag", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--documents", type=int, default=24, help="documents in the library")
+    parser.add_argument("--document-tokens", type=int, default=200, help="mean length of a document")
+    parser.add_argument("--retrieved", type=int, nargs=2, default=[3, 6], help="fewest and most documents of a request")
+    parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--chunk-tokens", type=int, default=64)
+    parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.documents, options.requests = 12, 6
+    return run(options)
+
+
+if __name__ == "__main__":
+    main()
