@@ -63,7 +63,9 @@ class Engine:
 
     def __init__(self, runtime: Runtime, daemon: subprocess.Popen[bytes] | None, folder: Path | None) -> None:
         self._runtime, self._daemon, self._folder = runtime, daemon, folder
-        self._prompter = Prompter(runtime.engine.loaded, runtime.engine.context_length)
+        self._prompter = Prompter(
+            runtime.engine.loaded, runtime.engine.context_length, runtime.config.document_separator
+        )
 
     @classmethod
     def from_pretrained(
@@ -129,7 +131,7 @@ class Engine:
 
     def warm(self, prompt: Prompt) -> int:
         """Reads a prompt into the cache. Returns how many of its tokens are stored."""
-        call = self._submit(self._prompter.tokens(to_prompt(prompt), generation_prompt=False), {"max_tokens": 1})
+        call = self._submit(self._prompter.tokens(to_prompt(prompt), generation_prompt=False)[0], {"max_tokens": 1})
         _wait(call)
         while True:
             output = call.outputs.get()

@@ -23,34 +23,67 @@ _MAX_STOPS, _MAX_LOGPROBS, _MAX_SALT_BYTES, _MAX_ID, _MAX_SEPARATOR = 8, 20, 256
 class Prompter:
     """Reads requests for one model. All methods raise InvalidRequest with one clear sentence."""
 
-    def __init__(self, loaded: LoadedModel, context_length: int) -> None:
+    def __init__(self, loaded: LoadedModel, context_length: int, document_separator: str = "") -> None:
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._context = context_length
+        self._separator = document_separator
         self._vocabulary = int(loaded.config.vocab_size)
 
-    def tokens(self, prompt: pb.Prompt, generation_prompt: bool = True) -> list[int]:
-        """Token ids of a prompt; at least one."""
+    def tokens(
+        self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None
+    ) -> tuple[list[int], Marks]:
+        """Token ids of a prompt, at least one, and where its documents end.
+
+        Text with a document separator is tokenized piece by piece, so that a document has the same tokens wherever
+        it stands.
+        """
+        cache = pb.CacheOptions() if cache is None else cache
+        separator = cache.document_separator if cache.HasField("document_separator") else self._separator
+        if len(separator) > _MAX_SEPARATOR:
+            raise InvalidRequest(
+                f"document_separator has {len(separator)} characters; at most {_MAX_SEPARATOR} are allowed"
+            )
         kind = prompt.WhichOneof("kind")
+        if cache.segment_ends and kind != "token_ids":
+            raise InvalidRequest("segment_ends counts tokens; send the prompt as token_ids with it")
         if kind == "token_ids":
             ids = list(prompt.token_ids.ids)
             wrong = next((i for i in ids if i >= self._vocabulary), None)
             if wrong is not None:
                 raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {self._vocabulary}")
+            marks = self._marks(cache, separator, len(ids))
         elif kind == "text":
-            ids = self._encode(prompt.text, special=True)
+            ids, marks = self._encode(prompt.text, True, separator)
         elif kind == "chat":
-            ids = self._chat(prompt.chat, generation_prompt)
+            ids, marks = self._encode(self._rendered(prompt.chat, generation_prompt), False, separator)
         else:
             raise InvalidRequest("the prompt is missing; set text, token_ids or chat")
         if not ids:
             raise InvalidRequest("the prompt is empty; at least one token is needed")
-        return ids
+        return ids, marks
 
-    def _encode(self, text: str, special: bool) -> list[int]:
+    def _encode(self, text: str, special: bool, separator: str) -> tuple[list[int], Marks]:
+        if not separator or separator not in text:
+            return self._ids(text, special), Marks()
+        first, *others = text.split(separator)
+        ids, ends = self._ids(first, special), []
+        for other in others:
+            ends.append(len(ids))
+            ids += self._ids(separator + other, False)
+        return ids, Marks(segment_ends=tuple(end for end in ends if end))
+
+    def _ids(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
-    def _chat(self, chat: pb.Chat, generation_prompt: bool) -> list[int]:
+    def _marks(self, cache: pb.CacheOptions, separator: str, tokens: int) -> Marks:
+        ends = tuple(cache.segment_ends)
+        if any(b <= a for a, b in pairwise((0, *ends))) or (ends and ends[-1] > tokens):
+            raise InvalidRequest(f"segment_ends must rise from 1 to at most the prompt's {tokens} tokens")
+        return Marks(tuple(self._ids(separator, False)) if separator else (), ends)
+
+    def _rendered(self, chat: pb.Chat, generation_prompt: bool) -> str:
+        """A conversation as the model's template writes it."""
         if not chat.messages:
             raise InvalidRequest("messages is empty; at least one message is needed")
         for message in chat.messages:
@@ -65,11 +98,11 @@ class Prompter:
             )
         except Exception as error:  # a template raises what it likes
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from error
-        return self._encode(str(text), special=False)
+        return str(text)
 
     def sequence(self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float) -> Sequence:
         """A sequence ready to be submitted."""
-        tokens = self.tokens(request.prompt)
+        tokens, marks = self.tokens(request.prompt, cache=request.cache)
         room = self._context - len(tokens)
         if room < 1:
             raise PromptTooLong(
@@ -93,7 +126,7 @@ class Prompter:
             stop_tokens=frozenset() if request.ignore_eos else stops,
             text=TextStream(self._tokenizer, self.stop_strings(request), stops),
             sink=sink,
-            cache=self.cache_use(request.cache, request.prompt, len(tokens)),
+            cache=self.cache_use(request.cache, marks),
             logprobs=logprobs,
             arrived=arrived,
         )
@@ -112,7 +145,8 @@ class Prompter:
             raise InvalidRequest("stop has an empty string; each must have at least one character")
         return tuple(request.stop)
 
-    def cache_use(self, given: pb.CacheOptions, prompt: pb.Prompt, tokens: int) -> CacheUse:
+    @staticmethod
+    def cache_use(given: pb.CacheOptions, marks: Marks) -> CacheUse:
         if len(given.tenant_salt) > _MAX_SALT_BYTES:
             raise InvalidRequest(
                 f"tenant_salt has {len(given.tenant_salt)} bytes; at most {_MAX_SALT_BYTES} are allowed"
@@ -122,18 +156,5 @@ class Prompter:
             write=not given.skip_write,
             tenant_salt=given.tenant_salt,
             exact_only=given.exact_only,
-            marks=self._marks(given, prompt, tokens),
+            marks=marks,
         )
-
-    def _marks(self, given: pb.CacheOptions, prompt: pb.Prompt, tokens: int) -> Marks:
-        separator = given.document_separator
-        if len(separator) > _MAX_SEPARATOR:
-            raise InvalidRequest(
-                f"document_separator has {len(separator)} characters; at most {_MAX_SEPARATOR} are allowed"
-            )
-        ends = tuple(given.segment_ends)
-        if ends and prompt.WhichOneof("kind") != "token_ids":
-            raise InvalidRequest("segment_ends counts tokens; send the prompt as token_ids with it")
-        if any(b <= a for a, b in pairwise((0, *ends))) or (ends and ends[-1] > tokens):
-            raise InvalidRequest(f"segment_ends must rise from 1 to at most the prompt's {tokens} tokens")
-        return Marks(tuple(self._encode(separator, special=False)) if separator else (), ends)

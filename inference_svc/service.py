@@ -120,10 +120,11 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
-        tokens = self._prompter.tokens(request.prompt, generation_prompt=False)
+        tokens, marks = self._prompter.tokens(request.prompt, generation_prompt=False, cache=request.cache)
         inner = pb.GenerateRequest(
             prompt=pb.Prompt(token_ids=pb.TokenIds(ids=tokens)), max_tokens=1, cache=request.cache
         )
+        inner.cache.segment_ends[:] = marks.segment_ends
         sequence, outputs = self._submit(inner)
         output = Output()
         try:
@@ -142,7 +143,7 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        return pb.TokenizeResponse(token_ids=self._prompter.tokens(request.prompt))
+        return pb.TokenizeResponse(token_ids=self._prompter.tokens(request.prompt)[0])
 
     @unary(INFERENCE_DOMAIN)
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:

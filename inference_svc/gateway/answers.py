@@ -24,7 +24,10 @@ def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": generated,
         "total_tokens": prompt_tokens + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in prompts)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(u.cached_tokens for u in prompts),
+            "approximate_tokens": sum(u.approximate_tokens for u in prompts),
+        },
     }
 
 

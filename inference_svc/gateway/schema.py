@@ -66,6 +66,12 @@ class _Common(BaseModel):
     ignore_eos: bool = False
     cache_salt: str = ""
     """Separates tenants: requests with different salts never share cached text."""
+    document_separator: str | None = Field(default=None, max_length=64)
+    """Text before which the prompt's documents begin; each is found again wherever it stands."""
+    segment_ends: list[int] = Field(default_factory=list)
+    """Where documents end in a prompt of token ids."""
+    exact_only: bool = False
+    """Reuse nothing that was read in another context."""
 
     @property
     def choices(self) -> int:
@@ -91,7 +97,12 @@ class _Common(BaseModel):
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
             ),
-            cache=pb.CacheOptions(tenant_salt=self.cache_salt.encode()),
+            cache=pb.CacheOptions(
+                tenant_salt=self.cache_salt.encode(),
+                document_separator=self.document_separator,
+                segment_ends=self.segment_ends,
+                exact_only=self.exact_only,
+            ),
             request_id=request_id,
         )
 

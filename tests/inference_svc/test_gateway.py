@@ -47,7 +47,8 @@ class Gateway:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Node]:
-    with Node("demo", workers=2, arena_bytes="64MiB", pool_bytes="64MiB") as node:
+    flags = {"chunking": "document", "approximate": "always"}
+    with Node("demo", workers=2, arena_bytes="64MiB", pool_bytes="64MiB", worker_flags=flags) as node:
         yield node
 
 
@@ -81,6 +82,20 @@ def test_cached_tokens_are_reported(gateway: Gateway, two: Node) -> None:
     second = gateway.client.chat.completions.create(model="demo", messages=messages, max_tokens=4, temperature=0)
     assert second.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens - 1
     assert second.choices[0].message.content == first.choices[0].message.content
+
+
+def test_separated_documents_are_found_in_another_order(gateway: Gateway, two: Node) -> None:
+    documents = [f"## {name} " + "works in a house by the sea and reads old books. " * 4 for name in ("Anna", "Bob")]
+
+    def ask(text: str, **extra: object) -> int:
+        body = {"document_separator": "## ", **extra}
+        answer = gateway.client.completions.create(model="demo", prompt=text, max_tokens=2, extra_body=body)
+        two.settle()
+        return int(answer.usage.prompt_tokens_details.approximate_tokens)
+
+    assert ask("Read: " + "".join(documents)) == 0
+    assert ask("Please: " + "".join(reversed(documents)) + "Where?") > 40
+    assert ask("Kindly: " + "".join(reversed(documents)) + "Who?", exact_only=True) == 0
 
 
 def test_completions_take_text_ids_and_lists(gateway: Gateway) -> None:
