@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +30,7 @@ from inference_svc.cache.session import DaemonLink, Session
 from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sequence import Sequence, State, StoredPrefix
+from inference_svc.reuse.chunking import Marks
 from inference_svc.reuse.placement import Rotation
 from inference_svc.reuse.plan import Plan, Stretch
 from inference_svc.reuse.policy import ReusePolicy
@@ -214,12 +215,18 @@ class CacheLink:
         if sequence.cache.exact_only or not self._policy.allows(session.verdict):
             return []
         # The last token is always computed.
-        ends = self._policy.chunker.ends(sequence.tokens[:-1], sequence.cache.marks)
+        ends = self._policy.chunker.ends(sequence.tokens[:-1], self._marks(sequence))
         return [
             pb.ContentProbe(start=a, tokens=b - a)
             for a, b in pairwise([0, *ends])
             if b > sequence.computed and b - a >= _LEAST_PLACED
         ]
+
+    @staticmethod
+    def _marks(sequence: Sequence) -> Marks:
+        """The request's marks, and one where its prompt ends: the answer is no part of the last document."""
+        marks = sequence.cache.marks
+        return replace(marks, segment_ends=(*marks.segment_ends, sequence.prompt_tokens))
 
     def _content_pieces(
         self, session: Session, sequence: Sequence, pool: KVPool, contents: Any, exact: int
@@ -303,7 +310,7 @@ class CacheLink:
         fresh = max(1, sequence.prompt_tokens - sequence.cached_tokens)
         per_token = sequence.timings.prefill_ms / 1e3 / fresh
         headers, start = [], prefix.tokens
-        for end in self._policy.chunker.ends(sequence.tokens[: sequence.reusable], sequence.cache.marks):
+        for end in self._policy.chunker.ends(sequence.tokens[: sequence.reusable], self._marks(sequence)):
             if end > start:
                 header = new_header(self._geometry, sequence.tokens[start:end], start)
                 header.prefill_seconds = per_token * (end - start)

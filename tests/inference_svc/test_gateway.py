@@ -94,7 +94,7 @@ def test_separated_documents_are_found_in_another_order(gateway: Gateway, two: N
         return int(answer.usage.prompt_tokens_details.approximate_tokens)
 
     assert ask("Read: " + "".join(documents)) == 0
-    assert ask("Please: " + "".join(reversed(documents)) + "Where?") > 40
+    assert ask("Please: " + "".join(reversed(documents)) + "## Where?") > 40
     assert ask("Kindly: " + "".join(reversed(documents)) + "Who?", exact_only=True) == 0
 
 

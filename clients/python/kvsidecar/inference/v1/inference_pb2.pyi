@@ -328,7 +328,8 @@ class CacheOptions(_message.Message):
     exact_only: _builtins.bool
     """Reuse nothing that was read in another context, whatever the worker is set to."""
     document_separator: _builtins.str
-    """Text that separates documents in the prompt; chunks are cut before it where the worker cuts by document.
+    """Text that documents in the prompt begin with, and the question after them: chunks are cut before it where the
+    worker cuts by document. Text is tokenized piece by piece then, so that a document has the same tokens everywhere.
     Absent: the worker's own. At most 64 characters.
     """
     @_builtins.property
