@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import report
 
-NAMES = ("replay", "ttft", "overhead", "decode")
+NAMES = ("replay", "ttft", "overhead", "decode", "quality", "rag")
 
 
 def main() -> None:

@@ -262,7 +262,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     tallies.setdefault(arm, Tally()).add(i, prompt.gold, full, outcome)
                 progress.advance(bar)
             rows += [tally.row(arm, name) for arm, tally in tallies.items()]
-    return report.write(options, "quality", rows, summary(rows))
+    shown = ("arm", "task", "accuracy", "accuracy_full", "flips", "kl_mean", "top1_agreement", "recomputed_ratio")
+    return report.write(options, "quality", rows, summary(rows), shown)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

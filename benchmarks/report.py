@@ -53,9 +53,13 @@ def _read(path: str) -> str:
 
 
 def write(
-    options: argparse.Namespace, name: str, rows: Sequence[dict[str, Any]], summary: dict[str, Any]
+    options: argparse.Namespace,
+    name: str,
+    rows: Sequence[dict[str, Any]],
+    summary: dict[str, Any],
+    shown: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Prints the rows and the summary, and writes them with ``--out``."""
+    """Prints the rows (all columns, or those of ``shown``) and the summary, and writes them with ``--out``."""
     config = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if k != "out"}
     versions = {"python": platform.python_version(), **{v: importlib.metadata.version(v) for v in _VERSIONS}}
     result = {
@@ -66,7 +70,7 @@ def write(
         "rows": list(rows),
         "summary": summary,
     }
-    console.print(table(rows))
+    console.print(table([{k: r[k] for k in shown} for r in rows] if shown else rows))
     for key, value in summary.items():
         console.print(f"{key}: [bold]{_shown(value)}[/bold]")
     if options.out:

@@ -160,11 +160,11 @@ def rows_for(progress: Progress, source: Rows, size: int) -> list[Row]:
         for name in rng.choices(names, weights if learned else [1, 1, 1, 2, 2], k=size - len(rows)):
             rows.append(source.task(name, rng.randint(3, progress.facts), progress.filler, implied=True))
         return rows
-    if rng.random() < 0.5:
+    if rng.random() < 0.6:
         drawn = rng.choices(names, weights, k=size)
-        return [source.task(name, rng.randint(2, progress.facts), progress.filler) for name in drawn]
+        return [source.task(name, rng.randint(2, progress.facts), progress.filler, implied=True) for name in drawn]
     length = rng.choice([128, 256, 256, 512, 1024, 2048] if progress.step % 8 == 0 else [128, 256])
-    return [source.language(length) for _ in range(max(1, 8192 // length))]
+    return [source.language(length) for _ in range(max(1, 4096 // length))]
 
 
 def advance(progress: Progress) -> None:

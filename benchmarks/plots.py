@@ -1,0 +1,84 @@
+"""Draws what the benchmarks measured: accuracy against recomputed share, TTFT against context.
+
+``python -m benchmarks.plots`` reads ``benchmarks/results`` and writes PNG files into ``docs/plots``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+from benchmarks.quality import CROSS, RATIOS, REPAIRS
+
+ROOT = Path(__file__).parent.parent
+
+
+def accuracy(result: dict[str, Any], out: Path) -> None:
+    """One panel per task: accuracy of each repair against the share of tokens that it computes again."""
+    rows = {(r["arm"], r["task"]): r for r in result["rows"]}
+    figure, axes = plt.subplots(1, len(CROSS), figsize=(4 * len(CROSS), 3.4), sharey=True)
+    for axis, task in zip(axes, CROSS, strict=True):
+        none = rows["none", task]
+        axis.axhline(none["accuracy_full"], color="black", linewidth=0.8, label="full prefill")
+        for repair in REPAIRS:
+            points = [(0.0, none["accuracy"])]
+            points += [(r, rows[f"{repair}_r{r:g}", task]["accuracy"]) for r in RATIOS]
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=repair)
+        axis.set_title(task)
+        axis.set_xlabel("share computed again")
+        axis.set_ylim(0, 1.02)
+    axes[0].set_ylabel("accuracy")
+    axes[-1].legend(fontsize=7, loc="lower right")
+    _save(figure, out)
+
+
+def ttft(results: list[dict[str, Any]], out: Path) -> None:
+    """TTFT as a share of nocache, in logarithmic scale, against context."""
+    series: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for result in results:
+        p50 = {(r["arm"], r["context_tokens"]): r["ttft_ms_p50"] for r in result["rows"]}
+        for (arm, context), value in p50.items():
+            if arm not in ("nocache", "bound"):
+                series[arm].append((context, value / p50["nocache", context]))
+    figure, axis = plt.subplots(figsize=(5.5, 3.6))
+    for arm, points in series.items():
+        axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=arm)
+    axis.set_yscale("log")
+    axis.set_xlabel("context tokens")
+    axis.set_ylabel("TTFT / nocache")
+    axis.legend(fontsize=7)
+    _save(figure, out)
+
+
+def _save(figure: Any, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+    print(f"written {out}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plots", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "plots")
+    options = parser.parse_args()
+
+    def read(name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((options.results / f"{name}.json").read_text())
+        return found
+
+    accuracy(read("quality"), options.out / "accuracy.png")
+    ttft([read("ttft"), read("ttft_shuffled")], options.out / "ttft.png")
+
+
+if __name__ == "__main__":
+    main()
