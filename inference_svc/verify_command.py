@@ -45,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
 def shown(report: Report) -> Table:
     """The report as a table."""
     table = Table(title=f"{report.model}, {report.prompts} prompts, noise floor {report.noise_kl:.2g} nats")
-    for name in ("arm", "KL mean", "KL p99", "agreement", "equal tokens of 16", "passes"):
-        table.add_column(name, justify="left" if name == "arm" else "right")
+    for name in ("arm", "KL mean", "KL p99", "agreement", "equal of 16", "passes"):
+        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
     for f in report.findings:
         numbers = (f.kl_mean, f.kl_p99, f.top1_agreement, f.first_divergence)
         table.add_row(f.arm, *(f"{n:.3g}" for n in numbers), "yes" if f.passed else "no")
@@ -84,4 +84,9 @@ def main(arguments: list[str]) -> int:
             f"{chosen['arm']}: {word} (KL {chosen['kl_mean']:.3g} of at most {options.max_kl:g}, "
             f"agreement {chosen['top1_agreement']:.3g} of at least {options.min_agreement:g})"
         )
+        if not report.conclusive:
+            console.print(
+                "Reuse without any repair passes as well: for this model these prompts need no other document's "
+                "context and prove little. Measure with --prompts of your own, or stricter limits."
+            )
     return 0 if report.passed else 1

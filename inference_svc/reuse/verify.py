@@ -73,6 +73,11 @@ class Report:
     def passed(self) -> bool:
         return self.chosen.passed
 
+    @property
+    def conclusive(self) -> bool:
+        """Whether the prompts can tell anything: without repair, they do not pass."""
+        return any(f.strategy == "none" and f.ratio > 0 and not f.passed for f in self.findings)
+
     def verdict(self) -> ReuseVerdict:
         """What is stored with the namespace."""
         f = self.chosen
@@ -87,7 +92,7 @@ class Report:
         )
 
     def as_dict(self) -> dict[str, object]:
-        return {**asdict(self), "passed": self.passed}
+        return {**asdict(self), "passed": self.passed, "conclusive": self.conclusive}
 
 
 def read_questions(path: Path) -> list[Question]:
