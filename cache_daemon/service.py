@@ -21,6 +21,7 @@ from cache_daemon.store import Match as LeasedMatch
 
 PROTOCOL_VERSION = 1
 MESSAGE_BYTES = 1 << 20
+MAX_PROBES = 4096
 _MISSED_HEARTBEATS = 3
 
 log = structlog.get_logger("cache_daemon")
@@ -118,6 +119,8 @@ class CacheService(CacheServiceServicer):
         if request.prefix_hashes:
             chain = [_hash("prefix_hashes", h) for h in request.prefix_hashes]
             return self._matched(await self._store.match_chain(session, salt, chain))
+        if len(request.contents) > MAX_PROBES:
+            raise InvalidRequest(f"{len(request.contents)} content probes; at most {MAX_PROBES} are allowed")
         probes = [_stretch(probe, len(request.token_ids)) for probe in request.contents]
         return self._matched(await self._store.match(session, salt, request.token_ids, probes))
 

@@ -131,7 +131,8 @@ class Engine:
 
     def warm(self, prompt: Prompt) -> int:
         """Reads a prompt into the cache. Returns how many of its tokens are stored."""
-        call = self._submit(self._prompter.tokens(to_prompt(prompt), generation_prompt=False)[0], {"max_tokens": 1})
+        tokens, marks = self._prompter.tokens(to_prompt(prompt), generation_prompt=False)
+        call = self._submit(tokens, {"max_tokens": 1, "segment_ends": marks.segment_ends})
         _wait(call)
         while True:
             output = call.outputs.get()

@@ -49,8 +49,9 @@ Row = tuple[list[int], str, dict[int, int] | None]
 class Rows:
     """Draws training rows; one instance per step, seeded by it."""
 
-    def __init__(self, tokenizer: Tokenizer, stream: np.ndarray, seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, stream: np.ndarray, seed: int, task_share: float = 0.6) -> None:
         self.tokenizer, self.stream, self.rng = tokenizer, stream, random.Random(seed)
+        self.task_share = task_share
         self.ids = {w: tokenizer.token_to_id(w) for w in bpe.SPECIAL_TOKENS}
         # Copying is learned on few tokens: with the whole vocabulary each embedding is seen too rarely.
         words = tasks.NAMES + tasks.PLACES + tasks.OBJECTS + tasks.FILLERS
@@ -160,7 +161,7 @@ def rows_for(progress: Progress, source: Rows, size: int) -> list[Row]:
         for name in rng.choices(names, weights if learned else [1, 1, 1, 2, 2], k=size - len(rows)):
             rows.append(source.task(name, rng.randint(3, progress.facts), progress.filler, implied=True))
         return rows
-    if rng.random() < 0.6:
+    if rng.random() < source.task_share:
         drawn = rng.choices(names, weights, k=size)
         return [source.task(name, rng.randint(2, progress.facts), progress.filler, implied=True) for name in drawn]
     length = rng.choice([128, 256, 256, 512, 1024, 2048] if progress.step % 8 == 0 else [128, 256])
@@ -241,7 +242,9 @@ class Run:
         decay = max(0.1, min(1.0, 2.0 - 2.0 * progress.step / options.steps))
         for group in self.optimizer.param_groups:
             group["lr"] = options.lr * warm * decay
-        rows = rows_for(progress, Rows(self.tokenizer, self.train_stream, progress.step), options.batch)
+        rows = rows_for(
+            progress, Rows(self.tokenizer, self.train_stream, progress.step, options.task_share), options.batch
+        )
         ids, labels = batch(rows)
         ids, labels = ids.to(options.device), labels.to(options.device)
         with torch.autocast(options.device, torch.bfloat16):
@@ -373,6 +376,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--grow-at", type=int, default=8000, help="step at which the model gets its full depth")
+    parser.add_argument("--task-share", type=float, default=0.6, help="share of the last stage's steps that are tasks")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--width", type=int, default=192)

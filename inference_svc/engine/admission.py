@@ -15,11 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from inference_svc.engine.pool import PAGE_TOKENS, BlockTable, KVPool
-from inference_svc.engine.residents import Resident, Residents, Tokens, common_prefix
+from inference_svc.engine.residents import LEAST_SHARED, Resident, Residents, Tokens, common_prefix
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 
-# Fewer shared tokens than this are computed again.
-LEAST_SHARED = PAGE_TOKENS
 AGE_TOKENS_PER_SECOND = 2000.0
 # Waiting requests that are compared with each other; the others wait their turn.
 _WINDOW = 16
@@ -70,19 +68,23 @@ class Admission:
         if not sequence.cache.read:
             return Source(), False
         # The last token is always computed: its logits are wanted.
-        tokens, salt = as_array(sequence.tokens)[:-1], sequence.cache.tenant_salt
-        resident, longest = self._residents.best(salt, tokens) if len(tokens) else (None, 0)
+        whole = as_array(sequence.tokens) if sequence.preempted else sequence.prompt_ids
+        tokens, salt = whole[:-1], sequence.cache.tenant_salt
+        if len(tokens) < LEAST_SHARED:
+            return Source(), False
+        resident, longest = self._residents.best(salt, tokens)
         source, coming = Source(longest, resident=resident), 0
         for other in live:
-            if other.cache.tenant_salt != salt or not other.cache.write or other.tokens[0] != sequence.tokens[0]:
+            if other.cache.tenant_salt != salt or not other.cache.write:
                 continue
-            shared = common_prefix(tokens, as_array(other.tokens))
+            shared = common_prefix(tokens[:LEAST_SHARED], other.prompt_ids)
+            if shared < LEAST_SHARED:
+                continue
+            shared = common_prefix(tokens, other.prompt_ids)
             loaded = other.gate is None or other.gate.complete
             if loaded and min(shared, other.reusable) > source.tokens:
                 source = Source(min(shared, other.reusable), running=other)
             coming = max(coming, min(shared, other.prompt_tokens if other.plan is None else other.plan.exact))
-        if source.tokens < LEAST_SHARED:
-            source = Source()
         return source, coming >= source.tokens + LEAST_SHARED
 
     def allocate(self, sequence: Sequence, source: Source) -> bool:

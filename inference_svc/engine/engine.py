@@ -196,8 +196,7 @@ class Engine:
             return self._residents.held[number]
 
     def _count_free(self) -> int:
-        pages = [p for s in self._live() if s.table for first, n in s.table.ranges for p in range(first, first + n)]
-        return self.pool.pages - len(set(pages))
+        return self.pool.pages - self.pool.distinct_pages([s.table for s in self._live() if s.table])
 
     def _live(self) -> list[Sequence]:
         """The sequences with pages."""

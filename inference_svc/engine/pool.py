@@ -169,6 +169,14 @@ class KVPool:
         assert self._references.min() >= 0, "a page was freed more often than it was taken"
         assert held + self.free_pages == self.pages, f"{held} pages are held, {self.free_pages} free of {self.pages}"
 
+    def distinct_pages(self, tables: list[BlockTable]) -> int:
+        """How many pages these tables hold, shared ones counted once."""
+        held = np.zeros(self.pages, bool)
+        for table in tables:
+            for page, pages in table.ranges:
+                held[page : page + pages] = True
+        return int(held.sum())
+
     def held_by(self, tables: list[BlockTable]) -> bool:
         """Whether these tables hold exactly the references that are counted."""
         counted = np.zeros_like(self._references)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.engine.pool import PAGE_TOKENS, BlockTable, KVPool
 from inference_svc.engine.sequence import StoredPrefix
 
 Tokens = NDArray[np.uint32]
+# Fewer shared tokens than this are computed again.
+LEAST_SHARED = PAGE_TOKENS
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,11 @@ class Resident:
     table: BlockTable
     tenant_salt: bytes
     stored: StoredPrefix
+
+    @cached_property
+    def head(self) -> bytes:
+        """Its first tokens: prompts that differ there share nothing worth having."""
+        return self.tokens[:LEAST_SHARED].tobytes()
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
@@ -60,10 +68,11 @@ class Residents:
         return sum(pages for table in self.tables for _, pages in table.ranges)
 
     def best(self, tenant_salt: bytes, tokens: Tokens) -> tuple[Resident | None, int]:
-        """The one that shares the longest prefix with ``tokens``, and how long that is."""
-        found, longest = None, 0
+        """The one that shares the longest prefix with ``tokens``, and how long that is; none for less than
+        LEAST_SHARED tokens."""
+        found, longest, head = None, 0, tokens[:LEAST_SHARED].tobytes()
         for resident in self._held.values():
-            if resident.tenant_salt == tenant_salt and len(resident.tokens) and resident.tokens[0] == tokens[0]:
+            if resident.tenant_salt == tenant_salt and resident.head == head:
                 n = common_prefix(resident.tokens, tokens)
                 if n > longest:
                     found, longest = resident, n

@@ -7,6 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import BlockTable
@@ -117,6 +121,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.params, self.logprobs)
+
+    @cached_property
+    def prompt_ids(self) -> NDArray[np.uint32]:
+        """The prompt as an array, for comparing."""
+        return np.asarray(self.tokens[: self.prompt_tokens], np.uint32)
 
     @property
     def generated(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.node import Node
-from inference_svc.engine.admission import LEAST_SHARED
+from inference_svc.engine.residents import LEAST_SHARED
 from inference_svc.engine.sequence import CacheUse, Output
 from tests.inference_svc.test_exactness import prompt
 from tests.inference_svc.test_load import Request, idle, small_engine

@@ -491,7 +491,7 @@ class MatchRequest(_message.Message):
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentProbe]:
         """Stretches of token_ids to look for by content, wherever they were read before. Those that the prefix covers
-        wholly are ignored, and all are in probes without a session.
+        wholly are ignored, and all are in probes without a session. At most 4096.
         """
 
     def __init__(
