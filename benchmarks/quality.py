@@ -272,8 +272,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--dtype", default="float32", help="float32 shows what reuse does, not what rounding does")
     parser.add_argument("--n", type=int, default=1000, help="prompts per task for the shuffled arms")
     parser.add_argument("--n-exact", type=int, default=1000, help="prompts per task for the exact arms")
-    parser.add_argument("--facts", type=int, default=6, help="most facts per prompt; two documents each")
-    parser.add_argument("--filler", type=int, default=24, help="most filler words per document")
+    parser.add_argument("--facts", type=int, default=4, help="most facts per prompt; two documents each")
+    parser.add_argument("--filler", type=int, default=12, help="most filler words per document")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -163,29 +163,17 @@ class FusedLayers:
     def settle(self, hidden: Tensor, batch: Batch, delta: NDArray[Any] | None) -> None:
         """Adds what ``run`` left over, as the next layer would."""
         if delta is not None:
-            cpu_rows.norm_rows(
-                batch.real,
-                hidden.dtype == torch.bfloat16,
-                raw(hidden),
-                delta,
-                self._final_norm,
-                self._final_epsilon,
-                raw(torch.empty_like(hidden)),
-            )
+            self._last_norm(hidden, batch, delta, torch.empty_like(hidden))
 
     def finish(self, hidden: Tensor, batch: Batch, delta: NDArray[Any] | None) -> Tensor:
         """Normalized states of the rows that want logits."""
         normed = torch.zeros_like(hidden)
-        cpu_rows.norm_rows(
-            batch.real,
-            hidden.dtype == torch.bfloat16,
-            raw(hidden),
-            delta,
-            self._final_norm,
-            self._final_epsilon,
-            raw(normed),
-        )
+        self._last_norm(hidden, batch, delta, normed)
         return normed.index_select(0, batch.logit_rows)
+
+    def _last_norm(self, hidden: Tensor, batch: Batch, delta: NDArray[Any] | None, out: Tensor) -> None:
+        brain = hidden.dtype == torch.bfloat16
+        cpu_rows.norm_rows(batch.real, brain, raw(hidden), delta, self._final_norm, self._final_epsilon, raw(out))
 
     def _project(self, work: _Work, i: int, delta: NDArray[Any] | None) -> None:
         """Up to the rotated queries of layer ``i``, with its keys and values in the pool."""
