@@ -70,7 +70,7 @@ class Repairing:
 
     def steps(self) -> Iterator[int]:
         """Yields the rows of each piece, weighted by the share of layers they ran through."""
-        depth, fresh = self._strategy.depth, self._plan.fresh_positions
+        depth, fresh = min(self._strategy.depth, self._decoder.layers - 1), self._plan.fresh_positions
         if not depth:
             chosen = self._choose(Signals())
             yield from self._finish(np.union1d(chosen, fresh), None, 0)
