@@ -53,7 +53,7 @@ class Extents:
 
     def free(self, start: int) -> int:
         """Frees the range at ``start`` and returns its length. Raises KeyError when none begins there."""
-        units = self._used.pop(start)
+        units = int(self._used.pop(start))
         self._give_back(start, units)
         return units
 
