@@ -77,7 +77,7 @@ def main() -> None:
         return found
 
     accuracy(read("quality"), options.out / "accuracy.png")
-    ttft([read("ttft"), read("ttft_shuffled")], options.out / "ttft.png")
+    ttft([read("ttft-qwen2.5-0.5b"), read("ttft-shuffled-qwen2.5-0.5b")], options.out / "ttft.png")
 
 
 if __name__ == "__main__":
