@@ -99,7 +99,9 @@ def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
     separator: list[int] = []
     if config.document_separator:
         separator = loaded.tokenizer(config.document_separator, add_special_tokens=False)["input_ids"]
-    chunker = new_chunker(config.chunking, config.chunk_tokens, separator, loaded.sentence_ends())
+    # Reading the whole vocabulary takes a second for a large one.
+    ends = loaded.sentence_ends() if config.chunking == "boundary" else frozenset[int]()
+    chunker = new_chunker(config.chunking, config.chunk_tokens, separator, ends)
     why = refusal(loaded.config)
     if why and config.approximate != "off":
         log.info("reuse is limited to prefixes", reason=why)

@@ -92,8 +92,7 @@ class Admission:
         when there is no room."""
         if self._adopt(sequence, source) or self._copy(sequence, source):
             return True
-        spare = min(sequence.max_tokens - sequence.generated, _SPARE_TOKENS)
-        needed = len(sequence.tokens) + 1
+        needed, spare = len(sequence.tokens) + 1, _spare(sequence)
         if source.tokens and self._share(sequence, source, needed):
             return True
         table = self._pool.allocate(needed, spare)
@@ -107,8 +106,7 @@ class Admission:
         resident = source.resident
         if resident is None or source.tokens + PAGE_TOKENS < len(resident.tokens):
             return False
-        spare = min(sequence.max_tokens - sequence.generated, _SPARE_TOKENS)
-        wanted = len(sequence.tokens) + 1 + spare
+        wanted = len(sequence.tokens) + 1 + _spare(sequence)
         mine = self._pool.writable(resident.table, source.tokens)
         if not mine or not self._pool.grow_in_place(resident.table, wanted):
             return False
@@ -120,11 +118,12 @@ class Admission:
         """Copies what is shared into pages in one piece, which attention reads faster than it gathers."""
         if not source.tokens:
             return False
-        spare = min(sequence.max_tokens - sequence.generated, _SPARE_TOKENS)
-        table = self._pool.allocate_contiguous(len(sequence.tokens) + 1 + spare)
+        table = self._pool.allocate_contiguous(len(sequence.tokens) + 1 + _spare(sequence))
         if table is None:
             return False
         self._pool.copy(_table(source), table, 0, source.tokens)
+        if source.resident is not None:
+            self._residents.touch(source.resident)
         sequence.table = table
         self._begin(sequence, source)
         return True
@@ -151,6 +150,11 @@ class Admission:
         stored = source.resident.stored if source.resident else source.running.stored if source.running else None
         if stored is not None and stored.tokens <= source.tokens:
             sequence.stored = StoredPrefix(stored.tokens, stored.prefix_hash, min(stored.covered, source.tokens))
+
+
+def _spare(sequence: Sequence) -> int:
+    """Tokens of the answer that pages are taken for ahead."""
+    return min(sequence.max_tokens - sequence.generated, _SPARE_TOKENS)
 
 
 def _table(source: Source) -> BlockTable:

@@ -455,10 +455,7 @@ class Engine:
         table = sequence.table
         assert table is not None
         sequence.table = sequence.gate = None
-        if not sequence.cache.write:
-            self.pool.free(table)
-            return
-        if not sequence.reusable:
+        if not sequence.cache.write or not sequence.reusable:
             self.pool.free(table)
             return
         self.pool.trim(table, sequence.reusable)

@@ -62,11 +62,6 @@ class Residents:
     def tables(self) -> list[BlockTable]:
         return [r.table for r in self._held.values()]
 
-    @property
-    def pages(self) -> int:
-        """Pages held, shared ones counted for each holder."""
-        return sum(pages for table in self.tables for _, pages in table.ranges)
-
     def best(self, tenant_salt: bytes, tokens: Tokens) -> tuple[Resident | None, int]:
         """The one that shares the longest prefix with ``tokens``, and how long that is; none for less than
         LEAST_SHARED tokens."""
