@@ -1,0 +1,182 @@
+// FlashAttention-2 (arXiv:2307.08691) for rows over a cache.
+//
+// A thread block takes 64 rows of one sequence and one key-value head: the query heads that share it are packed as rows, so
+// each key is read once for all of them. Rows have positions, so prefill, append, decode and scattered repair are one mask:
+// a row sees keys up to its own position. Keys can be split over blocks (flash decoding); the parts are combined by their
+// log-sum-exp, and so are parts from different sources, chunks in the arena and tokens in the pool.
+#include "attention_params.h"
+#include "key_value.cuh"
+#include "softmax.cuh"
+#include "tensor_core.cuh"
+
+namespace {
+
+template <class T, int D, class Source> KVK_DEVICE void attention(const AttentionParams& p) {
+  if constexpr (!tensor_cores_take<T>()) return;
+  using Shape = Tile<D>;
+  constexpr int KEYS = Shape::KEYS, STRIDE = Shape::STRIDE;
+  KVK_SHARED(shared);
+  T* const key_tile = (T*)shared;
+  T* const value_tile = key_tile + KEYS * STRIDE;
+  T* const query_tile = Shape::QUERY_IN_REGISTERS ? key_tile : value_tile + KEYS * STRIDE;
+
+  const int sequence = blockIdx.z / p.splits, split = blockIdx.z % p.splits, kv_head = blockIdx.y;
+  const int group = p.heads / p.kv_heads, first_row = p.row_start[sequence];
+  const int rows = p.row_start[sequence + 1] - first_row, packed = rows * group;
+  const int top = blockIdx.x * Shape::ROWS;
+  if (top >= packed) return;
+  const int end = p.key_count[sequence];
+  auto position = [&](int m) {  // of packed row m
+    const int row = m / group;
+    return p.positions ? p.positions[first_row + row] : end - rows + row;
+  };
+
+  // Keys that any row of the block sees, and of them this split's share, in whole tiles.
+  const int bottom = min(top + Shape::ROWS, packed) - 1;
+  const int lowest = position(top), highest = position(bottom);
+  const int seen_from = p.window ? max(0, lowest - p.window + 1) / KEYS : 0;
+  const int seen_to = (min(end, highest + 1) + KEYS - 1) / KEYS;
+  const int share = (max(0, seen_to - seen_from) + p.splits - 1) / p.splits;
+  const int tile_from = seen_from + split * share, tile_to = min(seen_to, tile_from + share);
+
+  const int lane = lane_index(), g = lane / 4, t = lane % 4, warp_top = 16 * warp_index();
+  // Addresses for load_matrices: rows then columns for A, and for B from [dim][key] order; see tensor_core.cuh.
+  const int a_row = lane % 16, a_column = lane / 16 * 8;
+  const int b_row = lane / 16 * 8 + lane % 8, b_column = lane / 8 % 2 * 8;
+
+  const T* query = (const T*)p.query + (int64_t)first_row * p.query_row_stride + (int64_t)kv_head * group * D;
+  for (int i = threadIdx.x; i < Shape::ROWS * Shape::VECTORS; i += Shape::THREADS) {
+    const int row = i / Shape::VECTORS, vector = i % Shape::VECTORS, m = top + row;
+    const bool valid = m < packed;
+    const T* from = valid ? query + m / group * p.query_row_stride + m % group * D + 8 * vector : query;
+    copy16(query_tile + row * STRIDE + 8 * vector, from, valid);
+  }
+  copies_commit();
+  copies_wait<0>();
+  sync_block();
+  uint32_t query_in_registers[Shape::QUERY_IN_REGISTERS ? D / 16 : 1][4];
+  if constexpr (Shape::QUERY_IN_REGISTERS) {
+    for (int d = 0; d < D / 16; d++)
+      load_matrices(query_in_registers[d], query_tile + (warp_top + a_row) * STRIDE + 16 * d + a_column);
+    sync_block();  // keys come where the query was
+  }
+
+  const int m_of[2] = {top + warp_top + g, top + warp_top + g + 8};
+  int visible_to[2], visible_from[2];
+  for (int r = 0; r < 2; r++) {
+    const int at = m_of[r] < packed ? position(m_of[r]) : -1;
+    visible_to[r] = min(at, end - 1);
+    visible_from[r] = p.window ? at - p.window + 1 : 0;
+  }
+
+  const Source source(p, sequence, kv_head);
+  OnlineSoftmax<D> softmax;
+  if (tile_from < tile_to) source.keys(key_tile, tile_from * KEYS);
+  copies_commit();
+  for (int tile = tile_from; tile < tile_to; tile++) {
+    const int first = tile * KEYS;
+    copies_wait<0>();
+    sync_block();  // the keys are here, and nobody reads the last values any more
+    source.values(value_tile, first);
+    copies_commit();
+
+    float scores[KEYS / 16][2][4] = {};
+    for (int d = 0; d < D / 16; d++) {
+      uint32_t loaded[4];
+      if constexpr (!Shape::QUERY_IN_REGISTERS)
+        load_matrices(loaded, query_tile + (warp_top + a_row) * STRIDE + 16 * d + a_column);
+      const uint32_t(&a)[4] = Shape::QUERY_IN_REGISTERS ? query_in_registers[Shape::QUERY_IN_REGISTERS ? d : 0] : loaded;
+      for (int j = 0; j < KEYS / 16; j++) {
+        uint32_t b[4];
+        load_matrices(b, key_tile + (16 * j + b_row) * STRIDE + 16 * d + b_column);
+        mma<T>(scores[j], a, b);
+      }
+    }
+
+    constexpr float LOG2E = 1.44269504089f;
+    const bool all_visible = first + KEYS <= min(end, lowest + 1) && (!p.window || first > highest - p.window);
+    for (int j = 0; j < KEYS / 16; j++)
+      for (int n = 0; n < 2; n++)
+        for (int e = 0; e < 4; e++) {
+          float x = scores[j][n][e] * p.scale;
+          if (p.softcap > 0) x = p.softcap * fast_tanh(x / p.softcap);
+          const int key = first + 16 * j + 8 * n + 2 * t + (e & 1), r = e / 2;
+          const bool visible = all_visible || (key <= visible_to[r] && key >= visible_from[r]);
+          scores[j][n][e] = visible ? x * LOG2E : -KVK_INFINITY;
+        }
+    softmax.template weigh<KEYS>(scores);
+
+    copies_wait<0>();
+    sync_block();  // the values are here, and nobody reads the keys any more
+    if (tile + 1 < tile_to) source.keys(key_tile, first + KEYS);
+    copies_commit();
+    for (int j = 0; j < KEYS / 16; j++) {
+      const uint32_t a[4] = {pack<T>(scores[j][0][0], scores[j][0][1]), pack<T>(scores[j][0][2], scores[j][0][3]),
+                             pack<T>(scores[j][1][0], scores[j][1][1]), pack<T>(scores[j][1][2], scores[j][1][3])};
+      for (int d = 0; d < D / 16; d++) {
+        uint32_t b[4];
+        load_matrices_transposed(b, value_tile + (16 * j + a_row) * STRIDE + 16 * d + a_column);
+        mma<T>(softmax.output[d], a, b);
+      }
+    }
+  }
+
+  for (int r = 0; r < 2; r++) {
+    const float lse = softmax.finish(r);
+    if (m_of[r] >= packed) continue;
+    const int64_t row_head = (int64_t)(first_row + m_of[r] / group) * p.heads + kv_head * group + m_of[r] % group;
+    if (p.part_output) {
+      const int64_t at = (int64_t)(p.first_part + split) * p.rows * p.heads + row_head;
+      for (int d = 0; d < D / 16; d++)
+        for (int n = 0; n < 2; n++)
+          for (int e = 0; e < 2; e++) p.part_output[at * D + 16 * d + 8 * n + 2 * t + e] = softmax.output[d][n][2 * r + e];
+      if (t == 0) p.part_lse[at] = lse;
+    } else {
+      for (int d = 0; d < D / 16; d++)
+        for (int n = 0; n < 2; n++)
+          *(uint32_t*)((T*)p.output + row_head * D + 16 * d + 8 * n + 2 * t) =
+              pack<T>(softmax.output[d][n][2 * r], softmax.output[d][n][2 * r + 1]);
+      if (t == 0 && p.lse) p.lse[row_head] = lse;
+    }
+  }
+}
+
+// One warp per row and head.
+template <class T> KVK_DEVICE void combine(const CombineParams& p) {
+  const int64_t at = (int64_t)blockIdx.x * 4 + warp_index();
+  if (at >= p.rows_heads) return;
+  float highest = -KVK_INFINITY;
+  for (int i = 0; i < p.parts; i++) highest = fmaxf(highest, p.part_lse[(int64_t)i * p.rows_heads + at]);
+  float sum = 0;
+  if (highest > -KVK_INFINITY)
+    for (int i = 0; i < p.parts; i++) sum += expf(p.part_lse[(int64_t)i * p.rows_heads + at] - highest);
+  for (int d = lane_index(); d < p.dim; d += WARP) {
+    float x = 0;
+    if (sum > 0)
+      for (int i = 0; i < p.parts; i++) {
+        const int64_t part = (int64_t)i * p.rows_heads + at;
+        x += expf(p.part_lse[part] - highest) * p.part_output[part * p.dim + d];
+      }
+    ((T*)p.output)[at * p.dim + d] = from_float<T>(sum > 0 ? x / sum : 0);
+  }
+  if (p.lse && lane_index() == 0) p.lse[at] = sum > 0 ? highest + logf(sum) : -KVK_INFINITY;
+}
+
+}  // namespace
+
+#define ATTENTION(T, D)                                                                               \
+  KVK_KERNEL(attention_pool_##T##_##D, 128, AttentionParams, attention<T, D, Pool<T, D>>)             \
+  KVK_KERNEL(attention_chunks8_##T##_##D, 128, AttentionParams, attention<T, D, Chunks<T, D, 8>>)     \
+  KVK_KERNEL(attention_chunks4_##T##_##D, 128, AttentionParams, attention<T, D, Chunks<T, D, 4>>)
+KVK_KERNEL(combine_f16, 128, CombineParams, combine<f16>)
+KVK_KERNEL(combine_bf16, 128, CombineParams, combine<bf16>)
+ATTENTION(f16, 64)
+#ifndef KVK_FEWEST  // one variant is enough to see whether a test sees a bug
+ATTENTION(f16, 96)
+ATTENTION(f16, 128)
+ATTENTION(f16, 256)
+ATTENTION(bf16, 64)
+ATTENTION(bf16, 96)
+ATTENTION(bf16, 128)
+ATTENTION(bf16, 256)
+#endif

@@ -1,0 +1,44 @@
+// What attention kernels take; kvkernels/native/attention.py has the same fields in the same order.
+#pragma once
+#include "platform.cuh"
+
+// One layer of a quantized chunk (protos/kvsidecar/cache/v1/chunk.proto). Offsets in bytes from `payload`.
+struct QuantizedChunk {
+  const uint8_t* payload;
+  int64_t keys, values, key_scale, key_zero, value_scale, value_zero, sink_keys, sink_values;
+  int first_token;  // of the chunk in its sequence
+  int key_group_tokens, sink_tokens;
+  int reserved;
+};
+
+struct AttentionParams {
+  const void* query;   // [rows, heads, dim]
+  const void* keys;    // [kv_heads, slots, dim]; unused with chunks
+  const void* values;
+  void* output;        // [rows, heads, dim]
+  float* lse;          // [rows, heads], natural logarithm; may be null
+  float* part_output;  // [parts, rows, heads, dim] when the result is combined later, else null
+  float* part_lse;     // [parts, rows, heads]
+  const int* row_start;    // [sequences + 1]
+  const int* key_count;    // [sequences]
+  const int* positions;    // [rows], ascending in a sequence; null: the rows are the sequence's last
+  const int* first_slot;   // [sequences], keys in one piece; or
+  const int* pages;        // [sequences, max_pages]
+  const QuantizedChunk* chunks;  // of all sequences
+  const int* chunk_start;        // [sequences + 1]
+  int64_t query_row_stride;      // in elements
+  int64_t kv_head_stride;
+  int rows, heads, kv_heads, max_pages, page_shift;
+  int splits, first_part;
+  int window;     // 0: none
+  float scale;
+  float softcap;  // 0: none
+};
+
+struct CombineParams {
+  const float* part_output;  // [parts, rows, heads, dim]
+  const float* part_lse;     // [parts, rows, heads]
+  void* output;              // [rows, heads, dim]
+  float* lse;                // [rows, heads]; may be null
+  int parts, rows_heads, dim, reserved;
+};

@@ -1,0 +1,58 @@
+// The library's C interface: kernels are launched by name with one struct of parameters. What to launch (variant, grid,
+// shared memory) is decided in one place for this library, for NVRTC modules and for the emulator: kvkernels/native/.
+#include <cuda_runtime.h>
+
+#include <cstring>
+
+#include "registry.h"
+
+namespace kvk {
+static const Registered*& head() {
+  static const Registered* list = nullptr;
+  return list;
+}
+Registered::Registered(const char* name, const void* function, size_t params_bytes)
+    : name(name), function(function), params_bytes(params_bytes), next(head()) {
+  head() = this;
+}
+const Registered* first() { return head(); }
+const Registered* find(const char* name) {
+  for (const Registered* r = head(); r; r = r->next)
+    if (!strcmp(r->name, name)) return r;
+  return nullptr;
+}
+}  // namespace kvk
+
+extern "C" {
+
+// Devices that can be used, or the negative CUDA error (-35: no driver).
+int kvk_devices() {
+  int count = 0;
+  cudaError_t error = cudaGetDeviceCount(&count);
+  return error == cudaSuccess ? count : -(int)error;
+}
+
+// The size of a kernel's parameter struct in bytes; 0 when there is no such kernel.
+size_t kvk_params_bytes(const char* name) {
+  const kvk::Registered* kernel = kvk::find(name);
+  return kernel ? kernel->params_bytes : 0;
+}
+
+// Enqueues a kernel on a stream. 0, or the CUDA error; -1 when there is no such kernel.
+int kvk_launch(const char* name, const unsigned* grid, unsigned threads, unsigned shared_bytes, void* params, void* stream) {
+  const kvk::Registered* kernel = kvk::find(name);
+  if (!kernel) return -1;
+  if (shared_bytes > 48 * 1024) {
+    cudaError_t error = cudaFuncSetAttribute(kernel->function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    if (error != cudaSuccess) return (int)error;
+  }
+  void* arguments[] = {params};
+  return (int)cudaLaunchKernel(kernel->function, dim3(grid[0], grid[1], grid[2]), dim3(threads), arguments, shared_bytes,
+                               (cudaStream_t)stream);
+}
+
+const char* kvk_error_string(int error) {
+  return error == -1 ? "the library has no such kernel" : cudaGetErrorString((cudaError_t)error);
+}
+
+}  // extern "C"

@@ -1,0 +1,44 @@
+// Softmax over blocks of keys, two rows per thread (rows g and g + 8 of a warp's 16), in base 2.
+#pragma once
+#include "platform.cuh"
+
+#define KVK_INFINITY __builtin_huge_valf()
+
+template <int D> struct OnlineSoftmax {
+  float highest[2] = {-KVK_INFINITY, -KVK_INFINITY};
+  float sum[2] = {0, 0};  // of this thread's columns only, until `finish`
+  float output[D / 16][2][4] = {};
+
+  // Turns scores (base-2 logits, -inf where hidden) into weights relative to the highest seen, and rescales what was summed.
+  template <int KEYS> KVK_DEVICE void weigh(float (&scores)[KEYS / 16][2][4]) {
+    for (int r = 0; r < 2; r++) {
+      float now = highest[r];
+      for (int j = 0; j < KEYS / 16; j++)
+        for (int n = 0; n < 2; n++) now = fmaxf(now, fmaxf(scores[j][n][2 * r], scores[j][n][2 * r + 1]));
+      now = fmaxf(now, shuffle_xor(now, 1));
+      now = fmaxf(now, shuffle_xor(now, 2));
+      const float base = now == -KVK_INFINITY ? 0 : now;  // nothing visible yet
+      const float shrink = fast_exp2(highest[r] - base);
+      highest[r] = now;
+      sum[r] *= shrink;
+      for (int d = 0; d < D / 16; d++)
+        for (int n = 0; n < 2; n++) output[d][n][2 * r] *= shrink, output[d][n][2 * r + 1] *= shrink;
+      for (int j = 0; j < KEYS / 16; j++)
+        for (int n = 0; n < 2; n++)
+          for (int e = 2 * r; e < 2 * r + 2; e++) {
+            scores[j][n][e] = fast_exp2(scores[j][n][e] - base);
+            sum[r] += scores[j][n][e];
+          }
+    }
+  }
+
+  // Divides by the sum and returns the natural log-sum-exp; -inf and zeros for a row that saw nothing.
+  KVK_DEVICE float finish(int r) {
+    sum[r] += shuffle_xor(sum[r], 1);
+    sum[r] += shuffle_xor(sum[r], 2);
+    const float inverse = sum[r] > 0 ? 1 / sum[r] : 0;
+    for (int d = 0; d < D / 16; d++)
+      for (int n = 0; n < 2; n++) output[d][n][2 * r] *= inverse, output[d][n][2 * r + 1] *= inverse;
+    return sum[r] > 0 ? highest[r] * 0.69314718056f + logf(sum[r]) : -KVK_INFINITY;
+  }
+};

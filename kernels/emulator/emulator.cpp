@@ -1,0 +1,212 @@
+// Runs kernels block by block; the C interface is that of cuda/launch.cu. One translation unit with all kernels in it.
+#include <cstdio>
+#include <vector>
+
+#include "device.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_UNPOISON_MEMORY_REGION(address, size)
+#endif
+
+namespace emulator {
+
+struct Barrier {
+  int members = 0, arrived = 0;
+  unsigned generation = 0;
+  void release() { arrived = 0, generation++; }
+};
+
+struct Copy {
+  void* to;
+  const void* from;
+  int group;
+};
+
+struct Fiber {
+  void* stack_pointer = nullptr;
+  std::vector<char> stack;
+  bool done = false;
+  const char* waits_at = nullptr;
+  const Barrier* waits_for = nullptr;
+  unsigned waits_since = 0;
+  int parity = 0, group = 0;
+  std::vector<Copy> copies;
+  bool runnable() const { return !done && (!waits_for || waits_for->generation != waits_since); }
+};
+
+// State of the one block that runs. The emulator is used by one thread at a time (kvk_launch holds a lock in Python).
+static std::vector<Fiber> fibers;
+static std::vector<Barrier> warps;
+static std::vector<Exchange> exchanges;  // [warp][parity]
+static Barrier block;
+static unsigned char* shared = nullptr;
+static void* scheduler = nullptr;
+static unsigned current = 0;
+static Index block_at;
+static bool last_first = false;
+static const Registered* running = nullptr;
+static const void* running_params = nullptr;
+
+// Saves the callee's registers and goes on with another stack.
+#if defined(__x86_64__)
+extern "C" void kvk_switch(void** save, void* load);
+asm(R"(
+.text
+.globl kvk_switch
+.type kvk_switch, @function
+kvk_switch:
+  pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp
+  ret
+.size kvk_switch, .-kvk_switch
+)");
+#else
+#error "the emulator switches stacks in x86-64 assembly; add your architecture here"
+#endif
+
+Index thread_index() { return {current, 0, 0}; }
+Index block_index() { return block_at; }
+unsigned char* shared_memory() { return shared; }
+
+static void leave() { kvk_switch(&fibers[current].stack_pointer, scheduler); }
+
+static void wait(Barrier& barrier, const char* name) {
+  Fiber& fiber = fibers[current];
+  if (++barrier.arrived >= barrier.members) return barrier.release();
+  fiber.waits_at = name;
+  fiber.waits_for = &barrier;
+  fiber.waits_since = barrier.generation;
+  leave();
+  fiber.waits_for = nullptr;
+}
+
+void barrier_block() { wait(block, "sync_block"); }
+
+Exchange& exchange() { return exchanges[current / 32 * 2 + fibers[current].parity]; }
+
+void collective(void (*compute)(Exchange&)) {
+  Barrier& warp = warps[current / 32];
+  if (compute && warp.arrived + 1 >= warp.members) compute(exchange());
+  wait(warp, "a warp operation");
+  fibers[current].parity ^= 1;
+}
+
+void copy_later(void* to, const void* from) { fibers[current].copies.push_back({to, from, fibers[current].group}); }
+void copies_commit() { fibers[current].group++; }
+void copies_wait(int pending) {
+  Fiber& fiber = fibers[current];
+  std::vector<Copy> later;
+  for (const Copy& copy : fiber.copies) {
+    if (copy.group >= fiber.group - pending) later.push_back(copy);
+    else if (copy.from) memcpy(copy.to, copy.from, 16);
+    else memset(copy.to, 0, 16);
+  }
+  fiber.copies.swap(later);
+}
+
+static void enter() {
+  running->run(running_params);
+  Fiber& fiber = fibers[current];
+  fiber.done = true;
+  // Threads that have returned no longer count at barriers.
+  for (Barrier* barrier : {&block, &warps[current / 32]})
+    if (--barrier->members > 0 && barrier->arrived >= barrier->members) barrier->release();
+  leave();
+  abort();
+}
+
+static void run_block(unsigned threads) {
+  constexpr size_t stack_bytes = 128 << 10;
+  if (fibers.size() < threads) fibers.resize(threads);
+  block = {(int)threads};
+  warps.assign((threads + 31) / 32, Barrier{32});
+  exchanges.resize(warps.size() * 2);
+  for (unsigned i = 0; i < threads; i++) {
+    Fiber& fiber = fibers[i];
+    fiber.stack.resize(stack_bytes);
+    ASAN_UNPOISON_MEMORY_REGION(fiber.stack.data(), stack_bytes);  // the last block's frames never returned
+    fiber.done = false;
+    fiber.waits_for = nullptr;
+    fiber.parity = fiber.group = 0;
+    fiber.copies.clear();
+    // A frame as kvk_switch leaves it: six registers, then where to return to, at a stack aligned as a call would.
+    void** top = (void**)(((uintptr_t)fiber.stack.data() + stack_bytes) & ~(uintptr_t)15) - 2;
+    *top = (void*)enter;
+    fiber.stack_pointer = top - 6;
+    memset(top - 6, 0, 6 * sizeof(void*));
+  }
+  const unsigned count = (unsigned)warps.size();
+  for (bool any = true; any;) {
+    any = false;
+    for (unsigned w = 0; w < count; w++) {
+      const unsigned warp = last_first ? count - 1 - w : w;
+      for (bool moved = true; moved;) {  // this warp, as far as it can
+        moved = false;
+        for (unsigned l = 0; l < 32; l++) {
+          const unsigned i = warp * 32 + (last_first ? 31 - l : l);
+          if (i >= threads || !fibers[i].runnable()) continue;
+          moved = any = true;
+          current = i;
+          kvk_switch(&scheduler, fibers[i].stack_pointer);
+        }
+      }
+    }
+  }
+  for (unsigned i = 0; i < threads; i++)
+    if (!fibers[i].done) {
+      fprintf(stderr, "emulator: %s: thread %u of block (%u, %u, %u) waits for ever at %s\n", running->name, i, block_at.x,
+              block_at.y, block_at.z, fibers[i].waits_at);
+      abort();
+    }
+}
+
+static const Registered*& head() {
+  static const Registered* list = nullptr;
+  return list;
+}
+Registered::Registered(const char* name, void (*run)(const void*), size_t params_bytes)
+    : name(name), run(run), params_bytes(params_bytes), next(head()) {
+  head() = this;
+}
+static const Registered* find(const char* name) {
+  for (const Registered* r = head(); r; r = r->next)
+    if (!strcmp(r->name, name)) return r;
+  return nullptr;
+}
+
+}  // namespace emulator
+
+extern "C" {
+int kvk_devices() { return 1; }
+void kvk_schedule(int last_first) { emulator::last_first = last_first; }
+size_t kvk_params_bytes(const char* name) {
+  const emulator::Registered* kernel = emulator::find(name);
+  return kernel ? kernel->params_bytes : 0;
+}
+int kvk_launch(const char* name, const unsigned* grid, unsigned threads, unsigned shared_bytes, void* params, void*) {
+  using namespace emulator;
+  running = find(name);
+  if (!running) return -1;
+  running_params = params;
+  // Allocated at its exact size: the address sanitizer sees what lies outside.
+  shared = (unsigned char*)aligned_alloc(16, shared_bytes ? (shared_bytes + 15) / 16 * 16 : 16);
+  for (unsigned z = 0; z < grid[2]; z++)
+    for (unsigned y = 0; y < grid[1]; y++)
+      for (unsigned x = 0; x < grid[0]; x++) {
+        block_at = {x, y, z};
+        memset(shared, 0xff, shared_bytes);
+        run_block(threads);
+      }
+  free(shared);
+  return 0;
+}
+const char* kvk_error_string(int) { return "the emulator has no such kernel"; }
+}
+
+#include "../cuda/attention.cu"
+#include "../cuda/awq.cu"
+#include "../cuda/chunks.cu"

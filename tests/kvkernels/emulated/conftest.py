@@ -1,0 +1,35 @@
+"""The CUDA sources, run on the CPU."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+from kvkernels.native import emulator
+from kvkernels.native.library import SharedLibrary
+
+
+class Emulated(SharedLibrary):
+    """The emulator, with its choice of which warp goes first."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._schedule = ctypes.CDLL(str(path)).kvk_schedule
+
+    def last_warp_first(self, last_first: bool) -> None:
+        self._schedule(int(last_first))
+
+
+def library(**kind: bool) -> Emulated:
+    if emulator.compiler() is None:
+        pytest.skip("no C++ compiler to build the CUDA emulator with")
+    return Emulated(emulator.build(**kind))
+
+
+@pytest.fixture(scope="session")
+def emulated() -> Emulated:
+    return library()
+
+
+@pytest.fixture(scope="session")
+def volta() -> Emulated:
+    return library(volta=True)

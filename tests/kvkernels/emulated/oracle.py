@@ -1,0 +1,81 @@
+"""Attention in float64 by its definition, and rows to try it on."""
+
+from dataclasses import dataclass
+
+import torch
+from kvkernels.native.attention import Rows
+from torch import Tensor
+
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences of ``(rows, keys)``."""
+
+    sequences: tuple[tuple[int, int], ...]
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    scattered: bool = False
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(hash(self.sequences) % 2**31 + self.dim)
+
+    def query(self) -> Tensor:
+        shape = sum(rows for rows, _ in self.sequences), self.heads, self.dim
+        return torch.randn(shape, generator=self.generator()).to(self.dtype)
+
+    def keys_values(self, slots: int) -> tuple[Tensor, Tensor]:
+        shape = self.kv_heads, slots, self.dim
+        g = self.generator()
+        return torch.randn(shape, generator=g).to(self.dtype), torch.randn(shape, generator=g).to(self.dtype)
+
+    def positions(self) -> list[Tensor]:
+        """Of each sequence's rows: its last, or anywhere."""
+        out = []
+        for rows, keys in self.sequences:
+            anywhere = torch.randperm(keys, generator=self.generator())[:rows].sort().values
+            out.append(anywhere if self.scattered else torch.arange(keys - rows, keys))
+        return out
+
+    def rows(self) -> Rows:
+        counts = [rows for rows, _ in self.sequences]
+        starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        positions = torch.cat(self.positions()).to(torch.int32) if self.scattered else None
+        keys = [keys for _, keys in self.sequences]
+        return Rows(starts, int32(*keys), positions, max(counts), max(keys))
+
+
+def attention(
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int = 0, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """``query [rows, heads, dim]``, keys and values ``[kv_heads, keys, dim]``: output and log-sum-exp ``[rows, heads]``."""
+    group = query.shape[1] // keys.shape[0]
+    q, k, v = query.double(), keys.double().repeat_interleave(group, 0), values.double().repeat_interleave(group, 0)
+    scores = torch.einsum("rhd,hkd->hrk", q, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    key, row = torch.arange(k.shape[1])[None], positions[:, None]
+    hidden = key > row
+    if window:
+        hidden |= key <= row - window
+    scores.masked_fill_(hidden, float("-inf"))
+    weights = torch.nan_to_num(torch.softmax(scores, -1))
+    return torch.einsum("hrk,hkd->rhd", weights, v), scores.logsumexp(-1).t()
+
+
+def assert_close(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    output, lse = got
+    limit = TOLERANCE[output.dtype]
+    largest = max(1.0, expected[0].abs().max().item())
+    error = (output.double() - expected[0]).abs().max().item() / largest
+    assert error <= limit, f"output differs by {error:.2e} of the largest value, allowed are {limit:.0e}"
+    seen = torch.isfinite(expected[1])
+    assert torch.equal(seen, torch.isfinite(lse)), "log-sum-exp is finite elsewhere"
+    assert (lse.double() - expected[1])[seen].abs().max().item() <= 2e-5 if seen.any() else True

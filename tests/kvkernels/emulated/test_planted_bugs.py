@@ -1,0 +1,134 @@
+"""Tests of the tests: bugs that GPU programmers make are put into the sources, and the suite must see them."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from kvkernels.native import awq, emulator, sources
+
+from tests.kvkernels.emulated.conftest import Emulated
+from tests.kvkernels.emulated.oracle import Case
+from tests.kvkernels.emulated.test_attention import run_in_pool
+from tests.kvkernels.emulated.test_awq import layer
+
+
+@dataclass(frozen=True)
+class Bug:
+    """``wrong`` in the place of ``right``, which stands in a file once."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    seen_by: Callable[[Emulated], None]
+
+
+def attends(emulated: Emulated) -> None:
+    for last_first in (False, True):
+        emulated.last_warp_first(last_first)
+        run_in_pool(emulated, Case(((70, 200), (3, 65)), 4, 2, 64, torch.float16))
+        run_in_pool(emulated, Case(((20, 300),), 4, 2, 64, torch.float16), splits=3, window=100)
+
+
+def multiplies(emulated: Emulated) -> None:
+    words, zeros, scales = layer(256, 64, 64, torch.float16)
+    x = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)).half()
+    expected = x.double() @ awq.reference_weight(words, zeros, scales).double().t()
+    for last_first in (False, True):
+        emulated.last_warp_first(last_first)
+        got = awq.gemm(emulated, x, awq.repack(words, zeros, scales), 1)
+        assert (got.double() - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
+BUGS = (
+    Bug(
+        "a missing barrier before keys are overwritten",
+        "attention.cu",
+        "sync_block();  // the values are here, and nobody reads the keys any more",
+        "",
+        attends,
+    ),
+    Bug(
+        "a missing barrier before keys are read",
+        "attention.cu",
+        "sync_block();  // the keys are here, and nobody reads the last values any more",
+        "",
+        attends,
+    ),
+    Bug(
+        "a missing barrier between the query and the keys that take its place",
+        "attention.cu",
+        "sync_block();  // keys come where the query was",
+        "",
+        attends,
+    ),
+    Bug(
+        "copies that nobody waits for",
+        "attention.cu",
+        "    copies_wait<0>();\n    sync_block();  // the keys",
+        "    copies_wait<1>();\n    sync_block();  // the keys",
+        attends,
+    ),
+    Bug("a mask that hides the row's own key", "attention.cu", "key <= visible_to[r]", "key < visible_to[r]", attends),
+    Bug(
+        "a mask that shows one key too many",
+        "attention.cu",
+        "key >= visible_from[r]",
+        "key >= visible_from[r] - 1",
+        attends,
+    ),
+    Bug(
+        "a bound that forgets the last tile",
+        "attention.cu",
+        "(min(end, highest + 1) + KEYS - 1) / KEYS",
+        "(min(end, highest + 1)) / KEYS",
+        attends,
+    ),
+    Bug(
+        "keys that are not those of the lane's matrix",
+        "attention.cu",
+        "lane / 16 * 8 + lane % 8, b_column",
+        "lane / 8 % 2 * 8 + lane % 8, b_column",
+        attends,
+    ),
+    Bug(
+        "a fragment's words exchanged",
+        "attention.cu",
+        "pack<T>(scores[j][0][2], scores[j][0][3]),",
+        "pack<T>(scores[j][1][0], scores[j][1][1]),",
+        attends,
+    ),
+    Bug("sums that are not rescaled", "softmax.cuh", "sum[r] *= shrink;", "", attends),
+    Bug("rows that share a sum with too few lanes", "softmax.cuh", "sum[r] += shuffle_xor(sum[r], 2);", "", attends),
+    Bug("a missing barrier before warps are summed", "awq.cu", "  sync_block();\n", "", multiplies),
+    Bug("scales of another column", "awq.cu", "8 * n + lane_index() / 4;", "8 * n + lane_index() % 4;", multiplies),
+    Bug("rows exchanged in a fragment", "awq.cu", "g + 8 * (i % 2), channel", "g + 8 * (i / 2), channel", multiplies),
+)
+
+
+def planted(bug: Bug, folder: Path) -> Emulated:
+    for part in ("cuda", "emulator"):
+        shutil.copytree(sources.folder() / part, folder / part)
+    path = folder / "cuda" / bug.file
+    text = path.read_text()
+    assert text.count(bug.right) == 1, "what the bug replaces has changed: plant it anew"
+    path.write_text(text.replace(bug.right, bug.wrong))
+    return Emulated(emulator.build(folder, fewest=True))
+
+
+@pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler to build the CUDA emulator with")
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_the_suite_sees(bug: Bug, tmp_path: Path) -> None:
+    broken = planted(bug, tmp_path)
+    with pytest.raises(AssertionError):
+        bug.seen_by(broken)
+
+
+@pytest.mark.skipif(emulator.compiler() is None, reason="no C++ compiler to build the CUDA emulator with")
+def test_what_sees_them_passes_without_them(emulated: Emulated) -> None:
+    attends(emulated)
+    multiplies(emulated)
+    emulated.last_warp_first(False)

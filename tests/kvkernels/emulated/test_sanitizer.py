@@ -1,0 +1,49 @@
+"""No kernel touches memory that is not its own: the suite's shapes under the address sanitizer."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvkernels.native import emulator, sources
+
+
+def runtime() -> str | None:
+    """The sanitizer's shared library, which must be loaded before Python."""
+    if not (gxx := shutil.which("g++")):
+        return None
+    found = subprocess.run([gxx, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    return found if os.path.isabs(found) else None
+
+
+pytestmark = pytest.mark.skipif(runtime() is None, reason="no g++ with an address sanitizer")
+
+
+def run(library: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(runtime()),
+        # Fibers change stacks behind the sanitizer's back, and Python frees nothing at exit.
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:handle_segv=1",
+    }
+    command = [sys.executable, "-m", "tests.kvkernels.emulated.sanitized", str(library), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=170)
+
+
+def test_kernels_stay_inside_their_memory() -> None:
+    done = run(emulator.build(sanitize=True))
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_read_out_of_bounds_is_named(tmp_path: Path) -> None:
+    for part in ("cuda", "emulator"):
+        shutil.copytree(sources.folder() / part, tmp_path / part)
+    path = tmp_path / "cuda" / "attention.cu"
+    right = "const bool valid = m < packed;"
+    assert path.read_text().count(right) == 1, "what the bug replaces has changed: plant it anew"
+    path.write_text(path.read_text().replace(right, "const bool valid = true;"))
+    done = run(emulator.build(tmp_path, sanitize=True, fewest=True), "--few")
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr
