@@ -15,6 +15,7 @@ import json
 import random
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +44,15 @@ class Progress:
     language_loss: float = 9.0
 
 
-# Token ids, kind, and what is learned: {index: token to predict there}, the token ids themselves when None.
-Row = tuple[list[int], str, dict[int, int] | None]
+@dataclass
+class Row:
+    """Token ids, kind, what is learned: {index: token to predict there}, the token ids themselves when None; and positions
+    when they are not the indices."""
+
+    tokens: list[int]
+    kind: str
+    learned: dict[int, int] | None
+    positions: list[int] | None = None
 
 
 class Rows:
@@ -71,43 +79,58 @@ class Rows:
                 row[target + i] = row[start + i]
                 if i:
                     learned[target + i] = row[target + i]
-        return row, "copy", learned
+        return Row(row, "copy", learned)
 
     def task(self, name: str, facts: int, filler: int, implied: bool = False) -> Row:
         """A look-up sample. With ``implied``, what a document implies is learned as well, at the place where it is
-        known; the word itself is not in the row."""
+        known; the word itself is not in the row.
+
+        A control must be answered by the question alone. Half of the rows of ``latest`` are therefore read in another
+        order than their positions say: the last statement is the one with the highest position, whatever was read first.
+        """
         sample = tasks.TASKS[name](self.rng, facts, filler)
         row, learned = [self.ids["<|bos|>"]], {}
+        begins = []
         for document in sample.documents:
+            begins.append(len(row))
             row += [self.ids["<|doc|>"], *self._encode(f" {document.before}{document.fact}")]
             if implied and document.implied:
                 learned[len(row)] = self._encode(" " + document.implied)[0]
             row += self._encode("." + document.after)
+        begins.append(len(row))
         for question, answer in zip(sample.questions, sample.answers, strict=True):
             row += [self.ids["<|ask|>"], *self._encode(" " + question), *self._encode(" " + answer)]
             learned[len(row) - 1] = row[-1]
-        return row, name, learned
+        if not implied or name != "latest" or self.rng.random() < 0.5:
+            return Row(row, name, learned)
+        documents = list(pairwise(begins))
+        self.rng.shuffle(documents)
+        order = [0, *(i for begin, end in documents for i in range(begin, end)), *range(begins[-1], len(row))]
+        return Row([row[i] for i in order], name, learned, order)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text).ids)
 
     def language(self, length: int) -> Row:
         start = self.rng.randrange(len(self.stream) - length)
-        return [int(t) for t in self.stream[start : start + length]], "language", None
+        return Row([int(t) for t in self.stream[start : start + length]], "language", None)
 
 
-def batch(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads rows into ``(input_ids, labels)``, both ``[rows, longest]``."""
-    longest = max(len(r[0]) for r in rows)
+def batch(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pads rows into ``(input_ids, positions, labels)``, each ``[rows, longest]``."""
+    longest = max(len(r.tokens) for r in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    positions = torch.arange(longest).repeat(len(rows), 1)
     labels = torch.full((len(rows), longest), IGNORED)
-    for i, (row, _, learned) in enumerate(rows):
-        ids[i, : len(row)] = torch.tensor(row)
-        if learned is None:
-            labels[i, 1 : len(row)] = ids[i, 1 : len(row)]
+    for i, row in enumerate(rows):
+        ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
+        if row.positions is not None:
+            positions[i, : len(row.tokens)] = torch.tensor(row.positions)
+        if row.learned is None:
+            labels[i, 1 : len(row.tokens)] = ids[i, 1 : len(row.tokens)]
         else:
-            labels[i, list(learned)] = torch.tensor(list(learned.values()))
-    return ids, labels
+            labels[i, list(row.learned)] = torch.tensor(list(row.learned.values()))
+    return ids, positions, labels
 
 
 def new_model(vocabulary: int, layers: int, width: int) -> Qwen2ForCausalLM:
@@ -246,10 +269,11 @@ class Run:
         rows = rows_for(
             progress, Rows(self.tokenizer, self.train_stream, progress.step, options.task_share), options.batch
         )
-        ids, labels = batch(rows)
-        ids, labels = ids.to(options.device), labels.to(options.device)
+        ids, positions, labels = (x.to(options.device) for x in batch(rows))
         with torch.autocast(options.device, torch.bfloat16):
-            hidden = self.model.model(ids).last_hidden_state[:, :-1]
+            # A mask, though nothing is hidden: without one, positions that do not rise are taken for packed sequences.
+            model = self.model.model(ids, position_ids=positions, attention_mask=torch.ones_like(ids))
+            hidden = model.last_hidden_state[:, :-1]
             target = labels[:, 1:]
             chosen = target != IGNORED
             logits = self.model.lm_head(hidden[chosen])
@@ -266,13 +290,14 @@ class Run:
         return loss.item()
 
     def _account(self, rows: list[Row], chosen: torch.Tensor, right: torch.Tensor, loss: float) -> None:
-        if rows[0][1] == "language":
+        if rows[0].kind == "language":
             self.progress.language_loss += 0.05 * (loss - self.progress.language_loss)
             return
         row_of, at = chosen.nonzero().unbind(1)
-        for i, (row, kind, _) in enumerate(rows):
+        for i, row in enumerate(rows):
             # What is implied stands before the questions.
-            asked = row.index(self.source_ids["<|ask|>"]) if self.source_ids["<|ask|>"] in row else 0
+            asked = row.tokens.index(self.source_ids["<|ask|>"]) if self.source_ids["<|ask|>"] in row.tokens else 0
+            kind = row.kind if row.positions is None else f"{row.kind} reordered"
             self._count(kind, right[(row_of == i) & (at >= asked)])
             if asked and bool(((row_of == i) & (at < asked)).any()):
                 self._count(f"{kind} implied", right[(row_of == i) & (at < asked)])
@@ -319,11 +344,11 @@ def evaluate(run: Run, samples: int) -> dict[str, float]:
         for name in tasks.TASKS:
             right = total = 0
             for _ in range(samples):
-                row, _, learned = source.task(name, JUDGED_FACTS, JUDGED_FILLER)
-                assert learned is not None
-                logits = model(torch.tensor([row]).to(model.device)).logits[0]
-                right += sum(int(logits[i - 1].argmax()) == token for i, token in learned.items())
-                total += len(learned)
+                row = source.task(name, JUDGED_FACTS, JUDGED_FILLER)
+                assert row.learned is not None
+                logits = model(torch.tensor([row.tokens]).to(model.device)).logits[0]
+                right += sum(int(logits[i - 1].argmax()) == token for i, token in row.learned.items())
+                total += len(row.learned)
             report[name] = right / total
     return report
 
