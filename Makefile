@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 STUBS  := clients/python
 
-.PHONY: help setup demo test check bench protos lint types clean
+.PHONY: help setup demo test check bench protos lint types kernels clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -40,6 +40,10 @@ protos: setup  ## Generate the Python stubs
 .PHONY: stubs-current
 stubs-current: setup
 	./protos/generate.sh $(BIN) --check $(STUBS)
+
+kernels: setup  ## Compile the CUDA kernels (needs nvcc, no GPU) and report what they use
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[kernels]'
+	$(BIN)/python -m kvkernels.native.build --report kernels/resources.json
 
 bench: setup  ## All benchmarks at their small size, JSON under bench-out/
 	$(BIN)/python -m benchmarks.all --quick --out-dir bench-out

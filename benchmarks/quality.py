@@ -4,203 +4,122 @@ A sample is a prompt of documents with questions. ``exact`` arms store the promp
 a prefix; all others store its documents as they were in another order, put them at their places and repair them. Every
 arm is compared, question by question, with a full prefill by the same engine. ``full_pieces`` is that prefill in other
 piece sizes: the noise floor. The gates say whether the benchmark can tell anything at all.
+
+Runs in as many processes as ``--processes`` says, one thread each. With ``--out``, what is measured is kept beside it
+until all is done, and a run that was stopped goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import multiprocessing
+import os
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.progress import Progress
 
 from benchmarks import report
+from benchmarks.judged import EXACT, RATIOS, REPAIRS, SHUFFLED, Samples, outcomes
+from benchmarks.tally import Record, Tally
 from inference_svc.model.loader import load, quiet_transformers
-from inference_svc.reuse.laboratory import Laboratory, Outcome
-from inference_svc.reuse.strategies import DEFAULT, STRATEGIES
+from inference_svc.reuse.laboratory import Laboratory
 from training import tasks
 
-TEXT = Path(__file__).parent / "data" / "held_out.jsonl"
 CROSS, CONTROLS = ("alias", "two_hop", "relative"), tasks.CONTROLS
-RATIOS = (0.05, 0.15, 0.3)
-REPAIRS = ("random", "first_k", "selective", "cacheblend", DEFAULT)
-_BOOTSTRAPS = 1000
+
+Job = tuple[str, int]  # task, number of the prompt
+Measured = dict[str, Record]  # by arm
 
 
-@dataclass(frozen=True)
-class Arm:
-    """``shuffled`` false: the prompt's own prefix at ``bits``."""
+class Measurer:
+    """One process's model and samples."""
 
-    name: str
-    shuffled: bool
-    bits: int = 16
-    strategy: str = "none"
-    ratio: float = 0.0
+    def __init__(self, options: argparse.Namespace) -> None:
+        quiet_transformers()
+        self._options = options
+        self._lab = Laboratory(load(options.model, dtype=options.dtype), 2048)
+        self._samples = Samples(self._lab, options.facts, options.filler)
 
-
-EXACT = [Arm(f"exact_{bits}bit", False, bits) for bits in (16, 8, 4, 2)]
-SHUFFLED = [
-    Arm("none", True),
-    *(
-        Arm(f"{s}_r{r:g}", True, 16, s, r)
-        for s in ("random", "first_k", "selective", "cacheblend", DEFAULT)
-        for r in RATIOS
-    ),
-    Arm("cacheblend_r1", True, 16, "cacheblend", 1.0),
-    Arm(f"{DEFAULT}_r0.15_8bit", True, 8, DEFAULT, 0.15),
-    Arm(f"{DEFAULT}_r0.15_4bit", True, 4, DEFAULT, 0.15),
-]
+    def __call__(self, job: Job) -> Measured:
+        name, number = job
+        rng = random.Random(f"{self._options.seed} {name} {number}")
+        prompt = self._samples.text(rng) if name == "text" else self._samples.task(name, rng)
+        arms = [
+            *(EXACT if number < self._options.n_exact else []),
+            *(SHUFFLED if number < self._options.n else []),
+        ]
+        found = outcomes(self._lab, prompt, arms, rng)
+        _, full = next(found)
+        return {arm: Record.of(prompt.gold, full, outcome) for arm, outcome in found}
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Documents behind a beginning, then what is asked. ``at`` are the positions whose next token is judged,
-    ``gold`` what it should be."""
-
-    head: list[int]
-    documents: list[list[int]]
-    tail: list[int]
-    at: list[int]  # relative to the tail's start
-    gold: list[int]
-
-    def tokens(self, order: Sequence[int]) -> list[int]:
-        return self.head + [t for i in order for t in self.documents[i]] + self.tail
-
-    def ends(self, order: Sequence[int]) -> list[int]:
-        return np.cumsum([len(self.head), *(len(self.documents[i]) for i in order)]).tolist()
+_measurer: Measurer  # of a child process
 
 
-@dataclass
-class Tally:
-    """What an arm did, question by question; ``prompt`` says to which prompt each belongs."""
-
-    right: list[bool] = field(default_factory=list)
-    full_right: list[bool] = field(default_factory=list)
-    same: list[bool] = field(default_factory=list)
-    kl: list[float] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    full_loss: list[float] = field(default_factory=list)
-    prompt: list[int] = field(default_factory=list)
-    recomputed: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    full_seconds: list[float] = field(default_factory=list)
-
-    def add(self, prompt: int, gold: list[int], full: Outcome, got: Outcome) -> None:
-        target = torch.tensor(gold)
-        p, q = full.logits.log_softmax(-1), got.logits.log_softmax(-1)
-        self.right += (q.argmax(-1) == target).tolist()
-        self.full_right += (p.argmax(-1) == target).tolist()
-        self.same += (q.argmax(-1) == p.argmax(-1)).tolist()
-        self.kl += (p.exp() * (p - q)).sum(-1).tolist()
-        self.loss += (-q.gather(1, target[:, None])[:, 0]).tolist()
-        self.full_loss += (-p.gather(1, target[:, None])[:, 0]).tolist()
-        self.prompt += [prompt] * len(gold)
-        self.recomputed.append(got.recomputed_ratio)
-        self.seconds.append(got.seconds)
-        self.full_seconds.append(full.seconds)
-
-    def row(self, arm: str, task: str) -> dict[str, Any]:
-        worse = sum(f and not r for f, r in zip(self.full_right, self.right, strict=True))
-        better = sum(r and not f for f, r in zip(self.full_right, self.right, strict=True))
-        low, high = _interval(np.subtract(self.right, self.full_right, dtype=float), np.asarray(self.prompt))
-        perplexity = math.exp(np.mean(self.loss)), math.exp(np.mean(self.full_loss))
-        return {
-            "arm": arm,
-            "task": task,
-            "n": len(set(self.prompt)),
-            "questions": len(self.right),
-            "accuracy": round(float(np.mean(self.right)), 4),
-            "accuracy_full": round(float(np.mean(self.full_right)), 4),
-            "difference_95": [round(low, 4), round(high, 4)],
-            "flips": worse + better,
-            "mcnemar_p": round(_mcnemar(worse, better), 5),
-            "kl_mean": round(float(np.mean(self.kl)), 6),
-            "kl_p99": round(float(np.quantile(self.kl, 0.99)), 6),
-            "top1_agreement": round(float(np.mean(self.same)), 4),
-            "perplexity_change": round(perplexity[0] / perplexity[1] - 1, 6),
-            "recomputed_ratio": round(float(np.mean(self.recomputed)), 4),
-            "ttft_ratio": round(report.median(self.seconds) / report.median(self.full_seconds), 3),
-        }
+def _begin(options: argparse.Namespace) -> None:
+    global _measurer
+    torch.set_num_threads(1)
+    _measurer = Measurer(options)
 
 
-def _interval(difference: np.ndarray[Any, Any], prompt: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean difference, prompts drawn whole."""
-    ids, inverse = np.unique(prompt, return_inverse=True)
-    sums, counts = np.bincount(inverse, difference), np.bincount(inverse)
-    drawn = np.random.default_rng(0).integers(0, len(ids), (_BOOTSTRAPS, len(ids)))
-    means = sums[drawn].sum(1) / counts[drawn].sum(1)
-    return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
+def _measure(job: Job) -> tuple[Job, Measured]:
+    return job, _measurer(job)
 
 
-def _mcnemar(worse: int, better: int) -> float:
-    """Exact two-sided p value of McNemar's test."""
-    n, k = worse + better, min(worse, better)
-    return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n) if n else 1.0
+def measured(options: argparse.Namespace, jobs: list[Job]) -> Iterator[tuple[Job, Measured]]:
+    """Measures jobs, in any order."""
+    if options.processes <= 1:
+        measurer = Measurer(options)
+        yield from ((job, measurer(job)) for job in jobs)
+        return
+    spawned = multiprocessing.get_context("spawn")  # never fork after gRPC and OpenMP have started
+    with spawned.Pool(options.processes, _begin, (options,)) as pool:
+        yield from pool.imap_unordered(_measure, jobs, chunksize=4)
 
 
-class Samples:
-    """Draws prompts for a model."""
+class Kept:
+    """What a stopped run has measured, a line per prompt; none without a path. The first line says of what run."""
 
-    def __init__(self, lab: Laboratory, facts: int, filler: int) -> None:
-        self._tokenizer = lab.loaded.tokenizer
-        self._facts, self._filler = facts, filler
-        self.texts = [json.loads(line)["text"] for line in TEXT.read_text(encoding="utf-8").splitlines()]
+    def __init__(self, path: Path | None, options: argparse.Namespace) -> None:
+        self._path = path
+        ignored = ("out", "processes", "quick")
+        self._run = {k: v for k, v in sorted(vars(options).items()) if k not in ignored}
 
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+    def read(self) -> Iterator[tuple[Job, Measured]]:
+        if self._path is None or not self._path.exists():
+            return
+        with self._path.open(encoding="utf-8") as file:
+            if json.loads(file.readline() or "null") != self._run:
+                report.console.print(f"[dim]{self._path} is of other settings and is written anew[/dim]")
+                return
+            for line in file:
+                if not line.endswith("\n"):  # cut off in the middle
+                    return
+                (name, number), arms = json.loads(line)
+                yield (name, number), {arm: Record(**record) for arm, record in arms.items()}
 
-    def task(self, name: str, rng: random.Random) -> Prompt:
-        sample = tasks.TASKS[name](rng, rng.randint(3, self._facts), self._filler)
-        documents = [self._ids(f"<|doc|> {d.text}") for d in sample.documents]
-        tail: list[int] = []
-        at, gold = [], []
-        for question, answer in zip(sample.questions, sample.answers, strict=True):
-            tail += self._ids(f"<|ask|> {question}") + self._ids(f" {answer}")
-            at.append(len(tail) - 2)
-            gold.append(tail[-1])
-        return Prompt(self._ids("<|bos|>"), documents, tail, at, gold)
+    def write(self, found: list[tuple[Job, Measured]]) -> None:
+        """Writes all anew: what was read may end in half a line."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self._run) + "\n", encoding="utf-8")
+            for job, arms in found:
+                self.add(job, arms)
 
-    def text(self, rng: random.Random, chunk: int = 64, chunks: int = 6, tail: int = 64) -> Prompt:
-        """Held-out text cut into chunks; judged is what follows them."""
-        while True:
-            ids = self._ids(rng.choice(self.texts))
-            need = chunk * chunks + tail
-            if len(ids) > need:
-                break
-        start = rng.randrange(len(ids) - need)
-        parts = [ids[start + i * chunk : start + (i + 1) * chunk] for i in range(chunks)]
-        rest = ids[start + chunk * chunks : start + need]
-        return Prompt(self._ids("<|bos|>"), parts, rest, list(range(tail - 1)), rest[1:])
+    def add(self, job: Job, arms: Measured) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([job, {arm: asdict(record) for arm, record in arms.items()}]) + "\n")
 
-
-def outcomes(lab: Laboratory, prompt: Prompt, arms: Sequence[Arm], rng: random.Random) -> Iterator[tuple[str, Outcome]]:
-    """What each arm gives; first ``full``."""
-    order = list(range(len(prompt.documents)))
-    tokens, ends = prompt.tokens(order), prompt.ends(order)
-    at = np.asarray(prompt.at) + ends[-1]
-    yield "full", lab.full(tokens, at)
-    yield "full_pieces", lab.full(tokens, at, piece=rng.choice([17, 40, 100]))
-    shuffled = order[:]
-    while shuffled == order:
-        rng.shuffle(shuffled)
-    for bits in {a.bits for a in arms if not a.shuffled}:
-        chunks = lab.store(tokens[: ends[-1]], ends, bits)
-        for arm in (a for a in arms if not a.shuffled and a.bits == bits):
-            yield arm.name, lab.reuse(tokens, chunks, [], STRATEGIES["none"], 0.0, at)
-    for bits in {a.bits for a in arms if a.shuffled}:
-        chunks = lab.store(prompt.tokens(shuffled)[: ends[-1]], prompt.ends(shuffled), bits)
-        by_document = dict(zip(shuffled, chunks[1:], strict=True))
-        placed = [(ends[i], by_document[i]) for i in order]
-        for arm in (a for a in arms if a.shuffled and a.bits == bits):
-            yield arm.name, lab.reuse(tokens, chunks[:1], placed, STRATEGIES[arm.strategy], arm.ratio, at)
+    def forget(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
 
 def gates(rows: list[dict[str, Any]]) -> dict[str, bool]:
@@ -243,27 +162,27 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    quiet_transformers()
-    lab = Laboratory(load(options.model, dtype=options.dtype), 2048)
-    samples = Samples(lab, options.facts, options.filler)
     names = [*tasks.TASKS, "text"]
-    rows: list[dict[str, Any]] = []
+    kept = Kept(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
+    found = list(kept.read())
+    kept.write(found)
+    done = {job for job, _ in found}
+    jobs = [job for i in range(max(options.n, options.n_exact)) for name in names if (job := (name, i)) not in done]
     with Progress(console=report.console, transient=True) as progress:
-        bar = progress.add_task("measuring", total=len(names) * max(options.n, options.n_exact))
-        for name in names:
-            tallies: dict[str, Tally] = {}
-            for i in range(max(options.n, options.n_exact)):
-                rng = random.Random(f"{options.seed} {name} {i}")
-                prompt = samples.text(rng) if name == "text" else samples.task(name, rng)
-                arms = [*(EXACT if i < options.n_exact else []), *(SHUFFLED if i < options.n else [])]
-                found = outcomes(lab, prompt, arms, rng)
-                _, full = next(found)
-                for arm, outcome in found:
-                    tallies.setdefault(arm, Tally()).add(i, prompt.gold, full, outcome)
-                progress.advance(bar)
-            rows += [tally.row(arm, name) for arm, tally in tallies.items()]
+        bar = progress.add_task("measuring", total=len(jobs) + len(done), completed=len(done))
+        for job, arms in measured(options, jobs):
+            kept.add(job, arms)
+            found.append((job, arms))
+            progress.advance(bar)
+    tallies: dict[tuple[str, str], Tally] = {}
+    for (name, _), arms in sorted(found, key=lambda one: (names.index(one[0][0]), one[0][1])):
+        for arm, record in arms.items():
+            tallies.setdefault((name, arm), Tally()).records.append(record)
+    rows = [tally.row(arm, name) for (name, arm), tally in tallies.items()]
     shown = ("arm", "task", "accuracy", "accuracy_full", "flips", "kl_mean", "top1_agreement", "recomputed_ratio")
-    return report.write(options, "quality", rows, summary(rows), shown)
+    result = report.write(options, "quality", rows, summary(rows), shown)
+    kept.forget()
+    return result
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -275,6 +194,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--facts", type=int, default=4, help="most facts per prompt; two documents each")
     parser.add_argument("--filler", type=int, default=12, help="most filler words per document")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args(arguments)
     if options.quick:
         options.n, options.n_exact = min(options.n, 20), min(options.n_exact, 20)

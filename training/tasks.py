@@ -125,11 +125,11 @@ def passkey(rng: random.Random, facts: int, filler: int) -> Sample:
     return _ask("passkey", documents, list(zip(names, places, strict=True)), rng)
 
 
-def latest(rng: random.Random, facts: int, filler: int) -> Sample:
-    names, places = rng.sample(NAMES, max(1, facts // 2)), rng.sample(PLACES, facts)
+def latest(rng: random.Random, facts: int, filler: int, names: int | None = None) -> Sample:
+    people, places = rng.sample(NAMES, names or max(1, facts // 2)), rng.sample(PLACES, facts)
     documents, current = [], {}
     for place in places:
-        name = rng.choice(names)
+        name = rng.choice(people)
         current[name] = place
         documents.append(_document(rng, filler, f"home {name} {place}"))
     return _ask("latest", documents, list(current.items()), rng)

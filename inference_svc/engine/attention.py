@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from inference_svc.engine.native_attention import attend_batch
 from inference_svc.engine.rows import ROW_MULTIPLE, Batch, Segment
 
 ATTENTION = "kvsidecar_rows"
@@ -129,6 +130,9 @@ def attend_rows(
         raise Projected
     rows_first = query[0].transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    kernels = batch.pool.kernels
+    if kernels is not None and batch.observer is None:
+        return attend_batch(kernels, rows_first, batch, layer, scale, sliding_window, softcap)[None], None
     # zeros: padding rows belong to no segment, and what they hold must be finite
     out = torch.zeros(rows_first.shape, dtype=query.dtype, device=query.device)
     for segment in batch.segments:

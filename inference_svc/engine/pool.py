@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from kvkernels.native.library import Kernels
 from kvsidecar.extents import Extents
 from numpy.typing import NDArray
 
@@ -57,12 +58,21 @@ class KVPool:
     """Keys and values ``[layers, kv_heads, slots, head_dim]`` of all sequences of an engine: a head's keys lie
     together, which is how attention reads them.
 
-    Not thread-safe, but for the tensors' contents: a slot belongs to whoever holds its block table.
+    Not thread-safe, but for the tensors' contents: a slot belongs to whoever holds its block table. ``kernels``
+    are ours for its device, if attention is to use them.
     """
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels | None = None,
     ) -> None:
+        self.kernels = kernels
         self.pages = max(1, tokens // PAGE_TOKENS)
         self._extents = Extents(self.pages)
         self._references: NDArray[np.int32] = np.zeros(self.pages, np.int32)

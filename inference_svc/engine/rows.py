@@ -8,7 +8,7 @@ of scattered tokens are the same forward with different rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
+
+if TYPE_CHECKING:
+    from inference_svc.engine.native_attention import Index
 
 # Matrix kernels give a row the same bits in every batch whose row count is a multiple of this.
 ROW_MULTIPLE = 4
@@ -83,6 +86,7 @@ class Batch:
     contiguous_slots: tuple[int, int] | None  # first slot and rows, when all real rows lie in one piece
     project_only: bool = False  # a layer stops when its keys and values are written
     observer: Observer | None = None
+    index: Index | None = None  # what our CUDA kernels read it by; made when they first do
     gates: tuple[LayerGate, ...] = ()
 
     def pass_layer(self, layer: int) -> None:

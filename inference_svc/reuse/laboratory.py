@@ -6,10 +6,11 @@ quality benchmark are made of this.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from inference_svc.engine import rows
 from inference_svc.engine.forward import Decoder
+from inference_svc.engine.native_attention import kernels_of
 from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
 from inference_svc.engine.repair import Repairing
 from inference_svc.model.loader import LoadedModel
@@ -54,6 +56,45 @@ class Outcome:
     recomputed_ratio: float = 0.0
 
 
+def another_order(count: int, rng: random.Random) -> list[int]:
+    """A random order of so many documents that is not theirs. Raises ValueError for fewer than two."""
+    if count < 2:
+        raise ValueError(f"{count} documents have no other order")
+    order = list(range(count))
+    while order == sorted(order):
+        rng.shuffle(order)
+    return order
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents behind a beginning, read in their order or in another."""
+
+    lab: Laboratory
+    head: list[int]
+    parts: tuple[list[int], ...]
+
+    @property
+    def tokens(self) -> list[int]:
+        """In their order."""
+        return self.head + [t for part in self.parts for t in part]
+
+    def stored(self, bits: int) -> list[StoredChunk]:
+        """As they stand: the beginning and each document a chunk."""
+        return self.lab.store(self.tokens, self._ends(range(len(self.parts))), bits)
+
+    def stored_in(self, order: Sequence[int], bits: int) -> tuple[list[StoredChunk], list[tuple[int, StoredChunk]]]:
+        """As they were when they stood in another order: the beginning, and documents with the places where they stand
+        now. They are ``exact`` and ``placed`` of ``Laboratory.reuse``."""
+        elsewhere = self.head + [t for i in order for t in self.parts[i]]
+        head, *chunks = self.lab.store(elsewhere, self._ends(order), bits)
+        by_document, starts = dict(zip(order, chunks, strict=True)), self._ends(range(len(self.parts)))
+        return [head], [(starts[i], by_document[i]) for i in range(len(self.parts))]
+
+    def _ends(self, order: Sequence[int]) -> list[int]:
+        return list(accumulate([len(self.head), *(len(self.parts[i]) for i in order)]))
+
+
 class Laboratory:
     """One model with a pool for one prompt at a time. A loaded model serves one Decoder: give it, if there is one.
 
@@ -65,7 +106,13 @@ class Laboratory:
         self.rotary = rotary_of(loaded.model)
         self.decoder = decoder or Decoder(loaded)
         self._pool = KVPool(
-            loaded.layers, loaded.kv_heads, loaded.head_dim, longest + KEY_BLOCK, loaded.dtype, loaded.device
+            loaded.layers,
+            loaded.kv_heads,
+            loaded.head_dim,
+            longest + KEY_BLOCK,
+            loaded.dtype,
+            loaded.device,
+            kernels_of(loaded.device, loaded.dtype, loaded.head_dim),
         )
 
     def full(self, tokens: Sequence[int], logits_at: Positions, piece: int = 512, go_on: int = 0) -> Outcome:
@@ -120,6 +167,10 @@ class Laboratory:
             seconds = time.perf_counter() - began
             following = self._go_on(table, len(tokens), logits, go_on)
             return Outcome(logits, seconds, following, work.recomputed / total if total else 0.0)
+
+    def documents(self, head: Sequence[int], parts: Sequence[Sequence[int]]) -> Documents:
+        """Documents to be stored in one order and used in another."""
+        return Documents(self, list(head), tuple(list(part) for part in parts))
 
     def _go_on(self, table: BlockTable, at: int, logits: Tensor, count: int) -> list[int]:
         """Greedy tokens after the last logits."""

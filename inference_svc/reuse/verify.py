@@ -18,7 +18,7 @@ import numpy as np
 from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 from kvsidecar.errors import InvalidRequest
 
-from inference_svc.reuse.laboratory import Laboratory, Outcome
+from inference_svc.reuse.laboratory import Laboratory, Outcome, another_order
 from inference_svc.reuse.strategies import STRATEGIES
 
 BUILT_IN = Path(__file__).parent / "verify_prompts.jsonl"
@@ -148,24 +148,15 @@ class Verifier:
         head = tokenizer("", add_special_tokens=True)["input_ids"] or [tokenizer.bos_token_id or 0]
         parts = [tokenizer(d + "\n\n", add_special_tokens=False)["input_ids"] for d in question.documents]
         asked = tokenizer(question.question, add_special_tokens=False)["input_ids"]
-        order = list(range(len(parts)))
-        stored = order[:]
-        while stored == order:
-            random.Random(seed).shuffle(stored)
-            seed += 1
-        tokens = head + [t for p in parts for t in p] + asked
-        ends = np.cumsum([len(head), *(len(p) for p in parts)]).tolist()
-        at = np.arange(ends[-1], len(tokens))
+        read = lab.documents(head, parts)
+        tokens = read.tokens + asked
+        at = np.arange(len(read.tokens), len(tokens))
         full = lab.full(tokens, at, go_on=_GO_ON)
         noise.add(full, lab.full(tokens, at, piece=_NOISE_PIECE, go_on=_GO_ON))
-        whole = lab.store(tokens[: ends[-1]], ends, self._bits)
-        exact.add(full, lab.reuse(tokens, whole, [], STRATEGIES["none"], 0.0, at, go_on=_GO_ON))
-        elsewhere = head + [t for i in stored for t in parts[i]]
-        chunks = lab.store(elsewhere, np.cumsum([len(head), *(len(parts[i]) for i in stored)]).tolist(), self._bits)
-        by_document = dict(zip(stored, chunks[1:], strict=True))
-        placed = [(ends[i], by_document[i]) for i in order]
+        exact.add(full, lab.reuse(tokens, read.stored(self._bits), [], STRATEGIES["none"], 0.0, at, go_on=_GO_ON))
+        first, placed = read.stored_in(another_order(len(parts), random.Random(seed)), self._bits)
         for name, divergence in arms.items():
-            divergence.add(full, lab.reuse(tokens, chunks[:1], placed, STRATEGIES[name], ratio, at, go_on=_GO_ON))
+            divergence.add(full, lab.reuse(tokens, first, placed, STRATEGIES[name], ratio, at, go_on=_GO_ON))
 
     def _finding(self, arm: str, strategy: str, ratio: float, d: _Divergence) -> Finding:
         kl, agreement = float(np.mean(d.kl)), float(np.mean(d.same))

@@ -11,9 +11,9 @@
 #include "platform.cuh"
 
 // Whether the architecture multiplies elements of a type; kernels for others are empty and never dispatched to.
-template <class T> constexpr bool tensor_cores_take() { return true; }
+template <class T> KVK_DEVICE constexpr bool tensor_cores_take() { return true; }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-template <> constexpr bool tensor_cores_take<bf16>() { return false; }
+template <> KVK_DEVICE constexpr bool tensor_cores_take<bf16>() { return false; }
 #endif
 
 #ifndef KVK_EMULATED

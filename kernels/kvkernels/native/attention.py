@@ -53,8 +53,8 @@ _CHUNK = np.dtype(
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a call, by sequence: ``row_start [sequences + 1]``, ``key_count [sequences]``, ``positions [rows]`` or
-    none when a sequence's rows are its last, all int32 on the device. ``longest`` and ``most_keys`` bound the grid."""
+    """The rows of a call, by sequence: ``row_start [sequences + 1]``, ``key_count [sequences]``, ``positions [rows]``
+    or none when a sequence's rows are its last, all int32 on the device. ``longest``, ``most_keys`` bound the grid."""
 
     row_start: Tensor
     key_count: Tensor
@@ -104,7 +104,7 @@ def chunk_table(
 
 
 def splits_for(tiles: int, most_keys: int, processors: int) -> int:
-    """Parts into which keys are split so that every multiprocessor has about two thread blocks; at least 256 keys each."""
+    """Parts into which keys are split so that every multiprocessor has about two blocks; at least 256 keys each."""
     wanted = -(-2 * processors // max(1, tiles))
     return max(1, min(wanted, most_keys // 256, 64))
 

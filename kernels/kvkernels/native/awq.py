@@ -31,8 +31,8 @@ class _AwqParams(ctypes.Structure):
 
 @dataclass(frozen=True)
 class AwqWeights:
-    """A linear layer's weights, repacked: ``codes`` int32 ``[in / 16, out / 64, 32, 4]`` (see cuda/awq.cu), ``scales`` and
-    ``zeros`` ``[in / group, out]``."""
+    """A linear layer's weights, repacked: ``codes`` int32 ``[in / 16, out / 64, 32, 4]`` (see cuda/awq.cu), ``scales``
+    and ``zeros`` ``[in / group, out]``."""
 
     codes: Tensor
     scales: Tensor

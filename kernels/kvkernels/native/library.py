@@ -9,8 +9,6 @@ from typing import Protocol
 
 import torch
 
-LIBRARY = Path(__file__).parent.parent / "lib" / "libkvkernels.so"
-
 
 class KernelFailed(RuntimeError):
     """A launch was refused; the message names the kernel and the reason."""
@@ -31,7 +29,7 @@ class Kernels(Protocol):
 
 
 class SharedLibrary:
-    """The C interface of ``kernels/cuda/launch.cu``; the emulator has it too. Raises OSError when it cannot be loaded."""
+    """The C interface of ``kernels/cuda/launch.cu``, the emulator's as well. Raises OSError when it does not load."""
 
     def __init__(self, path: Path) -> None:
         self._c = ctypes.CDLL(str(path))

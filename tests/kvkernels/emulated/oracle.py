@@ -55,7 +55,7 @@ class Case:
 def attention(
     query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int = 0, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """``query [rows, heads, dim]``, keys and values ``[kv_heads, keys, dim]``: output and log-sum-exp ``[rows, heads]``."""
+    """``query [rows, heads, dim]``, keys and values ``[kv_heads, keys, dim]``: output, and log-sum-exp."""
     group = query.shape[1] // keys.shape[0]
     q, k, v = query.double(), keys.double().repeat_interleave(group, 0), values.double().repeat_interleave(group, 0)
     scores = torch.einsum("rhd,hkd->hrk", q, k) * scale

@@ -1,7 +1,9 @@
 """Attention kernels, as they are compiled for GPUs, against attention by its definition in float64."""
 
+import numpy as np
 import pytest
 import torch
+from kvkernels import reference
 from kvkernels.native.attention import (
     HEAD_DIMS,
     InChunks,
@@ -12,7 +14,6 @@ from kvkernels.native.attention import (
     chunk_table,
     splits_for,
 )
-from kvkernels import reference
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16, ChunkHeader
 from kvsidecar.layout import Geometry, layout_of, new_header
 from torch import Tensor
@@ -128,8 +129,6 @@ def quantized(
 
 
 def table_of(chunks: list[tuple[ChunkHeader, memoryview, int]], layer: int) -> Tensor:
-    import numpy as np
-
     return chunk_table([(h, np.frombuffer(p, np.uint8).ctypes.data, first) for h, p, first in chunks], layer)
 
 
@@ -181,5 +180,5 @@ def test_what_kernels_do_not_take_is_named(emulated: Emulated) -> None:
     case = Case(((1, 1),), 1, 1, 80, torch.float16)
     with pytest.raises(ValueError, match="head_dim is 80; kernels take 64, 96, 128, 256"):
         run_in_pool(emulated, case)
-    with pytest.raises(ValueError, match="dtype is torch.float32"):
+    with pytest.raises(ValueError, match=r"dtype is torch\.float32"):
         attend(emulated, torch.zeros(1, 1, 64), InPool(*(torch.zeros(1, 1, 64),) * 2, int32(0)), case.rows(), 1.0)

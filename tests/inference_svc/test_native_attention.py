@@ -1,0 +1,63 @@
+"""The engine over our CUDA kernels, run by the emulator, equals the engine over torch's attention."""
+
+import numpy as np
+import pytest
+import torch
+import transformers as t
+
+from inference_svc.engine import rows
+from inference_svc.engine.attention import ATTENTION, register
+from inference_svc.engine.forward import Decoder
+from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.model.loader import LoadedModel
+from tests.kvkernels.emulated.conftest import Emulated, library
+
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 300, "hidden_size": 128}
+CONFIGS = {
+    "Qwen3ForCausalLM": t.Qwen3Config(num_hidden_layers=2, intermediate_size=128, **SIZES),
+    # A soft cap on scores, and a window in every other layer.
+    "Gemma2ForCausalLM": t.Gemma2Config(num_hidden_layers=2, intermediate_size=128, sliding_window=16, **SIZES),
+}
+
+
+@pytest.fixture(scope="module")
+def emulated() -> Emulated:
+    return library()
+
+
+def loaded(name: str) -> LoadedModel:
+    register()
+    torch.manual_seed(0)
+    model = t.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=ATTENTION).eval().to(torch.bfloat16)
+    model.requires_grad_(False)
+    cpu = torch.device("cpu")
+    return LoadedModel("x", model, None, CONFIGS[name], name, b"", cpu, torch.bfloat16, 1024, frozenset())  # type: ignore[arg-type]
+
+
+def logits(decoder: Decoder, model: LoadedModel, kernels: Emulated | None) -> torch.Tensor:
+    """Ragged prefill, a second piece, decode of two sequences, one of them in several pieces, and scattered rows."""
+    pool = KVPool(model.layers, model.kv_heads, model.head_dim, 1024, torch.bfloat16, model.device, kernels)
+    whole = pool.allocate(120)
+    assert whole is not None
+    scattered = BlockTable([(20, 1), (12, 1), (16, 2)])
+    ids = torch.randint(0, 300, (200,), generator=torch.Generator().manual_seed(1)).tolist()
+    out = []
+    for spans in (
+        [rows.Span(ids[:70], 0, whole, True), rows.Span(ids[100:150], 0, scattered, True)],
+        [rows.Span(ids[70:90], 70, whole, True)],
+        [rows.Span(ids[90:91], 90, whole, True), rows.Span(ids[150:151], 50, scattered, True)],
+        [rows.Span([ids[i] for i in (3, 40, 77, 90)], 0, whole, True, np.asarray([3, 40, 77, 90]))],
+    ):
+        out.append(decoder(rows.build(spans, pool, model.device)).float())
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_both_attentions_give_the_same_logits(emulated: Emulated, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The CPU's fused layers have an attention of their own; what runs here is what a CUDA device runs.
+    monkeypatch.setattr("inference_svc.engine.fused.suits", lambda model: False)
+    model = loaded(name)
+    decoder = Decoder(model)
+    ours, torch_s = logits(decoder, model, emulated), logits(decoder, model, None)
+    assert (ours - torch_s).abs().max() <= 0.02 * torch_s.abs().max()
+    assert torch.equal(ours.argmax(-1), torch_s.argmax(-1))
