@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks import report
 
-NAMES = ("replay", "ttft", "overhead", "decode", "quality", "rag")
+NAMES = ("replay", "ttft", "overhead", "decode", "quality", "rag", "kernels")
 
 
 def main() -> None:

@@ -79,7 +79,8 @@ def _build(config: WorkerConfig) -> Runtime:
     policy = reuse_policy(config, loaded)
     cache: CacheLink | None = None
     if config.cache_socket is not None:
-        daemon = DaemonLink(socket_target(config.cache_socket), config.name, loaded.descriptor(config.storage_bits))
+        descriptor, pin = loaded.descriptor(config.storage_bits), loaded.device.type == "cuda"
+        daemon = DaemonLink(socket_target(config.cache_socket), config.name, descriptor, pin)
         cache = CacheLink(
             daemon,
             loaded.geometry(config.storage_bits),

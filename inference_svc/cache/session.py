@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import structlog
+from kvkernels.native import pinned
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
@@ -34,7 +35,8 @@ log = structlog.get_logger("cache")
 
 @dataclass(eq=False)
 class Session:
-    """One attachment to one start of the daemon. ``arena`` is its memory, mapped."""
+    """One attachment to one start of the daemon. ``arena`` is its memory, mapped; ``pinned_at`` its address where a
+    CUDA device reads and writes it directly."""
 
     epoch: int
     id: bytes
@@ -44,6 +46,7 @@ class Session:
     verdict: pb.ReuseVerdict | None = None
     last_ack: float = field(default_factory=time.monotonic)
     alive: bool = True
+    pinned_at: int | None = None
 
     @property
     def trusted(self) -> bool:
@@ -57,6 +60,8 @@ class Session:
         collection that may be hours away. A dead daemon's arena would stay in memory all that time.
         """
         self.alive = False
+        if self.pinned_at is not None:
+            pinned.unregister(self.pinned_at)
         self.arena = memoryview(b"")
 
     def view(self, slot: pb.SlotRef) -> memoryview:
@@ -72,8 +77,9 @@ class Session:
 class DaemonLink:
     """Keeps a session open on a thread of its own. ``session`` is None while there is none."""
 
-    def __init__(self, target: str, name: str, descriptor: NamespaceDescriptor) -> None:
-        self._target, self._name, self.descriptor = target, name, descriptor
+    def __init__(self, target: str, name: str, descriptor: NamespaceDescriptor, pin: bool = False) -> None:
+        """``pin`` registers every daemon's arena with the CUDA driver."""
+        self._target, self._name, self.descriptor, self._pin = target, name, descriptor, pin
         self._namespace = keys.namespace_id(descriptor)
         self._session: Session | None = None
         self._stop = threading.Event()
@@ -167,6 +173,8 @@ class DaemonLink:
             welcome.heartbeat_interval_ms / 1000,
             welcome.verdict if welcome.HasField("verdict") else None,
         )
+        if self._pin and pinned.register(session.arena):
+            session.pinned_at = pinned.address_of(session.arena)
         with self._changed:
             self._session = session
             self._logged = ""

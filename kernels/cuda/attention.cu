@@ -102,7 +102,7 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
           if (p.softcap > 0) x = p.softcap * fast_tanh(x / p.softcap);
           const int key = first + 16 * j + 8 * n + 2 * t + (e & 1), r = e / 2;
           const bool visible = all_visible || (key <= visible_to[r] && key >= visible_from[r]);
-          scores[j][n][e] = visible ? x * LOG2E : -KVK_INFINITY;
+          scores[j][n][e] = visible ? x * LOG2E : -infinity();
         }
     softmax.template weigh<KEYS>(scores);
 
@@ -145,10 +145,10 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
 template <class T> KVK_DEVICE void combine(const CombineParams& p) {
   const int64_t at = (int64_t)blockIdx.x * 4 + warp_index();
   if (at >= p.rows_heads) return;
-  float highest = -KVK_INFINITY;
+  float highest = -infinity();
   for (int i = 0; i < p.parts; i++) highest = fmaxf(highest, p.part_lse[(int64_t)i * p.rows_heads + at]);
   float sum = 0;
-  if (highest > -KVK_INFINITY)
+  if (highest > -infinity())
     for (int i = 0; i < p.parts; i++) sum += expf(p.part_lse[(int64_t)i * p.rows_heads + at] - highest);
   for (int d = lane_index(); d < p.dim; d += WARP) {
     float x = 0;
@@ -159,7 +159,7 @@ template <class T> KVK_DEVICE void combine(const CombineParams& p) {
       }
     ((T*)p.output)[at * p.dim + d] = from_float<T>(sum > 0 ? x / sum : 0);
   }
-  if (p.lse && lane_index() == 0) p.lse[at] = sum > 0 ? highest + logf(sum) : -KVK_INFINITY;
+  if (p.lse && lane_index() == 0) p.lse[at] = sum > 0 ? highest + logf(sum) : -infinity();
 }
 
 }  // namespace

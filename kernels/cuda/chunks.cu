@@ -81,7 +81,7 @@ template <class T, int BITS> KVK_DEVICE void pack_values(const ChunkParams& p) {
   const int layer = p.first_layer + blockIdx.z;
   if (token >= p.chunk_tokens) return;
   const T* from = in_pool<T>(p.pool_values, p, layer, head, token);
-  float x[PAIRS][2], low = __builtin_huge_valf(), high = -low;
+  float x[PAIRS][2], low = infinity(), high = -low;
   for (int i = 0; i < PAIRS; i++)
     for (int h = 0; h < 2; h++) {
       const int channel = 2 * (lane_index() + WARP * i) + h;

@@ -38,6 +38,7 @@ KVK_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 KVK_DEVICE float sub(float a, float b) { return __fsub_rn(a, b); }
 KVK_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 KVK_DEVICE float round_to_even(float a) { return rintf(a); }
+KVK_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 // Two elements in one word at a time; `word` holds them as `pack` puts them.
 template <class T> KVK_DEVICE uint32_t sub2(uint32_t a, uint32_t b);

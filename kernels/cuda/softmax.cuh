@@ -2,10 +2,8 @@
 #pragma once
 #include "platform.cuh"
 
-#define KVK_INFINITY __builtin_huge_valf()
-
 template <int D> struct OnlineSoftmax {
-  float highest[2] = {-KVK_INFINITY, -KVK_INFINITY};
+  float highest[2] = {-infinity(), -infinity()};
   float sum[2] = {0, 0};  // of this thread's columns only, until `finish`
   float output[D / 16][2][4] = {};
 
@@ -17,7 +15,7 @@ template <int D> struct OnlineSoftmax {
         for (int n = 0; n < 2; n++) now = fmaxf(now, fmaxf(scores[j][n][2 * r], scores[j][n][2 * r + 1]));
       now = fmaxf(now, shuffle_xor(now, 1));
       now = fmaxf(now, shuffle_xor(now, 2));
-      const float base = now == -KVK_INFINITY ? 0 : now;  // nothing visible yet
+      const float base = now == -infinity() ? 0 : now;  // nothing visible yet
       const float shrink = fast_exp2(highest[r] - base);
       highest[r] = now;
       sum[r] *= shrink;
@@ -39,6 +37,6 @@ template <int D> struct OnlineSoftmax {
     const float inverse = sum[r] > 0 ? 1 / sum[r] : 0;
     for (int d = 0; d < D / 16; d++)
       for (int n = 0; n < 2; n++) output[d][n][2 * r] *= inverse, output[d][n][2 * r + 1] *= inverse;
-    return sum[r] > 0 ? highest[r] * 0.69314718056f + logf(sum[r]) : -KVK_INFINITY;
+    return sum[r] > 0 ? highest[r] * 0.69314718056f + logf(sum[r]) : -infinity();
   }
 };

@@ -94,6 +94,7 @@ inline float add(float a, float b) { return a + b; }
 inline float sub(float a, float b) { return a - b; }
 inline float divide(float a, float b) { return a / b; }
 inline float round_to_even(float a) { return nearbyintf(a); }
+inline float infinity() { return HUGE_VALF; }
 inline float fast_exp2(float x) { return exp2f(x); }
 inline float fast_tanh(float x) { return tanhf(x); }
 
