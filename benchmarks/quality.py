@@ -25,7 +25,7 @@ import torch
 from rich.progress import Progress
 
 from benchmarks import report
-from benchmarks.judged import EXACT, RATIOS, REPAIRS, SHUFFLED, Samples, outcomes
+from benchmarks.judged import EXACT, RATIOS, REPAIRS, SHUFFLED, Arm, Samples, outcomes
 from benchmarks.tally import Record, Tally
 from inference_svc.model.loader import load, quiet_transformers
 from inference_svc.reuse.laboratory import Laboratory
@@ -35,6 +35,11 @@ CROSS, CONTROLS = ("alias", "two_hop", "relative"), tasks.CONTROLS
 
 Job = tuple[str, int]  # task, number of the prompt
 Measured = dict[str, Record]  # by arm
+
+
+def arms_of(number: int, options: argparse.Namespace) -> list[Arm]:
+    """The arms of a task's prompt with this number."""
+    return [*(EXACT if number < options.n_exact else []), *(SHUFFLED if number < options.n else [])]
 
 
 class Measurer:
@@ -50,11 +55,7 @@ class Measurer:
         name, number = job
         rng = random.Random(f"{self._options.seed} {name} {number}")
         prompt = self._samples.text(rng) if name == "text" else self._samples.task(name, rng)
-        arms = [
-            *(EXACT if number < self._options.n_exact else []),
-            *(SHUFFLED if number < self._options.n else []),
-        ]
-        found = outcomes(self._lab, prompt, arms, rng)
+        found = outcomes(self._lab, prompt, arms_of(number, self._options), rng)
         _, full = next(found)
         return {arm: Record.of(prompt.gold, full, outcome) for arm, outcome in found}
 
@@ -87,8 +88,9 @@ class Kept:
     """What a stopped run has measured, a line per prompt; none without a path. The first line says of what run."""
 
     def __init__(self, path: Path | None, options: argparse.Namespace) -> None:
-        self._path = path
-        ignored = ("out", "processes", "quick")
+        self._path, self._options = path, options
+        # A run for fewer or more prompts uses what is there.
+        ignored = ("out", "processes", "quick", "n", "n_exact")
         self._run = {k: v for k, v in sorted(vars(options).items()) if k not in ignored}
 
     def read(self) -> Iterator[tuple[Job, Measured]]:
@@ -102,7 +104,8 @@ class Kept:
                 if not line.endswith("\n"):  # cut off in the middle
                     return
                 (name, number), arms = json.loads(line)
-                yield (name, number), {arm: Record(**record) for arm, record in arms.items()}
+                if {a.name for a in arms_of(number, self._options)} == arms.keys() - {"full_pieces"}:
+                    yield (name, number), {arm: Record(**record) for arm, record in arms.items()}
 
     def write(self, found: list[tuple[Job, Measured]]) -> None:
         """Writes all anew: what was read may end in half a line."""

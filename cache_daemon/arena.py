@@ -10,10 +10,13 @@ import contextlib
 import mmap
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_HOST_FILE, ArenaDescriptor
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.extents import Extents
 
@@ -32,7 +35,7 @@ class Slot:
 
 
 class Arena(Protocol):
-    """Memory with an allocator. Not thread-safe, but for ``view``, which may be read and written from any thread."""
+    """Memory with an allocator. Not thread-safe, but for ``read`` and ``writing``, which may be used on any thread."""
 
     arena_id: int
     size_bytes: int
@@ -46,8 +49,16 @@ class Arena(Protocol):
 
     def free(self, slot: Slot) -> None: ...
 
-    def view(self, slot: Slot) -> memoryview:
-        """The slot's bytes, shared with every process that maps the arena."""
+    def read(self, slot: Slot) -> memoryview:
+        """The slot's bytes: the memory itself where the daemon can address it, else a copy."""
+        ...
+
+    def writing(self, slot: Slot) -> AbstractContextManager[memoryview]:
+        """Memory for the slot's bytes, which are in the slot at the end of the block."""
+        ...
+
+    def describe(self) -> ArenaDescriptor:
+        """What a worker needs to map it."""
         ...
 
     def check_integrity(self) -> None: ...
@@ -55,13 +66,12 @@ class Arena(Protocol):
     def close(self) -> None: ...
 
 
-class MemoryArena:
-    """An arena in this process's own memory; the reference implementation, and what tests use."""
+class Slots:
+    """The allocator that all arenas have."""
 
-    def __init__(self, size_bytes: int, arena_id: int = 0, memory: memoryview | None = None) -> None:
+    def __init__(self, size_bytes: int, arena_id: int = 0) -> None:
         self.arena_id = arena_id
         self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
-        self._memory = memory if memory is not None else memoryview(bytearray(self.size_bytes))
         self._pages = Extents(self.size_bytes // ALIGNMENT)
         self._generation = 0
 
@@ -79,11 +89,26 @@ class MemoryArena:
     def free(self, slot: Slot) -> None:
         self._pages.free(slot.offset // ALIGNMENT)
 
-    def view(self, slot: Slot) -> memoryview:
-        return self._memory[slot.offset : slot.offset + slot.size_bytes]
-
     def check_integrity(self) -> None:
         self._pages.check_integrity()
+
+
+class MemoryArena(Slots):
+    """An arena in this process's own memory; the reference implementation, and what tests use."""
+
+    def __init__(self, size_bytes: int, arena_id: int = 0, memory: memoryview | None = None) -> None:
+        super().__init__(size_bytes, arena_id)
+        self._memory = memory if memory is not None else memoryview(bytearray(self.size_bytes))
+
+    def read(self, slot: Slot) -> memoryview:
+        return self._memory[slot.offset : slot.offset + slot.size_bytes]
+
+    @contextlib.contextmanager
+    def writing(self, slot: Slot) -> Iterator[memoryview]:
+        yield self.read(slot)
+
+    def describe(self) -> ArenaDescriptor:
+        return ArenaDescriptor(arena_id=self.arena_id, size_bytes=self.size_bytes)
 
     def close(self) -> None:
         self._memory.release()
@@ -115,6 +140,11 @@ class HostArena(MemoryArena):
         with contextlib.suppress(OSError):  # kernels before 5.14 fault the pages in on first use instead
             self._map.madvise(_MADV_POPULATE_WRITE)
         super().__init__(size_bytes, arena_id, memoryview(self._map))
+
+    def describe(self) -> ArenaDescriptor:
+        described = super().describe()
+        described.kind, described.path = ARENA_KIND_HOST_FILE, str(self.path)
+        return described
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)

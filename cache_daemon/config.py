@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvsidecar.runtime import default_data_dir, default_runtime_dir
 from kvsidecar.sizes import parse_size
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -26,6 +26,12 @@ class DaemonConfig(BaseSettings):
     """Size of the host arena."""
     arena_dir: Path = Path("/dev/shm")
     """A tmpfs to put the arena into."""
+    gpu_arena: int = 0
+    """Size of an arena in GPU memory that takes the place of the host arena; 0 for none. Needs cuda-bindings."""
+    gpu_device: int = Field(default=0, ge=0)
+    """The GPU to put it on."""
+    gpu_memory: Literal["cuda", "host"] = "cuda"
+    """host: the same exchange of descriptors with host memory behind it, for trying it out without a GPU."""
     store_bytes: int = 8 << 30
     """Budget of the durable store, in payload bytes."""
     durability: Literal["strict", "relaxed"] = "relaxed"
@@ -37,14 +43,14 @@ class DaemonConfig(BaseSettings):
     """Port of the Prometheus endpoint on 127.0.0.1; 0 for none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("arena_bytes", "store_bytes", mode="before")
+    @field_validator("arena_bytes", "gpu_arena", "store_bytes", mode="before")
     @classmethod
     def _size(cls, value: object) -> object:
         return parse_size(value) if isinstance(value, str) else value
 
-    @field_validator("arena_bytes")
+    @field_validator("arena_bytes", "gpu_arena")
     @classmethod
-    def _arena_large_enough(cls, value: int) -> int:
-        if value < 1 << 20:
+    def _arena_large_enough(cls, value: int, info: ValidationInfo) -> int:
+        if value < 1 << 20 and not (value == 0 and info.field_name == "gpu_arena"):
             raise ValueError(f"{value} bytes is too small for an arena; at least 1MiB is needed")
         return value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import structlog
@@ -14,8 +16,10 @@ from kvsidecar.keys import FORMAT_VERSION
 from kvsidecar.runtime import ensure_private_dir
 from kvsidecar.serving import Endpoint, listening, stop_on_signals
 
-from cache_daemon.arena import HostArena
+from cache_daemon.arena import ALIGNMENT, Arena, HostArena
 from cache_daemon.config import DaemonConfig
+from cache_daemon.device_arena import DeviceArena, hand_out
+from cache_daemon.device_memory import CudaMemory, DeviceMemory, HostMemory
 from cache_daemon.durable import LmdbTier
 from cache_daemon.metrics import serve_metrics
 from cache_daemon.service import CacheService
@@ -56,13 +60,46 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
     durable = (
         LmdbTier(config.store, config.store_bytes, config.durability == "strict") if config.store is not None else None
     )
-    arena = HostArena(config.arena_bytes, arena_folder(config))
-    store = ChunkStore(arena, durable, config.store_bytes if durable else 0)
+    with _arena(config) as arena:
+        store = ChunkStore(arena, durable, config.store_bytes if durable else 0)
+        try:
+            async with _handing_out(arena, store):
+                await _serve(config, store, stop or asyncio.Event())
+        finally:
+            store.close()
+
+
+@contextlib.contextmanager
+def _arena(config: DaemonConfig) -> Iterator[Arena]:
+    """The hot tier's memory; the store closes it."""
+    if config.gpu_arena:
+        memory: DeviceMemory
+        if config.gpu_memory == "host":
+            memory = HostMemory(config.gpu_arena // ALIGNMENT * ALIGNMENT)
+        else:
+            memory = CudaMemory(config.gpu_arena, config.gpu_device)
+        yield DeviceArena(memory, config.socket.with_name(f"{config.socket.name}.arena"))
+        return
+    folder = arena_folder(config)
     try:
-        await _serve(config, store, stop or asyncio.Event())
+        yield HostArena(config.arena_bytes, folder)
     finally:
-        store.close()
-        arena.path.parent.rmdir()
+        folder.rmdir()
+
+
+@contextlib.asynccontextmanager
+async def _handing_out(arena: Arena, store: ChunkStore) -> AsyncIterator[None]:
+    """Sessions get the descriptor of device memory meanwhile."""
+    if not isinstance(arena, DeviceArena):
+        yield
+        return
+    task = asyncio.create_task(hand_out(arena, store.has_session))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 async def _serve(config: DaemonConfig, store: ChunkStore, stop: asyncio.Event) -> None:

@@ -14,7 +14,7 @@ from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceServicer
 from kvsidecar.errors import CACHE_DOMAIN, ArenaFull, InvalidRequest, KVSidecarError, abort, unary
 from kvsidecar.layout import MAX_CHUNK_TOKENS
 
-from cache_daemon.arena import HostArena, Slot
+from cache_daemon.arena import Slot
 from cache_daemon.session import Session
 from cache_daemon.store import MAX_SALT_BYTES, ChunkStore, MatchResult, Reserved
 from cache_daemon.store import Match as LeasedMatch
@@ -89,15 +89,10 @@ class CacheService(CacheServiceServicer):
         return self._store.open_session(hello.client_name, hello.descriptor, hello.namespace)
 
     def _welcome(self, session: Session) -> pb.Welcome:
-        arena = self._store.arena
-        described = pb.ArenaDescriptor(arena_id=arena.arena_id, size_bytes=arena.size_bytes)
-        if isinstance(arena, HostArena):
-            described.kind = pb.ARENA_KIND_HOST_FILE
-            described.path = str(arena.path)
         return pb.Welcome(
             epoch=self._store.epoch,
             session_id=session.id,
-            arenas=[described],
+            arenas=[self._store.arena.describe()],
             heartbeat_interval_ms=self._heartbeat_ms,
             max_chunk_tokens=MAX_CHUNK_TOKENS,
             verdict=self._store.verdict(session.namespace),
@@ -216,7 +211,7 @@ class CacheService(CacheServiceServicer):
             if not result.matches or result.matches[0].chunk.slot is None:
                 raise ArenaFull("the chunk is stored, but the arena has no room to bring it in; try again later")
             yield pb.FetchResponse(header=chunk.header)
-            view = self._store.arena.view(result.matches[0].chunk.slot)
+            view = self._store.arena.read(result.matches[0].chunk.slot)
             for at in range(0, len(view), MESSAGE_BYTES):
                 yield pb.FetchResponse(data=bytes(view[at : at + MESSAGE_BYTES]))
         except KVSidecarError as error:
@@ -240,7 +235,8 @@ class CacheService(CacheServiceServicer):
                 return pb.StoreResponse(prefix_hash=reserved.prefix_hash, already_stored=True)
             if reserved.slot is None:
                 raise _store_refusal(reserved.outcome)
-            await self._receive(messages, self._store.arena.view(reserved.slot))
+            with self._store.arena.writing(reserved.slot) as target:
+                await self._receive(messages, target)
             self._store.commit(session, [(reserved.lease_id, start.header.checksum, self._store.epoch)])
             return pb.StoreResponse(prefix_hash=reserved.prefix_hash)
         except KVSidecarError as error:

@@ -152,6 +152,10 @@ class ChunkStore:
         self.release(session, list(session.leases))
         self.abort(session, list(session.reservations))
 
+    def has_session(self, session_id: bytes) -> bool:
+        """Whether such a session is open."""
+        return session_id in self._sessions
+
     def session(self, session_id: bytes) -> Session:
         """Raises UnknownSession."""
         found = self._sessions.get(session_id)
@@ -343,8 +347,8 @@ class ChunkStore:
         assert self._durable is not None
         outcomes = []
         for chunk, slot in batch:
-            view = self.arena.view(slot)
-            sound = self._durable.read_into(chunk.key, view) and keys.checksum(view) == chunk.header.checksum
+            with self.arena.writing(slot) as view:
+                sound = self._durable.read_into(chunk.key, view) and keys.checksum(view) == chunk.header.checksum
             outcomes.append(sound)
         return outcomes
 
@@ -411,7 +415,7 @@ class ChunkStore:
             reservation = session.reservations.get(lease_id)
             if reservation is None:
                 raise UnknownLease("the lease is not a reservation of this session; reserve the chunk again")
-            found = keys.checksum(self.arena.view(reservation.slot))
+            found = keys.checksum(self.arena.read(reservation.slot))
             if found != checksum:
                 self.abort(session, [lease_id])
                 raise ChecksumMismatch(
@@ -476,7 +480,8 @@ class ChunkStore:
             return
         chunk.writing = True
         self._durable_bytes += chunk.size_bytes
-        self._writer.put(chunk.header, self.arena.view(chunk.slot), lambda written: self._persisted(chunk, written))
+        slot = chunk.slot
+        self._writer.put(chunk.header, lambda: self.arena.read(slot), lambda written: self._persisted(chunk, written))
 
     def _persisted(self, chunk: Chunk, written: bool) -> None:
         chunk.writing = False

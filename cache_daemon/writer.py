@@ -19,7 +19,7 @@ _GROUP_ITEMS = 256
 @dataclass(frozen=True)
 class _Put:
     header: ChunkHeader
-    payload: memoryview
+    payload: Callable[[], memoryview]  # called on the writer's thread
     done: Callable[[bool], None]  # called on the loop
 
     @property
@@ -35,7 +35,7 @@ class _Remove:
 class DurableWriter:
     """Queues writes in order; a removal queued after a write wins.
 
-    ``put``'s payload must stay valid until ``done`` is called, on the event loop, with True when it is durable.
+    ``put``'s payload must stay readable until ``done`` is called, on the event loop, with True when it is durable.
     """
 
     def __init__(self, tier: DurableTier, loop: asyncio.AbstractEventLoop) -> None:
@@ -47,7 +47,7 @@ class DurableWriter:
         self._thread = threading.Thread(target=self._run, name="durable-writer", daemon=True)
         self._thread.start()
 
-    def put(self, header: ChunkHeader, payload: memoryview, done: Callable[[bool], None]) -> None:
+    def put(self, header: ChunkHeader, payload: Callable[[], memoryview], done: Callable[[bool], None]) -> None:
         self._add(_Put(header, payload, done))
 
     def remove(self, key: bytes) -> None:
@@ -80,7 +80,7 @@ class DurableWriter:
             size = 0
             while self._queue and len(group) < _GROUP_ITEMS and size < _GROUP_BYTES:
                 item = self._queue.popleft()
-                size += len(item.payload) if isinstance(item, _Put) else 0
+                size += item.header.payload_bytes if isinstance(item, _Put) else 0
                 group.append(item)
             self._busy = any(isinstance(i, _Put) for i in group)
             return group
@@ -89,7 +89,7 @@ class DurableWriter:
         while group := self._take():
             removed = {item.key for item in group if isinstance(item, _Remove)}
             last = {item.key: item for item in group}  # of a write and a removal of one key, the later wins
-            wanted = tuple((item.header, item.payload) for item in last.values() if isinstance(item, _Put))
+            wanted = tuple((item.header, item.payload()) for item in last.values() if isinstance(item, _Put))
             written = True
             try:
                 self._tier.apply(WriteGroup(tuple(removed), wanted))

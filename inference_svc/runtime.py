@@ -79,8 +79,10 @@ def _build(config: WorkerConfig) -> Runtime:
     policy = reuse_policy(config, loaded)
     cache: CacheLink | None = None
     if config.cache_socket is not None:
-        descriptor, pin = loaded.descriptor(config.storage_bits), loaded.device.type == "cuda"
-        daemon = DaemonLink(socket_target(config.cache_socket), config.name, descriptor, pin)
+        gpu = (loaded.device.index or 0) if loaded.device.type == "cuda" else None
+        daemon = DaemonLink(
+            socket_target(config.cache_socket), config.name, loaded.descriptor(config.storage_bits), gpu
+        )
         cache = CacheLink(
             daemon,
             loaded.geometry(config.storage_bits),

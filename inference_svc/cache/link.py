@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import structlog
 import torch
-from kvkernels import pack_chunk, unpack_chunk
+from kvkernels import Payload, pack_chunk, unpack_chunk
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
@@ -54,7 +54,7 @@ class _Piece:
     """A chunk to be copied to ``slots [tokens]`` of the pool."""
 
     header: ChunkHeader
-    payload: memoryview
+    payload: Payload
     slots: Tensor
     rotation: Rotation | None
 
@@ -208,7 +208,7 @@ class CacheLink:
             raise ValueError(f"a chunk of {Geometry.of(header)} in a worker of {self._geometry}")
         if match.slot.size_bytes != layout_of(header).size_bytes:
             raise ValueError(f"a slot of {match.slot.size_bytes} bytes does not hold its chunk")
-        return _Piece(header, session.view(match.slot), slots, rotation)
+        return _Piece(header, session.payload(match.slot), slots, rotation)
 
     def _probes(self, session: Session, sequence: Sequence) -> list[pb.ContentProbe]:
         """The chunks of a prompt, where those that were read elsewhere may be reused."""
@@ -332,12 +332,14 @@ class CacheLink:
         for header, reservation in zip(headers, reserved, strict=True):
             count = len(header.token_ids)
             if reservation.outcome == pb.RESERVE_OUTCOME_GRANTED:
-                view = session.view(reservation.slot)
+                payload = session.payload(reservation.slot)
                 start = header.start_position
                 slots = torch.from_numpy(sequence.table.slots(start, start + count))
-                pack_chunk(pool.keys, pool.values, slots, header, view)
+                pack_chunk(pool.keys, pool.values, slots, header, payload)
                 items.append(
-                    pb.CommitItem(lease_id=reservation.lease_id, checksum=keys.checksum(view), epoch=session.epoch)
+                    pb.CommitItem(
+                        lease_id=reservation.lease_id, checksum=session.checksum(payload), epoch=session.epoch
+                    )
                 )
                 self.stats.stored_chunks += 1
             elif reservation.outcome != pb.RESERVE_OUTCOME_ALREADY_STORED:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import queue
 import threading
 import time
@@ -13,12 +11,16 @@ from typing import Any
 
 import grpc
 import structlog
-from kvkernels.native import pinned
+from kvkernels import DeviceBytes, Payload
+from kvkernels.native import visible
 from kvsidecar import keys
+from kvsidecar.arenas import map_arena
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.errors import from_rpc
+
+from inference_svc.cache.device_arena import CudaArena
 
 PROTOCOL_VERSION = 1
 CONNECT_SECONDS = 2.0
@@ -35,18 +37,17 @@ log = structlog.get_logger("cache")
 
 @dataclass(eq=False)
 class Session:
-    """One attachment to one start of the daemon. ``arena`` is its memory, mapped; ``pinned_at`` its address where a
-    CUDA device reads and writes it directly."""
+    """One attachment to one start of the daemon. ``arena`` is its memory, mapped or imported."""
 
     epoch: int
     id: bytes
-    arena: memoryview
+    arena: memoryview | CudaArena
     stub: CacheServiceStub
     heartbeat_seconds: float
     verdict: pb.ReuseVerdict | None = None
     last_ack: float = field(default_factory=time.monotonic)
     alive: bool = True
-    pinned_at: int | None = None
+    pinned_at: int | None = None  # the address of host memory that a CUDA device reads and writes directly
 
     @property
     def trusted(self) -> bool:
@@ -61,25 +62,36 @@ class Session:
         """
         self.alive = False
         if self.pinned_at is not None:
-            pinned.unregister(self.pinned_at)
+            visible.unpin(self.pinned_at)
+        if isinstance(self.arena, CudaArena):
+            self.arena.close()
         self.arena = memoryview(b"")
 
-    def view(self, slot: pb.SlotRef) -> memoryview:
+    def payload(self, slot: pb.SlotRef) -> Payload:
         """The slot's bytes. Raises ValueError for a reference that cannot be this session's."""
         if slot.epoch != self.epoch:
             raise ValueError(f"slot of epoch {slot.epoch:x} in a session of epoch {self.epoch:x}")
         end = slot.offset + slot.size_bytes
         if slot.arena_id != 0 or end > len(self.arena):
             raise ValueError(f"slot {slot.arena_id}:{slot.offset}+{slot.size_bytes} is outside the arena")
+        if isinstance(self.arena, CudaArena):
+            return self.arena.part(slot.offset, slot.size_bytes)
         return self.arena[slot.offset : end]
+
+    def checksum(self, payload: Payload) -> int:
+        """Of a payload of this session's."""
+        if isinstance(payload, DeviceBytes):
+            assert isinstance(self.arena, CudaArena)
+            payload = self.arena.copy(payload)
+        return keys.checksum(payload)
 
 
 class DaemonLink:
     """Keeps a session open on a thread of its own. ``session`` is None while there is none."""
 
-    def __init__(self, target: str, name: str, descriptor: NamespaceDescriptor, pin: bool = False) -> None:
-        """``pin`` registers every daemon's arena with the CUDA driver."""
-        self._target, self._name, self.descriptor, self._pin = target, name, descriptor, pin
+    def __init__(self, target: str, name: str, descriptor: NamespaceDescriptor, gpu: int | None = None) -> None:
+        """``gpu`` is the CUDA device that reads and writes the daemon's memory directly, if one does."""
+        self._target, self._name, self.descriptor, self._gpu = target, name, descriptor, gpu
         self._namespace = keys.namespace_id(descriptor)
         self._session: Session | None = None
         self._stop = threading.Event()
@@ -156,25 +168,24 @@ class DaemonLink:
             return session is not None
 
     def _begin(self, welcome: pb.Welcome, stub: CacheServiceStub) -> Session:
-        if not welcome.arenas or welcome.arenas[0].kind != pb.ARENA_KIND_HOST_FILE:
-            raise ValueError("the daemon offers no memory that this worker can map")
+        if not welcome.arenas:
+            raise ValueError("the daemon offers no memory")
         described = welcome.arenas[0]
-        handle = os.open(described.path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            # Populated: a first touch during a request would cost a page fault per 4 KiB.
-            mapped = mmap.mmap(handle, described.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        finally:
-            os.close(handle)
+        arena: memoryview | CudaArena
+        if described.kind == pb.ARENA_KIND_CUDA and self._gpu is not None:
+            arena = CudaArena(described, welcome.session_id, self._gpu)
+        else:
+            arena = map_arena(described, welcome.session_id)
         session = Session(
             welcome.epoch,
             welcome.session_id,
-            memoryview(mapped),
+            arena,
             stub,
             welcome.heartbeat_interval_ms / 1000,
             welcome.verdict if welcome.HasField("verdict") else None,
         )
-        if self._pin and pinned.register(session.arena):
-            session.pinned_at = pinned.address_of(session.arena)
+        if self._gpu is not None and isinstance(arena, memoryview) and visible.pin(arena):
+            session.pinned_at = visible.address_of(arena)
         with self._changed:
             self._session = session
             self._logged = ""

@@ -4,5 +4,6 @@ Imports ``kvsidecar`` (the chunk layout) and nothing of the servers.
 """
 
 from kvkernels.dispatch import implementations, pack_chunk, unpack_chunk
+from kvkernels.payload import DeviceBytes, Payload
 
-__all__ = ["implementations", "pack_chunk", "unpack_chunk"]
+__all__ = ["DeviceBytes", "Payload", "implementations", "pack_chunk", "unpack_chunk"]

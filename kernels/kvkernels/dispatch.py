@@ -15,10 +15,11 @@ from torch import Tensor
 
 from kvkernels import compiled, cpu, reference
 from kvkernels.compiled import Array
-from kvkernels.native import chunks, pinned
+from kvkernels.native import chunks, visible
 from kvkernels.native.attention import HEAD_DIMS
 from kvkernels.native.library import Kernels
 from kvkernels.native.select import kernels_for, takes
+from kvkernels.payload import Payload
 
 
 @dataclass(frozen=True)
@@ -84,21 +85,21 @@ def _on_copy_stream(device: torch.device) -> Iterator[None]:
     stream.synchronize()
 
 
-def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: memoryview) -> None:
+def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: Payload) -> None:
     """Writes tokens of the pool into a chunk's payload, quantizing as the header says.
 
     ``keys`` and ``values`` are ``[layers, kv_heads, pool_tokens, head_dim]``; ``slots`` int64 ``[tokens]`` on the
     CPU. ``payload`` is the slot's memory, ``header.payload_bytes`` long, owned by the caller. Returns when the
-    bytes are there.
+    bytes are there. Raises ValueError for a payload in device memory that only kernels could write, without any.
     """
     kernels = _native(keys, 0)
     if kernels is not None:
-        with pinned.using(payload) as address:
+        with visible.using(payload) as address:
             if address is not None:
                 with _on_copy_stream(keys.device):
                     chunks.pack(kernels, keys, values, slots.to(keys.device), header, address)
                 return
-    arrays = layout_of(header).arrays(payload)
+    arrays = layout_of(header).arrays(_on_host(payload))
     if _fused(keys):
         cpu.pack(keys, values, slots, header, arrays)
     else:
@@ -110,7 +111,7 @@ def unpack_chunk(
     values: Tensor,
     slots: Tensor,
     header: ChunkHeader,
-    payload: memoryview,
+    payload: Payload,
     rotation: tuple[Array, Array] | None = None,
     layers: range | None = None,
 ) -> None:
@@ -123,17 +124,23 @@ def unpack_chunk(
     chosen = range(header.layers) if layers is None else layers
     kernels = _native(keys, 0 if rotation is None else len(rotation[0]))
     if kernels is not None:
-        with pinned.using(payload) as address:
+        with visible.using(payload) as address:
             if address is not None:
                 with _on_copy_stream(keys.device):
                     angles = None if rotation is None else _angles(rotation, keys.device)
                     chunks.unpack(kernels, keys, values, slots.to(keys.device), header, address, angles, chosen)
                 return
-    arrays = layout_of(header).arrays(payload)
+    arrays = layout_of(header).arrays(_on_host(payload))
     if _fused(keys):
         cpu.unpack(keys, values, slots, header, arrays, rotation, chosen)
     else:
         reference.unpack(keys, values, slots, header, arrays, rotation, chosen)
+
+
+def _on_host(payload: Payload) -> memoryview:
+    if isinstance(payload, memoryview):
+        return payload
+    raise ValueError("the payload is in device memory, and no kernel for this pool can reach it")
 
 
 def _angles(rotation: tuple[Array, Array], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from kvsidecar import keys
+from kvsidecar.arenas import map_arena
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32, ChunkHeader, NamespaceDescriptor
@@ -48,9 +47,7 @@ class Peer:
         self._beating = threading.Event()
         if heartbeats:
             threading.Thread(target=self._beat, daemon=True).start()
-        handle = os.open(self.welcome.arenas[0].path, os.O_RDWR)
-        self.arena = memoryview(mmap.mmap(handle, self.welcome.arenas[0].size_bytes))
-        os.close(handle)
+        self.arena = map_arena(self.welcome.arenas[0], self.session)
 
     def _beat(self) -> None:
         while not self._beating.wait(self.welcome.heartbeat_interval_ms / 2000):

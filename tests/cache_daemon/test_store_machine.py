@@ -69,7 +69,7 @@ class StoreMachine(RuleBasedStateMachine):
     def commit(self, data: st.DataObject, sound: bool) -> None:
         session, result, ids = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
         assert result.slot is not None
-        view = self.store.arena.view(result.slot)
+        view = self.store.arena.read(result.slot)
         view[:] = payload_of(ids, len(view))
         checksum = keys.checksum(view) ^ (not sound)
         try:
@@ -91,7 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
         at = 0
         for m in result.matches:
             assert m.chunk.slot is not None
-            view = self.store.arena.view(m.chunk.slot)
+            view = self.store.arena.read(m.chunk.slot)
             tokens = list(m.chunk.header.token_ids)
             assert tokens[: m.tokens] == ids[at : at + m.tokens]
             assert view == payload_of(tokens, len(view)), "a reader sees other bytes than were committed"
@@ -134,7 +134,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.check_integrity()
             for _, m, before in self.held:
                 assert m.chunk.slot is not None
-                assert self.store.arena.view(m.chunk.slot) == before, "a leased slot changed"
+                assert self.store.arena.read(m.chunk.slot) == before, "a leased slot changed"
             stats = self.store.stats()
             assert stats.leases == len(self.held)
             assert stats.reservations == len(self.reserved)

@@ -30,6 +30,10 @@ class _ArenaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ArenaKind.V
     """Never sent."""
     ARENA_KIND_HOST_FILE: _ArenaKind.ValueType  # 1
     """A file in memory (tmpfs) that workers map shared."""
+    ARENA_KIND_CUDA: _ArenaKind.ValueType  # 2
+    """CUDA device memory (cuMemCreate), imported from a file descriptor with cuMemImportFromShareableHandle."""
+    ARENA_KIND_HOST_DESCRIPTOR: _ArenaKind.ValueType  # 3
+    """Host memory behind a file descriptor (memfd) that is handed out as that of CUDA memory is, and mapped shared."""
 
 class ArenaKind(_ArenaKind, metaclass=_ArenaKindEnumTypeWrapper):
     """Kind of memory behind an arena."""
@@ -38,6 +42,10 @@ ARENA_KIND_UNSPECIFIED: ArenaKind.ValueType  # 0
 """Never sent."""
 ARENA_KIND_HOST_FILE: ArenaKind.ValueType  # 1
 """A file in memory (tmpfs) that workers map shared."""
+ARENA_KIND_CUDA: ArenaKind.ValueType  # 2
+"""CUDA device memory (cuMemCreate), imported from a file descriptor with cuMemImportFromShareableHandle."""
+ARENA_KIND_HOST_DESCRIPTOR: ArenaKind.ValueType  # 3
+"""Host memory behind a file descriptor (memfd) that is handed out as that of CUDA memory is, and mapped shared."""
 Global___ArenaKind: _TypeAlias = ArenaKind  # noqa: Y015
 
 class _ReserveOutcome:
@@ -400,14 +408,19 @@ class ArenaDescriptor(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
     arena_id: _builtins.int
     """Names the arena in slot references."""
     kind: Global___ArenaKind.ValueType
     """Kind of memory."""
     path: _builtins.str
-    """Path of the file to map, for ARENA_KIND_HOST_FILE."""
+    """For ARENA_KIND_HOST_FILE, the file to map. For the other kinds a Unix socket: whoever sends the 16 bytes of an open
+    session's id there is sent one byte with the file descriptor of the memory (SCM_RIGHTS), or nothing.
+    """
     size_bytes: _builtins.int
-    """Size of the mapping in bytes."""
+    """Size of the memory in bytes."""
+    device_uuid: _builtins.bytes
+    """The device that has the memory, for ARENA_KIND_CUDA: its 16-byte UUID."""
     def __init__(
         self,
         *,
@@ -415,10 +428,11 @@ class ArenaDescriptor(_message.Message):
         kind: Global___ArenaKind.ValueType = ...,
         path: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
+        device_uuid: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_id", b"arena_id", "kind", b"kind", "path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_id", b"arena_id", "device_uuid", b"device_uuid", "kind", b"kind", "path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

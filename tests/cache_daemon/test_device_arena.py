@@ -1,0 +1,118 @@
+"""The arena in device memory, over host memory behind the same interface: real daemons, descriptors, workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kvsidecar.arenas import receive_descriptor
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.errors import ConfigurationError
+
+from benchmarks.node import Node
+from cache_daemon.device_memory import CudaMemory, HostMemory
+from tests.cache_daemon.conftest import Peer
+from tests.inference_svc.test_exactness import prompt
+
+DEVICE = {"gpu_arena": "4MiB", "gpu_memory": "host", "heartbeat_ms": 200}
+
+
+@pytest.fixture
+def node(start: Callable[..., Node]) -> Node:
+    return start(**DEVICE)
+
+
+def test_what_one_session_writes_another_reads(node: Node) -> None:
+    writer, reader = Peer(node), Peer(node)
+    assert writer.welcome.arenas[0].kind == pb.ARENA_KIND_HOST_DESCRIPTOR
+    writer.put(list(range(40)))
+    assert reader.read(list(range(40))) == 40
+    writer.close()
+    reader.close()
+
+
+def test_chunks_come_back_from_disk_after_the_daemon_was_killed(node: Node) -> None:
+    peer = Peer(node)
+    peer.put(list(range(40)))
+    node.settle()
+    node.kill("daemon")
+    peer.close()
+    node.start_daemon()
+    again = Peer(node)
+    assert again.read(list(range(40))) == 40
+    again.close()
+
+
+def test_bytes_are_streamed_to_and_from_it(node: Node) -> None:
+    peer = Peer(node)
+    key = peer.put(list(range(24)))
+    whole = peer.match(list(range(24)))
+    stored = bytes(peer.view(whole.matches[0].slot))
+    request = pb.FetchRequest(namespace=peer.namespace, prefix_hash=key)
+    fetched = b"".join(part.data for part in peer.stub.Fetch(request))
+    assert fetched == stored
+    peer.close()
+
+
+def test_a_stranger_gets_no_descriptor(node: Node) -> None:
+    peer = Peer(node)
+    with pytest.raises(OSError, match="the session is not open"):
+        receive_descriptor(peer.welcome.arenas[0].path, secrets.token_bytes(16))
+    with pytest.raises(OSError, match="the session is not open"):
+        receive_descriptor(peer.welcome.arenas[0].path, b"\0" * 16)
+    os.close(receive_descriptor(peer.welcome.arenas[0].path, peer.session))
+    assert Path(peer.welcome.arenas[0].path).stat().st_mode & 0o777 == 0o600
+    peer.close()
+
+
+def test_memory_goes_when_its_last_holder_has_gone() -> None:
+    memory = HostMemory(1 << 20)
+    handle = memory.descriptor()
+    memory.write(4096, memoryview(b"kept"))
+    memory.close()
+    assert os.pread(handle, 4, 4096) == b"kept", "a worker's import outlives the daemon's"
+    os.close(handle)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_the_start_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigurationError, match=r"no GPU arena of 2097152 bytes on device 0: .+"):
+        CudaMemory(1 << 21)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Node]:
+    flags = {"gpu_arena": "64MiB", "gpu_memory": "host", "heartbeat_ms": 300}
+    with Node("demo", workers=2, pool_bytes="64MiB", daemon_flags=flags) as node:
+        yield node
+
+
+def ask(node: Node, worker: int, ids: list[int]) -> tuple[list[int], int]:
+    result = node.client(worker).generate(ids, max_tokens=8, temperature=0, ignore_eos=True, deadline=60)
+    return result.token_ids, result.cached_tokens
+
+
+def test_two_workers_share_it_and_it_survives_both_kills(workers: Node) -> None:
+    ids = prompt(5, 200)
+    want, cached = ask(workers, 0, ids)
+    assert cached == 0
+    workers.settle()
+    assert ask(workers, 1, ids) == (want, 199), "the second worker's first request hits what the first stored"
+    workers.kill("worker-0", signal.SIGKILL)
+    assert ask(workers, 1, [*ids, *want])[1] >= 199, "a dead worker takes nothing with it"
+    workers.kill("daemon")
+    assert ask(workers, 1, prompt(6, 50))[1] == 0, "without a daemon, requests are computed"
+    workers.start_daemon()
+    workers.wait_attached(1)
+    workers.start_worker(0)
+    assert ask(workers, 0, ids) == (want, 199), "a new worker hits what the old ones stored"
+    maps = Path(f"/proc/{workers.pid('worker-1')}/maps").read_text()
+    assert len(set(re.findall(r"\S+ \S+ \S+ \S+ (\d+) +/memfd:kvsidecar-arena", maps))) == 1, (
+        "no dead arena stays mapped"
+    )
