@@ -32,12 +32,16 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-check: lint types stubs-current test  ## Everything that a reviewer would run
+check: lint types stubs-current kernels-current test  ## Everything that a reviewer would run
 
 protos: setup  ## Generate the Python stubs
 	./protos/generate.sh $(BIN) $(STUBS)
 
-.PHONY: stubs-current
+.PHONY: stubs-current kernels-current
+kernels-current: setup
+	$(BIN)/python -m kvkernels.native.build --out build/kernels/libkvkernels.so --no-volta --if-possible \
+		--check kernels/resources.json
+
 stubs-current: setup
 	./protos/generate.sh $(BIN) --check $(STUBS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 from hypothesis import settings
@@ -13,6 +14,8 @@ from kvsidecar.errors import KVSidecarError
 from kvsidecar.layout import new_header
 
 from cache_daemon.arena import MemoryArena
+from cache_daemon.device_arena import DeviceArena
+from cache_daemon.device_memory import HostMemory
 from cache_daemon.durable import MemoryTier
 from cache_daemon.session import Session
 from cache_daemon.store import ChunkStore, Match, Reserved
@@ -158,5 +161,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.loop.close()
 
 
+class DeviceStoreMachine(StoreMachine):
+    """The same over an arena in device memory."""
+
+    async def _open(self) -> ChunkStore:
+        arena = DeviceArena(HostMemory(ARENA_BYTES), Path("never-listened-on"))
+        return ChunkStore(arena, MemoryTier(), DURABLE_BYTES)
+
+
 StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+DeviceStoreMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 TestStore = StoreMachine.TestCase
+TestDeviceStore = DeviceStoreMachine.TestCase
