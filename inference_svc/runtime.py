@@ -16,7 +16,7 @@ from inference_svc.cache.link import CacheLink
 from inference_svc.cache.session import DaemonLink
 from inference_svc.config import WorkerConfig
 from inference_svc.engine.engine import Engine, EngineLimits, NoCache
-from inference_svc.engine.native_attention import kernels_of
+from inference_svc.engine.native_attention import kernels_of, measured
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
 from inference_svc.model.loader import LoadedModel, load
 from inference_svc.reuse.chunking import new_chunker
@@ -123,5 +123,9 @@ def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:
         )
     # No batch can use more than this.
     tokens = min(tokens, config.batch_sequences * loaded.context_length)
+    pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, tokens, loaded.dtype, loaded.device)
     kernels = kernels_of(loaded.device, loaded.dtype, loaded.head_dim)
-    return KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, tokens, loaded.dtype, loaded.device, kernels)
+    if kernels is not None:
+        pool.native = measured(pool, kernels, loaded.heads)
+        log.info("our attention serves where it is faster", kinds=sorted(pool.native.kinds))
+    return pool

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from inference_svc.engine.native_attention import attend_batch
 from inference_svc.engine.rows import ROW_MULTIPLE, Batch, Segment
 
 ATTENTION = "kvsidecar_rows"
@@ -130,19 +129,25 @@ def attend_rows(
         raise Projected
     rows_first = query[0].transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    kernels = batch.pool.kernels
-    if kernels is not None and batch.observer is None:
-        return attend_batch(kernels, rows_first, batch, layer, scale, sliding_window, softcap)[None], None
+    native = batch.pool.native
+    attend = native if native is not None and native.serves(batch) else attend_segments
+    return attend(rows_first, batch, layer, scale, sliding_window, softcap)[None], None
+
+
+def attend_segments(
+    query: Tensor, batch: Batch, layer: int, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """``query [rows, heads, dim]`` to output of the same shape, by torch's attention, one segment after the other."""
     # zeros: padding rows belong to no segment, and what they hold must be finite
-    out = torch.zeros(rows_first.shape, dtype=query.dtype, device=query.device)
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     for segment in batch.segments:
         part = slice(segment.first_row, segment.first_row + segment.rows)
         keys, values = _keys_values(batch, segment, layer)
-        out[part] = _attend(rows_first[part], keys, values, segment, scale, sliding_window, softcap)
+        out[part] = _attend(query[part], keys, values, segment, scale, window, softcap)
         if batch.observer is not None:
-            mask = segment_mask(segment, 1, sliding_window, query)[: segment.rows]
-            batch.observer.see(rows_first[part].transpose(0, 1), keys, mask, scale)
-    return out[None], None
+            mask = segment_mask(segment, 1, window, query)[: segment.rows]
+            batch.observer.see(query[part].transpose(0, 1), keys, mask, scale)
+    return out
 
 
 def _scatter(batch: Batch, pool: Tensor, rows: Tensor) -> None:

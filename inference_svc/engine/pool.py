@@ -11,12 +11,15 @@ are computed: whoever writes, writes behind them, so that the copy of copy-on-wr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from kvkernels.native.library import Kernels
 from kvsidecar.extents import Extents
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from inference_svc.engine.native_attention import NativeAttention
 
 PAGE_TOKENS = 32
 # Attention reads whole blocks of this many keys; see attention.py.
@@ -58,8 +61,7 @@ class KVPool:
     """Keys and values ``[layers, kv_heads, slots, head_dim]`` of all sequences of an engine: a head's keys lie
     together, which is how attention reads them.
 
-    Not thread-safe, but for the tensors' contents: a slot belongs to whoever holds its block table. ``kernels``
-    are ours for its device, if attention is to use them.
+    Not thread-safe, but for the tensors' contents: a slot belongs to whoever holds its block table.
     """
 
     def __init__(
@@ -70,9 +72,9 @@ class KVPool:
         tokens: int,
         dtype: torch.dtype,
         device: torch.device,
-        kernels: Kernels | None = None,
     ) -> None:
-        self.kernels = kernels
+        # Ours for the pool's device, for batches in which they are to attend.
+        self.native: NativeAttention | None = None
         self.pages = max(1, tokens // PAGE_TOKENS)
         self._extents = Extents(self.pages)
         self._references: NDArray[np.int32] = np.zeros(self.pages, np.int32)

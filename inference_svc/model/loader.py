@@ -56,12 +56,16 @@ class LoadedModel:
         return int(self.config.num_hidden_layers)
 
     @property
+    def heads(self) -> int:
+        return _heads(self.config)[0]
+
+    @property
     def kv_heads(self) -> int:
-        return int(getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads)
+        return _heads(self.config)[1]
 
     @property
     def head_dim(self) -> int:
-        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
+        return _heads(self.config)[2]
 
     @property
     def projection_share(self) -> float:
@@ -95,10 +99,15 @@ class LoadedModel:
         )
 
 
-def _projection_share(config: Any) -> float:
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Query heads, key-value heads, and their channels; many configurations leave the last two out."""
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return heads, kv_heads, int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def _projection_share(config: Any) -> float:
+    heads, kv_heads, dim = _heads(config)
     qkv = (heads + 2 * kv_heads) * dim * config.hidden_size
     rest = heads * dim * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
     return float(qkv / (qkv + rest))

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from inference_svc.engine import rows
 from inference_svc.engine.forward import Decoder
-from inference_svc.engine.native_attention import kernels_of
 from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
 from inference_svc.engine.repair import Repairing
 from inference_svc.model.loader import LoadedModel
@@ -112,7 +111,6 @@ class Laboratory:
             longest + KEY_BLOCK,
             loaded.dtype,
             loaded.device,
-            kernels_of(loaded.device, loaded.dtype, loaded.head_dim),
         )
 
     def full(self, tokens: Sequence[int], logits_at: Positions, piece: int = 512, go_on: int = 0) -> Outcome:

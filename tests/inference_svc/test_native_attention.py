@@ -8,6 +8,7 @@ import transformers as t
 from inference_svc.engine import rows
 from inference_svc.engine.attention import ATTENTION, register
 from inference_svc.engine.forward import Decoder
+from inference_svc.engine.native_attention import NativeAttention, measured
 from inference_svc.engine.pool import BlockTable, KVPool
 from inference_svc.model.loader import LoadedModel
 from tests.kvkernels.emulated.conftest import Emulated, library
@@ -36,7 +37,8 @@ def loaded(name: str) -> LoadedModel:
 
 def logits(decoder: Decoder, model: LoadedModel, kernels: Emulated | None) -> torch.Tensor:
     """Ragged prefill, a second piece, decode of two sequences, one of them in several pieces, and scattered rows."""
-    pool = KVPool(model.layers, model.kv_heads, model.head_dim, 1024, torch.bfloat16, model.device, kernels)
+    pool = KVPool(model.layers, model.kv_heads, model.head_dim, 1024, torch.bfloat16, model.device)
+    pool.native = NativeAttention(kernels) if kernels is not None else None
     whole = pool.allocate(120)
     assert whole is not None
     scattered = BlockTable([(20, 1), (12, 1), (16, 2)])
@@ -61,3 +63,10 @@ def test_both_attentions_give_the_same_logits(emulated: Emulated, name: str, mon
     ours, torch_s = logits(decoder, model, emulated), logits(decoder, model, None)
     assert (ours - torch_s).abs().max() <= 0.02 * torch_s.abs().max()
     assert torch.equal(ours.argmax(-1), torch_s.argmax(-1))
+
+
+def test_torch_serves_where_it_is_faster(emulated: Emulated) -> None:
+    pool = KVPool(1, 2, 64, 1024, torch.bfloat16, torch.device("cpu"))
+    before = pool.free_pages
+    assert measured(pool, emulated, heads=4, keys=256).kinds == frozenset(), "an emulator is never faster"
+    assert pool.free_pages == before
