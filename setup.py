@@ -9,7 +9,6 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
-from setuptools.dist import Distribution
 
 HERE = Path(__file__).parent
 
@@ -28,19 +27,16 @@ class BuildWithKernels(build_py):
                 shutil.copytree(folder, package / Path(part).name, dirs_exist_ok=True)
 
 
-class PlatformDistribution(Distribution):
-    """A wheel with the library in it is for this platform alone."""
-
-    def has_ext_modules(self) -> bool:
-        return (HERE / "kernels" / "kvkernels" / "lib").is_dir()
-
-
 class PlatformWheel(bdist_wheel):
-    """The library is loaded with ctypes: it does not depend on the Python version."""
+    """With the library in it, a wheel is for this platform; loaded with ctypes, it suits every Python."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = not (HERE / "kernels" / "kvkernels" / "lib").is_dir()
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
         return (python, abi, platform) if platform == "any" else ("py3", "none", platform)
 
 
-setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel}, distclass=PlatformDistribution)
+setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})

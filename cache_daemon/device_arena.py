@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import structlog
 from kvsidecar.cache.v1.cache_pb2 import ArenaDescriptor
+from kvsidecar.errors import ConfigurationError
 
 from cache_daemon.arena import Slot, Slots
 from cache_daemon.device_memory import DeviceMemory
@@ -51,37 +52,53 @@ class DeviceArena(Slots):
         self.memory.close()
 
 
-async def hand_out(arena: DeviceArena, is_open: Callable[[bytes], bool]) -> None:
-    """Serves the arena's descriptor at its socket until cancelled: who sends the id of an open session gets it."""
-    loop = asyncio.get_running_loop()
+@contextlib.asynccontextmanager
+async def handing_out(arena: DeviceArena, is_open: Callable[[bytes], bool]) -> AsyncIterator[None]:
+    """Serves the arena's descriptor at its socket meanwhile: who sends the id of an open session gets it.
+
+    Raises ConfigurationError when the socket cannot be made.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         arena.handles.unlink(missing_ok=True)
         before = os.umask(0o177)
         try:
             listener.bind(str(arena.handles))
+        except OSError as error:
+            raise ConfigurationError(
+                f"no socket can be made at {arena.handles}: {error}; choose another --socket"
+            ) from error
         finally:
             os.umask(before)
         listener.listen()
         listener.setblocking(False)
+        task = asyncio.create_task(_accept(arena, listener, is_open))
         try:
-            while True:
-                peer, _ = await loop.sock_accept(listener)
-                with peer, contextlib.suppress(OSError, TimeoutError):
-                    async with asyncio.timeout(_PATIENCE_SECONDS):
-                        await _answer(arena, peer, is_open)
+            yield
         finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
             arena.handles.unlink(missing_ok=True)
+
+
+async def _accept(arena: DeviceArena, listener: socket.socket, is_open: Callable[[bytes], bool]) -> None:
+    async with asyncio.TaskGroup() as answers:  # one that says nothing keeps nobody waiting
+        while True:
+            peer, _ = await asyncio.get_running_loop().sock_accept(listener)
+            answers.create_task(_answer(arena, peer, is_open))
 
 
 async def _answer(arena: DeviceArena, peer: socket.socket, is_open: Callable[[bytes], bool]) -> None:
     loop, given = asyncio.get_running_loop(), b""
-    while len(given) < ID_BYTES and (more := await loop.sock_recv(peer, ID_BYTES - len(given))):
-        given += more
-    if not is_open(given):
-        log.warning("somebody without a session asked for the device arena and was refused")
-        return
-    descriptor = arena.memory.descriptor()
-    try:
-        socket.send_fds(peer, [b"\1"], [descriptor])
-    finally:
-        os.close(descriptor)
+    with peer, contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_PATIENCE_SECONDS):
+            while len(given) < ID_BYTES and (more := await loop.sock_recv(peer, ID_BYTES - len(given))):
+                given += more
+        if not is_open(given):
+            log.warning("somebody without a session asked for the device arena and was refused")
+            return
+        descriptor = arena.memory.descriptor()
+        try:
+            socket.send_fds(peer, [b"\1"], [descriptor])
+        finally:
+            os.close(descriptor)

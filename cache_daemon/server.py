@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import structlog
@@ -18,7 +19,7 @@ from kvsidecar.serving import Endpoint, listening, stop_on_signals
 
 from cache_daemon.arena import ALIGNMENT, Arena, HostArena
 from cache_daemon.config import DaemonConfig
-from cache_daemon.device_arena import DeviceArena, hand_out
+from cache_daemon.device_arena import DeviceArena, handing_out
 from cache_daemon.device_memory import CudaMemory, DeviceMemory, HostMemory
 from cache_daemon.durable import LmdbTier
 from cache_daemon.metrics import serve_metrics
@@ -63,7 +64,8 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
     with _arena(config) as arena:
         store = ChunkStore(arena, durable, config.store_bytes if durable else 0)
         try:
-            async with _handing_out(arena, store):
+            shared = handing_out(arena, store.has_session) if isinstance(arena, DeviceArena) else nullcontext()
+            async with shared:
                 await _serve(config, store, stop or asyncio.Event())
         finally:
             store.close()
@@ -85,21 +87,6 @@ def _arena(config: DaemonConfig) -> Iterator[Arena]:
         yield HostArena(config.arena_bytes, folder)
     finally:
         folder.rmdir()
-
-
-@contextlib.asynccontextmanager
-async def _handing_out(arena: Arena, store: ChunkStore) -> AsyncIterator[None]:
-    """Sessions get the descriptor of device memory meanwhile."""
-    if not isinstance(arena, DeviceArena):
-        yield
-        return
-    task = asyncio.create_task(hand_out(arena, store.has_session))
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 async def _serve(config: DaemonConfig, store: ChunkStore, stop: asyncio.Event) -> None:

@@ -6,6 +6,8 @@ import os
 import re
 import secrets
 import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from kvsidecar.errors import ConfigurationError
 from benchmarks.node import Node
 from cache_daemon.device_memory import CudaMemory, HostMemory
 from tests.cache_daemon.conftest import Peer
+from tests.cache_daemon.test_durability import run_daemon
 from tests.inference_svc.test_exactness import prompt
 
 DEVICE = {"gpu_arena": "4MiB", "gpu_memory": "host", "heartbeat_ms": 200}
@@ -69,6 +72,28 @@ def test_a_stranger_gets_no_descriptor(node: Node) -> None:
     os.close(receive_descriptor(peer.welcome.arenas[0].path, peer.session))
     assert Path(peer.welcome.arenas[0].path).stat().st_mode & 0o777 == 0o600
     peer.close()
+
+
+def test_one_that_says_nothing_keeps_nobody_waiting(node: Node) -> None:
+    peer = Peer(node)
+    path = peer.welcome.arenas[0].path
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as rude:
+        silent.connect(path)
+        rude.connect(path)
+        rude.sendall(b"x" * 5)
+        began = time.monotonic()
+        os.close(receive_descriptor(path, peer.session))
+        assert time.monotonic() - began < 1
+    peer.close()
+
+
+def test_a_socket_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / ("d" * (98 - len(str(tmp_path))))
+    flags = ("--store", "none", "--gpu-arena", "1MiB", "--gpu-memory", "host")
+    done = run_daemon("--socket", str(folder / "c.sock"), *flags)
+    assert done.returncode == 2
+    assert "no socket can be made" in done.stderr
+    assert "choose another --socket" in done.stderr
 
 
 def test_memory_goes_when_its_last_holder_has_gone() -> None:
