@@ -74,6 +74,18 @@ def repack(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> AwqWeights:
     return AwqWeights(words.contiguous(), scales.contiguous(), unpack_columns(qzeros).to(scales.dtype), group)
 
 
+def unpacked(weights: AwqWeights) -> Tensor:
+    """The weights ``[out, in]`` of repacked ones, by plain torch: the inverse of ``repack``."""
+    words = weights.codes.view(*weights.codes.shape[:2], 8, 4, 4).permute(0, 1, 4, 2, 3)  # [k tile, n block, w, g, t]
+    shift = torch.arange(0, 16, 4, device=words.device)  # [n tile of w, half of 8 rows]
+    pair = torch.tensor([0, 16], device=words.device)
+    codes = (words[..., None, None] >> (shift[:, None] + pair)) & 15  # [.., n tile and half, pair]
+    codes = codes.reshape(*codes.shape[:-2], 2, 2, 2)  # [k tile, n block, w, g, t, n tile, half, pair]
+    codes = codes.permute(1, 2, 5, 3, 0, 6, 4, 7).reshape(weights.outputs, weights.inputs).to(weights.scales.dtype)
+    scales, zeros = (x.t().repeat_interleave(weights.group, 1) for x in (weights.scales, weights.zeros))
+    return (codes - zeros) * scales
+
+
 def reference_weight(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
     """The weights ``[out, in]`` in the scales' dtype, by plain torch."""
     group = qweight.shape[0] // scales.shape[0]
