@@ -56,14 +56,14 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
   sync_block();
   uint32_t query_in_registers[Shape::QUERY_IN_REGISTERS ? D / 16 : 1][4];
   if constexpr (Shape::QUERY_IN_REGISTERS) {
-    for (int d = 0; d < D / 16; d++)
+    KVK_UNROLL for (int d = 0; d < D / 16; d++)
       load_matrices(query_in_registers[d], query_tile + (warp_top + a_row) * STRIDE + 16 * d + a_column);
     sync_block();  // keys come where the query was
   }
 
   const int m_of[2] = {top + warp_top + g, top + warp_top + g + 8};
   int visible_to[2], visible_from[2];
-  for (int r = 0; r < 2; r++) {
+  KVK_UNROLL for (int r = 0; r < 2; r++) {
     const int at = m_of[r] < packed ? position(m_of[r]) : -1;
     visible_to[r] = min(at, end - 1);
     visible_from[r] = p.window ? at - p.window + 1 : 0;
@@ -81,12 +81,12 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
     copies_commit();
 
     float scores[KEYS / 16][2][4] = {};
-    for (int d = 0; d < D / 16; d++) {
+    KVK_UNROLL for (int d = 0; d < D / 16; d++) {
       uint32_t loaded[4];
       if constexpr (!Shape::QUERY_IN_REGISTERS)
         load_matrices(loaded, query_tile + (warp_top + a_row) * STRIDE + 16 * d + a_column);
       const uint32_t(&a)[4] = Shape::QUERY_IN_REGISTERS ? query_in_registers[Shape::QUERY_IN_REGISTERS ? d : 0] : loaded;
-      for (int j = 0; j < KEYS / 16; j++) {
+      KVK_UNROLL for (int j = 0; j < KEYS / 16; j++) {
         uint32_t b[4];
         load_matrices(b, key_tile + (16 * j + b_row) * STRIDE + 16 * d + b_column);
         mma<T>(scores[j], a, b);
@@ -95,9 +95,9 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
 
     constexpr float LOG2E = 1.44269504089f;
     const bool all_visible = first + KEYS <= min(end, lowest + 1) && (!p.window || first > highest - p.window);
-    for (int j = 0; j < KEYS / 16; j++)
-      for (int n = 0; n < 2; n++)
-        for (int e = 0; e < 4; e++) {
+    KVK_UNROLL for (int j = 0; j < KEYS / 16; j++)
+      KVK_UNROLL for (int n = 0; n < 2; n++)
+        KVK_UNROLL for (int e = 0; e < 4; e++) {
           float x = scores[j][n][e] * p.scale;
           if (p.softcap > 0) x = p.softcap * fast_tanh(x / p.softcap);
           const int key = first + 16 * j + 8 * n + 2 * t + (e & 1), r = e / 2;
@@ -110,10 +110,10 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
     sync_block();  // the values are here, and nobody reads the keys any more
     if (tile + 1 < tile_to) source.keys(key_tile, first + KEYS);
     copies_commit();
-    for (int j = 0; j < KEYS / 16; j++) {
+    KVK_UNROLL for (int j = 0; j < KEYS / 16; j++) {
       const uint32_t a[4] = {pack<T>(scores[j][0][0], scores[j][0][1]), pack<T>(scores[j][0][2], scores[j][0][3]),
                              pack<T>(scores[j][1][0], scores[j][1][1]), pack<T>(scores[j][1][2], scores[j][1][3])};
-      for (int d = 0; d < D / 16; d++) {
+      KVK_UNROLL for (int d = 0; d < D / 16; d++) {
         uint32_t b[4];
         load_matrices_transposed(b, value_tile + (16 * j + a_row) * STRIDE + 16 * d + a_column);
         mma<T>(softmax.output[d], a, b);
@@ -121,19 +121,19 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
     }
   }
 
-  for (int r = 0; r < 2; r++) {
+  KVK_UNROLL for (int r = 0; r < 2; r++) {
     const float lse = softmax.finish(r);
     if (m_of[r] >= packed) continue;
     const int64_t row_head = (int64_t)(first_row + m_of[r] / group) * p.heads + kv_head * group + m_of[r] % group;
     if (p.part_output) {
       const int64_t at = (int64_t)(p.first_part + split) * p.rows * p.heads + row_head;
-      for (int d = 0; d < D / 16; d++)
-        for (int n = 0; n < 2; n++)
-          for (int e = 0; e < 2; e++) p.part_output[at * D + 16 * d + 8 * n + 2 * t + e] = softmax.output[d][n][2 * r + e];
+      KVK_UNROLL for (int d = 0; d < D / 16; d++)
+        KVK_UNROLL for (int n = 0; n < 2; n++)
+          KVK_UNROLL for (int e = 0; e < 2; e++) p.part_output[at * D + 16 * d + 8 * n + 2 * t + e] = softmax.output[d][n][2 * r + e];
       if (t == 0) p.part_lse[at] = lse;
     } else {
-      for (int d = 0; d < D / 16; d++)
-        for (int n = 0; n < 2; n++)
+      KVK_UNROLL for (int d = 0; d < D / 16; d++)
+        KVK_UNROLL for (int n = 0; n < 2; n++)
           *(uint32_t*)((T*)p.output + row_head * D + 16 * d + 8 * n + 2 * t) =
               pack<T>(softmax.output[d][n][2 * r], softmax.output[d][n][2 * r + 1]);
       if (t == 0 && p.lse) p.lse[row_head] = lse;

@@ -23,6 +23,8 @@ using f16 = __half;
 using bf16 = __nv_bfloat16;
 
 #define KVK_DEVICE __device__ __forceinline__
+// Loops over arrays that live in registers, which have no addresses: they must be unrolled whole.
+#define KVK_UNROLL _Pragma("unroll")
 // Dynamic shared memory, 16-byte aligned.
 #define KVK_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 

@@ -9,21 +9,21 @@ template <int D> struct OnlineSoftmax {
 
   // Turns scores (base-2 logits, -inf where hidden) into weights relative to the highest seen, and rescales what was summed.
   template <int KEYS> KVK_DEVICE void weigh(float (&scores)[KEYS / 16][2][4]) {
-    for (int r = 0; r < 2; r++) {
+    KVK_UNROLL for (int r = 0; r < 2; r++) {
       float now = highest[r];
-      for (int j = 0; j < KEYS / 16; j++)
-        for (int n = 0; n < 2; n++) now = fmaxf(now, fmaxf(scores[j][n][2 * r], scores[j][n][2 * r + 1]));
+      KVK_UNROLL for (int j = 0; j < KEYS / 16; j++)
+        KVK_UNROLL for (int n = 0; n < 2; n++) now = fmaxf(now, fmaxf(scores[j][n][2 * r], scores[j][n][2 * r + 1]));
       now = fmaxf(now, shuffle_xor(now, 1));
       now = fmaxf(now, shuffle_xor(now, 2));
       const float base = now == -infinity() ? 0 : now;  // nothing visible yet
       const float shrink = fast_exp2(highest[r] - base);
       highest[r] = now;
       sum[r] *= shrink;
-      for (int d = 0; d < D / 16; d++)
-        for (int n = 0; n < 2; n++) output[d][n][2 * r] *= shrink, output[d][n][2 * r + 1] *= shrink;
-      for (int j = 0; j < KEYS / 16; j++)
-        for (int n = 0; n < 2; n++)
-          for (int e = 2 * r; e < 2 * r + 2; e++) {
+      KVK_UNROLL for (int d = 0; d < D / 16; d++)
+        KVK_UNROLL for (int n = 0; n < 2; n++) output[d][n][2 * r] *= shrink, output[d][n][2 * r + 1] *= shrink;
+      KVK_UNROLL for (int j = 0; j < KEYS / 16; j++)
+        KVK_UNROLL for (int n = 0; n < 2; n++)
+          KVK_UNROLL for (int e = 2 * r; e < 2 * r + 2; e++) {
             scores[j][n][e] = fast_exp2(scores[j][n][e] - base);
             sum[r] += scores[j][n][e];
           }
@@ -35,8 +35,8 @@ template <int D> struct OnlineSoftmax {
     sum[r] += shuffle_xor(sum[r], 1);
     sum[r] += shuffle_xor(sum[r], 2);
     const float inverse = sum[r] > 0 ? 1 / sum[r] : 0;
-    for (int d = 0; d < D / 16; d++)
-      for (int n = 0; n < 2; n++) output[d][n][2 * r] *= inverse, output[d][n][2 * r + 1] *= inverse;
+    KVK_UNROLL for (int d = 0; d < D / 16; d++)
+      KVK_UNROLL for (int n = 0; n < 2; n++) output[d][n][2 * r] *= inverse, output[d][n][2 * r + 1] *= inverse;
     return sum[r] > 0 ? highest[r] * 0.69314718056f + logf(sum[r]) : -infinity();
   }
 };

@@ -49,6 +49,7 @@ struct Registered {
 }  // namespace emulator
 
 #define KVK_DEVICE inline
+#define KVK_UNROLL
 #define __global__
 #define __restrict__
 #define threadIdx (emulator::thread_index())

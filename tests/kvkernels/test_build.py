@@ -29,10 +29,13 @@ def test_what_a_kernel_uses_is_read_from_the_compiler() -> None:
 
 
 def test_growth_is_named() -> None:
-    old = {"a": {"sm_80": {"registers": 40, "spill_bytes": 0, "tensor_core_instructions": 9}}, "gone": {}}
-    new = {"a": {"sm_80": {"registers": 60, "spill_bytes": 16, "tensor_core_instructions": 0}}, "new": {}}
+    before = {"registers": 40, "spill_bytes": 0, "stack_bytes": 0, "tensor_core_instructions": 9}
+    now = {"registers": 60, "spill_bytes": 16, "stack_bytes": 8, "tensor_core_instructions": 0}
+    old: build.Report = {"a": {"sm_80": before}, "gone": {}}
+    new: build.Report = {"a": {"sm_80": now}, "new": {}}
     assert build.growth(old, new) == [
         "a on sm_80 uses 60 registers, before 40",
+        "a on sm_80 has 8 bytes of stack, before 0",
         "a on sm_80 spills 16 bytes, before 0",
         "a on sm_80 uses no tensor cores any more",
         "gone is gone",

@@ -121,6 +121,8 @@ def growth(old: Report, new: Report) -> list[str]:
             where = f"{kernel} on {architecture}"
             if now["registers"] > before["registers"] + _SLACK_REGISTERS:
                 out.append(f"{where} uses {now['registers']} registers, before {before['registers']}")
+            if now["stack_bytes"] > before["stack_bytes"]:
+                out.append(f"{where} has {now['stack_bytes']} bytes of stack, before {before['stack_bytes']}")
             if now["spill_bytes"] > before["spill_bytes"]:
                 out.append(f"{where} spills {now['spill_bytes']} bytes, before {before['spill_bytes']}")
             if before.get("tensor_core_instructions") and now.get("tensor_core_instructions") == 0:
