@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,10 @@ class NativeAttention:
         # zeros: padding rows belong to no sequence, and what they hold must be finite
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         real = query[: batch.real].contiguous()
-        out[: batch.real] = attend(self.kernels, real, source, index.rows, scale, window or 0, softcap or 0.0)[0]
+        cuda: Any = torch.cuda
+        with cuda.device_of(query):  # kernels are launched on the thread's current device
+            found, _ = attend(self.kernels, real, source, index.rows, scale, window or 0, softcap or 0.0)
+        out[: batch.real] = found
         return out
 
 
