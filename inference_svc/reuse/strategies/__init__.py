@@ -12,7 +12,7 @@ from inference_svc.reuse.strategies.random_tokens import RandomTokens
 from inference_svc.reuse.strategies.selective import Selective
 
 STRATEGIES: dict[str, Repair] = {
-    r.name: r for r in (NoRepair(), RandomTokens(), FirstK(), Selective(), CacheBlend(), Guided())
+    r.name: r for r in (NoRepair(), RandomTokens(), FirstK(), Selective(), CacheBlend(), Guided(), Guided(4), Guided(6))
 }
 DEFAULT = "guided"
 

@@ -1,9 +1,10 @@
 """What the question attends to, and what changes deeper down.
 
 Deviation at layer 1 sees only what one layer of attention changes, and misses tokens that take up other documents in
-the layers after it. So three layers are computed for all approximate tokens, exactly, before the choice. Half of it
+the layers after it. So a few layers are computed for all approximate tokens, exactly, before the choice. Half of it
 goes to the tokens that the question attends to most, when it is read once with the stored keys (compare ProphetKV and
-the like); the other half to those that deviate most. Measured in ``docs/decisions.md``.
+the like); the other half to those that deviate most. How many layers it takes is the model's: ``kvsidecar verify``
+measures ``guided`` (3), ``guided_4`` and ``guided_6``. Measured in ``docs/decisions.md``.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from inference_svc.reuse.strategies.base import Signals, top
 
 
 class Guided:
-    """Top ``ratio / 2`` by the question's attention, the rest by deviation at layer 3."""
+    """Top ``ratio / 2`` by the question's attention, the rest by deviation after ``depth`` layers."""
 
-    name, depth, wants_attention = "guided", 3, True
+    wants_attention = True
+
+    def __init__(self, depth: int = 3) -> None:
+        self.depth = depth
+        self.name = "guided" if depth == 3 else f"guided_{depth}"
 
     def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
         assert signals.deviation is not None
