@@ -71,37 +71,42 @@ template <class T, int D, int BITS> class Chunks {
         end_(p.key_count[sequence]) {}
 
   KVK_DEVICE void keys(T* tile, int first) const {
-    using Shape = Tile<D>;
     float scale[8], zero[8];
-    int at = holding(first), loaded_chunk = -1, loaded_group = -1;
-    for (int i = threadIdx.x; i < Shape::KEYS * Shape::VECTORS; i += Shape::THREADS) {
-      const int row = i / Shape::VECTORS, vector = i % Shape::VECTORS, key = first + row;
-      T* to = tile + row * Shape::STRIDE + 8 * vector;
-      if (key >= end_) { store(to, nullptr); continue; }
-      while (at + 1 < count_ && chunks_[at + 1].first_token <= key) at++;
-      const QuantizedChunk& chunk = chunks_[at];
-      const int token = key - chunk.first_token;
-      if (token < chunk.sink_tokens) {
-        copy(to, chunk.payload + chunk.sink_keys, token, vector);
-        continue;
-      }
+    const QuantizedChunk* loaded_chunk = nullptr;
+    int loaded_group = -1;
+    each(tile, first, &QuantizedChunk::sink_keys, [&](T* to, const QuantizedChunk& chunk, int token, int vector) {
       const int group = token / chunk.key_group_tokens;
-      if (at != loaded_chunk || group != loaded_group || Shape::THREADS % Shape::VECTORS) {
+      if (&chunk != loaded_chunk || group != loaded_group || Tile<D>::THREADS % Tile<D>::VECTORS) {
         const int64_t from = ((int64_t)group * heads_ + head_) * D + 8 * vector;
         for (int e = 0; e < 8; e++) {
           scale[e] = ((const float*)(chunk.payload + chunk.key_scale))[from + e];
           zero[e] = ((const float*)(chunk.payload + chunk.key_zero))[from + e];
         }
-        loaded_chunk = at, loaded_group = group;
+        loaded_chunk = &chunk, loaded_group = group;
       }
       float x[8];
       eight_codes<BITS>(x, chunk.payload + chunk.keys + code_offset(token, vector));
       for (int e = 0; e < 8; e++) x[e] = add(mul(x[e], scale[e]), zero[e]);
       store(to, x);
-    }
+    });
   }
 
   KVK_DEVICE void values(T* tile, int first) const {
+    each(tile, first, &QuantizedChunk::sink_values, [&](T* to, const QuantizedChunk& chunk, int token, int vector) {
+      const int64_t of = (int64_t)token * heads_ + head_;
+      const float scale = ((const float*)(chunk.payload + chunk.value_scale))[of];
+      const float zero = ((const float*)(chunk.payload + chunk.value_zero))[of];
+      float x[8];
+      eight_codes<BITS>(x, chunk.payload + chunk.values + code_offset(token, vector));
+      for (int e = 0; e < 8; e++) x[e] = add(mul(x[e], scale), zero);
+      store(to, x);
+    });
+  }
+
+ private:
+  // This thread's share of a tile: zeros behind the end, `sinks` copied, all other vectors of eight by `dequantize`.
+  template <class Dequantize>
+  KVK_DEVICE void each(T* tile, int first, int64_t QuantizedChunk::*sinks, Dequantize dequantize) const {
     using Shape = Tile<D>;
     int at = holding(first);
     for (int i = threadIdx.x; i < Shape::KEYS * Shape::VECTORS; i += Shape::THREADS) {
@@ -111,21 +116,10 @@ template <class T, int D, int BITS> class Chunks {
       while (at + 1 < count_ && chunks_[at + 1].first_token <= key) at++;
       const QuantizedChunk& chunk = chunks_[at];
       const int token = key - chunk.first_token;
-      if (token < chunk.sink_tokens) {
-        copy(to, chunk.payload + chunk.sink_values, token, vector);
-        continue;
-      }
-      const int64_t of = (int64_t)token * heads_ + head_;
-      const float scale = ((const float*)(chunk.payload + chunk.value_scale))[of];
-      const float zero = ((const float*)(chunk.payload + chunk.value_zero))[of];
-      float x[8];
-      eight_codes<BITS>(x, chunk.payload + chunk.values + code_offset(token, vector));
-      for (int e = 0; e < 8; e++) x[e] = add(mul(x[e], scale), zero);
-      store(to, x);
+      if (token < chunk.sink_tokens) copy(to, chunk.payload + chunk.*sinks, token, vector);
+      else dequantize(to, chunk, token, vector);
     }
   }
-
- private:
   KVK_DEVICE int holding(int key) const {  // the chunk that holds a key, by bisection
     int low = 0, high = count_ - 1;
     while (low < high) {

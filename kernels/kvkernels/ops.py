@@ -89,20 +89,7 @@ def attention_reference(
 
 
 @attention.register_fake
-def _(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    row_start: Tensor,
-    key_count: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    longest: int,
-    most_keys: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
 
 

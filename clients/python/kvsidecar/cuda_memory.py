@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class CudaUnavailable(Exception):
+class CudaUnavailable(OSError):
     """CUDA memory cannot be had; the message says what refused."""
 
 
