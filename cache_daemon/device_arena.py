@@ -23,7 +23,7 @@ log = structlog.get_logger("cache_daemon")
 
 
 class DeviceArena(Slots):
-    """Owns its memory. ``handles`` is the socket at which sessions get its descriptor."""
+    """Owns its memory. ``handles`` is the socket at which sessions get its descriptor or handle."""
 
     def __init__(self, memory: DeviceMemory, handles: Path, arena_id: int = 0) -> None:
         super().__init__(memory.size_bytes, arena_id)
@@ -54,7 +54,7 @@ class DeviceArena(Slots):
 
 @contextlib.asynccontextmanager
 async def handing_out(arena: DeviceArena, is_open: Callable[[bytes], bool]) -> AsyncIterator[None]:
-    """Serves the arena's descriptor at its socket meanwhile: who sends the id of an open session gets it.
+    """Serves the arena's descriptor or handle at its socket meanwhile: who sends the id of an open session gets it.
 
     Raises ConfigurationError when the socket cannot be made.
     """
@@ -97,8 +97,4 @@ async def _answer(arena: DeviceArena, peer: socket.socket, is_open: Callable[[by
         if not is_open(given):
             log.warning("somebody without a session asked for the device arena and was refused")
             return
-        descriptor = arena.memory.descriptor()
-        try:
-            socket.send_fds(peer, [b"\1"], [descriptor])
-        finally:
-            os.close(descriptor)
+        arena.memory.hand_out(peer)

@@ -1,29 +1,41 @@
-"""Memory of a device that the daemon allocates and workers import by a file descriptor.
+"""Memory of a device that the daemon allocates and workers import.
 
-The lifetime of such memory is defined when a process dies: it goes when the last process that holds it has gone. A dead
-worker never pins it beyond its own end, and a dead daemon's is freed when the last worker lets go of it.
+By a file descriptor, where the device can: the lifetime of such memory is defined when a process dies, since it goes
+with the last process that holds it. A dead worker never pins it beyond its own end, and a dead daemon's is freed when
+the last worker lets go of it. Older devices and drivers have legacy handles, behind which memory goes with the daemon.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import socket
 from typing import Protocol
 
-from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_CUDA, ARENA_KIND_HOST_DESCRIPTOR, ArenaKind
-from kvsidecar.cuda_memory import CudaUnavailable, SharedMemory
+import structlog
+from kvsidecar.cache.v1.cache_pb2 import (
+    ARENA_KIND_CUDA,
+    ARENA_KIND_CUDA_IPC,
+    ARENA_KIND_HOST_DESCRIPTOR,
+    ArenaKind,
+)
+from kvsidecar.cuda_memory import CudaUnavailable, DescriptorMemory, LegacyMemory
 from kvsidecar.errors import ConfigurationError
+
+log = structlog.get_logger("cache_daemon")
 
 
 class DeviceMemory(Protocol):
     """One block. ``read`` and ``write`` may be called from any thread."""
 
-    kind: ArenaKind.ValueType
     size_bytes: int
     device_uuid: bytes
 
-    def descriptor(self) -> int:
-        """A new file descriptor of the memory, which the caller closes."""
+    @property
+    def kind(self) -> ArenaKind.ValueType: ...
+
+    def hand_out(self, peer: socket.socket) -> None:
+        """Sends what another process imports the memory by. Raises OSError."""
         ...
 
     def read(self, offset: int, size_bytes: int) -> memoryview: ...
@@ -36,7 +48,7 @@ class DeviceMemory(Protocol):
 class HostMemory:
     """The same in host memory (memfd), where there is no device: the reference implementation."""
 
-    kind: ArenaKind.ValueType = ARENA_KIND_HOST_DESCRIPTOR
+    kind = ARENA_KIND_HOST_DESCRIPTOR
     device_uuid = b""
 
     def __init__(self, size_bytes: int) -> None:
@@ -51,8 +63,8 @@ class HostMemory:
                 f"no room for {size_bytes} bytes of device memory on the host: {error.strerror}; choose a smaller size"
             ) from error
 
-    def descriptor(self) -> int:
-        return os.dup(self._file)
+    def hand_out(self, peer: socket.socket) -> None:
+        socket.send_fds(peer, [b"\1"], [self._file])
 
     def read(self, offset: int, size_bytes: int) -> memoryview:
         return memoryview(self._map)[offset : offset + size_bytes]
@@ -65,19 +77,39 @@ class HostMemory:
 
 
 class CudaMemory:
-    """Memory of a GPU. Raises ConfigurationError when there is no cuda-bindings, no such device, or no room."""
+    """Memory of a GPU, shared in the best way that the device has.
 
-    kind: ArenaKind.ValueType = ARENA_KIND_CUDA
+    Raises ConfigurationError when there is no cuda-bindings, no such device, or no room.
+    """
 
     def __init__(self, size_bytes: int, device: int = 0) -> None:
+        self._memory: DescriptorMemory | LegacyMemory
         try:
-            self._memory = SharedMemory.create(size_bytes, device)
+            try:
+                self._memory = DescriptorMemory.create(size_bytes, device)
+            except CudaUnavailable as refused:
+                self._memory = LegacyMemory.create(size_bytes, device)
+                log.warning(
+                    "GPU memory is shared by legacy handles: it goes with this process, whoever uses it",
+                    reason=str(refused),
+                )
         except CudaUnavailable as error:
             raise ConfigurationError(f"no GPU arena of {size_bytes} bytes on device {device}: {error}") from error
         self.size_bytes, self.device_uuid = self._memory.size_bytes, self._memory.device_uuid
 
-    def descriptor(self) -> int:
-        return self._memory.descriptor()
+    @property
+    def kind(self) -> ArenaKind.ValueType:
+        return ARENA_KIND_CUDA if isinstance(self._memory, DescriptorMemory) else ARENA_KIND_CUDA_IPC
+
+    def hand_out(self, peer: socket.socket) -> None:
+        if isinstance(self._memory, LegacyMemory):
+            peer.sendall(self._memory.handle())
+            return
+        descriptor = self._memory.descriptor()
+        try:
+            socket.send_fds(peer, [b"\1"], [descriptor])
+        finally:
+            os.close(descriptor)
 
     def read(self, offset: int, size_bytes: int) -> memoryview:
         return self._memory.read(offset, size_bytes)

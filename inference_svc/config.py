@@ -45,8 +45,11 @@ class WorkerConfig(BaseSettings):
     approximate: Literal["off", "verified", "always"] = "verified"
     """Reuse of text that was read in another context: never, where `kvsidecar verify` has passed and it is measured to
     pay, or always."""
-    repair: Literal["none", "random", "first_k", "selective", "cacheblend", "guided", "guided_4", "guided_6"] = "guided"
-    """How such text is repaired; guided_4 and guided_6 compute more layers before they choose."""
+    repair: Literal[
+        "auto", "none", "random", "first_k", "selective", "cacheblend", "guided", "guided_4", "guided_8"
+    ] = "auto"
+    """How such text is repaired: auto as was verified, guided where nothing was. guided_4 and guided_8 compute more
+    layers before they choose."""
     repair_ratio: float = Field(default=0.15, ge=0.0, le=1.0)
     """Share of such text that is computed again."""
     pool_bytes: int = 2 << 30

@@ -94,8 +94,7 @@ def _build(config: WorkerConfig) -> Runtime:
         daemon.wait(1.0)
     limits = EngineLimits(config.batch_tokens, config.batch_sequences, config.max_waiting, config.resident_sequences)
     threads = config.threads or len(os.sched_getaffinity(0))
-    repair = (policy.repair, policy.ratio)
-    return Runtime(Engine(loaded, pool, cache or NoCache(), limits, threads, repair), cache, config)
+    return Runtime(Engine(loaded, pool, cache or NoCache(), limits, threads), cache, config)
 
 
 def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
@@ -110,7 +109,7 @@ def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
     if why and config.approximate != "off":
         log.info("reuse is limited to prefixes", reason=why)
     rotary = None if why else rotary_of(loaded.model)
-    return ReusePolicy(chunker, rotary, STRATEGIES[config.repair], config.repair_ratio, config.approximate)
+    return ReusePolicy(chunker, rotary, STRATEGIES.get(config.repair), config.repair_ratio, config.approximate)
 
 
 def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:

@@ -17,7 +17,7 @@ from rich.table import Table
 from inference_svc.cache.verdicts import store_verdict
 from inference_svc.model.loader import load, quiet_transformers
 from inference_svc.reuse.laboratory import Laboratory
-from inference_svc.reuse.strategies import DEFAULT, STRATEGIES
+from inference_svc.reuse.strategies import AUTO, STRATEGIES, candidates
 from inference_svc.reuse.verify import BUILT_IN, Report, Thresholds, Verifier, read_questions
 
 
@@ -29,7 +29,12 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("model", help="demo, a folder, or a hub id")
     out.add_argument("--prompts", type=Path, default=BUILT_IN, help='JSONL of {"documents": [...], "question": "..."}')
-    out.add_argument("--repair", choices=sorted(STRATEGIES), default=DEFAULT, help="the repair to be judged")
+    out.add_argument(
+        "--repair",
+        choices=["auto", *sorted(STRATEGIES)],
+        default="auto",
+        help=f"the repair to be judged; auto takes the first that passes of {', '.join(AUTO)}",
+    )
     out.add_argument("--ratio", type=float, default=0.15, help="share of tokens that it computes again, 0 to 1")
     out.add_argument("--bits", type=int, choices=[16, 8, 4], default=8, help="storage width, as the worker's")
     out.add_argument("--max-kl", type=float, default=Thresholds.max_kl, help="nats per token, at the most")
@@ -66,7 +71,11 @@ def main(arguments: list[str]) -> int:
         with Progress(console=console, transient=True) as progress:
             bar = progress.add_task("measuring", total=len(questions))
             report = verifier.run(
-                questions, options.repair, options.ratio, ("none", "cacheblend"), lambda: progress.advance(bar)
+                questions,
+                candidates(options.repair),
+                options.ratio,
+                ("none", "cacheblend"),
+                lambda: progress.advance(bar),
             )
         if options.store_verdict:
             store_verdict(options.cache_socket, lab.loaded.descriptor(options.bits), report.verdict())

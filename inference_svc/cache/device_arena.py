@@ -1,4 +1,4 @@
-"""The daemon's GPU memory in this process: imported from a file descriptor, read and written by kernels."""
+"""The daemon's GPU memory in this process: imported, read and written by kernels."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import os
 
 from kvkernels.native import visible
 from kvkernels.payload import DeviceBytes
-from kvsidecar.arenas import receive_descriptor
-from kvsidecar.cache.v1.cache_pb2 import ArenaDescriptor
-from kvsidecar.cuda_memory import CudaUnavailable, SharedMemory, device_uuid
+from kvsidecar.arenas import receive_descriptor, receive_handle
+from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_CUDA_IPC, ArenaDescriptor
+from kvsidecar.cuda_memory import (
+    HANDLE_BYTES,
+    CudaUnavailable,
+    DescriptorMemory,
+    LegacyMemory,
+    SharedMemory,
+    device_uuid,
+)
 
 
 class CudaArena:
@@ -21,11 +28,7 @@ class CudaArena:
         try:
             if device_uuid(device) != described.device_uuid:
                 raise ValueError(f"the daemon's arena is on another GPU than cuda:{device}; start it with --gpu-device")
-            descriptor = receive_descriptor(described.path, session_id)
-            try:
-                self._memory = SharedMemory.imported(descriptor, described.size_bytes, device)
-            finally:
-                os.close(descriptor)
+            self._memory = _imported(described, session_id, device)
         except CudaUnavailable as error:
             raise OSError(f"the daemon's GPU arena cannot be imported: {error}") from error
         visible.adopt(self._memory.address, len(self))
@@ -44,3 +47,14 @@ class CudaArena:
     def close(self) -> None:
         """Lets go of the memory, once no kernel uses it. Idempotent."""
         visible.give_up(self._memory.address, self._memory.close)
+
+
+def _imported(described: ArenaDescriptor, session_id: bytes, device: int) -> SharedMemory:
+    if described.kind == ARENA_KIND_CUDA_IPC:
+        handle = receive_handle(described.path, session_id, HANDLE_BYTES)
+        return LegacyMemory.imported(handle, described.size_bytes, device)
+    descriptor = receive_descriptor(described.path, session_id)
+    try:
+        return DescriptorMemory.imported(descriptor, described.size_bytes, device)
+    finally:
+        os.close(descriptor)

@@ -33,7 +33,7 @@ from inference_svc.engine.sequence import Sequence, State, StoredPrefix
 from inference_svc.reuse.chunking import Marks
 from inference_svc.reuse.placement import Rotation
 from inference_svc.reuse.plan import Plan, Stretch
-from inference_svc.reuse.policy import ReusePolicy
+from inference_svc.reuse.policy import RepairSetting, ReusePolicy
 from inference_svc.reuse.strategies.base import cost
 
 log = structlog.get_logger("cache")
@@ -76,7 +76,7 @@ class CacheLink:
     ) -> None:
         self.stats = CacheStats()
         self._daemon, self._geometry, self._policy = daemon, geometry, policy
-        self._repair_cost = cost(policy.repair, policy.ratio, geometry.layers, projection_share)
+        self._projection_share = projection_share
         self._timeout = timeout
         self._economy = Economy()
         self._thread = ThreadPoolExecutor(1, "kv-io")
@@ -146,9 +146,15 @@ class CacheLink:
         try:
             pieces, tokens = self._prefix_pieces(session, sequence, pool, found.matches)
             exact = max(tokens, sequence.computed)
-            placed, stretches = self._content_pieces(session, sequence, pool, found.contents, exact)
+            repair = self._policy.repair_for(session.verdict)
+            placed, stretches = (
+                self._content_pieces(session, sequence, pool, found.contents, exact)
+                if repair is not None and self._pays(repair)
+                else ([], [])
+            )
             pieces += placed
             if stretches:
+                sequence.repair = repair
                 sequence.plan = Plan(len(sequence.tokens), exact, tuple(stretches))
             stored = _stored_prefix(found.matches)
             if stored.covered >= sequence.stored.covered:
@@ -212,7 +218,7 @@ class CacheLink:
 
     def _probes(self, session: Session, sequence: Sequence) -> list[pb.ContentProbe]:
         """The chunks of a prompt, where those that were read elsewhere may be reused."""
-        if sequence.cache.exact_only or not self._policy.allows(session.verdict):
+        if sequence.cache.exact_only or self._policy.repair_for(session.verdict) is None:
             return []
         # The last token is always computed.
         ends = self._policy.chunker.ends(sequence.tokens[:-1], self._marks(sequence))
@@ -240,7 +246,7 @@ class CacheLink:
             end = found.start + len(header.token_ids)
             # The first tokens of all attract attention whatever they say; elsewhere they must not.
             start = max(found.start + (SINK_TOKENS if header.start_position == 0 else 0), exact)
-            if end - start < _LEAST_PLACED or not self._pays():
+            if end - start < _LEAST_PLACED:
                 continue
             slots = torch.from_numpy(sequence.table.slots(found.start, end))
             slots[: start - found.start] = pool.padding_slot
@@ -251,9 +257,10 @@ class CacheLink:
             stretches.append(Stretch(start, end))
         return out, stretches
 
-    def _pays(self) -> bool:
+    def _pays(self, chosen: RepairSetting) -> bool:
         """Whether loading and repairing a token is cheaper than computing it; not asked when the operator insists."""
-        return self._policy.mode == "always" or self._economy.worth_placing(self._repair_cost)
+        share = cost(chosen.repair, chosen.ratio, self._geometry.layers, self._projection_share)
+        return self._policy.mode == "always" or self._economy.worth_placing(share)
 
     def _release(self, session: Session, leases: list[bytes]) -> None:
         """Gives leases back without waiting for the answer."""

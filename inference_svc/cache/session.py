@@ -172,7 +172,7 @@ class DaemonLink:
             raise ValueError("the daemon offers no memory")
         described = welcome.arenas[0]
         arena: memoryview | CudaArena
-        if described.kind == pb.ARENA_KIND_CUDA and self._gpu is not None:
+        if described.kind in (pb.ARENA_KIND_CUDA, pb.ARENA_KIND_CUDA_IPC) and self._gpu is not None:
             arena = CudaArena(described, welcome.session_id, self._gpu)
         else:
             arena = map_arena(described, welcome.session_id)

@@ -19,6 +19,7 @@ from kvsidecar.errors import Overloaded, PromptTooLong, Unavailable
 
 from inference_svc.engine import rows
 from inference_svc.engine.admission import Admission, as_array
+from inference_svc.engine.decode_graphs import decode_graphs
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.gate import RestoreFailed
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
@@ -27,7 +28,6 @@ from inference_svc.engine.residents import Resident, Residents
 from inference_svc.engine.sampling import Drawn, likeliest
 from inference_svc.engine.sequence import Finish, Output, Sequence, State
 from inference_svc.model.loader import LoadedModel
-from inference_svc.reuse.strategies import Repair
 
 log = structlog.get_logger("engine")
 
@@ -106,12 +106,12 @@ class Engine:
         cache: Cache,
         limits: EngineLimits | None = None,
         threads: int = 0,
-        repair: tuple[Repair, float] | None = None,
     ) -> None:
         self.loaded, self.pool, self.stats = loaded, pool, EngineStats()
         self.decoder = Decoder(loaded)
         self._cache = cache
         self._limits = limits or EngineLimits()
+        self._graphs = decode_graphs(self.decoder, pool, self._limits.batch_sequences)
         self._residents = Residents(pool, self._limits.residents)
         self._admission = Admission(pool, self._residents)
         self._wake = threading.Condition()
@@ -127,7 +127,6 @@ class Engine:
         self._stepping = threading.Lock()
         self._stopping = False
         self._threads = threads
-        self._repair = repair
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -264,8 +263,7 @@ class Engine:
 
     def _forward(self, spans: list[tuple[Sequence, rows.Span]]) -> None:
         """Computes the spans' rows and advances the sequences whose last token was among them."""
-        batch = rows.build([span for _, span in spans], self.pool, self.loaded.device)
-        logits = self.decoder(batch)
+        logits = self._logits([span for _, span in spans])
         self.stats.steps += 1
         # One pass for all greedy rows: over a large vocabulary an argmax per row is a millisecond each.
         wanted = [s for s, span in spans if span.wants_logits]
@@ -277,6 +275,13 @@ class Engine:
                 plain = sequence.sampler.plain_greedy
                 self._advance(sequence, Drawn(greedy[row]) if plain else sequence.sampler.draw(logits[row]))
                 row += 1
+
+    def _logits(self, spans: list[rows.Span]) -> torch.Tensor:
+        if self._graphs is not None and self._graphs.serves(spans):
+            logits = self._graphs(spans)
+            if logits is not None:
+                return logits
+        return self.decoder(rows.build(spans, self.pool, self.loaded.device))
 
     def _repair_piece(self, sequence: Sequence) -> None:
         """One piece of a repair; at its end the first token."""
@@ -292,14 +297,15 @@ class Engine:
     def _begin_repair(self, sequence: Sequence) -> None:
         assert sequence.plan is not None
         assert sequence.table is not None
-        assert self._repair is not None, "a plan without a repair"
+        assert sequence.repair is not None, "a plan without a repair"
         work = Repairing(
             self.decoder,
             self.pool,
             sequence.tokens,
             sequence.table,
             sequence.plan,
-            *self._repair,
+            sequence.repair.repair,
+            sequence.repair.ratio,
             piece_rows=self._limits.batch_tokens,
             gate=sequence.gate,
         )

@@ -29,7 +29,7 @@ _QUESTION_TOKENS = 64
 
 @dataclass
 class Observer:
-    """Collects how much attention the rows of a batch give to each key, ``mass [keys]``, summed over layers."""
+    """Collects how hard the rows of a batch look at each key, ``mass [keys]``: see ``Signals.attention``."""
 
     mass: Tensor
 
@@ -37,9 +37,9 @@ class Observer:
         """``query [heads, rows, dim]``, ``keys [kv_heads, keys, dim]``, additive ``mask [rows, keys]``."""
         keys = keys.repeat_interleave(query.shape[0] // keys.shape[0], 0).float()
         scores = query.float() @ keys.transpose(1, 2) * scale + mask.float()
-        share = torch.softmax(scores, -1)
-        # The strongest of heads and rows: what one head looks at hard is not outvoted by those that look around.
-        self.mass += share.amax((0, 1))[: len(self.mass)]
+        strongest = torch.softmax(scores, -1).amax(1)[:, : len(self.mass)]
+        # Squares: what one head looks at hard is not outvoted by those that look around.
+        self.mass += strongest.square().sum(0)
 
 
 class Repairing:
@@ -76,19 +76,19 @@ class Repairing:
             yield from self._finish(np.union1d(chosen, fresh), None, 0)
             return
         positions = np.union1d(self._plan.approximate_positions, fresh)
-        hidden = torch.empty(0)
         deviations = []
         per_piece = self._piece_rows * max(1, self._decoder.layers // (depth + 1))
         parts = []
         for piece in _pieces(positions, per_piece):
-            states, deviation = self._measure(piece, depth)
+            states, deviates = self._measure(piece, depth)
             parts.append(states)
-            deviations.append(deviation)
+            deviations.append(deviates)
             yield len(piece) * (depth + 1) // self._decoder.layers
         hidden = torch.cat(parts)
         is_approximate = np.isin(positions, self._plan.approximate_positions)
-        attention = self._look(positions, hidden, depth) if self._strategy.wants_attention else None
-        chosen = self._choose(Signals(np.concatenate(deviations)[is_approximate], attention))
+        deviation = np.concatenate(deviations)[is_approximate] if self._strategy.wants_deviation else None
+        attention = self._look() if self._strategy.wants_attention else None
+        chosen = self._choose(Signals(deviation, attention))
         go_on = np.union1d(chosen, fresh)
         yield from self._finish(go_on, hidden[np.searchsorted(positions, go_on)], depth)
 
@@ -111,6 +111,9 @@ class Repairing:
         batch = self._batch(positions)
         hidden = self._decoder.advance(self._decoder.embed(batch), batch, 0, depth)
         batch.pass_layer(depth)
+        if not self._strategy.wants_deviation:
+            self._decoder.project(hidden.clone(), batch, depth)
+            return hidden[: batch.real], np.empty(0, np.float32)
         slots = batch.slots[: batch.real]
         before = [t[depth].index_select(1, slots).float() for t in (self._pool.keys, self._pool.values)]
         self._decoder.project(hidden.clone(), batch, depth)
@@ -120,14 +123,13 @@ class Repairing:
             deviation += (new - old).square().sum((0, 2)) / new.square().sum((0, 2)).mean().clamp_min(1e-12)
         return hidden[: batch.real], deviation.sqrt().cpu().numpy()
 
-    def _look(self, positions: Positions, hidden: Tensor, depth: int) -> NDArray[np.float32]:
-        """Attention of the question over the layers from ``depth`` on, ``[approximate tokens]``."""
+    def _look(self) -> NDArray[np.float32]:
+        """Reads the question over the stored keys: its attention, ``[approximate tokens]``."""
         question = self._plan.fresh_positions[-_QUESTION_TOKENS:]
         observer = Observer(torch.zeros(self._plan.tokens, device=self._device))
         batch = replace(self._batch(question), observer=observer)
-        states = _padded(hidden[np.searchsorted(positions, question)], len(batch.tokens))
         # Where it looks shows well before the last layer.
-        self._decoder.advance(states, batch, depth, max(depth + 1, self._decoder.layers * 2 // 3))
+        self._decoder.advance(self._decoder.embed(batch), batch, 0, max(1, self._decoder.layers * 2 // 3))
         return observer.mass.cpu().numpy()[self._plan.approximate_positions]
 
     def _finish(self, positions: Positions, hidden: Tensor | None, depth: int) -> Iterator[int]:

@@ -18,6 +18,7 @@ from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams
 from inference_svc.engine.text import TextStream
 from inference_svc.reuse.chunking import Marks
 from inference_svc.reuse.plan import Plan
+from inference_svc.reuse.policy import RepairSetting
 
 
 class State(enum.Enum):
@@ -110,6 +111,7 @@ class Sequence:
     expected_cached: int = 0  # what the cache was seen to hold while the sequence waited
     gate: LayerGate | None = None  # while deeper layers are still being loaded
     plan: Plan | None = None  # when parts of the prompt were read in another context
+    repair: RepairSetting | None = None  # what a plan with such parts is carried out by
     recomputed_tokens: int = 0
     stored: StoredPrefix = field(default_factory=StoredPrefix)
     timings: Timings = field(default_factory=Timings)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from kvkernels.ops import native
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import (
     DATA_TYPE_BFLOAT16,
@@ -23,9 +24,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from inference_svc.engine.attention import ATTENTION, register
+from inference_svc.model import awq as quantized
 from inference_svc.model import fingerprint
 from inference_svc.model.architectures import check_architecture
 from inference_svc.model.shapes import SHAPES
+from inference_svc.model.skeleton import skeleton
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 _SHAPE_SEED = 0
@@ -176,9 +179,13 @@ def load(
     check_architecture(architecture, config, strict)
     chosen = pick_dtype(dtype, getattr(config, "dtype", None), place)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen, attn_implementation=ATTENTION)
+        if quantized.method_of(config) and (strict or quantized.method_of(config) == "awq"):
+            dense = not native(place, chosen)
+            model = quantized.load(folder, config, chosen, ATTENTION, place, dense)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen, attn_implementation=ATTENTION)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelUnsupported(f"cannot load the model in {folder}: {error}") from error
     return _finish(served_name or name, model, tokenizer, architecture, weights, place, chosen)
 
@@ -205,9 +212,7 @@ def _load_shape(name: str, device: torch.device, dtype: str, served_name: str) -
     kind, values = SHAPES[shape]
     chosen = pick_dtype(dtype, torch.bfloat16, device)
     config = kind(**values)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=chosen, attn_implementation=ATTENTION)
-    rotary = type(model.model.rotary_emb)(config=config)
+    model, rotary = skeleton(config, chosen, ATTENTION)
     model.to_empty(device="cpu")
     model.model.rotary_emb = rotary
     model.tie_weights()

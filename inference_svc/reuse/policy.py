@@ -9,32 +9,40 @@ from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 
 from inference_svc.reuse.chunking import Chunker
 from inference_svc.reuse.placement import Rotary
-from inference_svc.reuse.strategies import Repair
+from inference_svc.reuse.strategies import DEFAULT, STRATEGIES, Repair
 
 Mode = Literal["off", "verified", "always"]
 
 
 @dataclass(frozen=True)
+class RepairSetting:
+    """A repair, and the share of approximate tokens that it computes again."""
+
+    repair: Repair
+    ratio: float
+
+
+@dataclass(frozen=True)
 class ReusePolicy:
     """How prompts are cut, and whether and how chunks are reused elsewhere. ``rotary`` is None for models whose keys
-    cannot be moved."""
+    cannot be moved, ``repair`` None for whichever has been verified."""
 
     chunker: Chunker
     rotary: Rotary | None
-    repair: Repair
+    repair: Repair | None
     ratio: float
     mode: Mode = "verified"
 
-    def allows(self, verdict: ReuseVerdict | None) -> bool:
-        """Whether approximate reuse is on: only where a verification of this very repair has passed, unless the
-        operator insists."""
+    def repair_for(self, verdict: ReuseVerdict | None) -> RepairSetting | None:
+        """How approximate tokens are repaired, or None where they are not reused: without an operator who insists, that
+        takes a verification which this very repair has passed."""
         if self.rotary is None or self.mode == "off":
-            return False
+            return None
         if self.mode == "always":
-            return True
-        return (
-            verdict is not None
-            and verdict.passed
-            and verdict.strategy == self.repair.name
-            and verdict.ratio <= self.ratio + 1e-9
-        )
+            return RepairSetting(self.repair or STRATEGIES[DEFAULT], self.ratio)
+        if verdict is None or not verdict.passed or verdict.ratio > self.ratio + 1e-9:
+            return None
+        verified = STRATEGIES.get(verdict.strategy)
+        if verified is None or self.repair not in (None, verified):
+            return None
+        return RepairSetting(verified, self.ratio)

@@ -118,22 +118,24 @@ class Verifier:
     def run(
         self,
         questions: Sequence[Question],
-        strategy: str,
+        strategies: Sequence[str],
         ratio: float,
         compare: Sequence[str] = ("none",),
         progress: Callable[[], None] = lambda: None,
     ) -> Report:
-        """Measures ``strategy`` and, for comparison, others at the same ratio. Raises InvalidRequest."""
+        """Measures strategies, of which the first that passes is chosen (else the first of all), and, for comparison,
+        others at the same ratio. Raises InvalidRequest."""
         if not questions or any(len(q.documents) < 2 or not q.question for q in questions):
             raise InvalidRequest("at least one prompt is needed, each with two documents or more and a question")
-        arms = {name: _Divergence() for name in dict.fromkeys((strategy, *compare))}
+        arms = {name: _Divergence() for name in dict.fromkeys((*strategies, *compare))}
         exact, noise = _Divergence(), _Divergence()
         for number, question in enumerate(questions):
             self._measure(question, number, ratio, arms, exact, noise)
             progress()
         findings = [self._finding(f"{n} r={ratio:g}", n, ratio, d) for n, d in arms.items()]
+        chosen = next((f for f in findings[: len(strategies)] if f.passed), findings[0])
         prefix = self._finding("exact prefix", "none", 0.0, exact)
-        return Report(self._lab.loaded.id, len(questions), float(np.mean(noise.kl)), (prefix, *findings), findings[0])
+        return Report(self._lab.loaded.id, len(questions), float(np.mean(noise.kl)), (prefix, *findings), chosen)
 
     def _measure(
         self,

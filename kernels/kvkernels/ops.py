@@ -16,10 +16,13 @@ from kvkernels.native.library import Kernels
 from kvkernels.native.select import kernels_for, takes
 
 
+def native(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our CUDA kernels serve a device and a type."""
+    return device.type == "cuda" and takes(device, dtype) and kernels_for(device).kernels is not None
+
+
 def _kernels(x: Tensor) -> Kernels | None:
-    if x.device.type != "cuda" or not takes(x.device, x.dtype):
-        return None
-    return kernels_for(x.device).kernels
+    return kernels_for(x.device).kernels if native(x.device, x.dtype) else None
 
 
 @torch.library.custom_op("kvkernels::attention", mutates_args=())

@@ -98,7 +98,10 @@ def test_a_socket_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
 
 def test_memory_goes_when_its_last_holder_has_gone() -> None:
     memory = HostMemory(1 << 20)
-    handle = memory.descriptor()
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        memory.hand_out(ours)
+        _, (handle,), _, _ = socket.recv_fds(theirs, 1, 1)
     memory.write(4096, memoryview(b"kept"))
     memory.close()
     assert os.pread(handle, 4, 4096) == b"kept", "a worker's import outlives the daemon's"

@@ -30,11 +30,32 @@ def map_arena(described: ArenaDescriptor, session_id: bytes) -> memoryview:
 
 def receive_descriptor(path: str, session_id: bytes) -> int:
     """Asks the daemon for its device memory's descriptor; the caller closes it. Raises OSError when it gives none."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        peer.settimeout(_PATIENCE_SECONDS)
-        peer.connect(path)
-        peer.sendall(session_id)
+    with _asking(path, session_id) as peer:
         _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
     if not descriptors:
         raise OSError(f"the daemon gave no descriptor at {path}: the session is not open")
     return descriptors[0]
+
+
+def receive_handle(path: str, session_id: bytes, size_bytes: int) -> bytes:
+    """Asks the daemon for its device memory's handle of so many bytes. Raises OSError when it gives none."""
+    given = b""
+    with _asking(path, session_id) as peer:
+        while len(given) < size_bytes and (more := peer.recv(size_bytes - len(given))):
+            given += more
+    if len(given) < size_bytes:
+        raise OSError(f"the daemon gave no handle at {path}: the session is not open")
+    return given
+
+
+def _asking(path: str, session_id: bytes) -> socket.socket:
+    """A connection on which the question has been put."""
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        peer.settimeout(_PATIENCE_SECONDS)
+        peer.connect(path)
+        peer.sendall(session_id)
+    except OSError:
+        peer.close()
+        raise
+    return peer

@@ -1,11 +1,17 @@
-"""CUDA device memory that processes share by a file descriptor (the driver's virtual memory management).
+"""CUDA device memory that processes share: by a file descriptor where the driver can, else by a legacy IPC handle.
+
+A descriptor (the driver's virtual memory management) defines the memory's lifetime when a process dies: it goes with
+its last holder. Memory behind a legacy handle goes with the process that allocated it.
 
 Needs ``cuda-bindings`` (``pip install 'kvsidecar[gpu]'``) and a driver; imports neither before it is used.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
+
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
 class CudaUnavailable(OSError):
@@ -13,44 +19,11 @@ class CudaUnavailable(OSError):
 
 
 class SharedMemory:
-    """A block of device memory mapped into this process. Made by ``create`` or ``imported``; any thread may use it."""
+    """A block of device memory in this process, at ``address``; any thread may use it."""
 
-    def __init__(self, cuda: Any, device: int, size_bytes: int, handle: Any, context: Any, uuid: bytes) -> None:
-        self._cuda, self._handle, self._context = cuda, handle, context
-        self.size_bytes, self.device_uuid = size_bytes, uuid
-        self.address = int(_call(cuda, "cuMemAddressReserve", size_bytes, 0, 0, 0))
-        _call(cuda, "cuMemMap", self.address, size_bytes, 0, handle, 0)
-        access = cuda.CUmemAccessDesc()
-        access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = device
-        access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        _call(cuda, "cuMemSetAccess", self.address, size_bytes, [access], 1)
-
-    @classmethod
-    def create(cls, size_bytes: int, device: int) -> SharedMemory:
-        """New memory, of ``size_bytes`` rounded down to what the device allocates in. Raises CudaUnavailable."""
-        cuda, context, uuid = _begin(device)
-        wanted = cuda.CUmemAllocationProp()
-        wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        wanted.requestedHandleTypes = _descriptors(cuda)
-        wanted.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        wanted.location.id = device
-        minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        step = int(_call(cuda, "cuMemGetAllocationGranularity", wanted, minimum))
-        size_bytes = max(step, size_bytes // step * step)
-        handle = _call(cuda, "cuMemCreate", size_bytes, wanted, 0)
-        return cls(cuda, device, size_bytes, handle, context, uuid)
-
-    @classmethod
-    def imported(cls, descriptor: int, size_bytes: int, device: int) -> SharedMemory:
-        """Another process's memory; the caller closes the descriptor. Raises CudaUnavailable."""
-        cuda, context, uuid = _begin(device)
-        handle = _call(cuda, "cuMemImportFromShareableHandle", descriptor, _descriptors(cuda))
-        return cls(cuda, device, size_bytes, handle, context, uuid)
-
-    def descriptor(self) -> int:
-        """A new file descriptor of the memory, which the caller closes."""
-        return int(_call(self._cuda, "cuMemExportToShareableHandle", self._handle, _descriptors(self._cuda), 0))
+    def __init__(self, cuda: Any, context: Any, uuid: bytes, address: int, size_bytes: int) -> None:
+        self._cuda, self._context = cuda, context
+        self.device_uuid, self.address, self.size_bytes = uuid, address, size_bytes
 
     def read(self, offset: int, size_bytes: int) -> memoryview:
         """A copy on the host."""
@@ -66,9 +39,89 @@ class SharedMemory:
 
     def close(self) -> None:
         """Lets go of the memory. Nobody in this process may be using it."""
+        raise NotImplementedError
+
+
+class DescriptorMemory(SharedMemory):
+    """Shared by a file descriptor. Made by ``create`` or ``imported``."""
+
+    def __init__(self, cuda: Any, device: int, size_bytes: int, handle: Any, context: Any, uuid: bytes) -> None:
+        address = int(_call(cuda, "cuMemAddressReserve", size_bytes, 0, 0, 0))
+        super().__init__(cuda, context, uuid, address, size_bytes)
+        self._handle = handle
+        _call(cuda, "cuMemMap", address, size_bytes, 0, handle, 0)
+        access = cuda.CUmemAccessDesc()
+        access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = device
+        access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        _call(cuda, "cuMemSetAccess", address, size_bytes, [access], 1)
+
+    @classmethod
+    def create(cls, size_bytes: int, device: int) -> DescriptorMemory:
+        """New memory, of ``size_bytes`` rounded down to what the device allocates in. Raises CudaUnavailable."""
+        cuda, context, uuid = _begin(device)
+        supported = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        if not _call(cuda, "cuDeviceGetAttribute", supported, _call(cuda, "cuDeviceGet", device)):
+            raise CudaUnavailable("the device does not share memory by file descriptors")
+        wanted = cuda.CUmemAllocationProp()
+        wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        wanted.requestedHandleTypes = _descriptors(cuda)
+        wanted.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        wanted.location.id = device
+        minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        step = int(_call(cuda, "cuMemGetAllocationGranularity", wanted, minimum))
+        size_bytes = max(step, size_bytes // step * step)
+        handle = _call(cuda, "cuMemCreate", size_bytes, wanted, 0)
+        return cls(cuda, device, size_bytes, handle, context, uuid)
+
+    @classmethod
+    def imported(cls, descriptor: int, size_bytes: int, device: int) -> DescriptorMemory:
+        """Another process's memory; the caller closes the descriptor. Raises CudaUnavailable."""
+        cuda, context, uuid = _begin(device)
+        handle = _call(cuda, "cuMemImportFromShareableHandle", descriptor, _descriptors(cuda))
+        return cls(cuda, device, size_bytes, handle, context, uuid)
+
+    def descriptor(self) -> int:
+        """A new file descriptor of the memory, which the caller closes. Raises CudaUnavailable."""
+        return int(_call(self._cuda, "cuMemExportToShareableHandle", self._handle, _descriptors(self._cuda), 0))
+
+    def close(self) -> None:
         _call(self._cuda, "cuMemUnmap", self.address, self.size_bytes)
         _call(self._cuda, "cuMemAddressFree", self.address, self.size_bytes)
         _call(self._cuda, "cuMemRelease", self._handle)
+
+
+class LegacyMemory(SharedMemory):
+    """Shared by a ``cuIpc`` handle. Made by ``create`` or ``imported``."""
+
+    def __init__(self, cuda: Any, context: Any, uuid: bytes, address: int, size_bytes: int, own: bool) -> None:
+        super().__init__(cuda, context, uuid, address, size_bytes)
+        self._own = own
+
+    @classmethod
+    def create(cls, size_bytes: int, device: int) -> LegacyMemory:
+        """New memory. Raises CudaUnavailable."""
+        cuda, context, uuid = _begin(device)
+        memory = cls(cuda, context, uuid, int(_call(cuda, "cuMemAlloc", size_bytes)), size_bytes, own=True)
+        memory.handle()  # refused at the start, if at all
+        return memory
+
+    @classmethod
+    def imported(cls, handle: bytes, size_bytes: int, device: int) -> LegacyMemory:
+        """Another process's memory. Raises CudaUnavailable."""
+        cuda, context, uuid = _begin(device)
+        given = cuda.CUipcMemHandle()
+        ctypes.memmove(given.getPtr(), handle, HANDLE_BYTES)
+        lazily = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        address = int(_call(cuda, "cuIpcOpenMemHandle", given, int(lazily)))
+        return cls(cuda, context, uuid, address, size_bytes, own=False)
+
+    def handle(self) -> bytes:
+        """What another process opens. Raises CudaUnavailable."""
+        return ctypes.string_at(_call(self._cuda, "cuIpcGetMemHandle", self.address).getPtr(), HANDLE_BYTES)
+
+    def close(self) -> None:
+        _call(self._cuda, "cuMemFree" if self._own else "cuIpcCloseMemHandle", self.address)
 
 
 def device_uuid(device: int) -> bytes:

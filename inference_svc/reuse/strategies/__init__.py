@@ -12,8 +12,16 @@ from inference_svc.reuse.strategies.random_tokens import RandomTokens
 from inference_svc.reuse.strategies.selective import Selective
 
 STRATEGIES: dict[str, Repair] = {
-    r.name: r for r in (NoRepair(), RandomTokens(), FirstK(), Selective(), CacheBlend(), Guided(), Guided(4), Guided(6))
+    r.name: r for r in (NoRepair(), RandomTokens(), FirstK(), Selective(), CacheBlend(), Guided(), Guided(4), Guided(8))
 }
 DEFAULT = "guided"
+# What a verification tries, cheapest first, when it is to find out.
+AUTO = (DEFAULT, "guided_4", "guided_8")
 
-__all__ = ["DEFAULT", "STRATEGIES", "Repair", "Signals"]
+
+def candidates(name: str) -> tuple[str, ...]:
+    """What a verification of a setting measures: the repair of that name, or those of ``auto``."""
+    return AUTO if name == "auto" else (name,)
+
+
+__all__ = ["AUTO", "DEFAULT", "STRATEGIES", "Repair", "Signals", "candidates"]

@@ -16,7 +16,8 @@ class Signals:
     """What was measured of the approximate tokens, each ``[approximate tokens]`` in the order of their positions.
 
     ``deviation``: how far keys and values at the strategy's depth lie from the stored ones, relative to their norm.
-    ``attention``: the share of the question's attention, over the layers from there on, that a token gets.
+    ``attention``: how hard attention heads look at a token when they read the question: over heads and layers, the sum
+    of squares of the largest weight that any of the question's tokens gives it.
     """
 
     deviation: NDArray[Any] | None = None
@@ -27,11 +28,13 @@ class Repair(Protocol):
     """Chooses the approximate tokens to compute again.
 
     ``depth`` layers are computed for all approximate tokens before the choice; 0 when nothing need be measured.
-    ``wants_attention``: the question is read once with the stored keys first, to see what it attends to.
+    ``wants_deviation`` and ``wants_attention`` say which signals are measured; for attention, the question is read once
+    over the stored keys.
     """
 
     name: str
     depth: int
+    wants_deviation: bool
     wants_attention: bool
 
     def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:

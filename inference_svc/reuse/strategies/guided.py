@@ -1,10 +1,12 @@
-"""What the question attends to, and what changes deeper down.
+"""What the question looks at.
 
-Deviation at layer 1 sees only what one layer of attention changes, and misses tokens that take up other documents in
-the layers after it. So a few layers are computed for all approximate tokens, exactly, before the choice. Half of it
-goes to the tokens that the question attends to most, when it is read once with the stored keys (compare ProphetKV and
-the like); the other half to those that deviate most. How many layers it takes is the model's: ``kvsidecar verify``
-measures ``guided`` (3), ``guided_4`` and ``guided_6``. Measured in ``docs/decisions.md``.
+The lowest layers are computed for all approximate tokens, exactly. Then the question is read once over the stored keys,
+and those tokens are computed again that some attention head looks at hard, with the token before each: a token that
+sums a statement up takes it from there (SnapKV, arXiv:2404.14469, pools scores over neighbours likewise). Measured
+against deviation, and against mixtures of both, in ``docs/decisions.md``.
+
+How many layers it takes is the model's: those that find what belongs together. ``kvsidecar verify`` measures ``guided``
+(2), ``guided_4`` and ``guided_8``, and keeps the first that passes.
 """
 
 from __future__ import annotations
@@ -16,19 +18,17 @@ from inference_svc.reuse.strategies.base import Signals, top
 
 
 class Guided:
-    """Top ``ratio / 2`` by the question's attention, the rest by deviation after ``depth`` layers."""
+    """Top ``ratio`` by the question's attention after ``depth`` layers."""
 
-    wants_attention = True
+    wants_attention, wants_deviation = True, False
 
-    def __init__(self, depth: int = 3) -> None:
+    def __init__(self, depth: int = 2) -> None:
         self.depth = depth
-        self.name = "guided" if depth == 3 else f"guided_{depth}"
+        self.name = "guided" if depth == 2 else f"guided_{depth}"
 
     def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
-        assert signals.deviation is not None
         assert signals.attention is not None
-        looked_at = top(plan, ratio / 2, signals.attention)
-        positions = plan.approximate_positions
-        others = np.where(np.isin(positions, looked_at), -1.0, signals.deviation)
-        rest = plan.budget(ratio) - len(looked_at)
-        return np.union1d(looked_at, positions[np.argsort(-others, kind="stable")[:rest]])
+        score, positions = signals.attention.copy(), plan.approximate_positions
+        follows = np.diff(positions) == 1
+        score[:-1] = np.maximum(score[:-1], np.where(follows, signals.attention[1:], 0))
+        return top(plan, ratio, score)

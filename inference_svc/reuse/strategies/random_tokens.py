@@ -11,7 +11,7 @@ from inference_svc.reuse.strategies.base import Signals
 class RandomTokens:
     """The same draw for the same plan."""
 
-    name, depth, wants_attention = "random", 0, False
+    name, depth, wants_deviation, wants_attention = "random", 0, False, False
 
     def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
         positions = plan.approximate_positions

@@ -34,6 +34,8 @@ class _ArenaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ArenaKind.V
     """CUDA device memory (cuMemCreate), imported from a file descriptor with cuMemImportFromShareableHandle."""
     ARENA_KIND_HOST_DESCRIPTOR: _ArenaKind.ValueType  # 3
     """Host memory behind a file descriptor (memfd) that is handed out as that of CUDA memory is, and mapped shared."""
+    ARENA_KIND_CUDA_IPC: _ArenaKind.ValueType  # 4
+    """CUDA device memory (cuMemAlloc), imported from a handle with cuIpcOpenMemHandle; it goes with the daemon's process."""
 
 class ArenaKind(_ArenaKind, metaclass=_ArenaKindEnumTypeWrapper):
     """Kind of memory behind an arena."""
@@ -46,6 +48,8 @@ ARENA_KIND_CUDA: ArenaKind.ValueType  # 2
 """CUDA device memory (cuMemCreate), imported from a file descriptor with cuMemImportFromShareableHandle."""
 ARENA_KIND_HOST_DESCRIPTOR: ArenaKind.ValueType  # 3
 """Host memory behind a file descriptor (memfd) that is handed out as that of CUDA memory is, and mapped shared."""
+ARENA_KIND_CUDA_IPC: ArenaKind.ValueType  # 4
+"""CUDA device memory (cuMemAlloc), imported from a handle with cuIpcOpenMemHandle; it goes with the daemon's process."""
 Global___ArenaKind: _TypeAlias = ArenaKind  # noqa: Y015
 
 class _ReserveOutcome:
@@ -415,12 +419,13 @@ class ArenaDescriptor(_message.Message):
     """Kind of memory."""
     path: _builtins.str
     """For ARENA_KIND_HOST_FILE, the file to map. For the other kinds a Unix socket: whoever sends the 16 bytes of an open
-    session's id there is sent one byte with the file descriptor of the memory (SCM_RIGHTS), or nothing.
+    session's id there is sent one byte with the file descriptor of the memory (SCM_RIGHTS), for ARENA_KIND_CUDA_IPC the
+    handle's 64 bytes instead, or nothing.
     """
     size_bytes: _builtins.int
     """Size of the memory in bytes."""
     device_uuid: _builtins.bytes
-    """The device that has the memory, for ARENA_KIND_CUDA: its 16-byte UUID."""
+    """The device that has the memory, for the CUDA kinds: its 16-byte UUID."""
     def __init__(
         self,
         *,

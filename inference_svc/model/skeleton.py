@@ -1,0 +1,15 @@
+"""A model before its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def skeleton(config: Any, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
+    """A model on the meta device, and its rotary embedding with real frequencies, to be put into it."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    return model, type(model.model.rotary_emb)(config=config)
