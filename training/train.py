@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from training import bpe, corpus, tasks
+from training import bpe, corpus, elsewhere, tasks
 
 IGNORED = -100
 FACTS, FILLER = 6, 24  # of the full tasks: at most 12 documents, filler words in each
@@ -98,6 +98,20 @@ class Rows:
             row += [self.ids["<|ask|>"], *self._encode(" " + question), *self._encode(" " + answer)]
             learned[len(row) - 1] = row[-1]
         return Row(row, name, learned)
+
+    def latest_in_parts(self) -> elsewhere.Split:
+        """Statements about a few names, to be read in another order than they stand in."""
+        rng = self.rng
+        if rng.random() < 0.5:
+            sample = tasks.latest(rng, rng.randint(2, FACTS), FILLER)
+        else:
+            sample = tasks.latest(rng, rng.randint(6, 16), 8, names=rng.randint(1, 2))
+        documents = [[self.ids["<|doc|>"], *self._encode(f" {document.text}")] for document in sample.documents]
+        tail, learned = [], []
+        for question, answer in zip(sample.questions, sample.answers, strict=True):
+            tail += [self.ids["<|ask|>"], *self._encode(" " + question), *self._encode(" " + answer)]
+            learned.append(len(tail) - 1)
+        return elsewhere.Split([[self.ids["<|bos|>"]], *documents], tail, learned)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text).ids)
@@ -254,9 +268,23 @@ class Run:
         decay = max(0.1, min(1.0, 2.0 - 2.0 * progress.step / options.steps))
         for group in self.optimizer.param_groups:
             group["lr"] = options.lr * warm * decay
-        rows = rows_for(
-            progress, Rows(self.tokenizer, self.train_stream, progress.step, options.task_share), options.batch
-        )
+        source = Rows(self.tokenizer, self.train_stream, progress.step, options.task_share)
+        if progress.stage == "mix" and source.rng.random() < options.elsewhere_share:
+            loss = self._loss_elsewhere(source)
+        else:
+            loss = self._loss(rows_for(progress, source, options.batch))
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        advance(progress)
+        if progress.step >= options.grow_at and self.model.config.num_hidden_layers < options.layers:
+            self.model = grow(self.model, options.layers, options.width).to(options.device)
+            self.optimizer = self._optimizer()
+        return loss.item()
+
+    def _loss(self, rows: list[Row]) -> torch.Tensor:
+        options = self.options
         ids, labels = (x.to(options.device) for x in batch(rows))
         with torch.autocast(options.device, torch.bfloat16):
             hidden = self.model.model(ids).last_hidden_state[:, :-1]
@@ -264,16 +292,18 @@ class Run:
             chosen = target != IGNORED
             logits = self.model.lm_head(hidden[chosen])
         loss = F.cross_entropy(logits.float(), target[chosen])
-        self.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
         self._account(rows, chosen, logits.argmax(-1) == target[chosen], loss.item())
-        advance(progress)
-        if progress.step >= options.grow_at and self.model.config.num_hidden_layers < options.layers:
-            self.model = grow(self.model, options.layers, options.width).to(options.device)
-            self.optimizer = self._optimizer()
-        return loss.item()
+        return loss
+
+    def _loss_elsewhere(self, source: Rows) -> torch.Tensor:
+        """Of questions about documents that were read in another order."""
+        rows = [source.latest_in_parts() for _ in range(self.options.batch)]
+        with torch.autocast(self.options.device, torch.bfloat16):
+            states, tokens, learned = elsewhere.tails(self.model, rows, source.rng)
+            target = tokens[learned]
+            logits = self.model.lm_head(states[:, :-1][learned[:, 1:]])
+        self._count("latest elsewhere", logits.argmax(-1) == target)
+        return F.cross_entropy(logits.float(), target)
 
     def _account(self, rows: list[Row], chosen: torch.Tensor, right: torch.Tensor, loss: float) -> None:
         if rows[0].kind == "language":
@@ -389,6 +419,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--grow-at", type=int, default=8000, help="step at which the model gets its full depth")
     parser.add_argument("--task-share", type=float, default=0.6, help="share of the last stage's steps that are tasks")
+    parser.add_argument(
+        "--elsewhere-share", type=float, default=0.25, help="share of the last stage's steps with moved documents"
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--width", type=int, default=192)
