@@ -2,8 +2,8 @@
 
 ``bound`` is the engine's own forward over the question alone, with the document's keys and values in the pool
 already: what nothing that loads them can beat. ``shuffled_*`` read the document's pieces in another order than they
-were stored in, and repair them; ``cost`` is what the repair's formula says, as a share of nocache. Arms alternate
-within every repetition.
+were stored in, and repair them; ``cost`` is what the repair's own formula says, as a share of nocache, ``formula``
+that of CacheBlend, ``(1 + q + r (L - 1)) / L``. Arms alternate within every repetition.
 """
 
 from __future__ import annotations
@@ -178,6 +178,8 @@ def _ratios(context: int, p50: dict[str, float], costs: dict[str, float]) -> dic
     for name, share in costs.items():
         if {"nocache", name} <= set(p50):
             out[f"{name}_over_cost_{context}"] = round(p50[name] / (share * p50["nocache"]), 3)
+            one_layer = costs["shuffled_cacheblend"]
+            out[f"{name}_over_formula_{context}"] = round(p50[name] / (one_layer * p50["nocache"]), 3)
     for name in ("exact", "worker_restarted", "daemon_restarted"):
         if {name, "bound"} <= set(p50):
             out[f"{name}_over_bound_{context}"] = round(p50[name] / p50["bound"], 3)

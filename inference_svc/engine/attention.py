@@ -45,22 +45,30 @@ def segment_mask(segment: Segment, group: int, window: int | None, like: Tensor)
     if found is not None:
         return found
     rows = segment.rows * group
-    height = rows + -rows % ROW_MULTIPLE
-    mask = torch.zeros(height, segment.padded, dtype=like.dtype, device=like.device)
-    if segment.rows == 1:
-        mask[:, segment.keys :] = float("-inf")
-        if window is not None:
-            mask[:, : max(0, segment.keys - window)] = float("-inf")
-    else:
-        key = torch.arange(segment.padded, device=like.device)
-        row = torch.arange(height, device=like.device).clamp_(max=rows - 1).div_(group, rounding_mode="floor")
-        row = row + segment.start if segment.positions is None else segment.positions[row]
-        row = row[:, None]
-        hidden = key > row
-        if window is not None:
-            hidden |= key <= row - window
-        mask.masked_fill_(hidden, float("-inf"))
+    mask = _rows_mask(segment, window, like)
+    if group > 1:
+        mask = mask.repeat_interleave(group, 0)
+    extra = -rows % ROW_MULTIPLE
+    if extra:
+        mask = torch.cat((mask, mask[-1:].expand(extra, -1)))
     segment.masks[group, window] = mask
+    return mask
+
+
+def _rows_mask(segment: Segment, window: int | None, like: Tensor) -> Tensor:
+    """Additive mask ``[rows, padded keys]``."""
+    mask = torch.zeros(segment.rows, segment.padded, dtype=like.dtype, device=like.device)
+    # Before this key, a segment of consecutive rows sees all.
+    first = segment.start + 1 if segment.positions is None and window is None else 0
+    key = torch.arange(first, segment.padded, device=like.device)
+    if segment.positions is None:
+        row = torch.arange(segment.start, segment.start + segment.rows, device=like.device)[:, None]
+    else:
+        row = segment.positions[:, None]
+    hidden = key > row
+    if window is not None:
+        hidden |= key <= row - window
+    mask[:, first:].masked_fill_(hidden, float("-inf"))
     return mask
 
 

@@ -35,8 +35,10 @@ class Observer:
 
     def see(self, query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> None:
         """``query [heads, rows, dim]``, ``keys [kv_heads, keys, dim]``, additive ``mask [rows, keys]``."""
-        keys = keys.repeat_interleave(query.shape[0] // keys.shape[0], 0).float()
-        scores = query.float() @ keys.transpose(1, 2) * scale + mask.float()
+        (heads, rows_, dim), (kv_heads, count, _) = query.shape, keys.shape
+        # Heads that share keys are rows of one product.
+        scores = query.reshape(kv_heads, -1, dim) @ keys.transpose(1, 2)
+        scores = scores.view(heads, rows_, count).float().mul_(scale).add_(mask)
         strongest = torch.softmax(scores, -1).amax(1)[:, : len(self.mass)]
         # Squares: what one head looks at hard is not outvoted by those that look around.
         self.mass += strongest.square().sum(0)
@@ -77,9 +79,8 @@ class Repairing:
             return
         positions = np.union1d(self._plan.approximate_positions, fresh)
         deviations = []
-        per_piece = self._piece_rows * max(1, self._decoder.layers // (depth + 1))
         parts = []
-        for piece in _pieces(positions, per_piece):
+        for piece in _pieces(positions, self._piece_rows):
             states, deviates = self._measure(piece, depth)
             parts.append(states)
             deviations.append(deviates)
@@ -153,5 +154,6 @@ def _padded(states: Tensor, rows_: int) -> Tensor:
     return out
 
 
-def _pieces(positions: Positions, size: int) -> list[Positions]:
-    return [positions[i : i + size] for i in range(0, len(positions), size)]
+def _pieces(positions: Positions, most: int) -> list[Positions]:
+    """Pieces of nearly the same size: a small last one would cost more than its share."""
+    return np.array_split(positions, max(1, -(-len(positions) // most)))
