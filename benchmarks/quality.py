@@ -158,6 +158,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         name = f"exact_{bits}bit"
         mine = [r for r in rows if r["arm"] == name]
         out[f"flips_{name}"] = sum(r["flips"] for r in mine if r["task"] != "text")
+        out[f"flips_gap_max_{name}"] = max(r["flips_gap_max"] for r in mine if r["task"] != "text")
         out[f"perplexity_change_{name}"] = found[name, "text"]["perplexity_change"]
     out["flips_noise_floor"] = sum(r["flips"] for r in rows if r["arm"] == "full_pieces" and r["task"] != "text")
     out["cacheblend_r1_kl"] = max(r["kl_mean"] for r in rows if r["arm"] == "cacheblend_r1")

@@ -18,7 +18,8 @@ _BOOTSTRAPS = 1000
 
 @dataclass(frozen=True)
 class Record:
-    """One prompt under one arm, beside its full prefill; a value per question, then the whole prompt's."""
+    """One prompt under one arm, beside its full prefill; a value per question, then the whole prompt's. ``gap``: by how
+    many nats the full prefill prefers its answer to the next."""
 
     right: list[bool]
     full_right: list[bool]
@@ -26,6 +27,7 @@ class Record:
     kl: list[float]
     loss: list[float]
     full_loss: list[float]
+    gap: list[float]
     recomputed: float
     seconds: float
     full_seconds: float
@@ -46,6 +48,7 @@ class Record:
             kl=values((p.exp() * (p - q)).sum(-1)),
             loss=values(-q.gather(1, target[:, None])[:, 0]),
             full_loss=values(-p.gather(1, target[:, None])[:, 0]),
+            gap=values(-p.topk(2).values.diff(dim=-1)[:, 0]),
             recomputed=got.recomputed_ratio,
             seconds=got.seconds,
             full_seconds=full.seconds,
@@ -76,6 +79,7 @@ class Tally:
             "accuracy_full": round(float(full_right.mean()), 4),
             "difference_95": [round(low, 4), round(high, 4)],
             "flips": worse + better,
+            "flips_gap_max": round(float(self._all("gap")[right != full_right].max(initial=0.0)), 4),
             "mcnemar_p": round(_mcnemar(worse, better), 5),
             "kl_mean": round(float(kl.mean()), 6),
             "kl_p99": round(float(np.quantile(kl, 0.99)), 6),

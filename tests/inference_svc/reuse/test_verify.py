@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvsidecar.errors import InvalidRequest
@@ -61,12 +62,24 @@ def test_the_verdict_switches_reuse_on_and_off(tmp_path: Path, capsys: pytest.Ca
             node.settle()
             return node.client().generate(joined([b, a, prompt(seed, 20)]), max_tokens=1).approximate_tokens
 
+        def printed() -> dict[str, Any]:
+            out = capsys.readouterr().out
+            found: dict[str, Any] = json.loads(out[out.index("{") :])  # behind what was logged before
+            return found
+
         assert reused(1) == 0
         assert main([*common, "--max-kl", "100", "--min-agreement", "0"]) == 0
-        assert json.loads(capsys.readouterr().out)["passed"]
+        report = printed()
+        assert report["passed"]
+        assert report["chosen"]["strategy"] == "guided", "the cheapest that passes"
         assert reused(2) > 0
         node.restart_daemon()
         node.settle()
         assert reused(3) > 0
+        kl = {f["strategy"]: f["kl_mean"] for f in report["findings"] if f["ratio"] > 0}
+        between = (kl["guided"] + kl["guided_8"]) / 2
+        assert main([*common, "--max-kl", str(between), "--min-agreement", "0"]) == 0
+        assert printed()["chosen"]["strategy"] != "guided", "it does not pass any more"
+        assert reused(4) > 0, "workers follow the verdict"
         assert main([*common, "--max-kl", "0", "--min-agreement", "1"]) == 1
-        assert reused(4) == 0
+        assert reused(5) == 0
