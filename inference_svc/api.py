@@ -153,8 +153,7 @@ class Engine:
 
         Judged is the engine's own repair unless another is named; for ``auto`` the first that passes is chosen. With
         ``store``, the cache daemon keeps the verdict with the namespace, and its workers reuse text elsewhere only if
-        it passed. Call it when
-        nothing else runs. Raises InvalidRequest, ModelUnsupported.
+        it passed. Call it when nothing else runs. Raises InvalidRequest, ModelUnsupported.
         """
         engine, config = self._runtime.engine, self._runtime.config
         lab = Laboratory(engine.loaded, decoder=engine.decoder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import secrets
@@ -13,11 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvsidecar.arenas import receive_descriptor
+from kvsidecar.arenas import receive_descriptor, receive_handle
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cuda_memory import HANDLE_BYTES, CudaUnavailable, DescriptorMemory, LegacyMemory
 from kvsidecar.errors import ConfigurationError
 
 from benchmarks.node import Node
+from cache_daemon.device_arena import DeviceArena, handing_out
 from cache_daemon.device_memory import CudaMemory, HostMemory
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.test_durability import run_daemon
@@ -106,6 +109,38 @@ def test_memory_goes_when_its_last_holder_has_gone() -> None:
     memory.close()
     assert os.pread(handle, 4, 4096) == b"kept", "a worker's import outlives the daemon's"
     os.close(handle)
+
+
+class Legacy(LegacyMemory):
+    """Stands for device memory: only the handle is asked for."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes, self.device_uuid = size_bytes, b"u" * 16
+
+    def handle(self) -> bytes:
+        return bytes(range(HANDLE_BYTES))
+
+
+def test_memory_is_shared_by_legacy_handles_where_descriptors_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refused(size_bytes: int, device: int) -> None:
+        raise CudaUnavailable("the device does not share memory by file descriptors")
+
+    monkeypatch.setattr(DescriptorMemory, "create", refused)
+    monkeypatch.setattr(LegacyMemory, "create", lambda size_bytes, device: Legacy(size_bytes))
+    arena = DeviceArena(CudaMemory(1 << 20), tmp_path / "a.sock")
+    described, session = arena.describe(), b"s" * 16
+    assert described.kind == pb.ARENA_KIND_CUDA_IPC
+    assert described.device_uuid == b"u" * 16
+
+    async def ask() -> bytes:
+        async with handing_out(arena, session.__eq__):
+            with pytest.raises(OSError, match="the session is not open"):
+                await asyncio.to_thread(receive_handle, described.path, b"x" * 16, HANDLE_BYTES)
+            return await asyncio.to_thread(receive_handle, described.path, session, HANDLE_BYTES)
+
+    assert asyncio.run(ask()) == bytes(range(HANDLE_BYTES))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
