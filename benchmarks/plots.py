@@ -41,16 +41,16 @@ def accuracy(result: dict[str, Any], out: Path) -> None:
 
 
 def ttft(results: list[dict[str, Any]], out: Path) -> None:
-    """TTFT as a share of nocache, in logarithmic scale, against context."""
-    series: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    """TTFT as a share of nocache, in logarithmic scale, against context; later results replace earlier ones."""
+    series: dict[str, dict[int, float]] = defaultdict(dict)
     for result in results:
         p50 = {(r["arm"], r["context_tokens"]): r["ttft_ms_p50"] for r in result["rows"]}
         for (arm, context), value in p50.items():
             if arm not in ("nocache", "bound"):
-                series[arm].append((context, value / p50["nocache", context]))
+                series[arm][context] = value / p50["nocache", context]
     figure, axis = plt.subplots(figsize=(5.5, 3.6))
     for arm, points in series.items():
-        axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=arm)
+        axis.plot(*zip(*sorted(points.items()), strict=True), marker="o", markersize=3, label=arm)
     axis.set_yscale("log")
     axis.set_xlabel("context tokens")
     axis.set_ylabel("TTFT / nocache")
@@ -77,7 +77,7 @@ def main() -> None:
         return found
 
     accuracy(read("quality"), options.out / "accuracy.png")
-    ttft([read("ttft-qwen2.5-0.5b"), read("ttft-shuffled-qwen2.5-0.5b")], options.out / "ttft.png")
+    ttft([read("ttft-1k-4k-qwen2.5-0.5b"), read("ttft-qwen2.5-0.5b")], options.out / "ttft.png")
 
 
 if __name__ == "__main__":
