@@ -77,7 +77,7 @@ def main() -> None:
         return found
 
     accuracy(read("quality"), options.out / "accuracy.png")
-    ttft([read("ttft-1k-4k-qwen2.5-0.5b"), read("ttft-qwen2.5-0.5b")], options.out / "ttft.png")
+    ttft([read("ttft-1k-2k-qwen2.5-0.5b"), read("ttft-qwen2.5-0.5b")], options.out / "ttft.png")
 
 
 if __name__ == "__main__":
