@@ -34,6 +34,36 @@ class Slot:
     generation: int
 
 
+class SharedFile:
+    """Zeroed memory that other processes can map: a file in tmpfs, mode 0600, removed when closed.
+
+    Raises ConfigurationError when the file system has no room for it.
+    """
+
+    def __init__(self, folder: Path, kind: str, size_bytes: int) -> None:
+        self.path = folder / f"{kind}-{secrets.token_hex(8)}"
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, size_bytes)
+            self._map = mmap.mmap(handle, size_bytes)
+        except OSError as error:
+            self.path.unlink()
+            raise ConfigurationError(
+                f"no room for the {kind} of {size_bytes} bytes in {folder}: {error.strerror}; "
+                "choose a smaller --arena-bytes or another --arena-dir"
+            ) from error
+        finally:
+            os.close(handle)
+        with contextlib.suppress(OSError):  # kernels before 5.14 fault the pages in on first use instead
+            self._map.madvise(_MADV_POPULATE_WRITE)
+        self.memory = memoryview(self._map)
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self.memory.release()
+        self._map.close()
+
+
 class Arena(Protocol):
     """Memory with an allocator. Not thread-safe, but for ``read`` and ``writing``, which may be used on any thread."""
 
@@ -115,38 +145,16 @@ class MemoryArena(Slots):
 
 
 class HostArena(MemoryArena):
-    """A file in tmpfs, mode 0600. Removed when closed; a killed daemon's is removed by the next one's start.
-
-    Raises ConfigurationError when the file system has no room for it.
-    """
+    """An arena in a file of tmpfs. Raises ConfigurationError when the file system has no room for it."""
 
     def __init__(self, size_bytes: int, folder: Path, arena_id: int = 0) -> None:
-        size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
-        for stale in folder.glob("arena-*"):
-            stale.unlink(missing_ok=True)
-        self.path = folder / f"arena-{secrets.token_hex(8)}"
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(handle, 0, size_bytes)
-            self._map = mmap.mmap(handle, size_bytes)
-        except OSError as error:
-            self.path.unlink()
-            raise ConfigurationError(
-                f"no room for an arena of {size_bytes} bytes in {folder}: {error.strerror}; "
-                "choose a smaller --arena-bytes or another --arena-dir"
-            ) from error
-        finally:
-            os.close(handle)
-        with contextlib.suppress(OSError):  # kernels before 5.14 fault the pages in on first use instead
-            self._map.madvise(_MADV_POPULATE_WRITE)
-        super().__init__(size_bytes, arena_id, memoryview(self._map))
+        self._file = SharedFile(folder, "arena", size_bytes // ALIGNMENT * ALIGNMENT)
+        super().__init__(size_bytes, arena_id, self._file.memory)
 
     def describe(self) -> ArenaDescriptor:
         described = super().describe()
-        described.kind, described.path = ARENA_KIND_HOST_FILE, str(self.path)
+        described.kind, described.path = ARENA_KIND_HOST_FILE, str(self._file.path)
         return described
 
     def close(self) -> None:
-        self.path.unlink(missing_ok=True)
-        super().close()
-        self._map.close()
+        self._file.close()

@@ -11,6 +11,7 @@ import numpy as np
 from sortedcontainers import SortedDict
 
 from cache_daemon.chunk import Chunk
+from cache_daemon.summary import SummaryWriter
 
 _TOKEN_BYTES = 4
 
@@ -36,9 +37,10 @@ class _Children:
 
 
 class PrefixIndex:
-    """Committed chunks by prefix hash and by parent. Not thread-safe."""
+    """Committed chunks by prefix hash and by parent, kept in a ``summary`` too if there is one. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, summary: SummaryWriter | None = None) -> None:
+        self.summary = summary
         self._chunks: dict[bytes, Chunk] = {}
         self._children: dict[bytes, _Children] = {}
         self._contents: dict[bytes, dict[bytes, Chunk]] = {}  # content hash -> prefix hash -> chunk
@@ -62,6 +64,8 @@ class PrefixIndex:
         self._chunks[chunk.key] = chunk
         self._contents.setdefault(header.content_hash, {})[chunk.key] = chunk
         self.tokens += len(header.token_ids)
+        if self.summary is not None:
+            self.summary.add(chunk)
 
     def remove(self, chunk: Chunk) -> None:
         header = chunk.header
@@ -79,6 +83,8 @@ class PrefixIndex:
         if not same:
             del self._contents[header.content_hash]
         self.tokens -= len(header.token_ids)
+        if self.summary is not None:
+            self.summary.remove(chunk)
 
     def has_children(self, chunk: Chunk) -> bool:
         return chunk.key in self._children
@@ -156,10 +162,12 @@ class PrefixIndex:
         return found
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless both maps hold the same chunks."""
+        """Raises AssertionError unless all maps, and the summary, hold the same chunks."""
         listed = [c for s in self._children.values() for c in s.by_tokens.values()]
         assert len(listed) == len(self._chunks), "children and chunks differ in number"
         assert all(self._chunks.get(c.key) is c for c in listed), "a child is not in the index"
         contents = [c for same in self._contents.values() for c in same.values()]
         assert len(contents) == len(self._chunks), "contents and chunks differ in number"
         assert self.tokens == sum(len(c.header.token_ids) for c in listed), "tokens do not add up"
+        if self.summary is not None:
+            self.summary.check_integrity(listed)

@@ -17,7 +17,7 @@ from kvsidecar.keys import FORMAT_VERSION
 from kvsidecar.runtime import ensure_private_dir
 from kvsidecar.serving import Endpoint, listening, stop_on_signals
 
-from cache_daemon.arena import ALIGNMENT, Arena, HostArena
+from cache_daemon.arena import ALIGNMENT, Arena, HostArena, SharedFile
 from cache_daemon.config import DaemonConfig
 from cache_daemon.device_arena import DeviceArena, handing_out
 from cache_daemon.device_memory import CudaMemory, DeviceMemory, HostMemory
@@ -25,6 +25,7 @@ from cache_daemon.durable import LmdbTier
 from cache_daemon.metrics import serve_metrics
 from cache_daemon.service import CacheService
 from cache_daemon.store import ChunkStore
+from cache_daemon.summary import SUMMARY_BYTES, SummaryWriter
 
 GRACE_SECONDS = 3.0
 _MAX_MESSAGE_BYTES = 64 << 20
@@ -34,7 +35,7 @@ log = structlog.get_logger("cache_daemon")
 
 
 def arena_folder(config: DaemonConfig) -> Path:
-    """A folder in tmpfs that belongs to this daemon's socket alone, so that stale arenas in it can be removed."""
+    """A folder in tmpfs that belongs to this daemon's socket alone, so that what is in it is a dead daemon's."""
     from hashlib import sha256
 
     name = sha256(str(config.socket.absolute()).encode()).hexdigest()[:16]
@@ -61,8 +62,9 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
     durable = (
         LmdbTier(config.store, config.store_bytes, config.durability == "strict") if config.store is not None else None
     )
-    with _arena(config) as arena:
-        store = ChunkStore(arena, durable, config.store_bytes if durable else 0)
+    with _shared_folder(config) as folder, _summary(folder) as summary:
+        arena = _arena(config, folder)
+        store = ChunkStore(arena, durable, config.store_bytes if durable else 0, summary=summary)
         try:
             shared = handing_out(arena, store.has_session) if isinstance(arena, DeviceArena) else nullcontext()
             async with shared:
@@ -72,21 +74,32 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
 
 
 @contextlib.contextmanager
-def _arena(config: DaemonConfig) -> Iterator[Arena]:
-    """The hot tier's memory; the store closes it."""
-    if config.gpu_arena:
-        memory: DeviceMemory
-        if config.gpu_memory == "host":
-            memory = HostMemory(config.gpu_arena // ALIGNMENT * ALIGNMENT)
-        else:
-            memory = CudaMemory(config.gpu_arena, config.gpu_device)
-        yield DeviceArena(memory, config.socket.with_name(f"{config.socket.name}.arena"))
-        return
+def _shared_folder(config: DaemonConfig) -> Iterator[Path]:
     folder = arena_folder(config)
+    for stale in folder.iterdir():
+        stale.unlink(missing_ok=True)
     try:
-        yield HostArena(config.arena_bytes, folder)
+        yield folder
     finally:
         folder.rmdir()
+
+
+@contextlib.contextmanager
+def _summary(folder: Path) -> Iterator[SummaryWriter]:
+    with contextlib.closing(SharedFile(folder, "summary", SUMMARY_BYTES)) as file:
+        yield SummaryWriter(file.memory, file.path)
+
+
+def _arena(config: DaemonConfig, folder: Path) -> Arena:
+    """The hot tier's memory; the store closes it."""
+    if not config.gpu_arena:
+        return HostArena(config.arena_bytes, folder)
+    memory: DeviceMemory
+    if config.gpu_memory == "host":
+        memory = HostMemory(config.gpu_arena // ALIGNMENT * ALIGNMENT)
+    else:
+        memory = CudaMemory(config.gpu_arena, config.gpu_device)
+    return DeviceArena(memory, config.socket.with_name(f"{config.socket.name}.arena"))
 
 
 async def _serve(config: DaemonConfig, store: ChunkStore, stop: asyncio.Event) -> None:

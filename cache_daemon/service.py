@@ -66,6 +66,8 @@ class CacheService(CacheServiceServicer):
                     message = await anext(messages, None)
                 if message is None:
                     return
+                beat = message.heartbeat
+                self._store.note_skipped(session, beat.skipped_matches, beat.skipped_tokens)
                 verdict = self._store.verdict(session.namespace)
                 yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
         except KVSidecarError as error:
@@ -96,6 +98,7 @@ class CacheService(CacheServiceServicer):
             heartbeat_interval_ms=self._heartbeat_ms,
             max_chunk_tokens=MAX_CHUNK_TOKENS,
             verdict=self._store.verdict(session.namespace),
+            summary=self._store.summary.describe() if self._store.summary is not None else None,
         )
 
     # ---- reading --------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class Session:
     id: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     leases: dict[bytes, Chunk] = field(default_factory=dict)
     reservations: dict[bytes, Reservation] = field(default_factory=dict)
+    skipped: tuple[int, int] = (0, 0)  # lookups that the worker knew to be in vain, and their tokens
 
 
 def new_lease_id() -> bytes:

@@ -55,6 +55,7 @@ from cache_daemon.events import EventLog
 from cache_daemon.index import PrefixIndex
 from cache_daemon.policy import EvictionPolicy, LeastRecentlyUsed
 from cache_daemon.session import Reservation, Session, new_lease_id
+from cache_daemon.summary import SummaryWriter
 from cache_daemon.writer import DurableWriter
 
 # Evicting goes on to this share of the durable budget, so that it does not happen at every write.
@@ -100,14 +101,15 @@ class ChunkStore:
         durable: DurableTier | None,
         durable_budget_bytes: int = 0,
         new_policy: Callable[[], EvictionPolicy] = LeastRecentlyUsed,
+        summary: SummaryWriter | None = None,
     ) -> None:
         self.epoch = secrets.randbits(63) + 1
-        self.arena = arena
+        self.arena, self.summary = arena, summary
         self.events = EventLog(self.epoch)
         self._durable = durable
         self._durable_budget = durable_budget_bytes
         self._durable_bytes = 0
-        self._index = PrefixIndex()
+        self._index = PrefixIndex(summary)
         self._arena_policy, self._durable_policy = new_policy(), new_policy()
         self._sessions: dict[bytes, Session] = {}
         self._in_progress: set[bytes] = set()
@@ -172,6 +174,12 @@ class ChunkStore:
             if found is not None:
                 self._verdicts[namespace] = ReuseVerdict.FromString(found)
         return self._verdicts.get(namespace)
+
+    def note_skipped(self, session: Session, matches: int, tokens: int) -> None:
+        """Counts lookups that a session's worker knew to be in vain. Both are totals since the session began."""
+        before, session.skipped = session.skipped, (matches, tokens)
+        self._counts.matches += max(0, matches - before[0])
+        self._counts.requested_tokens += max(0, tokens - before[1])
 
     def set_verdict(self, session: Session, verdict: ReuseVerdict) -> None:
         """Keeps a verdict with the session's namespace; on disk too, where there is a durable tier."""

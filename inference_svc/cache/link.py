@@ -104,17 +104,29 @@ class CacheLink:
     def load(self, sequence: Sequence, pool: KVPool, done: Done) -> bool:
         # Of few missing tokens, fewer still would be found: the question alone costs as much as they do.
         least = 2 if not sequence.computed else _LEAST_MISSING
-        if (
-            self._daemon.session is None
-            or sequence.missing < least
-            or not self._economy.worth_loading(sequence.missing)
-        ):
+        session = self._daemon.session
+        if session is None or sequence.missing < least or not self._economy.worth_loading(sequence.missing):
+            return False
+        if not self._places(session, sequence) and self._in_vain(session, sequence):
             return False
         self._thread.submit(self._guarded_load, sequence, pool, done)
         return True
 
+    def _root(self, sequence: Sequence) -> bytes:
+        return keys.tenant_root(self._daemon.namespace, sequence.cache.tenant_salt)
+
+    def _in_vain(self, session: Session, sequence: Sequence) -> bool:
+        """Whether the daemon need not be asked for a prompt's beginning; counted for it."""
+        if session.may_hold(self._root(sequence), sequence.tokens):
+            return False
+        session.skipped(len(sequence.tokens))
+        return True
+
     def probe(self, sequence: Sequence) -> None:
-        if self._daemon.session is not None and sequence.cache.read:
+        session = self._daemon.session
+        if session is None or not sequence.cache.read:
+            return
+        if session.may_hold(self._root(sequence), sequence.tokens):
             self._thread.submit(self._probe, sequence)
 
     def _probe(self, sequence: Sequence) -> None:
@@ -125,7 +137,7 @@ class CacheLink:
         request = pb.MatchRequest(
             tenant_salt=sequence.cache.tenant_salt,
             token_ids=sequence.tokens,
-            namespace=keys.namespace_id(self._daemon.descriptor),
+            namespace=self._daemon.namespace,
         )
         with contextlib.suppress(grpc.RpcError):
             sequence.expected_cached = session.stub.Match(request, timeout=self._timeout).matched_tokens
@@ -134,11 +146,15 @@ class CacheLink:
         """Looks a prompt up and copies what is found, layers in order: ``done`` is told as soon as the first ones are
         there, and the sequence's gate opens for the others as they come."""
         began = time.perf_counter()
+        contents = self._probes(session, sequence)
+        if not contents and self._in_vain(session, sequence):
+            done(sequence, 0)
+            return
         request = pb.MatchRequest(
             session_id=session.id,
             tenant_salt=sequence.cache.tenant_salt,
             token_ids=sequence.tokens,
-            contents=self._probes(session, sequence),
+            contents=contents,
         )
         found = session.stub.Match(request, timeout=self._timeout)
         looked_up = time.perf_counter()
@@ -217,16 +233,20 @@ class CacheLink:
         return _Piece(header, session.payload(match.slot), slots, rotation)
 
     def _probes(self, session: Session, sequence: Sequence) -> list[pb.ContentProbe]:
-        """The chunks of a prompt, where those that were read elsewhere may be reused."""
-        if sequence.cache.exact_only or self._policy.repair_for(session.verdict) is None:
+        """The chunks of a prompt that might have been read elsewhere, where such may be reused."""
+        if not self._places(session, sequence):
             return []
         # The last token is always computed.
-        ends = self._policy.chunker.ends(sequence.tokens[:-1], self._marks(sequence))
+        tokens, root = sequence.tokens[:-1], self._root(sequence)
         return [
             pb.ContentProbe(start=a, tokens=b - a)
-            for a, b in pairwise([0, *ends])
-            if b > sequence.computed and b - a >= _LEAST_PLACED
+            for a, b in pairwise([0, *self._policy.chunker.ends(tokens, self._marks(sequence))])
+            if b > sequence.computed and b - a >= _LEAST_PLACED and session.may_hold_content(root, tokens[a:b])
         ]
+
+    def _places(self, session: Session, sequence: Sequence) -> bool:
+        """Whether what was read in another context may be reused."""
+        return not sequence.cache.exact_only and self._policy.repair_for(session.verdict) is not None
 
     @staticmethod
     def _marks(sequence: Sequence) -> Marks:
@@ -291,7 +311,7 @@ class CacheLink:
     def _save_from(self, session: Session, sequence: Sequence, pool: KVPool, prefix: StoredPrefix) -> int | None:
         """Stores the tokens after ``prefix``. Returns the tokens stored, or None when its last chunk is gone."""
         headers = self._headers(sequence, prefix)
-        root = keys.tenant_root(keys.namespace_id(self._daemon.descriptor), sequence.cache.tenant_salt)
+        root = self._root(sequence)
         parent, stored = prefix.prefix_hash, prefix
         for at in range(0, len(headers), _GROUP):
             group, hashes = headers[at : at + _GROUP], []

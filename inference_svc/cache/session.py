@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.errors import from_rpc
+from kvsidecar.summary import Summary
 
 from inference_svc.cache.device_arena import CudaArena
 
@@ -47,6 +49,9 @@ class Session:
     verdict: pb.ReuseVerdict | None = None
     last_ack: float = field(default_factory=time.monotonic)
     alive: bool = True
+    summary: Summary | None = None  # of what the daemon's index might hold
+    skipped_matches: int = 0
+    skipped_tokens: int = 0
     pinned_at: int | None = None  # the address of host memory that a CUDA device reads and writes directly
 
     @property
@@ -66,6 +71,22 @@ class Session:
         if isinstance(self.arena, CudaArena):
             self.arena.close()
         self.arena = memoryview(b"")
+        self.summary = None
+
+    def may_hold(self, root: bytes, tokens: Sequence[int]) -> bool:
+        """Whether a prompt might begin with something stored."""
+        summary = self.summary
+        return summary is None or summary.may_hold_prefix(root, tokens)
+
+    def may_hold_content(self, root: bytes, tokens: Sequence[int]) -> bool:
+        """Whether these tokens might be stored as a chunk, in whatever context."""
+        summary = self.summary
+        return summary is None or summary.may_hold_content(root, tokens)
+
+    def skipped(self, tokens: int) -> None:
+        """Counts a prompt that was not looked up because nothing of it is stored."""
+        self.skipped_matches += 1
+        self.skipped_tokens += tokens
 
     def payload(self, slot: pb.SlotRef) -> Payload:
         """The slot's bytes. Raises ValueError for a reference that cannot be this session's."""
@@ -92,7 +113,7 @@ class DaemonLink:
     def __init__(self, target: str, name: str, descriptor: NamespaceDescriptor, gpu: int | None = None) -> None:
         """``gpu`` is the CUDA device that reads and writes the daemon's memory directly, if one does."""
         self._target, self._name, self.descriptor, self._gpu = target, name, descriptor, gpu
-        self._namespace = keys.namespace_id(descriptor)
+        self.namespace = keys.namespace_id(descriptor)
         self._session: Session | None = None
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -136,7 +157,7 @@ class DaemonLink:
             protocol_version=PROTOCOL_VERSION,
             client_name=self._name,
             descriptor=self.descriptor,
-            namespace=self._namespace,
+            namespace=self.namespace,
         )
         outgoing.put(pb.AttachRequest(hello=hello))
         with grpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS) as channel:
@@ -184,6 +205,10 @@ class DaemonLink:
             welcome.heartbeat_interval_ms / 1000,
             welcome.verdict if welcome.HasField("verdict") else None,
         )
+        if welcome.HasField("summary"):
+            # A daemon in another container may share its arena by descriptor only; then every prompt is looked up.
+            with contextlib.suppress(OSError, ValueError):
+                session.summary = Summary.map(welcome.summary)
         if self._gpu is not None and isinstance(arena, memoryview) and visible.pin(arena):
             session.pinned_at = visible.address_of(arena)
         with self._changed:
@@ -211,7 +236,8 @@ class DaemonLink:
         reader = threading.Thread(target=read, name="kv-link-read", daemon=True)
         reader.start()
         while not self._ended.wait(session.heartbeat_seconds):
-            outgoing.put(pb.AttachRequest(heartbeat=pb.Heartbeat()))
+            beat = pb.Heartbeat(skipped_matches=session.skipped_matches, skipped_tokens=session.skipped_tokens)
+            outgoing.put(pb.AttachRequest(heartbeat=beat))
 
     def _note(self, text: str) -> None:
         """Logs a state once, not at every attempt."""

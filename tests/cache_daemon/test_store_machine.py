@@ -19,6 +19,7 @@ from cache_daemon.device_memory import HostMemory
 from cache_daemon.durable import MemoryTier
 from cache_daemon.session import Session
 from cache_daemon.store import ChunkStore, Match, Reserved
+from cache_daemon.summary import SummaryWriter
 from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
 
 ARENA_BYTES = 10 * 4096
@@ -41,7 +42,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.reserved: list[tuple[Session, Reserved, list[int]]] = []
 
     async def _open(self) -> ChunkStore:
-        return ChunkStore(MemoryArena(ARENA_BYTES), MemoryTier(), DURABLE_BYTES)
+        self.summary = memoryview(bytearray(64))
+        writer = SummaryWriter(self.summary, Path("never-mapped"))
+        return ChunkStore(MemoryArena(ARENA_BYTES), MemoryTier(), DURABLE_BYTES, summary=writer)
 
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(work)
@@ -157,6 +160,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.tick()
         self.store.check_integrity()
         assert self.store.arena.used_bytes == 0, "a slot leaked"
+        assert self.store.summary is None or not any(self.summary), "the summary holds what is deleted"
         self.store.close()
         self.loop.close()
 

@@ -194,16 +194,27 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Says that the worker is alive."""
+    """Says that the worker is alive, and what it has not asked."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SKIPPED_MATCHES_FIELD_NUMBER: _builtins.int
+    SKIPPED_TOKENS_FIELD_NUMBER: _builtins.int
+    skipped_matches: _builtins.int
+    """Prompts that the worker did not look up since the session began, because the summary says that nothing of them is
+    stored. The daemon counts them as matches.
+    """
+    skipped_tokens: _builtins.int
+    """Tokens of those prompts."""
     def __init__(
         self,
+        *,
+        skipped_matches: _builtins.int = ...,
+        skipped_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["skipped_matches", b"skipped_matches", "skipped_tokens", b"skipped_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -253,6 +264,7 @@ class Welcome(_message.Message):
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Random for every start of the daemon; part of every slot reference."""
     session_id: _builtins.bytes
@@ -269,6 +281,10 @@ class Welcome(_message.Message):
     def verdict(self) -> Global___ReuseVerdict:
         """What was measured of approximate reuse in this namespace; absent when nothing was."""
 
+    @_builtins.property
+    def summary(self) -> Global___IndexSummary:
+        """Where to see without a call that a prompt is not stored; absent when the daemon offers none."""
+
     def __init__(
         self,
         *,
@@ -278,14 +294,50 @@ class Welcome(_message.Message):
         heartbeat_interval_ms: _builtins.int = ...,
         max_chunk_tokens: _builtins.int = ...,
         verdict: Global___ReuseVerdict | None = ...,
+        summary: Global___IndexSummary | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas", "epoch", b"epoch", "heartbeat_interval_ms", b"heartbeat_interval_ms", "max_chunk_tokens", b"max_chunk_tokens", "session_id", b"session_id", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas", "epoch", b"epoch", "heartbeat_interval_ms", b"heartbeat_interval_ms", "max_chunk_tokens", b"max_chunk_tokens", "session_id", b"session_id", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class IndexSummary(_message.Message):
+    """A Bloom filter over the daemon's index, in a file that workers map for reading. What it does not contain is not
+    stored, so a prompt that it does not know needs no Match; what it contains is stored in all likelihood. A committed
+    chunk is in it before Commit returns.
+
+    It contains, with H = min(8, tokens of the chunk):
+      - of every chunk that begins a prompt, SHA-256(root || its first H token ids as uint32 little-endian);
+      - of every chunk, its content_hash.
+    A key's bits are numbered by the key's first 16 bytes as four uint32 little-endian, each modulo 8 * size_bytes; bit n
+    is bit n % 8 of byte n / 8, and a key is contained when all four are set.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """The file to map."""
+    size_bytes: _builtins.int
+    """Size of the filter in bytes."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IndexSummary: _TypeAlias = IndexSummary  # noqa: Y015
 
 @_typing.final
 class ReuseVerdict(_message.Message):

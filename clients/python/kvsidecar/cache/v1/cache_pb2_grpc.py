@@ -137,7 +137,7 @@ class CacheServiceServicer:
 
     def Match(self, request, context):
         """Finds the longest stored prefix of a token sequence and leases its chunks. The one call on the path to the
-        first token.
+        first token; IndexSummary tells when even that is not needed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,7 @@ class CacheServiceStub:
     """
     Match: _grpc.UnaryUnaryMultiCallable[_cache_pb2.MatchRequest, _cache_pb2.MatchResponse]
     """Finds the longest stored prefix of a token sequence and leases its chunks. The one call on the path to the
-    first token.
+    first token; IndexSummary tells when even that is not needed.
     """
     Acquire: _grpc.UnaryUnaryMultiCallable[_cache_pb2.AcquireRequest, _cache_pb2.AcquireResponse]
     """Leases chunks by their prefix hashes."""
@@ -89,7 +89,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """
     Match: _aio.UnaryUnaryMultiCallable[_cache_pb2.MatchRequest, _cache_pb2.MatchResponse]  # type: ignore[assignment]
     """Finds the longest stored prefix of a token sequence and leases its chunks. The one call on the path to the
-    first token.
+    first token; IndexSummary tells when even that is not needed.
     """
     Acquire: _aio.UnaryUnaryMultiCallable[_cache_pb2.AcquireRequest, _cache_pb2.AcquireResponse]  # type: ignore[assignment]
     """Leases chunks by their prefix hashes."""
@@ -144,7 +144,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.MatchResponse, _abc.Awaitable[_cache_pb2.MatchResponse]]:
         """Finds the longest stored prefix of a token sequence and leases its chunks. The one call on the path to the
-        first token.
+        first token; IndexSummary tells when even that is not needed.
         """
 
     @_abc_1.abstractmethod

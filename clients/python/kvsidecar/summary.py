@@ -1,0 +1,60 @@
+"""What a daemon's index might hold, in a Bloom filter that clients map: most prompts that are not stored need no call.
+
+``kvsidecar.cache.v1.IndexSummary`` is the specification. After Fan, Cao, Almeida and Broder, "Summary Cache" (2000).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Sequence
+
+from kvsidecar import keys
+from kvsidecar.cache.v1.cache_pb2 import IndexSummary
+
+# Prompts that share fewer leading tokens than this with all that is stored count as not stored.
+HEAD_TOKENS = 8
+_POSITIONS = struct.Struct("<4I")
+_TOKEN_BYTES = 4
+
+
+def positions(key: bytes, size_bytes: int) -> Iterable[int]:
+    """Numbers of a key's bits in a filter of so many bytes."""
+    bits = size_bytes * 8
+    return (n % bits for n in _POSITIONS.unpack_from(key))
+
+
+class Summary:
+    """A filter's bytes, for reading. False positives are possible, false negatives are not."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    @classmethod
+    def map(cls, described: IndexSummary) -> Summary:
+        """Raises OSError or ValueError when the file cannot be mapped."""
+        handle = os.open(described.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            return cls(memoryview(mmap.mmap(handle, described.size_bytes, flags=flags, prot=mmap.PROT_READ)))
+        finally:
+            os.close(handle)
+
+    def __contains__(self, key: bytes) -> bool:
+        memory = self._memory
+        return all(memory[n >> 3] >> (n & 7) & 1 for n in positions(key, len(memory)))
+
+    def may_hold_prefix(self, root: bytes, tokens: Sequence[int]) -> bool:
+        """Whether a prompt might begin with a stored chunk, or with the first HEAD_TOKENS of one. Shorter ones always
+        might."""
+        if len(tokens) < HEAD_TOKENS:
+            return True
+        head = keys.token_bytes(tokens[:HEAD_TOKENS])
+        ends = range(len(head), 0, -_TOKEN_BYTES)
+        return any(hashlib.sha256(root + head[:end]).digest() in self for end in ends)
+
+    def may_hold_content(self, root: bytes, tokens: Sequence[int]) -> bool:
+        """Whether a chunk of exactly these tokens might be stored, in whatever context."""
+        return keys.content_hash(root, tokens) in self

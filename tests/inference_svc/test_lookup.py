@@ -1,0 +1,64 @@
+"""When the daemon is asked for a prompt, and when it need not be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from kvsidecar.runtime import socket_target
+from kvsidecar.summary import Summary
+
+from benchmarks.node import Node
+from inference_svc.cache.session import DaemonLink
+from tests.cache_daemon.conftest import descriptor
+from tests.inference_svc.test_exactness import prompt
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Node]:
+    """Two workers, of which the second has nothing in its pool that the first computed."""
+    with Node("demo", workers=2, pool_bytes="64MiB", daemon_flags={"heartbeat_ms": 100}) as node:
+        yield node
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 5
+    while not (found := holds()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def test_an_unknown_prompt_costs_no_call_and_is_counted(pair: Node) -> None:
+    before = pair.cache_stats()
+    result = pair.client().generate(prompt(41, 150), max_tokens=1)
+    assert (result.cached_tokens, result.timings["lookup_ms"]) == (0, 0)
+    assert eventually(lambda: pair.cache_stats().matches == before.matches + 1)
+    assert pair.cache_stats().requested_tokens == before.requested_tokens + 150
+
+
+def test_what_another_worker_stored_is_found_at_once(pair: Node) -> None:
+    for seed in range(50, 60):
+        pair.client(0).warm(prompt(seed, 40))
+        found = pair.client(1).generate(prompt(seed, 40), max_tokens=1)
+        assert found.cached_tokens == 39
+        assert found.timings["lookup_ms"] > 0
+
+
+def test_a_prompt_shorter_than_the_summary_tells_is_found(pair: Node) -> None:
+    pair.client(0).warm(prompt(70, 30))
+    assert pair.client(1).generate(prompt(70, 30)[:5], max_tokens=1).cached_tokens == 4
+
+
+def test_a_worker_that_cannot_map_the_summary_asks(pair: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> Summary:
+        raise PermissionError("not in this container")
+
+    monkeypatch.setattr(Summary, "map", refuse)
+    link = DaemonLink(socket_target(pair.cache_socket), "blind", descriptor())
+    assert link.wait(5)
+    session = link.session
+    assert session is not None
+    assert session.may_hold(link.namespace, prompt(80, 20))
+    assert session.may_hold_content(link.namespace, prompt(80, 20))
+    link.close()
