@@ -45,12 +45,18 @@ def segment_mask(segment: Segment, group: int, window: int | None, like: Tensor)
     if found is not None:
         return found
     rows = segment.rows * group
-    mask = _rows_mask(segment, window, like)
-    if group > 1:
-        mask = mask.repeat_interleave(group, 0)
-    extra = -rows % ROW_MULTIPLE
-    if extra:
-        mask = torch.cat((mask, mask[-1:].expand(extra, -1)))
+    height = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    if segment.rows == 1 and segment.positions is None:
+        mask = torch.zeros(height, segment.padded, dtype=like.dtype, device=like.device)
+        mask[:, segment.keys :] = float("-inf")
+        if window is not None:
+            mask[:, : max(0, segment.keys - window)] = float("-inf")
+    else:
+        mask = _rows_mask(segment, window, like)
+        if group > 1:
+            mask = mask.repeat_interleave(group, 0)
+        if height > rows:
+            mask = torch.cat((mask, mask[-1:].expand(height - rows, -1)))
     segment.masks[group, window] = mask
     return mask
 

@@ -3,7 +3,7 @@
 At one row a 0.5B model's layer is 0.9 ms of memory traffic; the eager layer adds 0.4 ms of Python and small
 kernels to it. Here a layer is four packed matrix products, three compiled row kernels and one attention call per
 sequence. It serves models whose layers have Llama's structure (Llama, Mistral, Qwen2, Qwen3); others run their own
-layers. ``tests/inference_svc/test_fused.py`` holds both against each other.
+layers. ``tests/inference_svc/test_architectures.py`` holds both against each other.
 """
 
 from __future__ import annotations
@@ -118,9 +118,10 @@ class _Work:
         self.normed = torch.zeros_like(hidden)
         self.queries = hidden.new_zeros(self.plan.size)
         self.attended = hidden.new_zeros(rows, layers.heads, layers.dim)
+        self.plan.bind(self.queries, self.attended)
         self.flat = self.attended.view(rows, -1)
         self.gated = hidden.new_zeros(rows, layers.width)
-        self.normed_raw, self.gated_raw = raw(self.normed), raw(self.gated)
+        self.normed_raw, self.gated_raw, self.queries_raw = raw(self.normed), raw(self.gated), raw(self.queries)
 
 
 class FusedLayers:
@@ -147,7 +148,7 @@ class FusedLayers:
             layer = self._layers[i]
             self._project(work, i, delta)
             batch.pass_layer(i)
-            work.plan.attend(work.queries, work.attended, i, layer.scale, layer.window)
+            work.plan.attend(i, layer.scale, layer.window)
             delta = raw(layer.o(work.flat))
             cpu_rows.norm_rows(
                 work.real, work.brain, work.hidden, delta, layer.post_norm, layer.epsilon, work.normed_raw
@@ -181,8 +182,8 @@ class FusedLayers:
         cpu_rows.norm_rows(work.real, work.brain, work.hidden, delta, layer.input_norm, layer.epsilon, work.normed_raw)
         cpu_rows.rotate_rows(
             work.real, work.brain, raw(layer.qkv(work.normed)), self.heads, self.kv_heads, self.dim, work.cos, work.sin,
-            layer.q_norm, layer.k_norm, layer.epsilon, work.slots, raw(pool.keys[i]), raw(pool.values[i]),
-            raw(work.queries), work.plan.row_start, work.plan.row_kv_stride, work.plan.row_group_stride,
+            layer.q_norm, layer.k_norm, layer.epsilon, work.slots, *pool.arrays[i],
+            work.queries_raw, work.plan.row_start, work.plan.row_kv_stride, work.plan.row_group_stride,
         )  # fmt: skip
 
     def angles(self, positions: NDArray[np.int64], like: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:

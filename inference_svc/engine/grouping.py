@@ -36,10 +36,14 @@ class Group:
     slot_stride: int = 0
     rows: Tensor | None = None  # of a group of several: their rows in the batch
     masks: dict[int | None, Tensor] = field(default_factory=dict)
+    keys_values: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of all layers, when they are views
 
 
 class AttentionPlan:
-    """The groups of one batch. ``row_*`` say where the rotation kernel writes each row's queries."""
+    """The groups of one batch. ``row_*`` say where the rotation kernel writes each row's queries.
+
+    Everything that is the same for all layers is made once: at one row a layer's views cost as much as its attention.
+    """
 
     def __init__(self, batch: Batch, heads: int, kv_heads: int, dim: int) -> None:
         self._pool, self._observer = batch.pool, batch.observer
@@ -90,37 +94,49 @@ class AttentionPlan:
             self.size += (self._kv_heads if group.packed else self._heads) * height * dim
         return group
 
-    def attend(self, queries: Tensor, attended: Tensor, layer: int, scale: float, window: int | None) -> None:
-        """``queries [size]`` of a layer to ``attended [rows, heads, dim]``."""
-        for group in self._groups:
-            heads, height, dim = self._kv_heads if group.packed else self._heads, group.height, self._dim
-            count, block = len(group.segments), heads * height * dim
-            q = queries.as_strided((count, heads, height, dim), (block, height * dim, dim, 1), group.start)
+    def bind(self, queries: Tensor, attended: Tensor) -> None:
+        """Sets where all layers read ``queries [size]`` and write ``attended [rows, heads, dim]``."""
+        self._attended = attended
+        self._bound = [(g, self._queries(g, queries), self._target(g, attended)) for g in self._groups]
+
+    def _queries(self, group: Group, queries: Tensor) -> Tensor:
+        heads, height, dim = self._kv_heads if group.packed else self._heads, group.height, self._dim
+        size = len(group.segments), heads, height, dim
+        return queries.as_strided(size, (heads * height * dim, height * dim, dim, 1), group.start)
+
+    def _target(self, group: Group, attended: Tensor) -> Tensor:
+        """The rows of a group's one segment, in the order of what attention gives."""
+        s = group.segments[0]
+        target = attended[s.first_row : s.first_row + s.rows]
+        if group.packed:
+            return target.view(s.rows, self._kv_heads, self._per_kv, self._dim).transpose(0, 1)
+        return target.transpose(0, 1)
+
+    def attend(self, layer: int, scale: float, window: int | None) -> None:
+        """The attention of a layer whose queries have been written."""
+        for group, q, target in self._bound:
             keys, values = self._keys_values(group, layer)
             out = F.scaled_dot_product_attention(
                 q,
                 keys,
                 values,
-                attn_mask=self._mask(group, window, queries),
+                attn_mask=self._mask(group, window, q),
                 scale=scale,
-                enable_gqa=heads != self._kv_heads,
+                enable_gqa=q.shape[1] != self._kv_heads,
             )
-            self._collect(group, out, attended)
+            self._collect(group, out, target)
             if self._observer is not None:
                 self._observer.see(*self._seen(group, q, keys, window), scale)
 
-    def _collect(self, group: Group, out: Tensor, attended: Tensor) -> None:
-        per_kv, dim = self._per_kv, self._dim
+    def _collect(self, group: Group, out: Tensor, target: Tensor) -> None:
         if group.rows is not None:  # one row each
-            attended.index_copy_(0, group.rows, out[:, :, :per_kv].reshape(len(group.segments), self._heads, dim))
-            return
-        s = group.segments[0]
-        target = attended[s.first_row : s.first_row + s.rows]
-        if group.packed:
-            source = out[0, :, : s.rows * per_kv].view(self._kv_heads, s.rows, per_kv, dim)
-            target.view(s.rows, self._kv_heads, per_kv, dim).copy_(source.permute(1, 0, 2, 3))
+            found = out[:, :, : self._per_kv].reshape(len(group.segments), self._heads, self._dim)
+            self._attended.index_copy_(0, group.rows, found)
+        elif group.packed:
+            rows = group.segments[0].rows
+            target.copy_(out[0, :, : rows * self._per_kv].view(target.shape))
         else:
-            target.copy_(out[0, :, : s.rows].transpose(0, 1))
+            target.copy_(out[0, :, : group.segments[0].rows])
 
     def _seen(self, group: Group, q: Tensor, keys: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[heads, rows, dim]``, keys and mask of a group's one segment, without padding rows."""
@@ -143,16 +159,19 @@ class AttentionPlan:
 
     def _keys_values(self, group: Group, layer: int) -> tuple[Tensor, Tensor]:
         """``[segments, kv_heads, padded keys, dim]``: views when each segment's keys lie in one piece."""
+        if group.keys_values:
+            return group.keys_values[layer]
         keys, values = self._pool.keys, self._pool.values
         s = group.segments[0]
         if s.first_slot is None:
             assert s.slots is not None
             return keys[layer].index_select(1, s.slots)[None], values[layer].index_select(1, s.slots)[None]
-        layer_stride, head, slot, _ = keys.stride()
-        size: Any = (len(group.segments), keys.shape[1], s.padded, keys.shape[3])
-        stride: Any = (group.slot_stride * slot, head, slot, 1)
-        offset = layer * layer_stride + s.first_slot * slot
-        return keys.as_strided(size, stride, offset), values.as_strided(size, stride, offset)
+        layers, head, slot, _ = keys.stride()
+        size: Any = (keys.shape[0], len(group.segments), keys.shape[1], s.padded, keys.shape[3])
+        stride: Any = (layers, group.slot_stride * slot, head, slot, 1)
+        views = (x.as_strided(size, stride, s.first_slot * slot).unbind() for x in (keys, values))
+        group.keys_values = list(zip(*views, strict=True))
+        return group.keys_values[layer]
 
 
 def _runs(ordered: list[Segment]) -> list[list[Segment]]:

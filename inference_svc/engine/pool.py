@@ -11,10 +11,12 @@ are computed: whoever writes, writes behind them, so that the copy of copy-on-wr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from kvkernels.compiled import raw
 from kvsidecar.extents import Extents
 from numpy.typing import NDArray
 
@@ -83,6 +85,11 @@ class KVPool:
         # Written once so that the memory is there before the first request needs it.
         self.keys = torch.empty(shape, dtype=dtype, device=device).zero_()
         self.values = torch.empty(shape, dtype=dtype, device=device).zero_()
+
+    @cached_property
+    def arrays(self) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """Keys and values of each layer as arrays over the same memory, of a pool on the CPU."""
+        return [(raw(keys), raw(values)) for keys, values in zip(self.keys, self.values, strict=True)]
 
     @staticmethod
     def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
