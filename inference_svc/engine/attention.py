@@ -4,9 +4,9 @@ The batch travels in the place of the attention mask, which every supported mode
 
 Batch invariance (CPU): a row's output must not depend on which rows are computed with it, or a cache hit would
 change the answer. torch's flash kernel gives a row the same bits whenever its number of query rows is a multiple
-of 4 and its number of keys a multiple of 512 (its key block); both are padded here, and masked keys contribute
-exact zeros. Grouped query heads are packed into rows for short segments: eight rows share one pass over the
-keys where seven heads would take seven.
+of 4 and its number of keys a multiple of 512 (its key block), or as ``key_blocks`` finds; both are padded here, and
+masked keys contribute exact zeros. Grouped query heads are packed into rows for short segments: eight rows share one
+pass over the keys where seven heads would take seven.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.engine.attention import PACK_ROWS, segment_mask
+from inference_svc.engine.pool import KEY_BLOCK
 from inference_svc.engine.rows import ROW_MULTIPLE, Batch, Segment
 
 
@@ -59,13 +60,17 @@ class AttentionPlan:
         alone, decoding = [], defaultdict(list)
         for s in segments:
             if s.rows == 1 and s.first_slot is not None:
-                decoding[s.padded].append(s)
+                decoding[-(-s.keys // KEY_BLOCK)].append(s)
             else:
                 alone.append(s)
         out = [self._new([s]) for s in alone]
-        for same_length in decoding.values():
-            ordered = sorted(same_length, key=lambda s: s.first_slot or 0)
-            out.extend(self._new(run) for run in _runs(ordered))
+        for as_long in decoding.values():
+            ordered = sorted(as_long, key=lambda s: s.first_slot or 0)
+            for run in _runs(ordered):
+                longest = max(s.padded for s in run)
+                for s in run:
+                    s.padded = longest
+                out.append(self._new(run))
         return out
 
     def _new(self, segments: list[Segment]) -> Group:

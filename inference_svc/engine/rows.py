@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.engine.gate import LayerGate
-from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
+from inference_svc.engine.key_blocks import padded_keys
+from inference_svc.engine.pool import BlockTable, KVPool
 
 if TYPE_CHECKING:
     from inference_svc.engine.native_attention import Index
@@ -143,7 +144,7 @@ def _segments(span: Span, first_row: int, pool: KVPool, device: torch.device) ->
         count = min(SEGMENT_ROWS, len(span.tokens) - at)
         part = None if span.positions is None else span.positions[at : at + count]
         keys = span.start + at + count if part is None else int(part[-1]) + 1
-        padded = -(-keys // KEY_BLOCK) * KEY_BLOCK
+        padded = padded_keys(keys, pool.last_blocks)
         first, slots = first_slot, None
         # Keys behind the sequence's end are read, though masked: they must at least be inside the pool.
         if first is None or first + padded > pool.keys.shape[2]:
