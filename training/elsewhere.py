@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-_MASKED = 0
+_PADDING = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,6 @@ def _padded(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Te
     """Rows on the right padded to ``[rows, longest]``, and which of it is real."""
     longest = max(map(len, rows))
     parts = [torch.tensor(row) for row in rows]
-    values = torch.stack([F.pad(part, (0, longest - len(part)), value=_MASKED) for part in parts])
-    real = torch.stack([F.pad(torch.ones_like(part), (0, longest - len(part)), value=_MASKED) for part in parts])
+    values = torch.stack([F.pad(part, (0, longest - len(part)), value=_PADDING) for part in parts])
+    real = torch.stack([F.pad(torch.ones_like(part), (0, longest - len(part))) for part in parts])
     return values.to(device), real.to(device)

@@ -90,15 +90,12 @@ class Decoder:
     def resume(self, hidden: Tensor, batch: Batch, first: int) -> Tensor:
         """Logits ``[batch.wanted, vocabulary]`` from hidden states before layer ``first``, which may be changed."""
         if self._fused is not None:
-            delta = self._fused.run(hidden, batch, first, self.layers)
-            if not batch.wanted:
-                return torch.empty(0, 0)
-            states = self._fused.finish(hidden, batch, delta)
+            states = self._fused.complete(hidden, batch, first)
         else:
             hidden = self._run_layers(hidden, batch, first, self.layers)
-            if not batch.wanted:
-                return torch.empty(0, 0)
-            states = self._norm(hidden.index_select(0, batch.logit_rows))
+            states = self._norm(hidden.index_select(0, batch.logit_rows)) if batch.wanted else None
+        if states is None:
+            return torch.empty(0, 0)
         logits: Tensor = self._head(states)[: batch.wanted]
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap

@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from inference_svc.engine.grouping import AttentionPlan
-from inference_svc.engine.rows import Batch
+from inference_svc.engine.rows import Batch, only_wanted
 from inference_svc.model.packed_linear import PackedLinear
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+# The last layer is cut to the rows that want logits where they are at most one in so many.
+_FEW = 4
 _NO_WEIGHT: NDArray[Any] = np.empty(0, np.float32)
 Product = Callable[[Tensor], Tensor]
 
@@ -141,13 +143,32 @@ class FusedLayers:
 
     def run(self, hidden: Tensor, batch: Batch, first: int, end: int) -> NDArray[Any] | None:
         """Layers ``first`` to ``end`` over ``hidden [rows, hidden]``, changed in place. What the last one still adds
-        to it is returned, for ``finish`` or ``settle``."""
-        work = _Work(self, hidden, batch)
+        to it is returned, for ``settle``."""
+        return self._run(_Work(self, hidden, batch), first, end)
+
+    def complete(self, hidden: Tensor, batch: Batch, first: int) -> Tensor | None:
+        """Normalized states of the rows that want logits, after all layers from ``first`` on; None when none does.
+
+        Of the last layer, rows that want none compute their keys and values only.
+        """
+        last = len(self._layers) - 1
+        if batch.wanted <= batch.real // _FEW and first <= last and batch.observer is None:
+            work = _Work(self, hidden, batch)
+            self._project(work, last, self._run(work, first, last))
+            if not batch.wanted:
+                return None
+            hidden, batch, first = hidden.index_select(0, batch.logit_rows), only_wanted(batch), last
+        delta = self._run(_Work(self, hidden, batch), first, last + 1)
+        normed = torch.zeros_like(hidden)
+        self._last_norm(hidden, batch, delta, normed)
+        return normed.index_select(0, batch.logit_rows)
+
+    def _run(self, work: _Work, first: int, end: int) -> NDArray[Any] | None:
         delta: NDArray[Any] | None = None
         for i in range(first, end):
             layer = self._layers[i]
             self._project(work, i, delta)
-            batch.pass_layer(i)
+            work.batch.pass_layer(i)
             work.plan.attend(i, layer.scale, layer.window)
             delta = raw(layer.o(work.flat))
             cpu_rows.norm_rows(
@@ -165,12 +186,6 @@ class FusedLayers:
         """Adds what ``run`` left over, as the next layer would."""
         if delta is not None:
             self._last_norm(hidden, batch, delta, torch.empty_like(hidden))
-
-    def finish(self, hidden: Tensor, batch: Batch, delta: NDArray[Any] | None) -> Tensor:
-        """Normalized states of the rows that want logits."""
-        normed = torch.zeros_like(hidden)
-        self._last_norm(hidden, batch, delta, normed)
-        return normed.index_select(0, batch.logit_rows)
 
     def _last_norm(self, hidden: Tensor, batch: Batch, delta: NDArray[Any] | None, out: Tensor) -> None:
         brain = hidden.dtype == torch.bfloat16

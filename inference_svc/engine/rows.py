@@ -7,7 +7,7 @@ of scattered tokens are the same forward with different rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -134,6 +134,28 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
         pool=pool,
         contiguous_slots=None if piece is None else (piece + spans[0].start, real),
         gates=tuple(span.gate for span in spans if span.gate is not None and not span.gate.complete),
+    )
+
+
+def only_wanted(batch: Batch) -> Batch:
+    """The rows of a batch that want logits, each a segment of its own."""
+    wanted, segments = batch.logit_rows[: batch.wanted].tolist(), []
+    for at, row in enumerate(wanted):
+        whole = next(s for s in batch.segments if s.first_row <= row < s.first_row + s.rows)
+        position = int(batch.positions[row])
+        padded = padded_keys(position + 1, batch.pool.last_blocks)
+        slots = None if whole.slots is None else whole.slots[:padded]
+        segments.append(Segment(at, 1, position, None, position + 1, padded, whole.first_slot, slots))
+    return replace(
+        batch,
+        tokens=batch.tokens[batch.logit_rows],
+        positions=batch.positions[batch.logit_rows],
+        slots=batch.slots[batch.logit_rows],
+        segments=segments,
+        logit_rows=torch.arange(len(batch.logit_rows), device=batch.logit_rows.device),
+        real=batch.wanted,
+        contiguous_slots=None,
+        index=None,
     )
 
 

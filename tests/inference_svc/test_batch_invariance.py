@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,3 +82,34 @@ def _scattered(pool: KVPool, tokens: int) -> BlockTable:
     for spacer in spacers:
         pool.free(spacer)
     return table
+
+
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [[], [39], [3, 17, 39, 41], list(range(0, 100, 5))])
+def test_rows_that_want_nothing_change_nothing(name: str, dtype: torch.dtype, wanted: list[int]) -> None:
+    # The last layer is computed for the others only.
+    if dtype == torch.bfloat16 and not BF16:
+        pytest.skip("this CPU has no native bfloat16")
+    loaded, _, pool = build(name, dtype)
+    decoder = Decoder(loaded)
+    pool.last_blocks = decoder.last_blocks()
+    one, other = pool.allocate(200), _scattered(pool, 80)
+    assert one is not None
+    rng = random.Random(5)
+    first, second = ([rng.randrange(500) for _ in range(n)] for n in (160, 60))
+    decoder(rows.build([rows.Span(first[:120], 0, one, False)], pool, loaded.device))
+    spans = [rows.Span(first[120:], 120, one, True), rows.Span(second, 0, other, True)]
+
+    def forward(chosen: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        for table, start, end in ((one, 120, 160), (other, 0, 60)):
+            pool.keys[:, :, table.slots(start, end)] = 0
+        padded = torch.tensor([*chosen, *[0] * (-len(chosen) % 4)], dtype=torch.int64)
+        batch = replace(rows.build(spans, pool, loaded.device), logit_rows=padded, wanted=len(chosen))
+        logits = decoder(batch)
+        return logits, pool.keys[:, :, one.slots(120, 160)].clone(), pool.keys[:, :, other.slots(0, 60)].clone()
+
+    every, *keys = forward(list(range(100)))
+    some, *same_keys = forward(wanted)
+    assert all(torch.equal(a, b) for a, b in zip(keys, same_keys, strict=True))
+    assert torch.equal(some, every[wanted]) if wanted else not some.numel()
