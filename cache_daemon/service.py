@@ -22,6 +22,8 @@ from cache_daemon.store import Match as LeasedMatch
 PROTOCOL_VERSION = 1
 MESSAGE_BYTES = 1 << 20
 MAX_PROBES = 4096
+# More than a session can have skipped, and far from where the store's counters end.
+MAX_SKIPPED = 1 << 48
 _MISSED_HEARTBEATS = 3
 
 log = structlog.get_logger("cache_daemon")
@@ -66,8 +68,7 @@ class CacheService(CacheServiceServicer):
                     message = await anext(messages, None)
                 if message is None:
                     return
-                beat = message.heartbeat
-                self._store.note_skipped(session, beat.skipped_matches, beat.skipped_tokens)
+                self._note_skipped(session, message.heartbeat)
                 verdict = self._store.verdict(session.namespace)
                 yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
         except KVSidecarError as error:
@@ -81,6 +82,14 @@ class CacheService(CacheServiceServicer):
                 held = len(session.leases), len(session.reservations)
                 self._store.close_session(session)
                 log.info("session closed", client=session.name, leases_freed=held[0], reservations_freed=held[1])
+
+    def _note_skipped(self, session: Session, beat: pb.Heartbeat) -> None:
+        if max(beat.skipped_matches, beat.skipped_tokens) > MAX_SKIPPED:
+            raise InvalidRequest(
+                f"the heartbeat has skipped_matches {beat.skipped_matches} and skipped_tokens {beat.skipped_tokens}; "
+                f"at most {MAX_SKIPPED} are allowed"
+            )
+        self._store.note_skipped(session, beat.skipped_matches, beat.skipped_tokens)
 
     def _open(self, message: pb.AttachRequest | None) -> Session:
         if message is None or message.WhichOneof("message") != "hello":

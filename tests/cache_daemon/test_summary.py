@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvsidecar import keys
@@ -15,7 +16,7 @@ from benchmarks.node import Node
 from cache_daemon.chunk import Chunk
 from cache_daemon.index import PrefixIndex
 from cache_daemon.summary import SUMMARY_BYTES, SummaryWriter
-from tests.cache_daemon.conftest import Peer
+from tests.cache_daemon.conftest import Peer, code_of
 
 ROOT = b"r" * 32
 NOWHERE = Path("never-mapped")
@@ -137,3 +138,14 @@ def test_lookups_that_were_not_needed_are_counted(daemon: Node) -> None:
         next(peer.call)
     assert (peer.stats().matches, peer.stats().requested_tokens) == (5, 900)
     peer.close()
+
+
+def test_counts_that_cannot_be_end_the_session_and_nothing_else(daemon: Node, peer: Peer) -> None:
+    liar = Peer(daemon, heartbeats=False)
+    liar._out.put(pb.AttachRequest(heartbeat=pb.Heartbeat(skipped_matches=2**64 - 1)))
+    code, text = code_of(lambda: next(liar.call))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "18446744073709551615" in text
+    liar.close()
+    peer.put([1, 2, 3])
+    assert peer.read([1, 2, 3]) == 3

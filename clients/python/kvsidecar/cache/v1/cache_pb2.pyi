@@ -205,7 +205,7 @@ class Heartbeat(_message.Message):
     stored. The daemon counts them as matches.
     """
     skipped_tokens: _builtins.int
-    """Tokens of those prompts."""
+    """Tokens of those prompts. Both are at most 2^48."""
     def __init__(
         self,
         *,
