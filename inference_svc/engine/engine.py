@@ -431,10 +431,13 @@ class Engine:
             self._end(sequence, finish)
 
     def _end(self, sequence: Sequence, finish: Finish, error: str = "") -> None:
+        failed = finish in (Finish.CANCELLED, Finish.FAILED)
+        if not failed:
+            # Before it leaves the running ones: whoever asks for the load meanwhile must find it in one of them.
+            self._saving.add(sequence)
         if sequence in self._running:
             self._running.remove(sequence)
         self._repairs.pop(sequence, None)
-        failed = finish in (Finish.CANCELLED, Finish.FAILED)
         if failed:
             self.stats.cancelled += 1
             sequence.sink(Output(finish=finish, error=error))
@@ -447,8 +450,8 @@ class Engine:
             self.stats.generated_tokens += sequence.generated
             if sequence.cache.write and self._cache.save(sequence, self.pool, self._on_saved):
                 sequence.state = State.SAVING
-                self._saving.add(sequence)
                 return
+            self._saving.discard(sequence)
         if failed:
             self._free(sequence)
         else:

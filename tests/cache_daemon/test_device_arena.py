@@ -151,8 +151,10 @@ def test_without_a_gpu_the_start_is_refused_in_a_sentence() -> None:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Node]:
-    flags = {"gpu_arena": "64MiB", "gpu_memory": "host", "heartbeat_ms": 300}
-    with Node("demo", workers=2, pool_bytes="64MiB", daemon_flags=flags) as node:
+    # Patient: on a machine that stalls, a worker that distrusts its session for a moment computes instead.
+    flags = {"gpu_arena": "64MiB", "gpu_memory": "host", "heartbeat_ms": 5000}
+    patience = {"cache_timeout_ms": 10_000}
+    with Node("demo", workers=2, pool_bytes="64MiB", daemon_flags=flags, worker_flags=patience) as node:
         yield node
 
 
