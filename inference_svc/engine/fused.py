@@ -159,6 +159,8 @@ class FusedLayers:
                 return None
             hidden, batch, first = hidden.index_select(0, batch.logit_rows), only_wanted(batch), last
         delta = self._run(_Work(self, hidden, batch), first, last + 1)
+        if not batch.wanted:
+            return None
         normed = torch.zeros_like(hidden)
         self._last_norm(hidden, batch, delta, normed)
         return normed.index_select(0, batch.logit_rows)

@@ -2,8 +2,8 @@
 
 torch's flash attention on the CPU works through the keys in blocks of 512 and gives a row the same bits whenever their
 number is a multiple of that; what is behind a sequence's end is masked, and adds exact zeros. A short last block would
-do as well, if only its sums were made in the same order. For some lengths they are (measured: up to 192 and from 384
-on, for two processors' libraries at least), which is found out here, once per process.
+do as well, if only its sums were made in the same order. For some lengths they are (up to 192 and from 384 on, on the
+one machine that was measured), which is found out here, once per process.
 """
 
 from __future__ import annotations
