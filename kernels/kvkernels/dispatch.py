@@ -13,7 +13,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import layout_of
 from torch import Tensor
 
-from kvkernels import compiled, cpu, reference
+from kvkernels import compiled, cpu, cpu_attention, reference
 from kvkernels.compiled import Array
 from kvkernels.native import chunks, visible
 from kvkernels.native.attention import HEAD_DIMS
@@ -35,7 +35,7 @@ def implementations() -> tuple[Implementation, ...]:
     """The table: what each op runs on the CPU, and on each CUDA device that torch sees."""
     fused = "numba, fused" if compiled.AVAILABLE else "torch reference (numba is not installed)"
     out = [
-        Implementation("attention", "cpu", "torch SDPA"),
+        Implementation("attention", "cpu", cpu_attention.about()),
         Implementation("pack_chunk, unpack_chunk", "cpu", fused),
     ]
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]

@@ -1,0 +1,195 @@
+"""Attention on the CPU: right, and with the same bits however rows are put together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from kvkernels import cpu_attention, llvm_code
+from kvkernels.cpu_attention import PAGE, Attention, Rows, pages_for
+from numpy.typing import NDArray
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not cpu_attention.AVAILABLE, reason="numba, which brings LLVM, is not installed")
+
+LAYERS, LAYER = 2, 1
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2}
+
+
+class Case:
+    """A sequence of ``keys`` tokens over shuffled pages, and queries at some of its positions."""
+
+    def __init__(
+        self, dtype: torch.dtype, dim: int, heads: int, kv_heads: int, keys: int, positions: NDArray[np.int64]
+    ) -> None:
+        random = torch.Generator().manual_seed(keys + dim)
+        count = pages_for(keys)
+        shape = LAYERS, kv_heads, (count + 4) * PAGE, dim
+        self.keys, self.values = (torch.randn(shape, generator=random).to(dtype) for _ in range(2))
+        self.pages = torch.randperm(count + 3, generator=random)[:count].numpy() * PAGE
+        self.slots = torch.from_numpy(np.concatenate([np.arange(p, p + PAGE) for p in self.pages]))[:keys]
+        self.query = torch.randn(len(positions), heads, dim, generator=random).to(dtype)
+        self.positions = positions
+
+    def attend(
+        self, first: int = 0, end: int | None = None, window: int | None = None, cap: float | None = None
+    ) -> Tensor:
+        """The rows ``first`` to ``end`` by the kernel."""
+        query, positions = self.query[first:end].contiguous(), self.positions[first:end].copy()
+        out = torch.full_like(query, float("nan"))
+        rows = [Rows(0, len(query), self.pages[: pages_for(int(positions[-1]) + 1)])]
+        attention = Attention(positions, rows, query.shape[1], (self.keys, self.values), cap)
+        attention.bind(query, out)
+        attention(LAYER, query.shape[2] ** -0.5, window)
+        return out
+
+    def reference(self, window: int | None = None, cap: float | None = None) -> Tensor:
+        per_kv = self.query.shape[1] // self.keys.shape[1]
+        k, v = (x[LAYER][:, self.slots].double().repeat_interleave(per_kv, 0) for x in (self.keys, self.values))
+        scores = torch.einsum("rhd,hkd->hrk", self.query.double(), k) * self.query.shape[2] ** -0.5
+        if cap is not None:
+            scores = torch.tanh(scores / cap) * cap
+        row, key = torch.from_numpy(self.positions)[:, None], torch.arange(len(self.slots))
+        hidden = key > row
+        if window is not None:
+            hidden |= key <= row - window
+        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
+        return torch.einsum("hrk,hkd->rhd", weights, v).float()
+
+
+def last(count: int, keys: int) -> NDArray[np.int64]:
+    return np.arange(keys - count, keys)
+
+
+@pytest.fixture(params=["native", "portable"], autouse=True)
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With what this CPU has, and with what every CPU has."""
+    cpu_attention._compiled.cache_clear()
+    if request.param == "portable":
+        monkeypatch.setattr(cpu_attention, "cpu_has", lambda feature: False)
+    yield
+    cpu_attention._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("dim", "heads", "kv_heads"), [(64, 14, 2), (128, 8, 8), (96, 6, 2), (80, 4, 1), (16, 4, 2), (256, 4, 1)]
+)
+def test_it_is_attention(dtype: torch.dtype, dim: int, heads: int, kv_heads: int) -> None:
+    for keys, positions in ((1, last(1, 1)), (200, last(200, 200)), (300, last(1, 300)), (130, last(70, 130))):
+        case = Case(dtype, dim, heads, kv_heads, keys, positions)
+        torch.testing.assert_close(case.attend().float(), case.reference(), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [1, 63, 64, 65, 150, 1000])
+def test_a_window_hides_what_is_older(dtype: torch.dtype, window: int) -> None:
+    case = Case(dtype, 64, 4, 2, 300, last(250, 300))
+    found = case.attend(window=window).float()
+    torch.testing.assert_close(found, case.reference(window), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("cap", [0.5, 50.0])
+def test_scores_are_capped(dtype: torch.dtype, cap: float) -> None:
+    case = Case(dtype, 64, 4, 2, 200, last(120, 200))
+    found = case.attend(cap=cap).float()
+    torch.testing.assert_close(found, case.reference(cap=cap), atol=2 * TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rows_may_be_scattered(dtype: torch.dtype) -> None:
+    positions = np.unique(np.random.default_rng(3).integers(0, 500, 90))
+    case = Case(dtype, 64, 6, 2, 500, positions)
+    torch.testing.assert_close(case.attend().float(), case.reference(), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_row_has_the_same_bits_in_every_company(dtype: torch.dtype, window: int | None) -> None:
+    case, random = Case(dtype, 64, 14, 2, 700, last(700, 700)), np.random.default_rng(1)
+    whole = case.attend(window=window)
+    cuts = [0, *sorted(random.choice(np.arange(1, 700), 12, replace=False).tolist()), 700]
+    for first, end in pairwise(cuts):
+        assert torch.equal(case.attend(first, end, window), whole[first:end]), (first, end)
+    for row in (0, 1, 63, 64, 65, 500, 699):
+        assert torch.equal(case.attend(row, row + 1, window)[0], whole[row]), row
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert torch.equal(case.attend(window=window), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sequences_in_one_call_are_strangers(dtype: torch.dtype) -> None:
+    case = Case(dtype, 64, 4, 2, 400, last(400, 400))
+    pieces = [(0, 10), (390, 391), (100, 250), (399, 400)]
+    rows, at = [], 0
+    for first, end in pieces:
+        rows.append(Rows(at, end - first, case.pages[: pages_for(end)]))
+        at += end - first
+    query = torch.cat([case.query[a:b] for a, b in pieces])
+    out = torch.empty_like(query)
+    positions = np.concatenate([case.positions[a:b] for a, b in pieces])
+    attention = Attention(positions, rows, 4, (case.keys, case.values))
+    attention.bind(query, out)
+    attention(LAYER, 0.125, None)
+    assert torch.equal(out, torch.cat([case.attend(a, b) for a, b in pieces]))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_what_lies_behind_a_row_does_not_matter(dtype: torch.dtype) -> None:
+    case = Case(dtype, 64, 4, 2, 100, last(40, 100))
+    before = case.attend()
+    unseen = torch.ones(case.keys.shape[2], dtype=torch.bool)
+    unseen[case.slots] = False
+    case.keys[:, :, unseen] = 3e38
+    case.values[:, :, unseen] = -3e38
+    assert torch.equal(case.attend(), before)
+
+
+def test_large_scores_stay_finite() -> None:
+    case = Case(torch.float32, 64, 4, 2, 200, last(100, 200))
+    case.query *= 1e4
+    found = case.attend()
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found, case.reference(), atol=1e-2, rtol=0)
+
+
+def test_without_torchs_threads_our_own_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(torch.float32, 64, 4, 2, 300, last(300, 300))
+    want = case.attend()
+    monkeypatch.setattr(llvm_code, "openmp", lambda: None)
+    assert torch.equal(case.attend(), want)
+
+
+def test_two_threads_at_a_time_do_not_meet() -> None:
+    cases = [Case(torch.float32, 64, 4, 2, 300 + n, last(300, 300 + n)) for n in range(2)]
+    want, wrong = [case.attend() for case in cases], []
+
+    def work(case: Case, expected: Tensor) -> None:
+        for _ in range(30):
+            if not torch.equal(case.attend(), expected):
+                wrong.append(case)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(cases, want, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float16, 64), (torch.float32, 8), (torch.float32, 272)])
+def test_others_are_refused(dtype: torch.dtype, dim: int) -> None:
+    assert not cpu_attention.serves(dtype, dim)
+    pool = torch.zeros(1, 1, PAGE * 2, dim, dtype=dtype)
+    rows = [Rows(0, 1, np.array([0, PAGE]))]
+    with pytest.raises(ValueError, match=f"heads of {dim} on this CPU"):
+        Attention(np.zeros(1, np.int64), rows, 1, (pool, pool))
