@@ -5,25 +5,17 @@ kernel reads the very memory that oneDNN packed, in one stream per thread, and c
 (``vdpbf16ps``) in the same order: a sum per block of input features, the blocks' sums added up, then the bias. How long
 a block is depends on oneDNN's version and the shape; ``streamed`` finds out by comparing bits, and where no length
 gives oneDNN's bits, oneDNN goes on serving.
-
-The kernel is LLVM code, compiled in the process by numba's LLVM, and runs on the OpenMP team of torch: a second team
-would put both to sleep between calls.
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-try:
-    import llvmlite.binding as llvm
-except ImportError:  # oneDNN serves instead
-    llvm = None
+from kvkernels.llvm_code import Function, cpu_has, run
 
 # Rows are computed four at a time: with 64 outputs they fill half of the 32 vector registers.
 ROWS = 4
@@ -41,6 +33,8 @@ class _Job(ctypes.Structure):
     """What the kernel is called with; ``_kernel`` reads it by field number."""
 
     _fields_ = (
+        ("taken", ctypes.c_int64),  # parts of the outputs that a thread has taken
+        ("parts", ctypes.c_int64),  # as many as there are threads; a late one finds its part taken
         ("weight", ctypes.c_void_p),  # [out / 64, in / 2, 64, 2] bfloat16
         ("x", ctypes.c_void_p),  # [rows, in] bfloat16
         ("bias", ctypes.c_void_p),  # [out] bfloat16, or null
@@ -49,8 +43,6 @@ class _Job(ctypes.Structure):
         ("outputs", ctypes.c_int64),
         ("block", ctypes.c_int64),
         ("rows", ctypes.c_int64),
-        ("thread_number", ctypes.c_void_p),  # omp_get_thread_num
-        ("thread_count", ctypes.c_void_p),  # omp_get_num_threads
     )
 
 
@@ -69,8 +61,8 @@ _NARROW = "@llvm.x86.avx512bf16.cvtneps2bf16.512"
 
 
 def _kernel() -> str:
-    """The kernel in LLVM's language: every thread takes its share of the strips of 64 outputs, and computes each for
-    four rows at a time, their sums in registers."""
+    """The kernel in LLVM's language: a thread takes a share of the strips of 64 outputs, and computes each for four
+    rows at a time, their sums in registers."""
     fields = "\n".join(
         f"""  %{name}.at = getelementptr i64, ptr %job, i64 {i}
   %{name} = load {"ptr" if kind is ctypes.c_void_p else "i64"}, ptr %{name}.at"""
@@ -127,22 +119,26 @@ declare <16 x bfloat> {_NARROW}(<16 x float>)
 define void @product(ptr %job) {{
 entry:
 {fields}
-  %number = call i32 %thread_number()
-  %count = call i32 %thread_count()
-  %me = zext i32 %number to i64
-  %all = zext i32 %count to i64
   %strips = lshr i64 %outputs, 6
-  %from = mul i64 %strips, %me
-  %first = udiv i64 %from, %all
-  %next = add i64 %me, 1
+  br label %part.head
+
+part.head:
+  %part = atomicrmw add ptr %job, i64 1 monotonic, align 8
+  %part.more = icmp ult i64 %part, %parts
+  br i1 %part.more, label %part.body, label %exit
+
+part.body:
+  %from = mul i64 %strips, %part
+  %first = udiv i64 %from, %parts
+  %next = add i64 %part, 1
   %to = mul i64 %strips, %next
-  %end = udiv i64 %to, %all
+  %end = udiv i64 %to, %parts
   br label %strip.head
 
 strip.head:
-  %strip = phi i64 [ %first, %entry ], [ %strip.next, %strip.end ]
+  %strip = phi i64 [ %first, %part.body ], [ %strip.next, %strip.end ]
   %strip.more = icmp ult i64 %strip, %end
-  br i1 %strip.more, label %strip.body, label %exit
+  br i1 %strip.more, label %strip.body, label %part.head
 
 strip.body:
   %column = shl i64 %strip, 6
@@ -214,61 +210,30 @@ exit:
 """
 
 
-class _Kernel:
-    """The compiled kernel and the OpenMP runtime that runs it."""
-
-    def __init__(self, openmp: ctypes.CDLL) -> None:
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        target = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
-        )
-        module = llvm.parse_assembly(_kernel())
-        module.verify()
-        self._engine = llvm.create_mcjit_compiler(module, target)  # owns the code
-        self._engine.finalize_object()
-        self._function = ctypes.c_void_p(self._engine.get_function_address("product"))
-        self.thread_number = ctypes.cast(openmp.omp_get_thread_num, ctypes.c_void_p).value
-        self.thread_count = ctypes.cast(openmp.omp_get_num_threads, ctypes.c_void_p).value
-        self._parallel: Any = openmp.GOMP_parallel
-        self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        self._parallel.restype = None
-
-    def run(self, job: _Job) -> None:
-        """On as many threads as torch uses. Releases the GIL."""
-        self._parallel(self._function, ctypes.addressof(job), 0, 0)
-
-
 @cache
-def _compiled() -> _Kernel | None:
-    """The kernel, or None where it cannot run: without the instructions, LLVM, or an OpenMP library of torch's own."""
+def _compiled() -> Function | None:
+    """The kernel, or None where it cannot run."""
     needed = ("_is_mkldnn_bf16_supported", "data_ptr", "_nbytes")
-    if llvm is None or not all(hasattr(torch.ops.mkldnn, name) for name in needed):
+    if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
         return None
-    if not llvm.get_host_cpu_features().get("avx512bf16"):
-        return None
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    if not found:
-        return None
-    try:
-        return _Kernel(ctypes.CDLL(str(found[0])))
-    except (RuntimeError, OSError):  # an LLVM that does not know the instructions yet
-        return None
+    return Function(_kernel(), "product") if cpu_has("avx512bf16") else None
 
 
 class StreamedProduct:
     """``x [rows, in]`` to ``[rows, out]`` over a weight that oneDNN packed, with oneDNN's bits."""
 
-    def __init__(self, packed: Tensor, bias: Tensor | None, block: int, kernel: _Kernel) -> None:
+    def __init__(self, packed: Tensor, bias: Tensor | None, block: int, kernel: Function) -> None:
         self._packed, self._bias, self._block, self._kernel = packed, bias, block, kernel
         self._weight = int(torch.ops.mkldnn.data_ptr(packed))
         self._outputs, self._inputs = packed.shape
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` is contiguous, its rows a multiple of ROWS."""
-        rows = x.shape[0]
+        rows, threads = x.shape[0], torch.get_num_threads()
         y = x.new_empty(rows, self._outputs)
         job = _Job(
+            0,
+            threads,
             self._weight,
             x.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
@@ -277,10 +242,8 @@ class StreamedProduct:
             self._outputs,
             self._block,
             rows,
-            self._kernel.thread_number,
-            self._kernel.thread_count,
         )
-        self._kernel.run(job)
+        run(self._kernel, job, threads)
         return y
 
 
