@@ -3,14 +3,15 @@
 The batch travels in the place of the attention mask, which every supported model hands through untouched.
 
 Batch invariance (CPU): a row's output must not depend on which rows are computed with it, or a cache hit would
-change the answer. torch's flash kernel gives a row the same bits whenever its number of query rows is a multiple
-of 4 and its number of keys a multiple of 512 (its key block), or as ``key_blocks`` finds; both are padded here, and
-masked keys contribute exact zeros. Grouped query heads are packed into rows for short segments: eight rows share one
-pass over the keys where seven heads would take seven.
+change the answer. Our kernels keep to that by themselves. Where they cannot run, torch's attention serves, which gives
+a row the same bits on a CPU whenever its number of query rows is a multiple of 4 and its number of keys a multiple of
+512 (its key block); both are padded here, and masked keys contribute exact zeros. Grouped query heads are packed into
+rows for short segments: eight rows share one pass over the keys where seven heads would take seven.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from inference_svc.engine import cpu_attention
 from inference_svc.engine.rows import ROW_MULTIPLE, Batch, Segment
 
 ATTENTION = "kvsidecar_rows"
@@ -143,9 +145,18 @@ def attend_rows(
         raise Projected
     rows_first = query[0].transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = _way(batch)(rows_first, batch, layer, scale, sliding_window, softcap)
+    if batch.observer is not None:
+        observe(rows_first, batch, layer, scale, sliding_window)
+    return out[None], None
+
+
+def _way(batch: Batch) -> Callable[..., Tensor]:
+    """Our kernel for the pool's device, or torch's."""
     native = batch.pool.native
-    attend = native if native is not None and native.serves(batch) else attend_segments
-    return attend(rows_first, batch, layer, scale, sliding_window, softcap)[None], None
+    if native is not None and native.serves(batch):
+        return native
+    return cpu_attention.attend if cpu_attention.serves(batch.pool) else attend_segments
 
 
 def attend_segments(
@@ -158,10 +169,17 @@ def attend_segments(
         part = slice(segment.first_row, segment.first_row + segment.rows)
         keys, values = _keys_values(batch, segment, layer)
         out[part] = _attend(query[part], keys, values, segment, scale, window, softcap)
-        if batch.observer is not None:
-            mask = segment_mask(segment, 1, window, query)[: segment.rows]
-            batch.observer.see(query[part].transpose(0, 1), keys, mask, scale)
     return out
+
+
+def observe(query: Tensor, batch: Batch, layer: int, scale: float, window: int | None) -> None:
+    """Shows the batch's observer the attention of ``query [rows, heads, dim]``."""
+    assert batch.observer is not None
+    for segment in batch.segments:
+        mine = query[segment.first_row : segment.first_row + segment.rows].transpose(0, 1)
+        keys, _ = _keys_values(batch, segment, layer)
+        mask = segment_mask(segment, 1, window, query)[: segment.rows]
+        batch.observer.see(mine, keys, mask, scale)
 
 
 def _scatter(batch: Batch, pool: Tensor, rows: Tensor) -> None:

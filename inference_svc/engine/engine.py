@@ -203,7 +203,6 @@ class Engine:
 
     def _warm_up(self) -> None:
         """Runs every kernel once, so that none is compiled while a request waits."""
-        self.pool.last_blocks = self.decoder.last_blocks()
         for count in (1, 64):
             table = self.pool.allocate(count)
             if table is not None:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from inference_svc.engine import fused
 from inference_svc.engine.attention import Projected
-from inference_svc.engine.key_blocks import last_blocks
-from inference_svc.engine.pool import KEY_BLOCK
 from inference_svc.engine.rows import Batch
 from inference_svc.model.loader import LoadedModel
 from inference_svc.model.packed_linear import pack_linears
@@ -42,21 +40,11 @@ class Decoder:
         if loaded.device.type == "cpu":
             pack_linears(loaded.model)
         self._head: Any = loaded.model.lm_head
-        self._soft_capped = getattr(loaded.config, "attn_logit_softcapping", None) is not None
-        self._loaded = loaded
         self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)
 
     @property
     def layers(self) -> int:
         return len(self._layers)
-
-    @torch.inference_mode()
-    def last_blocks(self) -> tuple[int, ...]:
-        """Lengths of the last block of keys that attention may read, for the thread that computes."""
-        loaded = self._loaded
-        if loaded.device.type != "cpu" or self._soft_capped:
-            return (KEY_BLOCK,)
-        return last_blocks(loaded.dtype, loaded.head_dim, torch.get_num_threads())
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:

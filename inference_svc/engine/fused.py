@@ -1,9 +1,9 @@
 """Fused decoder layers for the CPU: the same mathematics as the model's own layers, in a quarter of the calls.
 
 At one row a 0.5B model's layer is 0.9 ms of memory traffic; the eager layer adds 0.4 ms of Python and small
-kernels to it. Here a layer is four packed matrix products, three compiled row kernels and one attention call per
-sequence. It serves models whose layers have Llama's structure (Llama, Mistral, Qwen2, Qwen3); others run their own
-layers. ``tests/inference_svc/test_architectures.py`` holds both against each other.
+kernels to it. Here a layer is four packed matrix products, three compiled row kernels and one attention call. It
+serves models whose layers have Llama's structure (Llama, Mistral, Qwen2, Qwen3); others run their own layers.
+``tests/inference_svc/test_architectures.py`` holds both against each other.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from kvkernels import cpu_attention as kernel
 from kvkernels import cpu_rows
 from kvkernels.compiled import AVAILABLE, raw
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from inference_svc.engine.grouping import AttentionPlan
+from inference_svc.engine import cpu_attention
+from inference_svc.engine.attention import observe
 from inference_svc.engine.rows import Batch, only_wanted
 from inference_svc.model.packed_linear import PackedLinear
 
@@ -44,8 +46,13 @@ def suits(model: Any) -> bool:
         weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)
         and config.hidden_act == "silu"
+        and kernel.serves(weight.dtype, _head_dim(config))
         and float(rope.get("partial_rotary_factor", 1.0)) == 1.0
     )
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _join(parts: list[Any]) -> Product:
@@ -114,16 +121,17 @@ class _Work:
         rows = hidden.shape[0]
         self.batch, self.real, self.brain = batch, batch.real, hidden.dtype == torch.bfloat16
         self.cos, self.sin = layers.angles(batch.positions.numpy(), hidden)
-        self.plan = AttentionPlan(batch, layers.heads, layers.kv_heads, layers.dim)
         self.slots = batch.slots.numpy()
         self.hidden = raw(hidden)
         self.normed = torch.zeros_like(hidden)
-        self.queries = hidden.new_zeros(self.plan.size)
+        self.queries = hidden.new_zeros(rows, layers.heads, layers.dim)
         self.attended = hidden.new_zeros(rows, layers.heads, layers.dim)
-        self.plan.bind(self.queries, self.attended)
+        self.attend = cpu_attention.attention_of(batch, layers.heads)
+        self.attend.bind(self.queries, self.attended)
         self.flat = self.attended.view(rows, -1)
         self.gated = hidden.new_zeros(rows, layers.width)
-        self.normed_raw, self.gated_raw, self.queries_raw = raw(self.normed), raw(self.gated), raw(self.queries)
+        self.normed_raw, self.gated_raw = raw(self.normed), raw(self.gated)
+        self.queries_raw = raw(self.queries).reshape(rows, -1)
 
 
 class FusedLayers:
@@ -133,7 +141,7 @@ class FusedLayers:
         config = model.config
         self.heads = int(config.num_attention_heads)
         self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
-        self.dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
+        self.dim = _head_dim(config)
         self.width = int(config.intermediate_size)
         self._rotary = model.model.rotary_emb
         self._cos = self._sin = np.empty((0, self.dim), np.float32)
@@ -171,7 +179,9 @@ class FusedLayers:
             layer = self._layers[i]
             self._project(work, i, delta)
             work.batch.pass_layer(i)
-            work.plan.attend(i, layer.scale, layer.window)
+            work.attend(i, layer.scale, layer.window)
+            if work.batch.observer is not None:
+                observe(work.queries, work.batch, i, layer.scale, layer.window)
             delta = raw(layer.o(work.flat))
             cpu_rows.norm_rows(
                 work.real, work.brain, work.hidden, delta, layer.post_norm, layer.epsilon, work.normed_raw
@@ -200,7 +210,7 @@ class FusedLayers:
         cpu_rows.rotate_rows(
             work.real, work.brain, raw(layer.qkv(work.normed)), self.heads, self.kv_heads, self.dim, work.cos, work.sin,
             layer.q_norm, layer.k_norm, layer.epsilon, work.slots, *pool.arrays[i],
-            work.queries_raw, work.plan.row_start, work.plan.row_kv_stride, work.plan.row_group_stride,
+            work.queries_raw,
         )  # fmt: skip
 
     def angles(self, positions: NDArray[np.int64], like: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:

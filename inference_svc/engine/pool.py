@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from inference_svc.engine.native_attention import NativeAttention
 
 PAGE_TOKENS = 32
-# torch's attention reads keys in blocks of this many; see key_blocks.py.
+# torch's attention reads keys in blocks of this many; see attention.py.
 KEY_BLOCK = 512
 
 
@@ -77,8 +77,6 @@ class KVPool:
     ) -> None:
         # Ours for the pool's device, for batches in which they are to attend.
         self.native: NativeAttention | None = None
-        # How many keys may be read of the last block; see key_blocks.py.
-        self.last_blocks: tuple[int, ...] = (KEY_BLOCK,)
         self.pages = max(1, tokens // PAGE_TOKENS)
         self._extents = Extents(self.pages)
         self._references: NDArray[np.int32] = np.zeros(self.pages, np.int32)

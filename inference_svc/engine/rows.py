@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.engine.gate import LayerGate
-from inference_svc.engine.key_blocks import padded_keys
-from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
 
 if TYPE_CHECKING:
+    from kvkernels.cpu_attention import Attention
+
     from inference_svc.engine.native_attention import Index
 
 # Matrix kernels give a row the same bits in every batch whose row count is a multiple of this.
@@ -87,7 +88,9 @@ class Batch:
     contiguous_slots: tuple[int, int] | None  # first slot and rows, when all real rows lie in one piece
     project_only: bool = False  # a layer stops when its keys and values are written
     observer: Observer | None = None
-    index: Index | None = None  # what our CUDA kernels read it by; made when they first do
+    # what our CUDA kernels read it by, and our CPU kernel; made when they first do
+    index: Index | None = None
+    attention: Attention | None = None
     gates: tuple[LayerGate, ...] = ()
 
     def pass_layer(self, layer: int) -> None:
@@ -143,7 +146,7 @@ def only_wanted(batch: Batch) -> Batch:
     for at, row in enumerate(wanted):
         whole = next(s for s in batch.segments if s.first_row <= row < s.first_row + s.rows)
         position = int(batch.positions[row])
-        padded = padded_keys(position + 1, batch.pool.last_blocks)
+        padded = _padded(position + 1)
         slots = None if whole.slots is None else whole.slots[:padded]
         segments.append(Segment(at, 1, position, None, position + 1, padded, whole.first_slot, slots))
     return replace(
@@ -156,7 +159,13 @@ def only_wanted(batch: Batch) -> Batch:
         real=batch.wanted,
         contiguous_slots=None,
         index=None,
+        attention=None,
     )
+
+
+def _padded(keys: int) -> int:
+    """With so many keys, torch's kernel gives a row the same bits whatever is computed with it."""
+    return -(-keys // KEY_BLOCK) * KEY_BLOCK
 
 
 def _segments(span: Span, first_row: int, pool: KVPool, device: torch.device) -> list[Segment]:
@@ -166,7 +175,7 @@ def _segments(span: Span, first_row: int, pool: KVPool, device: torch.device) ->
         count = min(SEGMENT_ROWS, len(span.tokens) - at)
         part = None if span.positions is None else span.positions[at : at + count]
         keys = span.start + at + count if part is None else int(part[-1]) + 1
-        padded = padded_keys(keys, pool.last_blocks)
+        padded = _padded(keys)
         first, slots = first_slot, None
         # Keys behind the sequence's end are read, though masked: they must at least be inside the pool.
         if first is None or first + padded > pool.keys.shape[2]:

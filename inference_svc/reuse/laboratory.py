@@ -112,7 +112,6 @@ class Laboratory:
             loaded.dtype,
             loaded.device,
         )
-        self._pool.last_blocks = self.decoder.last_blocks()
 
     def full(self, tokens: Sequence[int], logits_at: Positions, piece: int = 512, go_on: int = 0) -> Outcome:
         """A prefill without any reuse, ``piece`` rows at a time, and ``go_on`` greedy tokens after it."""

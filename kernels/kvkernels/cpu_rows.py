@@ -111,7 +111,7 @@ def _turn(x: Any, y: Any, cos: Any, sin: Any) -> None:
 def _rotate_rows(
     first: int, end: int, brain: bool, qkv: Any, heads: int, kv_heads: int, dim: int, cos: Any, sin: Any,
     q_weight: Any, k_weight: Any, epsilon: float, slots: Any, pool_k: Any, pool_v: Any,
-    queries: Any, q_start: Any, q_kv_stride: Any, q_group_stride: Any,
+    queries: Any,
 ) -> None:  # fmt: skip
     group = heads // kv_heads
     x, y = np.empty(dim, np.float32), np.empty(dim, np.float32)
@@ -122,8 +122,8 @@ def _rotate_rows(
                 _head(qkv[r], (h * group + j) * dim, dim, x, xb, brain, q_weight, epsilon)
                 _turn(x, y, cos[r], sin[r])
                 _round(y, yb, brain)
-                at = q_start[r] + h * q_kv_stride[r] + j * q_group_stride[r]
-                _put(y, yb, queries[at : at + dim], brain)
+                at = (h * group + j) * dim
+                _put(y, yb, queries[r, at : at + dim], brain)
             _head(qkv[r], (heads + h) * dim, dim, x, xb, brain, k_weight, epsilon)
             _turn(x, y, cos[r], sin[r])
             _round(y, yb, brain)
@@ -181,8 +181,8 @@ def norm_rows(rows: int, brain: bool, hidden: Any, delta: Any | None, weight: An
 
 def rotate_rows(rows: int, *arguments: Any) -> None:
     """Rotates queries and keys of ``qkv [rows, (heads + 2 kv_heads) * dim]`` (after an RMS norm per head where
-    the weights are not empty), writes keys and values to the pool at ``slots`` and queries to ``queries`` at
-    ``q_start + kv_head * q_kv_stride + head_in_group * q_group_stride``."""
+    the weights are not empty), writes keys and values to the pool at ``slots`` and queries to ``queries [rows,
+    heads * dim]``."""
     _over_rows(_rotate_rows, rows, *arguments)
 
 

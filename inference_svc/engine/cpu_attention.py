@@ -1,0 +1,49 @@
+"""Attention of a batch by our CPU kernel: all sequences in one call, keys read from the pool as they lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from kvkernels import cpu_attention
+from kvkernels.cpu_attention import Attention
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_svc.engine.pool import PAGE_TOKENS, KVPool
+from inference_svc.engine.rows import Batch, Segment
+
+assert PAGE_TOKENS == cpu_attention.PAGE
+
+
+def serves(pool: KVPool) -> bool:
+    """Whether the kernel attends over a pool like this one."""
+    keys = pool.keys
+    return keys.device.type == "cpu" and cpu_attention.serves(keys.dtype, keys.shape[3])
+
+
+def attention_of(batch: Batch, heads: int, softcap: float | None = None) -> Attention:
+    """The attention of a batch's layers, its pages looked up once."""
+    rows = [cpu_attention.Rows(s.first_row, s.rows, _pages(s)) for s in batch.segments]
+    pool = batch.pool
+    return Attention(batch.positions.numpy(), rows, heads, (pool.keys, pool.values), softcap)
+
+
+def attend(query: Tensor, batch: Batch, layer: int, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """``query [rows, heads, dim]`` of a batch, padding included, to output of the same shape."""
+    if batch.attention is None:
+        batch.attention = attention_of(batch, query.shape[1], softcap)
+    query = query.contiguous()
+    # zeros: padding rows belong to no sequence, and what they hold must be finite
+    out = torch.zeros_like(query)
+    batch.attention.bind(query, out)
+    batch.attention(layer, scale, window)
+    return out
+
+
+def _pages(segment: Segment) -> NDArray[np.int64]:
+    """First slots of the pages of a segment's keys, to the end of a block of keys."""
+    tokens = cpu_attention.pages_for(segment.keys) * PAGE_TOKENS
+    if segment.first_slot is not None:
+        return np.arange(segment.first_slot, segment.first_slot + tokens, PAGE_TOKENS)
+    assert segment.slots is not None
+    return segment.slots.numpy()[:tokens:PAGE_TOKENS]
