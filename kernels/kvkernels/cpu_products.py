@@ -10,12 +10,12 @@ gives oneDNN's bits, oneDNN goes on serving.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from kvkernels.llvm_code import Function, cpu_has, run
+from kvkernels.llvm_code import DOT, FLOATS, LANES, NARROW, WORDS, Code, Function, Value, cpu_has, run, vector
 
 # Rows are computed four at a time: with 64 outputs they fill half of the 32 vector registers.
 ROWS = 4
@@ -30,8 +30,6 @@ _LEAST_STRIPS = 2
 
 
 class _Job(ctypes.Structure):
-    """What the kernel is called with; ``_kernel`` reads it by field number."""
-
     _fields_ = (
         ("taken", ctypes.c_int64),  # parts of the outputs that a thread has taken
         ("parts", ctypes.c_int64),  # as many as there are threads; a late one finds its part taken
@@ -46,168 +44,87 @@ class _Job(ctypes.Structure):
     )
 
 
-def _each(template: str) -> str:
-    """The template's lines for every row ``{r}`` and every 16 outputs ``{j}``."""
-    return "\n".join(template.format(r=r, j=j) for r in range(ROWS) for j in range(_PARTS))
+class _Kernel:
+    """Writes the kernel: a thread takes a share of the strips of 64 outputs, and computes each for four rows at a time,
+    their sums in registers. A word is two bfloat16 numbers."""
 
+    def __init__(self) -> None:
+        self.c = Code()
 
-def _lines(count: int, template: str) -> str:
-    """The template's lines for every number ``{n}`` below ``count``."""
-    return "\n".join(template.format(n=n) for n in range(count))
-
-
-_DOT = "@llvm.x86.avx512bf16.dpbf16ps.512"
-_NARROW = "@llvm.x86.avx512bf16.cvtneps2bf16.512"
-
-
-def _kernel() -> str:
-    """The kernel in LLVM's language: a thread takes a share of the strips of 64 outputs, and computes each for four
-    rows at a time, their sums in registers."""
-    fields = "\n".join(
-        f"""  %{name}.at = getelementptr i64, ptr %job, i64 {i}
-  %{name} = load {"ptr" if kind is ctypes.c_void_p else "i64"}, ptr %{name}.at"""
-        for i, (name, kind) in enumerate(_Job._fields_)
-    )
-    columns = _lines(_PARTS, "  %offset{n} = mul i64 16, {n}\n  %column{n} = add i64 %column, %offset{n}")
-    load_weights = _lines(
-        _PARTS,
-        """  %w{n}.at = getelementptr <32 x bfloat>, ptr %w, i64 {n}
-  %w{n} = load <32 x bfloat>, ptr %w{n}.at, align 64""",
-    )
-    load_inputs = _lines(
-        ROWS,
-        """  %x{n}.row = mul i64 %inputs, {n}
-  %x{n}.i = add i64 %x{n}.row, %k
-  %x{n}.at = getelementptr bfloat, ptr %xg, i64 %x{n}.i
-  %x{n}.pair = load i32, ptr %x{n}.at, align 4
-  %x{n}.one = insertelement <16 x i32> poison, i32 %x{n}.pair, i64 0
-  %x{n}.all = shufflevector <16 x i32> %x{n}.one, <16 x i32> poison, <16 x i32> zeroinitializer
-  %x{n} = bitcast <16 x i32> %x{n}.all to <32 x bfloat>""",
-    )
-    load_bias = _lines(
-        _PARTS,
-        """  %b{n}.at = getelementptr bfloat, ptr %bias, i64 %column{n}
-  %b{n}.bits = load <16 x i16>, ptr %b{n}.at, align 2
-  %b{n}.wide = zext <16 x i16> %b{n}.bits to <16 x i32>
-  %b{n}.high = shl <16 x i32> %b{n}.wide, <SIXTEENS>
-  %b{n} = bitcast <16 x i32> %b{n}.high to <16 x float>""".replace("SIXTEENS", ", ".join(["i32 16"] * 16)),
-    )
-    multiply = _each(
-        "  %dot{r}{j} = call <16 x float> "
-        + _DOT
-        + "(<16 x float> %acc{r}{j}, <32 x bfloat> %w{j}, <32 x bfloat> %x{r})"
-    )
-    store = _each(
-        """  %y{r}{j}.r = add i64 %row, {r}
-  %y{r}{j}.row = mul i64 %y{r}{j}.r, %outputs
-  %y{r}{j}.i = add i64 %y{r}{j}.row, %column{j}
-  %y{r}{j}.at = getelementptr bfloat, ptr %y, i64 %y{r}{j}.i
-  %y{r}{j} = call <16 x bfloat> """
-        + _NARROW
-        + """(<16 x float> %out{r}{j})
-  store <16 x bfloat> %y{r}{j}, ptr %y{r}{j}.at, align 2"""
-    )
-    totals = _each("  %total{r}{j} = phi <16 x float> [ zeroinitializer, %group.body ], [ %sum{r}{j}, %block.end ]")
-    sums = _each("  %acc{r}{j} = phi <16 x float> [ zeroinitializer, %block.body ], [ %dot{r}{j}, %pair ]")
-    add_block = _each("  %sum{r}{j} = fadd <16 x float> %total{r}{j}, %dot{r}{j}")
-    add_bias = _each("  %biased{r}{j} = fadd <16 x float> %total{r}{j}, %b{j}")
-    results = _each("  %out{r}{j} = phi <16 x float> [ %total{r}{j}, %group.sums ], [ %biased{r}{j}, %group.bias ]")
-    return f"""
-declare <16 x float> {_DOT}(<16 x float>, <32 x bfloat>, <32 x bfloat>)
-declare <16 x bfloat> {_NARROW}(<16 x float>)
+    def text(self) -> str:
+        """A function ``product(job)`` for every thread of a team."""
+        c = self.c
+        self.job = c.fields(_Job)
+        self.words = c.div(self.job["inputs"], 2)
+        strips, parts = c.div(self.job["outputs"], _OUTPUTS), self.job["parts"]
+        c.do("br label %next")
+        c.label("next")
+        part = c.get("atomicrmw add ptr %job, i64 1 monotonic, align 8")
+        c.do(f"br i1 {c.compare('slt', part, parts)}, label %work, label %exit")
+        c.label("work")
+        first, end = (c.div(c.mul(strips, n), parts) for n in (part, c.add(part, 1)))
+        c.loop(first, end, [], self._strip)
+        c.do("br label %next")
+        c.label("exit")
+        c.do("ret void")
+        return f"""
+declare <16 x float> @{DOT}(<16 x float>, <32 x bfloat>, <32 x bfloat>)
+declare <16 x bfloat> @{NARROW}(<16 x float>)
 
 define void @product(ptr %job) {{
 entry:
-{fields}
-  %strips = lshr i64 %outputs, 6
-  br label %part.head
-
-part.head:
-  %part = atomicrmw add ptr %job, i64 1 monotonic, align 8
-  %part.more = icmp ult i64 %part, %parts
-  br i1 %part.more, label %part.body, label %exit
-
-part.body:
-  %from = mul i64 %strips, %part
-  %first = udiv i64 %from, %parts
-  %next = add i64 %part, 1
-  %to = mul i64 %strips, %next
-  %end = udiv i64 %to, %parts
-  br label %strip.head
-
-strip.head:
-  %strip = phi i64 [ %first, %part.body ], [ %strip.next, %strip.end ]
-  %strip.more = icmp ult i64 %strip, %end
-  br i1 %strip.more, label %strip.body, label %part.head
-
-strip.body:
-  %column = shl i64 %strip, 6
-{columns}
-  %strip.size = mul i64 %column, %inputs
-  %strip.at = getelementptr bfloat, ptr %weight, i64 %strip.size
-  br label %group.head
-
-group.head:
-  %row = phi i64 [ 0, %strip.body ], [ %row.next, %group.end ]
-  %row.more = icmp ult i64 %row, %rows
-  br i1 %row.more, label %group.body, label %strip.end
-
-group.body:
-  %xg.at = mul i64 %row, %inputs
-  %xg = getelementptr bfloat, ptr %x, i64 %xg.at
-  br label %block.head
-
-block.head:
-  %begin = phi i64 [ 0, %group.body ], [ %stop, %block.end ]
-{totals}
-  %block.more = icmp ult i64 %begin, %inputs
-  br i1 %block.more, label %block.body, label %group.sums
-
-block.body:
-  %full = add i64 %begin, %block
-  %fits = icmp ult i64 %full, %inputs
-  %stop = select i1 %fits, i64 %full, i64 %inputs
-  br label %pair
-
-pair:
-  %k = phi i64 [ %begin, %block.body ], [ %k.next, %pair ]
-{sums}
-  %w.at = mul i64 %k, {_OUTPUTS}
-  %w = getelementptr bfloat, ptr %strip.at, i64 %w.at
-{load_weights}
-{load_inputs}
-{multiply}
-  %k.next = add i64 %k, 2
-  %pair.more = icmp ult i64 %k.next, %stop
-  br i1 %pair.more, label %pair, label %block.end
-
-block.end:
-{add_block}
-  br label %block.head
-
-group.sums:
-  %unbiased = icmp eq ptr %bias, null
-  br i1 %unbiased, label %group.end, label %group.bias
-
-group.bias:
-{load_bias}
-{add_bias}
-  br label %group.end
-
-group.end:
-{results}
-{store}
-  %row.next = add i64 %row, {ROWS}
-  br label %group.head
-
-strip.end:
-  %strip.next = add i64 %strip, 1
-  br label %strip.head
-
-exit:
-  ret void
+{c.text()}
 }}
 """
+
+    def _strip(self, strip: Value, _: list[Value]) -> list[Value]:
+        c = self.c
+        self.column = c.mul(strip, _OUTPUTS)
+        self.weight = c.at("i32", self.job["weight"], c.mul(self.column, self.words))
+        c.loop(0, c.div(self.job["rows"], ROWS), [], self._rows)
+        return []
+
+    def _rows(self, group: Value, _: list[Value]) -> list[Value]:
+        c, job = self.c, self.job
+        rows = [c.add(c.mul(group, ROWS), n) for n in range(ROWS)]
+        lines = [c.at("i32", job["x"], c.mul(row, self.words)) for row in rows]
+        count, zeros = ROWS * _PARTS, [(FLOATS, "zeroinitializer")] * (ROWS * _PARTS)
+
+        def block(n: Value, totals: list[Value]) -> list[Value]:
+            first = c.mul(n, job["block"])
+            end = c.least(c.add(first, job["block"]), job["inputs"])
+            sums = c.loop(c.div(first, 2), c.div(end, 2), zeros, partial(self._word, lines))
+            return [c.float_op("fadd", totals[i], sums[i]) for i in range(count)]
+
+        blocks = c.div(c.sub(c.add(job["inputs"], job["block"]), 1), job["block"])
+        totals = c.loop(0, blocks, zeros, block)
+        biased = c.get(f"icmp ne ptr {job['bias']}, null")
+        totals = c.when(biased, [(FLOATS, t) for t in totals], partial(self._biased, totals))
+        for i, total in enumerate(totals):
+            at = c.add(c.add(c.mul(rows[i // _PARTS], job["outputs"]), self.column), i % _PARTS * LANES)
+            narrow = c.call("<16 x bfloat>", NARROW, f"{FLOATS} {total}")
+            c.store("<16 x bfloat>", narrow, c.at("bfloat", job["y"], at), 2)
+        return []
+
+    def _word(self, lines: list[Value], word: Value, sums: list[Value]) -> list[Value]:
+        c, kind = self.c, "<32 x bfloat>"
+        at = c.at("i32", self.weight, c.mul(word, _OUTPUTS))
+        weights = [c.load(kind, c.at("i32", at, n * LANES), 64) for n in range(_PARTS)]
+        numbers = [c.spread("i32", c.load("i32", c.at("i32", line, word), 4)) for line in lines]
+        inputs = [c.cast(number, WORDS, kind) for number in numbers]
+        return [
+            c.call(FLOATS, DOT, f"{FLOATS} {total}", f"{kind} {weights[i % _PARTS]}", f"{kind} {inputs[i // _PARTS]}")
+            for i, total in enumerate(sums)
+        ]
+
+    def _biased(self, totals: list[Value]) -> list[Value]:
+        c, kind = self.c, "<16 x i16>"
+        biases = []
+        for n in range(_PARTS):
+            at = c.at("i16", self.job["bias"], c.add(self.column, n * LANES))
+            wide = c.get(f"zext {kind} {c.load(kind, at, 2)} to {WORDS}")
+            biases.append(c.cast(c.get(f"shl {WORDS} {wide}, {vector('i32', [16] * LANES)}"), WORDS, FLOATS))
+        return [c.float_op("fadd", total, biases[i % _PARTS]) for i, total in enumerate(totals)]
 
 
 @cache
@@ -216,7 +133,7 @@ def _compiled() -> Function | None:
     needed = ("_is_mkldnn_bf16_supported", "data_ptr", "_nbytes")
     if not all(hasattr(torch.ops.mkldnn, name) for name in needed):
         return None
-    return Function(_kernel(), "product") if cpu_has("avx512bf16") else None
+    return Function(_Kernel().text(), "product") if cpu_has("avx512bf16") else None
 
 
 class StreamedProduct:

@@ -24,6 +24,8 @@ AVAILABLE = llvm is not None
 
 LANES = 16
 FLOATS, WORDS = "<16 x float>", "<16 x i32>"
+# AVX512-BF16: products of pairs, added up in float32; and rounding to the nearest even.
+DOT, NARROW = "llvm.x86.avx512bf16.dpbf16ps.512", "llvm.x86.avx512bf16.cvtneps2bf16.512"
 Value = str
 Body = Callable[[Value, list[Value]], list[Value]]
 

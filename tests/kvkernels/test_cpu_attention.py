@@ -48,8 +48,16 @@ class Case:
         return out
 
     def reference(self, window: int | None = None, cap: float | None = None) -> Tensor:
-        per_kv = self.query.shape[1] // self.keys.shape[1]
-        k, v = (x[LAYER][:, self.slots].double().repeat_interleave(per_kv, 0) for x in (self.keys, self.values))
+        v = self.values[LAYER][:, self.slots].double().repeat_interleave(self.per_kv, 0)
+        return torch.einsum("hrk,hkd->rhd", self.weights(window, cap), v).float()
+
+    @property
+    def per_kv(self) -> int:
+        return self.query.shape[1] // self.keys.shape[1]
+
+    def weights(self, window: int | None = None, cap: float | None = None) -> Tensor:
+        """Probabilities ``[heads, rows, keys]``."""
+        k = self.keys[LAYER][:, self.slots].double().repeat_interleave(self.per_kv, 0)
         scores = torch.einsum("rhd,hkd->hrk", self.query.double(), k) * self.query.shape[2] ** -0.5
         if cap is not None:
             scores = torch.tanh(scores / cap) * cap
@@ -57,8 +65,7 @@ class Case:
         hidden = key > row
         if window is not None:
             hidden |= key <= row - window
-        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
-        return torch.einsum("hrk,hkd->rhd", weights, v).float()
+        return torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
 
 
 def last(count: int, keys: int) -> NDArray[np.int64]:
@@ -106,6 +113,22 @@ def test_rows_may_be_scattered(dtype: torch.dtype) -> None:
     positions = np.unique(np.random.default_rng(3).integers(0, 500, 90))
     case = Case(dtype, 64, 6, 2, 500, positions)
     torch.testing.assert_close(case.attend().float(), case.reference(), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 100])
+def test_it_says_how_hard_keys_are_looked_at(dtype: torch.dtype, window: int | None) -> None:
+    case = Case(dtype, 64, 14, 2, 500, last(300, 500))
+    rows, out = [Rows(0, 300, case.pages)], torch.empty_like(case.query)
+    attention = Attention(case.positions, rows, 14, (case.keys, case.values), observed=True)
+    attention.bind(case.query, out)
+    for _ in range(2):
+        attention(LAYER, 0.125, window)
+        found = torch.from_numpy(attention.strongest())
+        want = case.weights(window).amax(1).float()
+        torch.testing.assert_close(found[:, :500], want, atol=1e-6, rtol=1e-3)
+        assert not found[:, 500:].any()
+    assert torch.equal(out, case.attend(window=window))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
