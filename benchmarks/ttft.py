@@ -24,6 +24,10 @@ from benchmarks.node import Node
 REPAIRS = ("none", "selective", "cacheblend", "guided")
 SHUFFLED = tuple(f"shuffled_{repair}" for repair in REPAIRS)
 ARMS = ("nocache", "exact", "worker_restarted", "daemon_restarted", *SHUFFLED, "bound")
+# Arms that ask another one's node.
+_SHARED = {"exact": "nocache", "daemon_restarted": "worker_restarted"}
+# Room for more than a document: questions that were stored.
+_SPARE_TOKENS = 1024
 # Documents of the shuffled arms.
 _DOCUMENT_TOKENS = 256
 QUESTION_TOKENS = 32
@@ -62,14 +66,21 @@ class Bound:
 
 
 class Arms:
-    """The nodes of the arms and how each is asked. nocache and exact share a node."""
+    """The nodes of the arms and how each is asked. nocache and exact share a node, and the restarted ones do.
+
+    Nodes are as small as the document lets them be: more than fits into memory would push the store out of
+    the page cache, from which ``daemon_restarted`` is to read it.
+    """
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack, names: list[str]) -> None:
+        from inference_svc.model.loader import shape_of
+
         self._nodes: dict[str, Node] = {}
+        room = (max(options.context_tokens) + _SPARE_TOKENS) * shape_of(options.model).token_bytes
         for name in names:
             if name == "bound":
                 continue
-            partner = self._nodes.get("nocache") if name == "exact" else None
+            partner = self._nodes.get(_SHARED.get(name, ""))
             # Nothing stays in the pool: what is measured comes from the daemon.
             flags = {"resident_sequences": 0, "chunking": "document"}
             if name in SHUFFLED:
@@ -79,8 +90,8 @@ class Arms:
                 Node(
                     options.model,
                     storage_bits=options.storage_bits,
-                    pool_bytes="512MiB",
-                    arena_bytes="512MiB",
+                    pool_bytes=str(room),
+                    arena_bytes=str(room),
                     worker_flags=flags,
                 )
             )
@@ -166,8 +177,12 @@ def _costs(options: argparse.Namespace) -> dict[str, float]:
     from inference_svc.reuse.strategies import STRATEGIES
     from inference_svc.reuse.strategies.base import cost
 
-    layers, share = shape_of(options.model)
-    return {f"shuffled_{r}": cost(STRATEGIES[r], options.ratio, layers, share) for r in REPAIRS if r != "none"}
+    shape = shape_of(options.model)
+    return {
+        f"shuffled_{r}": cost(STRATEGIES[r], options.ratio, shape.layers, shape.projection_share)
+        for r in REPAIRS
+        if r != "none"
+    }
 
 
 def _ratios(context: int, p50: dict[str, float], costs: dict[str, float]) -> dict[str, Any]:

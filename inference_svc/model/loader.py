@@ -116,14 +116,24 @@ def _projection_share(config: Any) -> float:
     return float(qkv / (qkv + rest))
 
 
-def shape_of(name: str) -> tuple[int, float]:
-    """Layers of a model, and the share of a layer that its projections are, without loading it."""
+@dataclass(frozen=True)
+class Shape:
+    """What a model's configuration says about costs."""
+
+    layers: int
+    projection_share: float  # of a layer's weights that queries, keys and values take
+    token_bytes: int  # of a token's keys and values in a float32 pool; half of it in a 16-bit one
+
+
+def shape_of(name: str) -> Shape:
+    """The shape of a model, without loading it."""
     if name.startswith("shape:"):
         kind, values = SHAPES[name.removeprefix("shape:")]
         config = kind(**values)
     else:
         config = AutoConfig.from_pretrained(DEMO_MODEL if name == "demo" else name)
-    return int(config.num_hidden_layers), _projection_share(config)
+    layers, (_, kv_heads, dim) = int(config.num_hidden_layers), _heads(config)
+    return Shape(layers, _projection_share(config), 2 * layers * kv_heads * dim * 4)
 
 
 def pick_device(name: str) -> torch.device:
