@@ -90,7 +90,7 @@ class Admission:
     def allocate(self, sequence: Sequence, source: Source) -> bool:
         """Gives a sequence its pages, the first ``sequence.computed`` tokens of them filled from the source. False
         when there is no room."""
-        if self._adopt(sequence, source) or self._copy(sequence, source):
+        if self._adopt(sequence, source) or (not self._pool.read_by_pages and self._copy(sequence, source)):
             return True
         needed, spare = len(sequence.tokens) + 1, _spare(sequence)
         if source.tokens and self._share(sequence, source, needed):
@@ -115,7 +115,7 @@ class Admission:
         return True
 
     def _copy(self, sequence: Sequence, source: Source) -> bool:
-        """Copies what is shared into pages in one piece, which attention reads faster than it gathers."""
+        """Copies what is shared into pages in one piece, for attention that would have to gather pages."""
         if not source.tokens:
             return False
         table = self._pool.allocate_contiguous(len(sequence.tokens) + 1 + _spare(sequence))
@@ -130,6 +130,8 @@ class Admission:
 
     def _share(self, sequence: Sequence, source: Source, needed: int) -> bool:
         """Refers to the source's whole pages and copies the begun one."""
+        if source.resident is not None:
+            self._residents.touch(source.resident)
         table = self._pool.share(_table(source), source.tokens)
         shared = table.tokens
         while not self._pool.grow(table, needed):

@@ -145,10 +145,7 @@ def attend_rows(
         raise Projected
     rows_first = query[0].transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = _way(batch)(rows_first, batch, layer, scale, sliding_window, softcap)
-    if batch.observer is not None:
-        observe(rows_first, batch, layer, scale, sliding_window)
-    return out[None], None
+    return _way(batch)(rows_first, batch, layer, scale, sliding_window, softcap)[None], None
 
 
 def _way(batch: Batch) -> Callable[..., Tensor]:
@@ -156,7 +153,7 @@ def _way(batch: Batch) -> Callable[..., Tensor]:
     native = batch.pool.native
     if native is not None and native.serves(batch):
         return native
-    return cpu_attention.attend if cpu_attention.serves(batch.pool) else attend_segments
+    return cpu_attention.attend if batch.pool.read_by_pages else attend_segments
 
 
 def attend_segments(
@@ -169,17 +166,22 @@ def attend_segments(
         part = slice(segment.first_row, segment.first_row + segment.rows)
         keys, values = _keys_values(batch, segment, layer)
         out[part] = _attend(query[part], keys, values, segment, scale, window, softcap)
+    if batch.observer is not None:
+        _observe(query, batch, layer, scale, window)
     return out
 
 
-def observe(query: Tensor, batch: Batch, layer: int, scale: float, window: int | None) -> None:
-    """Shows the batch's observer the attention of ``query [rows, heads, dim]``."""
+def _observe(query: Tensor, batch: Batch, layer: int, scale: float, window: int | None) -> None:
+    """Shows the batch's observer the attention of ``query [rows, heads, dim]``, by torch."""
     assert batch.observer is not None
-    for segment in batch.segments:
-        mine = query[segment.first_row : segment.first_row + segment.rows].transpose(0, 1)
-        keys, _ = _keys_values(batch, segment, layer)
-        mask = segment_mask(segment, 1, window, query)[: segment.rows]
-        batch.observer.see(mine, keys, mask, scale)
+    (segment,) = batch.segments
+    keys, _ = _keys_values(batch, segment, layer)
+    (kv_heads, count, dim), rows_, heads = keys.shape, segment.rows, query.shape[1]
+    # Heads that share keys are rows of one product.
+    mine = query[segment.first_row : segment.first_row + rows_].transpose(0, 1)
+    scores = (mine.reshape(kv_heads, -1, dim) @ keys.transpose(1, 2)).view(heads, rows_, count).float()
+    scores = scores.mul_(scale).add_(segment_mask(segment, 1, window, query)[:rows_])
+    batch.observer.see(torch.softmax(scores, -1).amax(1))
 
 
 def _scatter(batch: Batch, pool: Tensor, rows: Tensor) -> None:

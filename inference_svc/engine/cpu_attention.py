@@ -9,23 +9,25 @@ from kvkernels.cpu_attention import Attention
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.engine.pool import PAGE_TOKENS, KVPool
+from inference_svc.engine.pool import PAGE_TOKENS
 from inference_svc.engine.rows import Batch, Segment
 
 assert PAGE_TOKENS == cpu_attention.PAGE
-
-
-def serves(pool: KVPool) -> bool:
-    """Whether the kernel attends over a pool like this one."""
-    keys = pool.keys
-    return keys.device.type == "cpu" and cpu_attention.serves(keys.dtype, keys.shape[3])
 
 
 def attention_of(batch: Batch, heads: int, softcap: float | None = None) -> Attention:
     """The attention of a batch's layers, its pages looked up once."""
     rows = [cpu_attention.Rows(s.first_row, s.rows, _pages(s)) for s in batch.segments]
     pool = batch.pool
-    return Attention(batch.positions.numpy(), rows, heads, (pool.keys, pool.values), softcap)
+    observed = batch.observer is not None
+    return Attention(batch.positions.numpy(), rows, heads, (pool.keys, pool.values), softcap, observed)
+
+
+def attend_in_place(attention: Attention, batch: Batch, layer: int, scale: float, window: int | None) -> None:
+    """A layer's attention between the tensors that ``attention`` is bound to, shown to the batch's observer."""
+    attention(layer, scale, window)
+    if batch.observer is not None:
+        batch.observer.see(torch.from_numpy(attention.strongest()))
 
 
 def attend(query: Tensor, batch: Batch, layer: int, scale: float, window: int | None, softcap: float | None) -> Tensor:
@@ -36,7 +38,7 @@ def attend(query: Tensor, batch: Batch, layer: int, scale: float, window: int | 
     # zeros: padding rows belong to no sequence, and what they hold must be finite
     out = torch.zeros_like(query)
     batch.attention.bind(query, out)
-    batch.attention(layer, scale, window)
+    attend_in_place(batch.attention, batch, layer, scale, window)
     return out
 
 

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from inference_svc.engine import cpu_attention
-from inference_svc.engine.attention import observe
 from inference_svc.engine.rows import Batch, only_wanted
 from inference_svc.model.packed_linear import PackedLinear
 
@@ -126,8 +125,8 @@ class _Work:
         self.normed = torch.zeros_like(hidden)
         self.queries = hidden.new_zeros(rows, layers.heads, layers.dim)
         self.attended = hidden.new_zeros(rows, layers.heads, layers.dim)
-        self.attend = cpu_attention.attention_of(batch, layers.heads)
-        self.attend.bind(self.queries, self.attended)
+        self.attention = cpu_attention.attention_of(batch, layers.heads)
+        self.attention.bind(self.queries, self.attended)
         self.flat = self.attended.view(rows, -1)
         self.gated = hidden.new_zeros(rows, layers.width)
         self.normed_raw, self.gated_raw = raw(self.normed), raw(self.gated)
@@ -179,9 +178,7 @@ class FusedLayers:
             layer = self._layers[i]
             self._project(work, i, delta)
             work.batch.pass_layer(i)
-            work.attend(i, layer.scale, layer.window)
-            if work.batch.observer is not None:
-                observe(work.queries, work.batch, i, layer.scale, layer.window)
+            cpu_attention.attend_in_place(work.attention, work.batch, i, layer.scale, layer.window)
             delta = raw(layer.o(work.flat))
             cpu_rows.norm_rows(
                 work.real, work.brain, work.hidden, delta, layer.post_norm, layer.epsilon, work.normed_raw

@@ -1,8 +1,8 @@
 """The paged KV pool.
 
 Pages of ``PAGE_TOKENS`` tokens. A sequence's pages are taken as one contiguous range where one is free, so that
-attention can read them in place; otherwise as several ranges, which attention gathers. The page after the last
-is for padding rows.
+torch's attention can read them in place; otherwise as several ranges, which it gathers and our kernels read as they
+are. The page after the last is for padding rows.
 
 Pages are counted by the tables that refer to them. Only whole pages are shared, and of a sequence only tokens that
 are computed: whoever writes, writes behind them, so that the copy of copy-on-write is made when sharing begins.
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from kvkernels import cpu_attention
 from kvkernels.compiled import raw
 from kvsidecar.extents import Extents
 from numpy.typing import NDArray
@@ -90,6 +91,11 @@ class KVPool:
     def arrays(self) -> list[tuple[NDArray[Any], NDArray[Any]]]:
         """Keys and values of each layer as arrays over the same memory, of a pool on the CPU."""
         return [(raw(keys), raw(values)) for keys, values in zip(self.keys, self.values, strict=True)]
+
+    @cached_property
+    def read_by_pages(self) -> bool:
+        """Whether our CPU kernel attends over this pool: pages anywhere are as good as pages in one piece."""
+        return self.keys.device.type == "cpu" and cpu_attention.serves(self.keys.dtype, self.keys.shape[3])
 
     @staticmethod
     def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -33,15 +33,11 @@ class Observer:
 
     mass: Tensor
 
-    def see(self, query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> None:
-        """``query [heads, rows, dim]``, ``keys [kv_heads, keys, dim]``, additive ``mask [rows, keys]``."""
-        (heads, rows_, dim), (kv_heads, count, _) = query.shape, keys.shape
-        # Heads that share keys are rows of one product.
-        scores = query.reshape(kv_heads, -1, dim) @ keys.transpose(1, 2)
-        scores = scores.view(heads, rows_, count).float().mul_(scale).add_(mask)
-        strongest = torch.softmax(scores, -1).amax(1)[:, : len(self.mass)]
+    def see(self, strongest: Tensor) -> None:
+        """``strongest [heads, keys]``: the strongest probability that any row gives each key."""
         # Squares: what one head looks at hard is not outvoted by those that look around.
-        self.mass += strongest.square().sum(0)
+        mass = strongest[:, : len(self.mass)].square().sum(0)
+        self.mass[: len(mass)] += mass
 
 
 class Repairing:

@@ -100,10 +100,10 @@ class Batch:
 
 
 class Observer(Protocol):
-    """Sees the attention of a batch with one segment."""
+    """Sees the attention of a batch with one segment, layer by layer."""
 
-    def see(self, query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> None:
-        """``query [heads, rows, dim]``, ``keys [kv_heads, keys, dim]``, additive ``mask [rows, keys]``."""
+    def see(self, strongest: Tensor) -> None:
+        """The strongest probability that any row gives each key, ``[heads, keys]``; keys behind the last may follow."""
         ...
 
 

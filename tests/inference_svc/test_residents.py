@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from benchmarks.node import Node
+from inference_svc.engine.pool import PAGE_TOKENS
 from inference_svc.engine.residents import LEAST_SHARED
 from inference_svc.engine.sequence import CacheUse, Output
 from tests.inference_svc.test_exactness import prompt
@@ -46,6 +49,20 @@ def test_two_that_share_a_prefix_leave_each_other_alone() -> None:
         for ids, expected in zip(tails, want, strict=True):
             assert answer(engine, ids)[0] == expected
     assert answer(engine, tails[0])[1] == len(tails[0]) - 1
+    engine.check_integrity()
+    engine.stop()
+
+
+def test_what_begins_alike_takes_no_second_room() -> None:
+    engine = small_engine(2048)
+    system = prompt(1, 320)
+    answer(engine, system + prompt(9, 10), 2)
+    pages = [engine.pool.free_pages]
+    for i in range(3):
+        assert answer(engine, system + prompt(10 + i, 10), 2)[1] >= 320
+        pages.append(engine.pool.free_pages)
+    own = -(-(10 + 2) // PAGE_TOKENS) + 1
+    assert all(before - after <= own for before, after in pairwise(pages)), pages
     engine.check_integrity()
     engine.stop()
 
