@@ -9,7 +9,8 @@ from pathlib import Path
 
 from benchmarks import report
 
-NAMES = ("replay", "ttft", "overhead", "decode", "quality", "rag", "kernels")
+NAMES = ("replay", "ttft", "overhead", "decode", "quality", "rag", "kernels", "cpu_kernels")
+_WITHOUT_MODEL = ("kernels", "cpu_kernels")
 
 
 def main() -> None:
@@ -21,7 +22,9 @@ def main() -> None:
     for name in NAMES:
         began = time.monotonic()
         report.console.rule(name)
-        arguments = ["--model", options.model, "--out", str(options.out_dir / f"{name}.json")]
+        arguments = ["--out", str(options.out_dir / f"{name}.json")]
+        if name not in _WITHOUT_MODEL:
+            arguments += ["--model", options.model]
         importlib.import_module(f"benchmarks.{name}").main([*arguments, *(["--quick"] if options.quick else [])])
         report.console.print(f"[dim]{name} took {time.monotonic() - began:.0f} s[/dim]")
 

@@ -1,13 +1,12 @@
 """Our CUDA kernels against torch's and against what the device's memory or tensor cores allow.
 
 Without a CUDA device it says so and ends well: what can be known without one, ``make kernels`` and the emulator's tests
-say.
+say. ``benchmarks.cpu_kernels`` measures the CPU's.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks import report
+from benchmarks.measured import Measured, Way
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-Way = Callable[[], Any]
 
 
 def microseconds(way: Way, repeats: int) -> float:
@@ -55,41 +54,6 @@ def product_rate(repeats: int) -> float:
     """Operations per second of a large bf16 product."""
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     return 2 * 8192**3 / microseconds(lambda: a @ a, repeats) * 1e6
-
-
-class Measured:
-    """Collects rows; ``bytes_moved`` and ``operations`` give the bound."""
-
-    def __init__(self, repeats: int) -> None:
-        self.repeats, self.rows = repeats, list[dict[str, Any]]()
-        self.bandwidth, self.products = copy_bandwidth(repeats), product_rate(repeats)
-
-    def add(
-        self, op: str, shape: str, ours: Way, name: str, theirs: Way, bytes_moved: float, operations: float = 0.0
-    ) -> None:
-        got, expected = _tensor(ours()).float(), _tensor(theirs()).float()
-        error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
-        ours_us, reference_us = microseconds(ours, self.repeats), microseconds(theirs, self.repeats)
-        bound = max(bytes_moved / self.bandwidth, operations / self.products) * 1e6
-        self.rows.append(
-            {
-                "op": op,
-                "shape": shape,
-                "ours_us": ours_us,
-                "reference": name,
-                "reference_us": reference_us,
-                "bound_us": round(bound, 2),
-                "max_rel_error": round(error, 6),
-                "over_reference": round(reference_us / ours_us, 3),
-                "of_bound": round(bound / ours_us, 3),
-            }
-        )
-
-
-def _tensor(found: Any) -> Tensor:
-    out = found[0] if isinstance(found, tuple) else found
-    assert isinstance(out, Tensor)
-    return out
 
 
 def attention(kernels: Kernels, out: Measured) -> None:
@@ -210,16 +174,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if choice.kernels is None:
         report.console.print(f"Our kernels cannot be used here: {choice.why}.")
         return report.write(options, "kernels", [], {"measured": False, "reason": choice.why})
-    out = Measured(5 if options.quick else 20)
+    repeats = 5 if options.quick else 20
+    out = Measured(repeats, microseconds, copy_bandwidth(repeats), product_rate(repeats))
     attention(choice.kernels, out)
     moving(choice.kernels, out)
     products(choice.kernels, out)
     summary = {
         "measured": True,
         "kernels": choice.why,
-        "copy_gb_per_s": round(out.bandwidth / 1e9, 1),
-        "product_tflops": round(out.products / 1e12, 1),
-        "max_rel_error": max(row["max_rel_error"] for row in out.rows),
+        **out.summary(),
     }
     return report.write(options, "kernels", out.rows, summary)
 

@@ -24,6 +24,7 @@ from benchmarks.node import Node
 REPAIRS = ("none", "selective", "cacheblend", "guided")
 SHUFFLED = tuple(f"shuffled_{repair}" for repair in REPAIRS)
 ARMS = ("nocache", "exact", "worker_restarted", "daemon_restarted", *SHUFFLED, "bound")
+_BOUND_REPEATS = 3
 # Arms that ask another one's node.
 _SHARED = {"exact": "nocache", "daemon_restarted": "worker_restarted"}
 # Room for more than a document: questions that were stored.
@@ -53,16 +54,19 @@ class Bound:
         self._decoder = Decoder(m)
 
     def measure(self, context: int) -> float:
-        """Milliseconds from token ids to the first token."""
+        """Milliseconds from token ids to the first token: the best of a few, for its memory was idle meanwhile."""
         table = self._pool.allocate(context)
         assert table is not None
+        best = min(self._forward(table, context) for _ in range(_BOUND_REPEATS))
+        self._pool.free(table)
+        return best
+
+    def _forward(self, table: Any, context: int) -> float:
         began = time.perf_counter()
         span = self._rows.Span(list(range(10, 10 + QUESTION_TOKENS)), context - QUESTION_TOKENS, table, True)
         logits = self._decoder(self._rows.build([span], self._pool, self._loaded.device))
         int(logits[0].argmax())
-        elapsed = (time.perf_counter() - began) * 1e3
-        self._pool.free(table)
-        return elapsed
+        return (time.perf_counter() - began) * 1e3
 
 
 class Arms:

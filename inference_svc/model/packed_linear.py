@@ -27,15 +27,16 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // self.in_features
         if rows > MOST_ROWS or rows % ROWS or not x.is_contiguous():
-            return self._whole(x)
+            return self.by_onednn(x)
         if not self._tried:
             # Not before: oneDNN's order may depend on the number of threads, which is this thread's.
             self._tried, self._streamed = True, streamed(self._packed, self._bias)
         if self._streamed is None:
-            return self._whole(x)
+            return self.by_onednn(x)
         return self._streamed(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
 
-    def _whole(self, x: Tensor) -> Tensor:
+    def by_onednn(self, x: Tensor) -> Tensor:
+        """The same, with the same bits, by oneDNN whatever the number of rows."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
 
 

@@ -39,7 +39,7 @@ def test_bits_are_those_of_one_dnn(outputs: int, inputs: int, biased: bool) -> N
     layer = PackedLinear(wide(outputs, inputs), wide(outputs) if biased else None)
     for rows in range(ROWS, MOST_ROWS + 1, ROWS):
         x = wide(rows, inputs)
-        assert torch.equal(layer(x), layer._whole(x)), f"{rows} rows"
+        assert torch.equal(layer(x), layer.by_onednn(x)), f"{rows} rows"
     assert layer._streamed is not None, "all is right, and as slow as before"
 
 
@@ -52,18 +52,18 @@ def test_what_it_does_not_serve_one_dnn_does() -> None:
         (512, 64, MOST_ROWS + ROWS),
     ):
         layer, x = PackedLinear(wide(outputs, inputs), None), wide(rows, inputs)
-        assert torch.equal(layer(x), layer._whole(x))
+        assert torch.equal(layer(x), layer.by_onednn(x))
     layer = PackedLinear(wide(512, 64), None)
     x = wide(64, 8).T
-    assert torch.equal(layer(x), layer._whole(x.contiguous())), "strided input"
+    assert torch.equal(layer(x), layer.by_onednn(x.contiguous())), "strided input"
     x = wide(2, 4, 64)
-    assert torch.equal(layer(x), layer._whole(x)), "more than two dimensions"
+    assert torch.equal(layer(x), layer.by_onednn(x)), "more than two dimensions"
 
 
 def test_another_order_of_sums_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_products, "_BLOCKS", (256,))  # oneDNN's is 512 here
     layer, x = PackedLinear(wide(512, 896), None), wide(4, 896)
-    assert torch.equal(layer(x), layer._whole(x))
+    assert torch.equal(layer(x), layer.by_onednn(x))
     assert layer._streamed is None
 
 
@@ -82,7 +82,7 @@ def test_threads_may_share_a_product() -> None:
 
     def one(x: Tensor) -> bool:
         with torch.inference_mode():
-            return all(torch.equal(layer(x), layer._whole(x)) for _ in range(10))
+            return all(torch.equal(layer(x), layer.by_onednn(x)) for _ in range(10))
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(one, inputs))

@@ -1,0 +1,203 @@
+"""Our CPU kernels against torch's and against what the machine's memory or cores allow.
+
+The bound is what a large copy (reads and writes counted) or a product of 1,024 rows reaches in the same minute. Weights
+of a product are more than any cache holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from kvkernels import pack_chunk, reference, unpack_chunk
+from kvkernels.cpu_attention import PAGE, Attention, Rows, pages_for, serves
+from kvkernels.cpu_products import MOST_ROWS
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
+from kvsidecar.layout import Geometry, layout_of, new_header
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.measured import Measured, Way
+from inference_svc.model.packed_linear import PackedLinear
+
+# heads, key heads, head dim: Qwen2.5-0.5B and Llama-3-8B
+MODELS = {"0.5b": (14, 2, 64), "8b": (32, 8, 128)}
+# outputs, inputs: Qwen2.5-0.5B's gate and up, down, and head
+WEIGHTS = ((9728, 896), (896, 4864), (151936, 896))
+_CACHES = 300 << 20
+
+
+def microseconds(way: Way, repeats: int) -> float:
+    """Median time of a call, in microseconds."""
+    way()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        way()
+        times.append((time.perf_counter() - began) * 1e6)
+    return report.median(times)
+
+
+def copy_bandwidth(repeats: int) -> float:
+    """Bytes per second of a large copy, reads and writes both counted."""
+    source, target = (torch.zeros(1 << 26) for _ in range(2))
+    return 2 * source.nbytes / microseconds(lambda: target.copy_(source), repeats) * 1e6
+
+
+def product_rate(repeats: int) -> float:
+    """Operations per second of a large bfloat16 product."""
+    rows, (outputs, inputs) = 1024, WEIGHTS[0]
+    layer, x = PackedLinear(_weight(outputs, inputs), None), torch.randn(rows, inputs).bfloat16()
+    return 2.0 * rows * outputs * inputs / microseconds(lambda: layer(x), repeats) * 1e6
+
+
+def _weight(outputs: int, inputs: int) -> Tensor:
+    return (torch.randn(outputs, inputs) * 0.02).bfloat16()
+
+
+def attention(out: Measured) -> None:
+    for model in MODELS:
+        for op, rows, keys in (
+            ("prefill", 512, 512),
+            ("append", 512, 4096),
+            ("append", 32, 4096),
+            ("scattered", 614, 4096),
+        ):
+            _attention(out, model, op, rows, keys)
+        for batch in (1, 8):
+            _decode(out, model, batch, 1024)
+
+
+def _pool(model: str, keys: int) -> tuple[Tensor, Tensor]:
+    _, kv_heads, dim = MODELS[model]
+    k, v = (torch.randn(1, kv_heads, keys, dim).bfloat16() for _ in range(2))
+    return k, v
+
+
+def _attention(out: Measured, model: str, op: str, rows: int, keys: int) -> None:
+    heads, _, dim = MODELS[model]
+    k, v = _pool(model, keys)
+    positions = np.arange(keys - rows, keys)
+    if op == "scattered":
+        positions = np.sort(np.random.default_rng(0).permutation(keys)[:rows])
+    q = torch.randn(rows, heads, dim).bfloat16()
+    found = torch.empty_like(q)
+    pages = np.arange(pages_for(keys)) * PAGE
+    ours = Attention(positions, [Rows(0, rows, pages)], heads, (k, v))
+    ours.bind(q, found)
+
+    def run() -> Tensor:
+        ours(0, dim**-0.5, None)
+        return found
+
+    hidden = torch.arange(keys) > torch.from_numpy(positions)[:, None]
+    mask = torch.zeros(rows, keys, dtype=torch.bfloat16).masked_fill_(hidden, float("-inf"))
+
+    def theirs() -> Tensor:
+        return F.scaled_dot_product_attention(q.transpose(0, 1)[None], k, v, mask, enable_gqa=True)[0].transpose(0, 1)
+
+    seen = float(positions.sum() + rows)
+    moved = 2.0 * (q.nbytes + k.nbytes)
+    out.add(op, f"{model}: q {rows} k {keys}", run, "SDPA flash", theirs, moved, 4 * seen * heads * dim)
+
+
+def _decode(out: Measured, model: str, batch: int, keys: int) -> None:
+    heads, kv_heads, dim = MODELS[model]
+    k, v = _pool(model, batch * keys)
+    q = torch.randn(batch, heads, dim).bfloat16()
+    found, each = torch.empty_like(q), pages_for(keys)
+    rows = [Rows(n, 1, (np.arange(each) + n * each) * PAGE) for n in range(batch)]
+    ours = Attention(np.full(batch, keys - 1), rows, heads, (k, v))
+    ours.bind(q, found)
+
+    def run() -> Tensor:
+        ours(0, dim**-0.5, None)
+        return found
+
+    # The heads of a key head as rows, which is how torch reads keys once.
+    packed = q.view(batch, kv_heads, heads // kv_heads, dim)
+    whole_k, whole_v = (x[0].view(kv_heads, batch, keys, dim).transpose(0, 1) for x in (k, v))
+
+    def theirs() -> Tensor:
+        return F.scaled_dot_product_attention(packed, whole_k, whole_v).view(batch, heads, dim)
+
+    out.add("decode", f"{model}: batch {batch} k {keys}", run, "SDPA, heads packed", theirs, 2.0 * k.nbytes)
+
+
+def products(out: Measured) -> None:
+    for outputs, inputs in WEIGHTS:
+        layers = [PackedLinear(_weight(outputs, inputs), None) for _ in range(-(-_CACHES // (outputs * inputs * 2)))]
+        for rows in (4, 8, MOST_ROWS):
+            x = torch.randn(rows, inputs).bfloat16()
+            for layer in layers:  # the first call chooses the kernel
+                layer(x)
+
+            moved = 2.0 * outputs * inputs
+            shape = f"M {rows}, {inputs} x {outputs}"
+            ours, theirs = _in_turn(layers, x), _in_turn([layer.by_onednn for layer in layers], x)
+            out.add("product", shape, ours, "oneDNN, packed", theirs, moved, rows * moved)
+
+
+def _in_turn(layers: Sequence[Callable[[Tensor], Any]], x: Tensor) -> Way:
+    """A way that calls the next layer every time."""
+    turns = cycle(layers)
+    return lambda: next(turns)(x)
+
+
+def moving(out: Measured) -> None:
+    """Quantize and dequantize: 24 layers of 256 tokens."""
+    layers, tokens, (_, kv_heads, dim) = 24, 256, MODELS["0.5b"]
+    header = new_header(Geometry(layers, kv_heads, dim, DATA_TYPE_BFLOAT16, 8), list(range(tokens)), 512)
+    pool = [torch.randn(layers, kv_heads, 4096, dim).bfloat16() for _ in range(2)]
+    pool += [x.clone() for x in pool]
+    payload, slots = torch.zeros(header.payload_bytes, dtype=torch.uint8), torch.randperm(4096)[:tokens]
+    memory = memoryview(payload.numpy())
+    arrays = layout_of(header).arrays(memory)
+    moved = header.payload_bytes + 2.0 * layers * tokens * kv_heads * dim * 2
+
+    def pack() -> Tensor:
+        pack_chunk(pool[0], pool[1], slots, header, memory)
+        return payload
+
+    def pack_reference() -> Tensor:
+        reference.pack(pool[0], pool[1], slots, header, arrays)
+        return payload
+
+    def unpack() -> Tensor:
+        unpack_chunk(pool[0], pool[1], slots, header, memory)
+        return pool[0]
+
+    def unpack_reference() -> Tensor:
+        reference.unpack(pool[2], pool[3], slots, header, arrays, None, range(layers))
+        return pool[2]
+
+    shape = f"{layers} layers, {tokens} tokens, 8 bit"
+    out.add("pack", shape, pack, "torch reference", pack_reference, moved)
+    out.add("unpack", shape, unpack, "torch reference", unpack_reference, moved)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    if not serves(torch.bfloat16, 64) or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        report.console.print("Our kernels, or bfloat16, cannot be used on this CPU.")
+        return report.write(options, "cpu_kernels", [], {"measured": False})
+    repeats = 5 if options.quick else 20
+    with torch.inference_mode():
+        out = Measured(repeats, microseconds, copy_bandwidth(repeats), product_rate(repeats))
+        attention(out)
+        products(out)
+        moving(out)
+    return report.write(options, "cpu_kernels", out.rows, {"measured": True, **out.summary()})
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    return run(report.parser("cpu_kernels", (__doc__ or "").split("\n")[0]).parse_args(arguments))
+
+
+if __name__ == "__main__":
+    main()

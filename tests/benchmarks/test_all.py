@@ -1,0 +1,26 @@
+"""The benchmarks that run in seconds, by the command that runs them all."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kvkernels.cpu_attention import serves
+
+from benchmarks import all as everything
+
+
+def test_kernels_are_measured_on_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(everything, "NAMES", ("kernels", "cpu_kernels"))
+    monkeypatch.setattr(sys, "argv", ["all", "--quick", "--out-dir", str(tmp_path)])
+    everything.main()
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in tmp_path.glob("*.json")}
+    assert set(found) == {"kernels", "cpu_kernels"}
+    assert found["kernels"]["summary"]["measured"] == torch.cuda.is_available()
+    ours = serves(torch.bfloat16, 64) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    assert found["cpu_kernels"]["summary"]["measured"] == ours
+    for row in found["cpu_kernels"]["rows"]:
+        assert row["max_rel_error"] < 0.02, row
