@@ -46,7 +46,7 @@ _LEAST_MISSING = 64
 # Shorter chunks are not worth a seam.
 _LEAST_PLACED = 8
 # From so many tokens on, the forward begins when the first layers are there; layers are copied so many at a time.
-_LAYERWISE_TOKENS, _LAYER_GROUP = 512, 4
+_LAYERWISE_TOKENS, _LAYER_GROUP = 512, 8
 
 
 @dataclass(frozen=True)
