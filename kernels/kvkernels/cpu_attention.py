@@ -131,13 +131,14 @@ class Attention:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one sequence that follow each other in a batch, at rising positions."""
+    """Rows of one sequence that follow each other in a batch, at rising positions.
+
+    ``pages`` are the first slots of the sequence's pages of PAGE tokens: ``pages_for(keys)`` of them, all in the pool.
+    """
 
     first: int
     count: int
-    pages: NDArray[
-        np.int64
-    ]  # first slots of the sequence's pages of PAGE tokens; ``pages_for(keys)`` of them, all in the pool
+    pages: NDArray[np.int64]
 
 
 def _tiles(sequences: Sequence[Rows], kv_heads: int, per_kv: int, threads: int) -> NDArray[np.int64]:
