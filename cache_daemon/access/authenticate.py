@@ -73,7 +73,8 @@ class RefusalLog:
 
     def note(self, peer: str, method: str, error: Unauthenticated) -> None:
         self._refused += 1
-        if self._clock() < self._next:
+        now = self._clock()
+        if now < self._next:
             return
         log.warning("a caller was refused", peer=peer, method=method, why=str(error), refused=self._refused)
-        self._next, self._refused = self._clock() + 1.0, 0
+        self._next, self._refused = now + 1.0, 0

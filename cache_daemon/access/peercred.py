@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 _SO_PEERGROUPS, _SO_PEERPIDFD = 59, 77  # <asm-generic/socket.h>; Linux 4.13 and 6.5
 _UCRED = struct.Struct("3i")
-_MOST_GROUPS = 65536  # NGROUPS_MAX
+_LONGEST_OPTION = 1024  # that Python reads
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,15 @@ def peer_credentials(connection: socket.socket) -> PeerCredentials:
 
 
 def peer_groups(connection: socket.socket) -> frozenset[int]:
-    """All groups of the peer, its first and its supplementary ones."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MOST_GROUPS * 4)
-    return frozenset(array("I", packed)) | {peer_credentials(connection).gid}
+    """All groups of the peer. One that is in more than 256 counts with its first alone."""
+    first = peer_credentials(connection).gid
+    try:
+        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _LONGEST_OPTION)
+    except OSError as error:
+        if error.errno != errno.ERANGE:
+            raise
+        return frozenset([first])
+    return frozenset([first, *array("I", packed)])
 
 
 def is_allowed(

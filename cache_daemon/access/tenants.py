@@ -150,13 +150,11 @@ def _refuse_open_file(path: Path, found: os.stat_result) -> None:
 
 
 def _union(principals: list[Principal]) -> Principal:
-    if len(principals) == 1:
-        return principals[0]
-    if any(p.operator for p in principals):
-        tenants = None
-    else:
+    tenants = None
+    if not any(p.operator for p in principals):
         tenants = frozenset(salt for p in principals for salt in p.tenants or ())
-    return Principal("+".join(p.name for p in principals), tenants is None, tenants)
+    names = dict.fromkeys(name for p in principals for name in p.name.split("+"))
+    return Principal("+".join(names), tenants is None, tenants)
 
 
 _LIMITS = ("arena_bytes", "store_bytes", "entries", "ttl", "pin_bytes", "priority")
