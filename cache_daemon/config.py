@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from kvsidecar.addresses import parse_tcp
 from kvsidecar.runtime import default_data_dir, default_runtime_dir
 from kvsidecar.sizes import parse_size
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -17,40 +18,110 @@ class DaemonConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="KVSIDECAR_CACHE_", extra="forbid", frozen=True)
 
     socket: Path = Field(default_factory=lambda: default_runtime_dir() / "cache.sock")
-    """Unix socket to listen on; created with mode 0600."""
-    tcp: str = ""
-    """Additional ``host:port``, for remote clients and probes. Off by default; there is no authentication."""
+    """Unix socket of this user's own processes, which may see and do everything; created with mode 0600."""
+    shared_socket: Path | None = Field(default=None, validate_default=True)
+    """Another Unix socket, for the users of a group, who know only what their salts open; mode 0660."""
+    socket_group: str = Field(default="", validate_default=True)
+    """The group of --shared-socket; the daemon's own when empty."""
+    tenants: Path | None = None
+    """TOML file of tenants: who they are, and what each may have. Read again at SIGHUP."""
+    tls_cert: Path | None = None
+    """PEM file of the server's certificate with its chain. It and the next two are read again when they change."""
+    tls_key: Path | None = None
+    """PEM file of the certificate's key; not for others to read."""
+    tls_client_ca: Path | None = None
+    """PEM file of the authority whose certificates clients must show (mTLS)."""
+    tcp_insecure: bool = False
+    """Let everybody on this machine come in at --tcp, without TLS or a name; for loopback addresses only."""
+    tcp: str = Field(default="", validate_default=True)
+    """Additional host:port for remote clients, who show a certificate or a token. Off by default."""
     store: Path | None = Field(default_factory=lambda: default_data_dir() / "store")
     """Folder of the durable store; None keeps nothing on disk."""
+    store_bytes: int = 8 << 30
+    """Budget of the durable store, in payload bytes."""
+    store_key: SecretStr = SecretStr("")
+    """Key that the durable store is encrypted with, as 64 hex digits. For the environment: command lines are public."""
+    store_key_file: Path | None = Field(default=None, validate_default=True)
+    """File that holds the key instead."""
+    compression: Literal["auto", "none", "zstd"] = "auto"
+    """Lossless compression of what is durable; auto: where it makes reading no slower."""
+    durability: Literal["strict", "relaxed"] = "relaxed"
+    """strict: every group commit is flushed with its meta page. relaxed: a power cut may undo the last group
+    commit, never more, and never corrupts. Killing the process loses nothing in either."""
     arena_bytes: int = 1 << 30
     """Size of the host arena."""
     arena_dir: Path = Path("/dev/shm")
     """A tmpfs to put the arena into."""
+    staging_bytes: int = 256 << 20
+    """Size of the memory that each session writes into before the daemon copies what it commits."""
+    eviction: str = "auto"
+    """Policy that chooses what goes when room is needed."""
     gpu_arena: int = 0
     """Size of an arena in GPU memory that takes the place of the host arena; 0 for none. Needs cuda-bindings."""
     gpu_device: int = Field(default=0, ge=0)
     """The GPU to put it on."""
     gpu_memory: Literal["cuda", "host"] = "cuda"
     """host: the same exchange of descriptors with host memory behind it, for trying it out without a GPU."""
-    store_bytes: int = 8 << 30
-    """Budget of the durable store, in payload bytes."""
-    durability: Literal["strict", "relaxed"] = "relaxed"
-    """strict: every group commit is flushed with its meta page. relaxed: a power cut may undo the last group
-    commit, never more, and never corrupts. Killing the process loses nothing in either."""
     heartbeat_ms: int = Field(default=2000, ge=50, le=60_000)
     """A session ends after three missed heartbeats."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus endpoint on 127.0.0.1; 0 for none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("arena_bytes", "gpu_arena", "store_bytes", mode="before")
+    @field_validator("arena_bytes", "gpu_arena", "store_bytes", "staging_bytes", mode="before")
     @classmethod
     def _size(cls, value: object) -> object:
         return parse_size(value) if isinstance(value, str) else value
 
-    @field_validator("arena_bytes", "gpu_arena")
+    @field_validator("arena_bytes", "gpu_arena", "staging_bytes")
     @classmethod
-    def _arena_large_enough(cls, value: int, info: ValidationInfo) -> int:
+    def _large_enough(cls, value: int, info: ValidationInfo) -> int:
         if value < 1 << 20 and not (value == 0 and info.field_name == "gpu_arena"):
-            raise ValueError(f"{value} bytes is too small for an arena; at least 1MiB is needed")
+            what = "for staging" if info.field_name == "staging_bytes" else "for an arena"
+            raise ValueError(f"{value} bytes is too small {what}; at least 1MiB is needed")
+        return value
+
+    # A rule about several settings is the last one's, so that the message names a setting and shows no other's value.
+
+    @field_validator("shared_socket")
+    @classmethod
+    def _another_socket(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and value.absolute() == info.data.get("socket", Path()).absolute():
+            raise ValueError("it is --socket, which is this user's alone; choose another path")
+        return value
+
+    @field_validator("socket_group")
+    @classmethod
+    def _group_of_something(cls, value: str, info: ValidationInfo) -> str:
+        if value and info.data.get("shared_socket") is None:
+            raise ValueError("it is the group of --shared-socket, which is not set; set it, or leave this out")
+        return value
+
+    @field_validator("tcp")
+    @classmethod
+    def _tcp_names_its_callers(cls, value: str, info: ValidationInfo) -> str:
+        given = info.data
+        tls = [name for name in ("tls_cert", "tls_key", "tls_client_ca") if given.get(name) is not None]
+        insecure = bool(given.get("tcp_insecure"))
+        if not value:
+            for name in [*tls, *(["tcp_insecure"] if insecure else [])]:
+                raise ValueError(f"--{name.replace('_', '-')} is for TCP; set --tcp, or leave it out")
+            return value
+        address = parse_tcp(value)
+        if insecure:
+            if tls:
+                raise ValueError("--tcp-insecure and TLS files exclude each other; leave one out")
+            if not address.loopback:
+                raise ValueError("--tcp-insecure is for loopback addresses only, such as 127.0.0.1 or localhost")
+        elif "tls_cert" not in tls or "tls_key" not in tls:
+            raise ValueError("it needs --tls-cert and --tls-key, or --tcp-insecure on a loopback address")
+        elif "tls_client_ca" not in tls and given.get("tenants") is None:
+            raise ValueError("nobody could be told apart; it needs --tls-client-ca, or --tenants with tokens")
+        return value
+
+    @field_validator("store_key_file")
+    @classmethod
+    def _one_key(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("store_key", SecretStr("")).get_secret_value():
+            raise ValueError("the environment sets the key, too; use one of the two")
         return value

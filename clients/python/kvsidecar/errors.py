@@ -155,6 +155,18 @@ class ModelUnsupported(KVSidecarError):
     reason = "MODEL_UNSUPPORTED"
 
 
+class Unauthenticated(KVSidecarError):
+    """The caller did not say who it is, or not in a way that is known here."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(KVSidecarError):
+    """The caller is known, and may not do this. The text names neither the salt nor the token."""
+
+    reason = "PERMISSION_DENIED"
+
+
 class ConfigurationError(KVSidecarError):
     """A setting has a value that is not allowed."""
 
@@ -182,6 +194,8 @@ STATUS: dict[type[KVSidecarError], tuple[grpc.StatusCode, int]] = {
     Unavailable: (grpc.StatusCode.UNAVAILABLE, 503),
     DeadlineExceeded: (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
     Cancelled: (grpc.StatusCode.CANCELLED, 499),
+    Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, 401),
+    PermissionDenied: (grpc.StatusCode.PERMISSION_DENIED, 403),
 }
 _BY_REASON: dict[str, type[KVSidecarError]] = {}
 _BY_CODE: dict[grpc.StatusCode, type[KVSidecarError]] = {
@@ -190,6 +204,8 @@ _BY_CODE: dict[grpc.StatusCode, type[KVSidecarError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.RESOURCE_EXHAUSTED: InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
 
 

@@ -1,11 +1,17 @@
-"""How both services listen: a private Unix socket, optionally TCP, health, reflection, a graceful end."""
+"""How both services listen: Unix sockets and TCP ports under one health state, reflection, and one graceful end."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import fcntl
+import grp
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,66 +21,246 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
+from kvsidecar.addresses import TcpAddress, parse_tcp, why_not_bindable
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.runtime import socket_target
 
-_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+Register = Callable[[grpc.aio.Server], None]
+
+# A peer that vanished without a word (power, cable, a firewall that forgot the connection) is noticed within these.
+# A client's pings must not come faster than the server permits, or it is told to go away.
+_SERVER_KEEPALIVE_MS, _CLIENT_KEEPALIVE_MS, _KEEPALIVE_PATIENCE_MS, _FASTEST_PING_MS = 60_000, 30_000, 10_000, 10_000
+
+CLIENT_KEEPALIVE: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", _CLIENT_KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", _KEEPALIVE_PATIENCE_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Options for every channel to a service of ours: with a call open, a dead peer is noticed within 40 s."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one connection may cost."""
+
+    message_bytes: int = 16 << 20
+    """Longest message that is received."""
+    metadata_bytes: int = 16 << 10
+    """Most metadata of one call."""
+    streams: int = 1024
+    """Most calls at once on one connection; further ones wait at the client."""
+    connections: int = 512
+    """Most connections at once at a door that others than the owner can reach; further ones are closed at once."""
+    handshake_seconds: float = 10.0
+    """A connection that has not said hello (TLS, HTTP/2) by then is closed."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """One address, and what answers there. Several doors of a process share its health and its end."""
+
+    at: Path | TcpAddress
+    """A Unix socket's path, or a TCP address."""
+    add: Register
+    """Adds the servicer that answers at this door."""
+    credentials: grpc.ServerCredentials | None = None
+    """TLS, for a TCP address; None is plain."""
+    interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
+    """They see health and reflection, too."""
+    group: str | None = None
+    """A Unix socket's group, which may connect (mode 0660; "" is the process's own). None: the owner alone (0600)."""
+
+    @property
+    def private(self) -> bool:
+        """Whether only the owner of the process, and root, can connect."""
+        return isinstance(self.at, Path) and self.group is None
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a service listens. ``tcp`` is ``host:port``, or empty for the socket alone."""
+    """A service with one servicer: its private socket, and a plain TCP port unless ``tcp`` is empty."""
 
     service: str
     socket: Path
     tcp: str = ""
-    max_message_bytes: int = 16 << 20
+    max_message_bytes: int = Limits.message_bytes
 
 
 @asynccontextmanager
-async def listening(
-    endpoint: Endpoint, add: Callable[[grpc.aio.Server], None], grace_seconds: Callable[[], float]
-) -> AsyncIterator[None]:
-    """Serves while the body runs, then says NOT_SERVING, waits ``grace_seconds()`` for calls and removes the socket.
-
-    The socket's mode is 0600 from the moment it exists. Raises ConfigurationError for an address that cannot be
-    listened on.
-    """
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", endpoint.max_message_bytes),
-            ("grpc.so_reuseport", 0),
-            ("grpc.keepalive_permit_without_calls", 1),
-        ]
-    )
-    add(server)
-    health = health_aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    reflection.enable_server_reflection((endpoint.service, _HEALTH), server)
-    mask = os.umask(0o177)
-    try:
-        server.add_insecure_port(socket_target(endpoint.socket))
-        await server.start()
-    except RuntimeError as error:
-        raise ConfigurationError(f"cannot listen on {endpoint.socket}: {error}") from error
-    finally:
-        os.umask(mask)
-    os.chmod(endpoint.socket, 0o600)
+async def listening(endpoint: Endpoint, add: Register, grace_seconds: Callable[[], float]) -> AsyncIterator[list[str]]:
+    """``listening_at`` the doors of an endpoint."""
+    doors = [Door(endpoint.socket, add)]
     if endpoint.tcp:
         try:
-            server.add_insecure_port(endpoint.tcp)
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"cannot listen on {endpoint.tcp!r}: {error}; write it like 127.0.0.1:7401"
-            ) from error
-    for name in ("", endpoint.service):
-        await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            doors.append(Door(parse_tcp(endpoint.tcp), add))
+        except ValueError as error:
+            raise ConfigurationError(f"cannot listen: {error}") from error
+    limits = Limits(message_bytes=endpoint.max_message_bytes)
+    async with listening_at(endpoint.service, doors, grace_seconds, limits) as addresses:
+        yield addresses
+
+
+@asynccontextmanager
+async def listening_at(
+    service: str, doors: Sequence[Door], grace_seconds: Callable[[], float], limits: Limits = Limits()
+) -> AsyncIterator[list[str]]:
+    """Serves at all doors while the body runs, which gets their gRPC addresses with the ports that were given out.
+
+    Every port is bound before the first call is answered. At the end all doors say NOT_SERVING, then wait
+    ``grace_seconds()`` for calls together; then the sockets are gone. A Unix socket has its mode from the moment that
+    it can be connected to. Raises ConfigurationError, with nothing left behind, for an address that cannot be
+    listened on.
+    """
+    health = health_aio.HealthServicer()
+    async with contextlib.AsyncExitStack() as stack:
+        servers, addresses = [], []
+        for door in doors:
+            server = _server(service, door, health, limits)
+            stack.push_async_callback(server.stop, None)
+            servers.append(server)
+            if isinstance(door.at, Path):
+                addresses.append(stack.enter_context(_bound_socket(server, door.at, door.group)))
+            else:
+                addresses.append(_bind_port(server, door.at, door.credentials))
+        for server in servers:
+            await server.start()
+        for name in ("", service):
+            await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        try:
+            yield addresses
+        finally:
+            await health.enter_graceful_shutdown()
+            grace = grace_seconds()
+            await asyncio.gather(*(server.stop(grace) for server in servers))
+
+
+def _server(service: str, door: Door, health: health_aio.HealthServicer, limits: Limits) -> grpc.aio.Server:
+    options = [
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_metadata_size", limits.metadata_bytes),
+        ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
+        ("grpc.max_concurrent_streams", limits.streams),
+        ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", _SERVER_KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_PATIENCE_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _FASTEST_PING_MS),
+    ]
+    if not door.private:
+        options.append(("grpc.max_allowed_incoming_connections", limits.connections))
+    server = grpc.aio.server(interceptors=door.interceptors, options=options)
+    door.add(server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    reflection.enable_server_reflection((service, HEALTH), server)
+    return server
+
+
+@contextlib.contextmanager
+def _bound_socket(server: grpc.aio.Server, path: Path, group: str | None) -> Iterator[str]:
+    target = socket_target(path)
+    number = _group_number(group) if group is not None else -1
+    if group is not None:
+        _refuse_replaceable(path)
+    mask = os.umask(0o177)
     try:
+        server.add_insecure_port(target)
+    except RuntimeError as error:
+        raise ConfigurationError(f"cannot listen on {path}: {error}") from error
+    finally:
+        os.umask(mask)
+    made = path.stat().st_ino
+    try:
+        if group is not None:
+            _open_to_group(path, number)
+        yield target
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ino == made:  # not the socket of one that came after
+                path.unlink()
+
+
+def _group_number(name: str) -> int:
+    if not name:
+        return os.getgid()
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigurationError(f"there is no group {name!r} on this machine; name one that exists") from None
+
+
+def _refuse_replaceable(path: Path) -> None:
+    """A member of the group who could replace the socket would be taken for the service by the others."""
+    try:
+        mode = path.parent.stat().st_mode
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {path}: {error.strerror}; create its folder first") from error
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        raise ConfigurationError(
+            f"others can write to the folder of {path} and so replace the socket; run: chmod go-w {path.parent}"
+        )
+
+
+def _open_to_group(path: Path, group: int) -> None:
+    try:
+        os.chown(path, -1, group)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot give {path} to the group {group}: {error.strerror}; choose a group that this user is in"
+        ) from error
+    path.chmod(0o660)
+
+
+def _bind_port(server: grpc.aio.Server, address: TcpAddress, credentials: grpc.ServerCredentials | None) -> str:
+    why = why_not_bindable(address) if address.port else ""
+    try:
+        if why:
+            raise RuntimeError(why)
+        port = (
+            server.add_secure_port(str(address), credentials)
+            if credentials is not None
+            else server.add_insecure_port(str(address))
+        )
+    except RuntimeError as error:
+        raise ConfigurationError(f"cannot listen on {address}: {error}; choose another address or port") from error
+    return str(TcpAddress(address.host, port))
+
+
+@contextlib.contextmanager
+def refuse_second(path: Path, what: str = "daemon") -> Iterator[None]:
+    """Makes the process the only one that may listen at a Unix socket while the body runs.
+
+    A lock on ``PATH.lock``, which the kernel gives back with the process, decides between two that start at once, so
+    that a dead one's socket is removed by one process that then owns the path. The lock file stays. Raises
+    ConfigurationError when another process listens there or is about to.
+    """
+    socket_target(path)  # refuses a path that is too long for a socket
+    taken = ConfigurationError(f"another {what} listens on {path}; stop it, or choose another --socket")
+    try:
+        lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigurationError(f"cannot lock {path}: {error.strerror}; choose another --socket") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise taken from None
+        if _somebody_listens(path):
+            raise taken
+        if path.exists() and not path.is_socket():
+            raise ConfigurationError(f"{path} is there and is no socket; remove it, or choose another --socket")
+        path.unlink(missing_ok=True)
         yield
     finally:
-        await health.enter_graceful_shutdown()
-        await server.stop(grace_seconds())
-        endpoint.socket.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _somebody_listens(path: Path) -> bool:
+    """Only a refusal, and a path that is not there, mean dead: a live one with a full backlog says EAGAIN."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:

@@ -1,0 +1,59 @@
+"""``host:port`` as people write it."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TcpAddress:
+    """Where a TCP server listens. An IPv6 host is without brackets here and with them in ``str()``."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach it. A name other than ``localhost`` is never taken for that."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def parse_tcp(text: str) -> TcpAddress:
+    """``"127.0.0.1:7401"`` or ``"[::1]:7401"``; port 0 is any free one. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    if not colon or not host or (":" in host) != bracketed or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{text!r} is not an address; write it like 127.0.0.1:7401 or [::1]:7401")
+    return TcpAddress(host, int(port))
+
+
+def why_not_bindable(address: TcpAddress) -> str:
+    """Why nothing can listen at an address now, as the system says it; empty when something can.
+
+    gRPC itself says only that it failed. Another process may take the port after this.
+    """
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        return f"{address.host!r} is no address of this machine: {error.strerror}"
+    reasons: list[OSError] = []
+    for family, kind, protocol, _, where in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+        except OSError as error:
+            reasons.append(error)
+    if len(reasons) == len(found) or any(error.errno == errno.EADDRINUSE for error in reasons):
+        return reasons[0].strerror or str(reasons[0])
+    return ""

@@ -1,0 +1,106 @@
+"""Channels to a service of ours: a Unix socket, plain TCP, or TLS with a certificate or a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.runtime import socket_target
+from kvsidecar.serving import CLIENT_KEEPALIVE
+
+Options = Sequence[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Way:
+    target: str
+    credentials: grpc.ChannelCredentials | None
+    options: list[tuple[str, Any]]
+
+
+def channel(
+    target: str | Path,
+    *,
+    token: str | None = None,
+    ca: Path | None = None,
+    certificate: Path | None = None,
+    key: Path | None = None,
+    options: Options = (),
+) -> grpc.Channel:
+    """A channel to a Unix socket's path (a Path, or text with a leading ``/`` or ``.``) or to ``host:port``.
+
+    ``ca``, ``certificate`` with ``key`` (PEM files) and ``token`` each ask for TLS; without ``ca`` the server's
+    certificate is judged by the usual public authorities. The token goes with every call and never over a plain
+    connection. ``options`` win over the keepalive ones. Does not connect yet. Raises ConfigurationError for files that
+    cannot be read and for TLS or a token at a Unix socket.
+    """
+    way = _way(target, token, ca, certificate, key, options)
+    if way.credentials is None:
+        return grpc.insecure_channel(way.target, options=way.options)
+    return grpc.secure_channel(way.target, way.credentials, options=way.options)
+
+
+def aio_channel(
+    target: str | Path,
+    *,
+    token: str | None = None,
+    ca: Path | None = None,
+    certificate: Path | None = None,
+    key: Path | None = None,
+    options: Options = (),
+) -> grpc.aio.Channel:
+    """``channel`` for the running event loop."""
+    way = _way(target, token, ca, certificate, key, options)
+    if way.credentials is None:
+        return grpc.aio.insecure_channel(way.target, options=way.options)
+    return grpc.aio.secure_channel(way.target, way.credentials, options=way.options)
+
+
+def read_token(path: Path) -> str:
+    """The token in a file, without the line's end. Raises ConfigurationError."""
+    token = _read(path, "token file").decode("utf-8", "replace").strip()
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigurationError(f"the token file {path} holds no token; it must have one line of printable ASCII")
+    return token
+
+
+def _way(
+    target: str | Path, token: str | None, ca: Path | None, certificate: Path | None, key: Path | None, options: Options
+) -> _Way:
+    given = dict(CLIENT_KEEPALIVE) | dict(options)
+    encrypted = any(part is not None for part in (token, ca, certificate, key))
+    if isinstance(target, Path) or target.startswith(("/", ".", "unix:")):
+        if encrypted:
+            raise ConfigurationError(
+                f"a token and certificates are for TCP, {target} is a Unix socket; leave them out, or name host:port"
+            )
+        path = Path(target.removeprefix("unix:")) if isinstance(target, str) else target
+        return _Way(socket_target(path), None, list(given.items()))
+    return _Way(target, _credentials(token, ca, certificate, key) if encrypted else None, list(given.items()))
+
+
+def _credentials(
+    token: str | None, ca: Path | None, certificate: Path | None, key: Path | None
+) -> grpc.ChannelCredentials:
+    if (certificate is None) != (key is None):
+        raise ConfigurationError("a certificate and its key go together; give both or neither")
+    tls = grpc.ssl_channel_credentials(
+        root_certificates=_read(ca, "CA file") if ca is not None else None,
+        private_key=_read(key, "key file") if key is not None else None,
+        certificate_chain=_read(certificate, "certificate file") if certificate is not None else None,
+    )
+    if token is None:
+        return tls
+    return grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials(token))
+
+
+def _read(path: Path, what: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the {what} {path}: {error.strerror}") from error
