@@ -24,7 +24,7 @@ class DeviceArena(Slots):
 
     def write(self, slot: Slot, data: memoryview) -> None:
         # Of its own, since whoever owns the data may change it while the device reads it.
-        self.memory.write(slot.offset, memoryview(np.frombuffer(data, np.uint8).copy()))
+        self.memory.write(slot.offset, memoryview(np.frombuffer(data, np.uint8).copy().data))
 
     def describe(self) -> ArenaDescriptor:
         memory = self.memory

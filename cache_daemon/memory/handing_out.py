@@ -37,8 +37,8 @@ class Shares(Protocol):
 async def handing_out(
     path: Path, shares: Shares, mode: int, admits: Callable[[socket.socket], bool]
 ) -> AsyncIterator[None]:
-    """Serves the socket ``path`` meanwhile: a peer that ``admits`` and sends the id of an open session and the name of a
-    memory gets it. Raises ConfigurationError when the socket cannot be made.
+    """Serves the socket ``path`` meanwhile: a peer that ``admits`` lets in and that sends the id of an open session and
+    the name of a memory gets it. Raises ConfigurationError when the socket cannot be made.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         path.unlink(missing_ok=True)

@@ -126,4 +126,4 @@ def cancelled_later(context: Context, undo: Callable[[], Any]) -> None:
         if context.cancelled():
             undo()
 
-    context.add_done_callback(done)
+    context.add_done_callback(done)  # type: ignore[arg-type]

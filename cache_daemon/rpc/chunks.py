@@ -10,7 +10,7 @@ from cache_daemon.memory.arena import Slot
 from cache_daemon.rpc import limits
 from cache_daemon.rpc.calls import cancelled_later, unary
 from cache_daemon.rpc.door import AtDoor
-from cache_daemon.store.lookup import Match, MatchResult
+from cache_daemon.store.lookup import MatchResult, Usable
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.writing import Reserved
 
@@ -85,7 +85,7 @@ class Chunks(AtDoor):
             lease_id=result.lease_id,
         )
 
-    def _chunk_match(self, match: Match) -> pb.ChunkMatch:
+    def _chunk_match(self, match: Usable) -> pb.ChunkMatch:
         slot = match.chunk.slot
         assert slot is not None, "a leased chunk has a slot"
         return pb.ChunkMatch(header=match.chunk.header, matched_tokens=match.tokens, slot=self._slot(slot))

@@ -32,8 +32,8 @@ class Keeping(AtDoor):
         else:
             if prefix.prefix_hash or prefix.tenant_salt:
                 raise InvalidRequest(
-                    "prefix_hash or tenant_salt is set without namespace or root; set one of them, or nothing to delete "
-                    "everything"
+                    "prefix_hash or tenant_salt is set without namespace or root; set one of them, or nothing to "
+                    "delete everything"
                 )
             self.principal_of(context).require_operator("delete everything")
             root = b""

@@ -46,7 +46,7 @@ from cache_daemon.store.pins import NOTE_PREFIX, Pins
 from cache_daemon.store.sessions import Session, Sessions
 from cache_daemon.store.shelf import Shelf
 from cache_daemon.store.summary import SummaryWriter
-from cache_daemon.store.tenants import Accounts, TenantLimits
+from cache_daemon.store.tenants import Accounts
 from cache_daemon.store.tiers import Clock, Tiers
 from cache_daemon.store.writing import Reserved, Writing
 
@@ -56,6 +56,8 @@ _TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
 # Of the larger tier, so much may be pinned.
 _PINNED_SHARE = 0.5
 _COPY_THREADS, _READ_THREADS = 2, 4
+# What is queued may take so long to be written at the end.
+_STOP_SECONDS = 20.0
 
 T = TypeVar("T")
 log = structlog.get_logger("cache_daemon")
@@ -72,13 +74,13 @@ class ChunkStore:
         new_policy: Callable[[int], EvictionPolicy],
         *,
         staging_bytes: int = 64 << 20,
-        limits_of: Callable[[bytes], TenantLimits] | None = None,
+        accounts: Accounts | None = None,
         summary: SummaryWriter | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         """``new_policy`` makes a policy for a tier of so many bytes."""
         self.epoch = secrets.randbits(63) + 1
-        self.arena, self.summary, self.accounts = arena, summary, Accounts(limits_of)
+        self.arena, self.summary, self.accounts = arena, summary, accounts or Accounts()
         self.events, self.sessions, self.counts = EventLog(self.epoch), Sessions(), StatsResponse()
         self._durable, self._staging_bytes = durable, staging_bytes
         self._started = time.monotonic()
@@ -149,7 +151,9 @@ class ChunkStore:
         loop = asyncio.get_running_loop()
         if self._persistence is not None and self._writer is not None:
             self._persistence.write_recency()
-            await loop.run_in_executor(None, self._writer.stop)
+            written = await loop.run_in_executor(None, self._writer.stop, _STOP_SECONDS)
+            if not written:
+                log.error("the durable tier did not take all that was queued in time", failing=self._writer.failing)
         await loop.run_in_executor(None, self._copying.shutdown)
         await loop.run_in_executor(None, self._reading.shutdown)
         if self._durable is not None:
@@ -379,8 +383,8 @@ class ChunkStore:
 
     async def settle(self) -> None:
         """Waits until all that should be durable is. For tests and for orderly ends."""
-        while self._writer is not None and self._writer.pending:
-            await asyncio.sleep(0.001)
+        while self._persistence is not None and not self._persistence.settled:
+            await self._persistence.progress(0.1)
 
     def _on(self, threads: ThreadPoolExecutor) -> Callable[[Callable[[], T]], Awaitable[T]]:
         async def run(work: Callable[[], T]) -> T:

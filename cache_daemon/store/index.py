@@ -144,7 +144,8 @@ class PrefixIndex:
 
     def roots_from(self, first: bytes) -> Iterator[bytes]:
         """All roots that have chunks, in order, from one on."""
-        return self._sorted.irange(first)
+        found: Iterator[bytes] = self._sorted.irange(first)
+        return found
 
     def superseded_by(self, chunk: Chunk) -> list[Chunk]:
         """Childless siblings whose tokens are a proper prefix of the chunk's."""
@@ -180,8 +181,8 @@ class PrefixIndex:
 
     @staticmethod
     def _continuations(siblings: Chunk | _Siblings, tokens: bytes, at: int) -> Iterator[tuple[Chunk, int]]:
-        """Children that go on with ``tokens`` from ``at``, and the bytes that they share: all that match wholly, and the
-        one that shares most."""
+        """Children that go on with ``tokens`` from ``at``, and the bytes that they share: all that match wholly, and
+        the one that shares most."""
         if isinstance(siblings, Chunk):
             own = siblings.ids
             shared = len(own) if tokens.startswith(own, at) else _common_bytes(own, tokens[at : at + len(own)])

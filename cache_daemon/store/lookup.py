@@ -26,8 +26,8 @@ Found = Sequence[tuple[Chunk, int]]
 
 
 @dataclass(frozen=True)
-class Match:
-    """A chunk and how many of its leading tokens are usable."""
+class Usable:
+    """A chunk under lease and how many of its leading tokens are usable."""
 
     chunk: Chunk
     tokens: int
@@ -35,10 +35,10 @@ class Match:
 
 @dataclass(frozen=True)
 class MatchResult:
-    """The longest stored prefix, and chunks found by content, each with its place in the prompt; all under one lease."""
+    """The longest stored prefix, and chunks found by content, each with its place in the prompt; under one lease."""
 
-    matches: tuple[Match, ...]
-    contents: tuple[tuple[int, Match], ...] = ()
+    matches: tuple[Usable, ...]
+    contents: tuple[tuple[int, Usable], ...] = ()
     promoted_tokens: int = 0
     promote_ms: float = 0.0
     lease_id: bytes = b""
@@ -88,8 +88,8 @@ class Lookup:
             hold.give_back()
             raise
         usable = self._usable(prefix)
-        matches = tuple(Match(c, n) for c, n in usable)
-        placed = tuple((start, Match(c, n)) for start, c, n in elsewhere if _readable(c))
+        matches = tuple(Usable(c, n) for c, n in usable)
+        placed = tuple((start, Usable(c, n)) for start, c, n in elsewhere if _readable(c))
         hold.keep([*(m.chunk for m in matches), *(m.chunk for _, m in placed)])
         lease_id = session.lease(hold) if hold.chunks else b""
         fresh = set(map(id, missing))
@@ -194,7 +194,9 @@ class Lookup:
                 view if view is not None else memoryview(bytearray(slot.size_bytes))
                 for view, (_, slot) in zip(direct, jobs, strict=True)
             ]
-            found = durable.read([ReadJob(c.key, t, c.header.checksum) for (c, _), t in zip(jobs, targets, strict=True)])
+            found = durable.read(
+                [ReadJob(c.key, t, c.header.checksum) for (c, _), t in zip(jobs, targets, strict=True)]
+            )
             for view, target, (_, slot), result in zip(direct, targets, jobs, found, strict=True):
                 if view is None and result is ReadResult.SOUND:
                     self._tiers.arena.write(slot, target)
@@ -222,7 +224,7 @@ class Lookup:
             arrival.set_result(None)
 
     def _count(
-        self, ids: bytes, matches: Sequence[Match], placed: Sequence[tuple[int, Match]], promoted: int
+        self, ids: bytes, matches: Sequence[Usable], placed: Sequence[tuple[int, Usable]], promoted: int
     ) -> None:
         counts = self._tiers.counts
         counts.matches += 1

@@ -17,7 +17,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_PERSISTED,
 )
 
-from cache_daemon.durable.tier import Loaded, PutOutcome, PutResult
+from cache_daemon.durable.tier import PutOutcome, PutResult
 from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.shelf import Shelf
@@ -45,10 +45,10 @@ class Persistence:
 
     # ---- at start -------------------------------------------------------------------------------------------
 
-    async def load(self, loaded: Iterable[Loaded], listed: Iterable[Chunk]) -> None:
-        """Lists what the tier had; ``listed`` makes the chunks, parents before children. Evicts what is beyond the
-        budget, which may have been larger."""
-        for n, chunk in enumerate(listed):
+    async def load(self, chunks: Iterable[Chunk]) -> None:
+        """Lists what the tier had, parents before children. Evicts what is beyond the budget, which may have been
+        larger."""
+        for n, chunk in enumerate(chunks):
             self._tiers.list_chunk(chunk)
             if n % _LOADED_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -79,8 +79,8 @@ class Persistence:
         )
 
     def supersede(self, chunk: Chunk, old: Chunk) -> None:
-        """Lets ``chunk`` take the place of a childless sibling whose tokens it begins with: at once if the sibling is not
-        durable, else as soon as the chunk is."""
+        """Lets ``chunk`` take the place of a childless sibling whose tokens it begins with: at once if the sibling is
+        not durable, else as soon as the chunk is."""
         if old.on_disk is Residency.ABSENT:
             self._tiers.drop(old)
         else:
@@ -108,6 +108,11 @@ class Persistence:
         if used:
             self._writer.used({key: int(at * 1000) for key, at in used.items()})
 
+    @property
+    def settled(self) -> bool:
+        """Nothing is being written."""
+        return not self._writer.pending
+
     async def progress(self, seconds: float) -> bool:
         """Waits until something was written, at most so long. False when nothing is being written."""
         if not self._arriving_bytes:
@@ -121,6 +126,7 @@ class Persistence:
         return True
 
     def _written(self, chunk: Chunk, replaced: list[Chunk], result: PutResult) -> None:
+        result = result if isinstance(result, PutResult) else PutResult(result, chunk.size_bytes)  # XXX
         self._arriving_bytes -= chunk.size_bytes
         chunk.on_disk = Residency.ABSENT
         if result.outcome is PutOutcome.STORED and chunk.listed:

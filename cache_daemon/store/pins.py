@@ -49,8 +49,8 @@ class Pins:
         return len(path)
 
     def remove(self, root: bytes, prefix_hash: bytes) -> int:
-        """Ends one pin of a prefix, by the hash that was pinned or by that of the chunk that took its place. Returns the
-        chunks that the prefix has. Raises ChunkNotFound."""
+        """Ends one pin of a prefix, by the hash that was pinned or by that of the chunk that took its place. Returns
+        the chunks that the prefix has. Raises ChunkNotFound."""
         pin = self._pins.get((root, prefix_hash))
         if pin is None:
             chunk = self._tiers.index.get(prefix_hash)

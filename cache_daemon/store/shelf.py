@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 from cache_daemon.eviction.policy import EvictionPolicy
+from cache_daemon.limits import Priority, TenantLimits
 from cache_daemon.store.chunk import Chunk
-from cache_daemon.store.tenants import Priority, Tenant, TenantLimits
+from cache_daemon.store.tenants import Tenant
 
 PartName = bytes | Priority
 
@@ -20,6 +22,11 @@ PartName = bytes | Priority
 class _Part:
     policy: EvictionPolicy
     used_bytes: int = 0
+
+
+def _chunks(policy: EvictionPolicy) -> Iterator[Chunk]:
+    """A policy's victims, which are what was put in."""
+    return cast(Iterator[Chunk], policy.victims())
 
 
 @dataclass(slots=True)
@@ -93,7 +100,7 @@ class Shelf:
         if self.quota_of(tenant.limits) is not None:
             if not own:
                 yield from self._shared(tenant.limits.priority)
-            yield from self._part_of(tenant).policy.victims()
+            yield from _chunks(self._part_of(tenant).policy)
         elif own:
             yield from (c for c in self._shared(tenant.limits.priority) if c.tenant is tenant)
         else:
@@ -103,13 +110,13 @@ class Shelf:
         """Everybody's, of low priority first, those of tenants with a quota last."""
         names = sorted(self._parts, key=lambda name: name if isinstance(name, Priority) else len(Priority))
         for name in names:
-            yield from self._parts[name].policy.victims()
+            yield from _chunks(self._parts[name].policy)
 
     def _shared(self, highest: Priority) -> Iterator[Chunk]:
         for priority in Priority:
             part = self._parts.get(priority)
             if part is not None and priority <= highest:
-                yield from part.policy.victims()
+                yield from _chunks(part.policy)
 
     def _part_of(self, tenant: Tenant) -> _Part:
         name: PartName = tenant.id if self.quota_of(tenant.limits) is not None else tenant.limits.priority

@@ -17,8 +17,8 @@ _SATURATED = 0xFFFF
 
 
 class SummaryWriter:
-    """Counts how many chunks set each bit, so that it is cleared with the last one. ``memory`` is all zeros; nobody else
-    writes to it."""
+    """Counts how many chunks set each bit, so that it is cleared with the last one. ``memory`` is all zeros; nobody
+    else writes to it."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory

@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-
-class Priority(enum.IntEnum):
-    """Whose chunks go first when a tier is full, and whose newcomers may push whom out."""
-
-    LOW = 0
-    NORMAL = 1
-    HIGH = 2
-
-
-@dataclass(frozen=True)
-class TenantLimits:
-    """None is without limit. A tenant with a quota of a tier has a part of it that nobody else evicts from, and never
-    uses more."""
-
-    arena_bytes: int | None = None
-    store_bytes: int | None = None
-    entries: int | None = None
-    ttl_seconds: float | None = None
-    pin_bytes: int | None = None
-    priority: Priority = Priority.NORMAL
+from cache_daemon.limits import TenantLimits
 
 
 @dataclass(eq=False, slots=True)
@@ -44,17 +24,33 @@ class Tenant:
 
 
 class Accounts:
-    """The tenants that have chunks. ``limits_of`` knows the limits by tenant id."""
+    """The tenants that have chunks.
 
-    def __init__(self, limits_of: Callable[[bytes], TenantLimits] | None = None) -> None:
+    ``limits_of`` knows the limits of an account, ``account_of`` the account of a tenant id: tenants that nobody named
+    share one, or each new salt would come with a new quota.
+    """
+
+    def __init__(
+        self,
+        limits_of: Callable[[bytes], TenantLimits] | None = None,
+        account_of: Callable[[bytes], bytes] | None = None,
+    ) -> None:
         self._limits_of = limits_of or (lambda _: TenantLimits())
+        self._account_of = account_of or (lambda tenant: tenant)
         self._tenants: dict[bytes, Tenant] = {}
 
     def of(self, tenant_id: bytes) -> Tenant:
-        found = self._tenants.get(tenant_id)
+        """The account of a tenant."""
+        account = self._account_of(tenant_id)
+        found = self._tenants.get(account)
         if found is None:
-            found = self._tenants[tenant_id] = Tenant(tenant_id, self._limits_of(tenant_id))
+            found = self._tenants[account] = Tenant(account, self._limits_of(account))
         return found
+
+    def reload(self) -> None:
+        """Asks for everybody's limits anew. Chunks that are stored stay on the account that they are on."""
+        for tenant in self._tenants.values():
+            tenant.limits = self._limits_of(tenant.id)
 
     def drop_unused(self, used: set[bytes]) -> None:
         """Forgets accounts that have no chunks and are not among ``used``."""

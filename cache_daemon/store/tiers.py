@@ -91,8 +91,8 @@ class Tiers:
                 self.used[chunk.key] = now
 
     def reconsider(self, chunk: Chunk) -> None:
-        """Says to both tiers whether a chunk may go: pinned ones and parents stay, but a chunk that the durable tier has
-        may leave the arena whatever continues it."""
+        """Says to both tiers whether a chunk may go: pinned ones and parents stay, but a chunk that the durable tier
+        has may leave the arena whatever continues it."""
         parent = self.index.has_children(chunk)
         self.hot.park(chunk, chunk.pins > 0 or (parent and chunk.on_disk is not Residency.PRESENT))
         if self.cold is not None:
@@ -191,7 +191,7 @@ class Tiers:
         self.events.append(kind, chunk.info(self.clock()))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every slot is accounted for exactly once and every tier agrees with its books."""
+        """Raises AssertionError unless every slot is accounted for once and every tier agrees with its books."""
         self.arena.check_integrity()
         self.index.check_integrity()
         self.hot.check_integrity()
@@ -200,7 +200,9 @@ class Tiers:
         assert all((c in self.hot) == (c.in_arena is Residency.PRESENT) for c in self.index), "the arena's books differ"
         if self.cold is not None:
             self.cold.check_integrity()
-            assert all((c in self.cold) == (c.on_disk is Residency.PRESENT) for c in self.index), "the disk's books differ"
+            assert all((c in self.cold) == (c.on_disk is Residency.PRESENT) for c in self.index), (
+                "the disk's books differ"
+            )
         assert all(c.listed for c in self.index), "an unlisted chunk in the index"
         assert all(c.in_use for c in self.detached), "a chunk that nobody uses keeps its slot"
         entries: dict[Tenant, int] = {}

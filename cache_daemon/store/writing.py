@@ -168,9 +168,7 @@ class Writing:
         session.committing += 1
         return await asyncio.shield(asyncio.ensure_future(self._commit(session, taken)))
 
-    async def _commit(
-        self, session: Session, taken: list[tuple[Reservation, int]]
-    ) -> list[CommitOutcome.ValueType]:
+    async def _commit(self, session: Session, taken: list[tuple[Reservation, int]]) -> list[CommitOutcome.ValueType]:
         outcomes: list[CommitOutcome.ValueType] = []
         patience = _PATIENCE_SECONDS
         try:

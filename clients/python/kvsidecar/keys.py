@@ -1,8 +1,8 @@
 """Names of things in the cache: namespaces, tenant roots, prefix hashes, content hashes, checksums.
 
-``protos/kvsidecar/cache/v1/chunk.proto`` is the specification, ``docs/protocol.md`` has test vectors. Every hash names its
-purpose and delimits its parts, so that nothing that a caller chooses (a salt, tokens) can be made to equal another hash's
-input.
+``protos/kvsidecar/cache/v1/chunk.proto`` is the specification, ``docs/protocol.md`` has test vectors. Every hash names
+its purpose and delimits its parts, so that nothing that a caller chooses (a salt, tokens) can be made to equal another
+hash's input.
 """
 
 from __future__ import annotations
