@@ -1,119 +1,147 @@
-"""Starts the daemon: socket, services, signals, graceful end."""
+"""Starts the daemon: memory, store, doors, signals, graceful end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import grp
 import os
-from collections.abc import Iterator
-from contextlib import nullcontext
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import grpc
 import structlog
+from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import add_CacheServiceServicer_to_server
-from kvsidecar.errors import ConfigurationError
-from kvsidecar.keys import FORMAT_VERSION
 from kvsidecar.runtime import ensure_private_dir
-from kvsidecar.serving import Endpoint, listening, stop_on_signals
+from kvsidecar.serving import Limits, listening_at, refuse_second, stop_on_signals
 
-from cache_daemon.arena import ALIGNMENT, Arena, HostArena, SharedFile
+from cache_daemon.access.authenticate import Resolver
+from cache_daemon.access.doors import doors
+from cache_daemon.access.peercred import is_allowed, peer_credentials, peer_groups
+from cache_daemon.access.tenants import CurrentTenants
 from cache_daemon.config import DaemonConfig
-from cache_daemon.device_arena import DeviceArena, handing_out
-from cache_daemon.device_memory import CudaMemory, DeviceMemory, HostMemory
-from cache_daemon.durable import LmdbTier
+from cache_daemon.durable.lmdb_tier import LmdbTier
+from cache_daemon.durable.seal import key_from_file, parse_key
+from cache_daemon.eviction.gittins import Gittins
+from cache_daemon.memory.arena import ALIGNMENT, Arena, HostArena
+from cache_daemon.memory.device_arena import DeviceArena
+from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
+from cache_daemon.memory.handing_out import handing_out
+from cache_daemon.memory.shared import SharedMemory
 from cache_daemon.metrics import serve_metrics
-from cache_daemon.service import CacheService
-from cache_daemon.store import ChunkStore
-from cache_daemon.summary import SUMMARY_BYTES, SummaryWriter
+from cache_daemon.rpc.door import Shared
+from cache_daemon.rpc.service import CacheService
+from cache_daemon.stalls import StallWatch
+from cache_daemon.store.facade import ChunkStore
+from cache_daemon.store.summary import SUMMARY_BYTES, SummaryWriter
+from cache_daemon.store.tenants import Accounts
 
 GRACE_SECONDS = 3.0
-_MAX_MESSAGE_BYTES = 64 << 20
+_MAX_MESSAGE_BYTES = 16 << 20
 SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 
 log = structlog.get_logger("cache_daemon")
 
 
-def arena_folder(config: DaemonConfig) -> Path:
-    """A folder in tmpfs that belongs to this daemon's socket alone, so that what is in it is a dead daemon's."""
-    from hashlib import sha256
-
-    name = sha256(str(config.socket.absolute()).encode()).hexdigest()[:16]
-    return ensure_private_dir(ensure_private_dir(config.arena_dir / f"kvsidecar-{os.getuid()}") / name)
-
-
-async def _refuse_second(path: Path) -> None:
-    """Raises ConfigurationError when a daemon listens on the socket; removes a dead one's."""
-    if not path.exists():
-        return
-    try:
-        _, writer = await asyncio.open_unix_connection(str(path))
-    except OSError:
-        path.unlink()
-        return
-    writer.close()
-    raise ConfigurationError(f"another daemon listens on {path}; stop it, or choose another --socket")
-
-
 async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None:
     """Runs the daemon until SIGTERM, SIGINT or ``stop``. Raises ConfigurationError, StoreUnavailable."""
+    stop = stop or asyncio.Event()
+    stop_on_signals(stop)
     ensure_private_dir(config.socket.parent)
-    await _refuse_second(config.socket)
-    durable = (
-        LmdbTier(config.store, config.store_bytes, config.durability == "strict") if config.store is not None else None
+    tenants = CurrentTenants(config.tenants, keys.tenant_id)
+    with (
+        refuse_second(config.socket),
+        contextlib.closing(SharedMemory("summary", SUMMARY_BYTES, writable_by_others=False)) as summary,
+    ):
+        async with _store(config, tenants, summary) as store, StallWatch() as stalls:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: _reload(tenants, store.accounts))
+            shared = Shared(store, config.heartbeat_ms, stall_ms=stalls.worst_ms)
+            await _serve(config, tenants, shared, summary, stop)
+
+
+@asynccontextmanager
+async def _store(config: DaemonConfig, tenants: CurrentTenants, summary: SharedMemory) -> AsyncIterator[ChunkStore]:
+    tier = await asyncio.to_thread(_tier, config, config.store) if config.store is not None else None
+    store = ChunkStore(
+        _arena(config),
+        tier,
+        config.store_bytes if tier is not None else 0,
+        lambda _: Gittins(),
+        staging_bytes=config.staging_bytes,
+        accounts=Accounts(lambda account: tenants().limits_of(account), lambda tenant: tenants().account_of(tenant)),
+        summary=SummaryWriter(summary.memory),
     )
-    with _shared_folder(config) as folder, _summary(folder) as summary:
-        arena = _arena(config, folder)
-        store = ChunkStore(arena, durable, config.store_bytes if durable else 0, summary=summary)
-        try:
-            shared = handing_out(arena, store.has_session) if isinstance(arena, DeviceArena) else nullcontext()
-            async with shared:
-                await _serve(config, store, stop or asyncio.Event())
-        finally:
-            store.close()
-
-
-@contextlib.contextmanager
-def _shared_folder(config: DaemonConfig) -> Iterator[Path]:
-    folder = arena_folder(config)
-    for stale in folder.iterdir():
-        stale.unlink(missing_ok=True)
     try:
-        yield folder
+        await store.start()
+        yield store
     finally:
-        folder.rmdir()
+        await store.close()
 
 
-@contextlib.contextmanager
-def _summary(folder: Path) -> Iterator[SummaryWriter]:
-    with contextlib.closing(SharedFile(folder, "summary", SUMMARY_BYTES)) as file:
-        yield SummaryWriter(file.memory, file.path)
+def _tier(config: DaemonConfig, folder: Path) -> LmdbTier:
+    key: bytes | None = None
+    if config.store_key_file is not None:
+        key = key_from_file(config.store_key_file)
+    elif given := config.store_key.get_secret_value():
+        key = parse_key(given.encode(), "the environment variable KVSIDECAR_CACHE_STORE_KEY")
+    return LmdbTier(folder, config.store_bytes, config.durability == "strict", config.compression, key)
 
 
-def _arena(config: DaemonConfig, folder: Path) -> Arena:
+def _reload(tenants: CurrentTenants, accounts: Accounts) -> None:
+    if tenants.reload():
+        accounts.reload()
+
+
+def _arena(config: DaemonConfig) -> Arena:
     """The hot tier's memory; the store closes it."""
     if not config.gpu_arena:
-        return HostArena(config.arena_bytes, folder)
+        return HostArena(config.arena_bytes)
     memory: DeviceMemory
     if config.gpu_memory == "host":
         memory = HostMemory(config.gpu_arena // ALIGNMENT * ALIGNMENT)
     else:
         memory = CudaMemory(config.gpu_arena, config.gpu_device)
-    return DeviceArena(memory, config.socket.with_name(f"{config.socket.name}.arena"))
+    return DeviceArena(memory)
 
 
-async def _serve(config: DaemonConfig, store: ChunkStore, stop: asyncio.Event) -> None:
-    service = CacheService(store, config.heartbeat_ms)
-    endpoint = Endpoint(SERVICE, config.socket, config.tcp, _MAX_MESSAGE_BYTES)
-    stop_on_signals(stop)
-    async with listening(
-        endpoint,
-        lambda server: add_CacheServiceServicer_to_server(service, server),
-        # Attached workers hold their streams: there is nothing to wait for.
-        lambda: 0.2 if store.stats().sessions else GRACE_SECONDS,
-    ):
+async def _serve(
+    config: DaemonConfig, tenants: CurrentTenants, shared: Shared, summary: SharedMemory, stop: asyncio.Event
+) -> None:
+    store = shared.store
+    memory_sockets = {
+        path: path.with_name(f"{path.name}.memory")
+        for path in (config.socket, config.shared_socket)
+        if path is not None
+    }
+
+    def add(server: grpc.aio.Server, principal_of: Resolver, at: Path | None) -> None:
+        memory_socket = str(memory_sockets[at].absolute()) if at is not None else ""
+        add_CacheServiceServicer_to_server(CacheService(shared, principal_of, memory_socket), server)
+
+    shares = _Shares(store, summary)
+    async with AsyncExitStack() as stack:
+        for door, path in memory_sockets.items():
+            group = _group_of(config) if door == config.shared_socket else None
+            mode = 0o600 if group is None else 0o660
+            await stack.enter_async_context(handing_out(path, shares, mode, _admits(group)))
+            if group is not None:
+                os.chown(path, -1, group)
+        await stack.enter_async_context(
+            listening_at(
+                SERVICE,
+                doors(config, tenants, add),
+                # Attached workers hold their streams: there is nothing to wait for.
+                lambda: 0.2 if len(store.sessions) else GRACE_SECONDS,
+                Limits(message_bytes=_MAX_MESSAGE_BYTES),
+            )
+        )
         if config.metrics_port:
-            serve_metrics(store, config.metrics_port)
+            serve_metrics(shared, config.metrics_port)
         stats = store.stats()
         log.info(
             "serving",
@@ -122,7 +150,47 @@ async def _serve(config: DaemonConfig, store: ChunkStore, stop: asyncio.Event) -
             chunks=stats.chunks,
             tokens=stats.tokens,
             arena_bytes=stats.arena_bytes,
-            format=FORMAT_VERSION,
+            format=keys.FORMAT_VERSION,
         )
         await stop.wait()
         log.info("stopping")
+
+
+def _group_of(config: DaemonConfig) -> int:
+    return grp.getgrnam(config.socket_group).gr_gid if config.socket_group else os.getgid()
+
+
+def _admits(group: int | None) -> Callable[[socket.socket], bool]:
+    """Who gets memory: the daemon's own user and root and, at the shared socket, members of its group."""
+
+    def admits(peer: socket.socket) -> bool:
+        groups = peer_groups(peer) if group is not None else frozenset[int]()
+        return is_allowed(peer_credentials(peer), os.getuid(), group, groups)
+
+    return admits
+
+
+class _Shares:
+    """What the memory sockets give to sessions."""
+
+    def __init__(self, store: ChunkStore, summary: SharedMemory) -> None:
+        self._store, self._summary = store, summary
+
+    def arena(self, session_id: bytes, peer: socket.socket) -> None:
+        self._store.staging_of(session_id)  # only sessions that share memory
+        arena = self._store.arena
+        if isinstance(arena, DeviceArena):
+            arena.memory.hand_out(peer)
+        elif isinstance(arena, HostArena):
+            _give(peer, arena.descriptor)
+
+    def staging(self, session_id: bytes, peer: socket.socket) -> None:
+        _give(peer, self._store.staging_of(session_id))
+
+    def summary(self, session_id: bytes, peer: socket.socket) -> None:
+        self._store.staging_of(session_id)
+        _give(peer, self._summary.descriptor)
+
+
+def _give(peer: socket.socket, descriptor: int) -> None:
+    socket.send_fds(peer, [b"\1"], [descriptor])

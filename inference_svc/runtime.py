@@ -12,8 +12,9 @@ from kvsidecar.errors import ConfigurationError
 from kvsidecar.runtime import socket_target
 from kvsidecar.sizes import format_size
 
+from inference_svc.cache.daemon import DaemonLink
 from inference_svc.cache.link import CacheLink
-from inference_svc.cache.session import DaemonLink
+from inference_svc.cache.session import Served
 from inference_svc.config import WorkerConfig
 from inference_svc.engine.engine import Engine, EngineLimits, NoCache
 from inference_svc.engine.native_attention import kernels_of, measured
@@ -78,6 +79,7 @@ def _build(config: WorkerConfig) -> Runtime:
     pool = _pool(config, loaded)
     policy = reuse_policy(config, loaded)
     cache: CacheLink | None = None
+    daemon: DaemonLink | None = None
     if config.cache_socket is not None:
         gpu = (loaded.device.index or 0) if loaded.device.type == "cuda" else None
         daemon = DaemonLink(
@@ -94,7 +96,15 @@ def _build(config: WorkerConfig) -> Runtime:
         daemon.wait(1.0)
     limits = EngineLimits(config.batch_tokens, config.batch_sequences, config.max_waiting, config.resident_sequences)
     threads = config.threads or len(os.sched_getaffinity(0))
-    return Runtime(Engine(loaded, pool, cache or NoCache(), limits, threads), cache, config)
+    engine = Engine(loaded, pool, cache or NoCache(), limits, threads)
+    if daemon is not None:
+        daemon.served = lambda: _served(engine)
+    return Runtime(engine, cache, config)
+
+
+def _served(engine: Engine) -> Served:
+    s = engine.stats
+    return Served(s.requests, s.prompt_tokens, s.cached_tokens, s.resident_tokens)
 
 
 def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:

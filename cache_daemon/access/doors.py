@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import grpc
 from kvsidecar.addresses import parse_tcp
@@ -17,21 +18,21 @@ from cache_daemon.access.tenants import Tenants
 from cache_daemon.access.tls import TlsFiles, server_credentials
 from cache_daemon.config import DaemonConfig
 
-AddServicer = Callable[[grpc.aio.Server, Resolver], None]
-"""Adds a servicer that asks the resolver who calls."""
+AddServicer = Callable[[grpc.aio.Server, Resolver, Path | None], None]
+"""Adds a servicer that asks the resolver who calls at a Unix socket, or at TCP (None)."""
 
 _HEARTBEATS = 4  # more than a session may miss: it is the session that ends first, with its own message
 
 
 def doors(config: DaemonConfig, tenants: Callable[[], Tenants], add: AddServicer) -> list[Door]:
     """All doors that the settings ask for, the private socket first. Raises ConfigurationError for unusable files."""
-    found = [Door(config.socket, partial(_add, add, _as_operator))]
+    found = [Door(config.socket, partial(_add, add, _as_operator, config.socket))]
     patience = Patience(stall_seconds=max(Patience.stall_seconds, config.heartbeat_ms * _HEARTBEATS / 1000))
     if config.shared_socket is not None:
         found.append(
             Door(
                 config.shared_socket,
-                partial(_add, add, _as_guest),
+                partial(_add, add, _as_guest, config.shared_socket),
                 interceptors=(Guard(_as_guest, patience),),
                 group=config.socket_group,
             )
@@ -41,7 +42,7 @@ def doors(config: DaemonConfig, tenants: Callable[[], Tenants], add: AddServicer
         found.append(
             Door(
                 parse_tcp(config.tcp),
-                partial(_add, add, resolve),
+                partial(_add, add, resolve, None),
                 credentials=_credentials(config),
                 interceptors=(Guard(resolve, patience),),
             )
@@ -69,8 +70,8 @@ def _credentials(config: DaemonConfig) -> grpc.ServerCredentials | None:
     return server_credentials(TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca))
 
 
-def _add(add: AddServicer, resolver: Resolver, server: grpc.aio.Server) -> None:
-    add(server, resolver)
+def _add(add: AddServicer, resolver: Resolver, at: Path | None, server: grpc.aio.Server) -> None:
+    add(server, resolver, at)
 
 
 def _as_operator(_: Context) -> Principal:

@@ -11,37 +11,19 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, NoReturn
 
 import structlog
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.sizes import parse_size
 
 from cache_daemon.access.principal import Principal
+from cache_daemon.limits import Priority, TenantLimits
 
-Priority = Literal["high", "normal", "low"]
 MAX_SALT_BYTES = 256
 TenantId = Callable[[bytes], bytes]
 
 log = structlog.get_logger("cache_daemon")
-
-
-@dataclass(frozen=True)
-class TenantLimits:
-    """What one tenant may have. None is unlimited."""
-
-    arena_bytes: int | None = None
-    """Payload bytes in the arena."""
-    store_bytes: int | None = None
-    """Payload bytes in the durable store."""
-    entries: int | None = None
-    """Chunks in each of the two."""
-    ttl_seconds: int | None = None
-    """A chunk that nobody used for so long goes."""
-    pin_bytes: int | None = None
-    """Payload bytes of its pinned chunks."""
-    priority: Priority = "normal"
-    """Where room is needed, chunks of a lower class go first."""
 
 
 UNLIMITED = TenantLimits()
@@ -157,6 +139,7 @@ def _union(principals: list[Principal]) -> Principal:
     return Principal("+".join(names), tenants is None, tenants)
 
 
+_PRIORITIES = {p.name.lower(): p for p in Priority}
 _LIMITS = ("arena_bytes", "store_bytes", "entries", "ttl", "pin_bytes", "priority")
 _TENANT = ("salt", "salt_hex", "tokens", "certificates", "operator", *_LIMITS)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -238,7 +221,7 @@ class _Reader:
 
     def _limits(self, table: dict[str, Any], where: str) -> TenantLimits:
         priority = table.get("priority", "normal")
-        if priority not in get_args(Priority):
+        if priority not in _PRIORITIES:
             self._refuse(where, f"priority is {priority!r}; it must be high, normal or low")
         return TenantLimits(
             arena_bytes=self._size(table, "arena_bytes", where),
@@ -246,7 +229,7 @@ class _Reader:
             entries=self._count(table, "entries", where),
             ttl_seconds=self._ttl(table, where),
             pin_bytes=self._size(table, "pin_bytes", where),
-            priority=priority,
+            priority=_PRIORITIES[priority],
         )
 
     def _size(self, table: dict[str, Any], key: str, where: str) -> int | None:

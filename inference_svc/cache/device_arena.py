@@ -1,4 +1,4 @@
-"""The daemon's GPU memory in this process: imported, read and written by kernels."""
+"""The daemon's GPU memory in this process: imported, read by kernels."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 
 from kvkernels.native import visible
 from kvkernels.payload import DeviceBytes
-from kvsidecar.arenas import receive_descriptor, receive_handle
-from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_CUDA_IPC, ArenaDescriptor
+from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_CUDA_IPC, Welcome
 from kvsidecar.cuda_memory import (
     HANDLE_BYTES,
     CudaUnavailable,
@@ -16,6 +15,7 @@ from kvsidecar.cuda_memory import (
     SharedMemory,
     device_uuid,
 )
+from kvsidecar.memory import ARENA, receive_descriptor, receive_handle
 
 
 class CudaArena:
@@ -24,11 +24,11 @@ class CudaArena:
     Raises OSError when the driver or the daemon refuses, ValueError when the arena is another device's.
     """
 
-    def __init__(self, described: ArenaDescriptor, session_id: bytes, device: int) -> None:
+    def __init__(self, welcome: Welcome, device: int) -> None:
         try:
-            if device_uuid(device) != described.device_uuid:
+            if device_uuid(device) != welcome.arena.device_uuid:
                 raise ValueError(f"the daemon's arena is on another GPU than cuda:{device}; start it with --gpu-device")
-            self._memory = _imported(described, session_id, device)
+            self._memory = _imported(welcome, device)
         except CudaUnavailable as error:
             raise OSError(f"the daemon's GPU arena cannot be imported: {error}") from error
         visible.adopt(self._memory.address, len(self))
@@ -40,21 +40,17 @@ class CudaArena:
         """A slot's bytes."""
         return DeviceBytes(self._memory.address + offset, size_bytes)
 
-    def copy(self, part: DeviceBytes) -> memoryview:
-        """A slot's bytes, on the host."""
-        return self._memory.read(part.address - self._memory.address, part.size_bytes)
-
     def close(self) -> None:
         """Lets go of the memory, once no kernel uses it. Idempotent."""
         visible.give_up(self._memory.address, self._memory.close)
 
 
-def _imported(described: ArenaDescriptor, session_id: bytes, device: int) -> SharedMemory:
-    if described.kind == ARENA_KIND_CUDA_IPC:
-        handle = receive_handle(described.path, session_id, HANDLE_BYTES)
-        return LegacyMemory.imported(handle, described.size_bytes, device)
-    descriptor = receive_descriptor(described.path, session_id)
+def _imported(welcome: Welcome, device: int) -> SharedMemory:
+    size_bytes = welcome.arena.size_bytes
+    if welcome.arena.kind == ARENA_KIND_CUDA_IPC:
+        return LegacyMemory.imported(receive_handle(welcome, HANDLE_BYTES), size_bytes, device)
+    descriptor = receive_descriptor(welcome, ARENA)
     try:
-        return DescriptorMemory.imported(descriptor, described.size_bytes, device)
+        return DescriptorMemory.imported(descriptor, size_bytes, device)
     finally:
         os.close(descriptor)

@@ -10,7 +10,7 @@ from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.errors import Unavailable, from_rpc
 from kvsidecar.runtime import socket_target
 
-from inference_svc.cache.session import DaemonLink
+from inference_svc.cache.daemon import DaemonLink
 
 _WAIT_SECONDS = 3.0
 

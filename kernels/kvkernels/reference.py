@@ -18,8 +18,8 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def _stored(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """A section as a tensor of the pool's dtype, sharing its memory."""
-    tensor = torch.from_numpy(array)
+    """A section as a tensor of the pool's dtype, sharing its memory unless that is only for reading."""
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
@@ -94,7 +94,7 @@ def unpack(
     else:
 
         def load(name: str, part: Any = np.s_[:]) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(arrays[name][chosen, part])).to(device)
+            return torch.from_numpy(np.array(arrays[name][chosen, part])).to(device)
 
         first = np.s_[:count]
         codes_k, codes_v = load("keys", first), load("values", first)

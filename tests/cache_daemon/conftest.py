@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 from kvsidecar import keys
-from kvsidecar.arenas import map_arena
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32, ChunkHeader, NamespaceDescriptor
 from kvsidecar.layout import Geometry, new_header
+from kvsidecar.memory import map_arena, map_staging
 
 from benchmarks.node import Node
 
@@ -26,12 +26,12 @@ GEOMETRY = Geometry(2, 1, 8, DATA_TYPE_FLOAT32, 16)
 def descriptor(name: str = "m") -> NamespaceDescriptor:
     return NamespaceDescriptor(
         model_fingerprint=name.encode().ljust(32, b"\0"), architecture="Test", layers=2, kv_heads=1, head_dim=8,
-        dtype=DATA_TYPE_FLOAT32, format_version=1, bits=16, tensor_parallel_size=1,
+        dtype=DATA_TYPE_FLOAT32, format_version=keys.FORMAT_VERSION, bits=16, tensor_parallel_size=1,
     )  # fmt: skip
 
 
 class Peer:
-    """A worker without a model: attaches, maps the arena, stores and reads chunks."""
+    """A worker without a model: attaches, maps the daemon's memory, stores and reads chunks."""
 
     def __init__(self, node: Node, name: str = "m", heartbeats: bool = True) -> None:
         self.channel = node.cache_channel()
@@ -39,7 +39,7 @@ class Peer:
         self.descriptor = descriptor(name)
         self.namespace = keys.namespace_id(self.descriptor)
         self._out: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        hello = pb.Hello(protocol_version=1, client_name="peer", descriptor=self.descriptor, namespace=self.namespace)
+        hello = pb.Hello(protocol_version=2, client_name="peer", descriptor=self.descriptor, namespace=self.namespace)
         self._out.put(pb.AttachRequest(hello=hello))
         self.call = self.stub.Attach(iter(self._out.get, None))
         self.welcome = next(self.call).welcome
@@ -47,7 +47,7 @@ class Peer:
         self._beating = threading.Event()
         if heartbeats:
             threading.Thread(target=self._beat, daemon=True).start()
-        self.arena = map_arena(self.welcome.arenas[0], self.session)
+        self.arena, self.staging = map_arena(self.welcome), map_staging(self.welcome)
 
     def _beat(self) -> None:
         while not self._beating.wait(self.welcome.heartbeat_interval_ms / 2000):
@@ -62,6 +62,9 @@ class Peer:
     def view(self, slot: pb.SlotRef) -> memoryview:
         return self.arena[slot.offset : slot.offset + slot.size_bytes]
 
+    def staged(self, place: pb.StagingRef) -> memoryview:
+        return self.staging[place.offset : place.offset + place.size_bytes]
+
     def header(self, ids: list[int], start: int = 0, parent: bytes = b"") -> ChunkHeader:
         header = new_header(GEOMETRY, ids, start)
         header.parent_prefix_hash = parent
@@ -71,19 +74,18 @@ class Peer:
         request = pb.ReserveRequest(session_id=self.session, headers=headers, tenant_salt=salt)
         return list(self.stub.Reserve(request).reservations)
 
-    def commit(self, reservation: pb.Reservation) -> pb.CommitResponse:
-        item = pb.CommitItem(
-            lease_id=reservation.lease_id,
-            checksum=keys.checksum(self.view(reservation.slot)),
-            epoch=reservation.slot.epoch,
-        )
-        return self.stub.Commit(pb.CommitRequest(session_id=self.session, items=[item]))
+    def commit(self, *reservations: pb.Reservation) -> pb.CommitResponse:
+        items = [
+            pb.CommitItem(reservation_id=r.reservation_id, checksum=keys.checksum(self.staged(r.staging)))
+            for r in reservations
+        ]
+        return self.stub.Commit(pb.CommitRequest(session_id=self.session, epoch=self.welcome.epoch, items=items))
 
     def put(self, ids: list[int], start: int = 0, parent: bytes = b"", salt: bytes = b"") -> bytes:
         """Stores a chunk whose payload is determined by its tokens. Returns its prefix hash."""
         found = self.reserve(self.header(ids, start, parent), salt=salt)[0]
         assert found.outcome == pb.RESERVE_OUTCOME_GRANTED, found
-        self.view(found.slot)[:] = payload_of(ids, found.slot.size_bytes)
+        self.staged(found.staging)[:] = payload_of(ids, found.staging.size_bytes)
         assert self.commit(found).committed == 1
         return found.prefix_hash
 
@@ -91,8 +93,8 @@ class Peer:
         return self.stub.Match(pb.MatchRequest(session_id=self.session, token_ids=ids, tenant_salt=salt))
 
     def release(self, found: pb.MatchResponse) -> int:
-        leases = [m.lease_id for m in found.matches]
-        return self.stub.Release(pb.ReleaseRequest(session_id=self.session, lease_ids=leases)).released
+        request = pb.ReleaseRequest(session_id=self.session, lease_ids=[found.lease_id])
+        return self.stub.Release(request).released
 
     def stats(self) -> pb.StatsResponse:
         return self.stub.Stats(pb.StatsRequest())
@@ -100,10 +102,13 @@ class Peer:
     def read(self, ids: list[int], salt: bytes = b"") -> int:
         """Matches, checks every byte, releases. Returns the tokens found."""
         found = self.match(ids, salt)
+        at = 0
         for m in found.matches:
-            whole = payload_of(list(m.header.token_ids), m.slot.size_bytes)
-            assert self.view(m.slot) == whole, "the bytes are not those of the chunk's tokens"
-        assert self.release(found) == len(found.matches)
+            if m.matched_tokens == m.header.token_count:
+                whole = payload_of(ids[at : at + m.matched_tokens], m.slot.size_bytes)
+                assert self.view(m.slot) == whole, "the bytes are not those of the chunk's tokens"
+            at += m.matched_tokens
+        assert self.release(found) == bool(found.matches)
         return found.matched_tokens
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from cache_daemon.device_arena import DeviceArena, handing_out
+from cache_daemon.device_memory import CudaMemory, HostMemory
 from kvsidecar.arenas import receive_descriptor, receive_handle
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cuda_memory import HANDLE_BYTES, CudaUnavailable, DescriptorMemory, LegacyMemory
 from kvsidecar.errors import ConfigurationError
 
 from benchmarks.node import Node
-from cache_daemon.device_arena import DeviceArena, handing_out
-from cache_daemon.device_memory import CudaMemory, HostMemory
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.test_durability import run_daemon
 from tests.inference_svc.test_exactness import prompt

@@ -6,24 +6,28 @@ from hypothesis import strategies as st
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
-from cache_daemon.chunk import Chunk
-from cache_daemon.index import PrefixIndex
+from cache_daemon.limits import TenantLimits
+from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.index import PrefixIndex
+from cache_daemon.store.tenants import Tenant
 
 ROOT = b"r" * 32
+TENANT = Tenant(b"t", TenantLimits())
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 
 
 def put(index: PrefixIndex, parent: bytes, ids: list[int]) -> bytes:
     key = keys.prefix_hash(parent, ids)
     if index.get(key) is None:
-        index.add(Chunk(ChunkHeader(root=ROOT, parent_prefix_hash=parent, prefix_hash=key, token_ids=ids)))
+        header = ChunkHeader(root=ROOT, parent_prefix_hash=parent, prefix_hash=key)
+        index.add(Chunk(header, keys.token_bytes(ids), TENANT))
     return key
 
 
 def brute_force(index: PrefixIndex, parent: bytes, query: list[int]) -> int:
     best = 0
     for child in index.children(parent):
-        ids = list(child.header.token_ids)
+        ids = list(memoryview(child.ids).cast("I"))
         shared = next(
             (i for i, (a, b) in enumerate(zip(ids, query, strict=False)) if a != b), min(len(ids), len(query))
         )
@@ -41,13 +45,13 @@ def test_match_is_the_longest_stored_prefix(paths: list[list[list[int]]], query:
         parent = ROOT
         for ids in path:
             parent = put(index, parent, ids)
-    found = index.match(ROOT, query)
+    found = index.match(ROOT, keys.token_bytes(query))
     assert sum(n for _, n in found) == brute_force(index, ROOT, query)
     at, parent = 0, ROOT
     for i, (chunk, n) in enumerate(found):
         assert chunk.header.parent_prefix_hash == parent
-        assert list(chunk.header.token_ids[:n]) == query[at : at + n]
-        assert n == len(chunk.header.token_ids) or i == len(found) - 1
+        assert chunk.ids[: 4 * n] == keys.token_bytes(query[at : at + n])
+        assert n == chunk.tokens or i == len(found) - 1
         at, parent = at + n, chunk.key
     index.check_integrity()
 
@@ -63,7 +67,7 @@ def test_removing_leaves_nothing_behind(paths: list[list[list[int]]], random: ob
         leaf = next(c for c in index if not index.has_children(c))
         index.remove(leaf)
         index.check_integrity()
-    assert index.match(ROOT, [0, 1]) == []
+    assert index.match(ROOT, keys.token_bytes([0, 1])) == []
     assert index.tokens == 0
 
 
@@ -81,9 +85,9 @@ def test_a_large_fan_out_is_searched_by_bisection() -> None:
     index = PrefixIndex()
     for i in range(5000):
         put(index, ROOT, [7, i, i])
-    assert [n for _, n in index.match(ROOT, [7, 4321, 0])] == [2]
+    assert [n for _, n in index.match(ROOT, keys.token_bytes([7, 4321, 0]))] == [2]
 
 
 @pytest.mark.parametrize("query", [[], [9]])
 def test_nothing_stored_matches_nothing(query: list[int]) -> None:
-    assert PrefixIndex().match(ROOT, query) == []
+    assert PrefixIndex().match(ROOT, keys.token_bytes(query)) == []

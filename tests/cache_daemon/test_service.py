@@ -38,7 +38,7 @@ def test_an_uncommitted_chunk_is_invisible(peer: Peer) -> None:
     reserved = peer.reserve(peer.header([1, 2]))[0]
     assert peer.read([1, 2]) == 0
     assert peer.reserve(peer.header([1, 2]))[0].outcome == pb.RESERVE_OUTCOME_IN_PROGRESS
-    peer.view(reserved.slot)[:] = payload_of([1, 2], reserved.slot.size_bytes)
+    peer.staged(reserved.staging)[:] = payload_of([1, 2], reserved.staging.size_bytes)
     peer.commit(reserved)
     assert peer.read([1, 2]) == 2
     assert peer.reserve(peer.header([1, 2]))[0].outcome == pb.RESERVE_OUTCOME_ALREADY_STORED
@@ -47,7 +47,7 @@ def test_an_uncommitted_chunk_is_invisible(peer: Peer) -> None:
 def test_a_longer_sibling_supersedes_its_prefix(peer: Peer) -> None:
     peer.put([1, 2])
     peer.put([1, 2, 3, 4])
-    assert peer.stats().chunks == 1
+    until(lambda: peer.stats().chunks == 1)
     assert peer.read([1, 2, 9]) == 2
 
 
@@ -71,7 +71,7 @@ def test_release_and_abort_are_idempotent(peer: Peer) -> None:
     assert peer.release(held) == 1
     assert peer.release(held) == 0
     reserved = peer.reserve(peer.header([2]))[0]
-    request = pb.AbortRequest(session_id=peer.session, lease_ids=[reserved.lease_id])
+    request = pb.AbortRequest(session_id=peer.session, reservation_ids=[reserved.reservation_id])
     assert [peer.stub.Abort(request).aborted for _ in range(2)] == [1, 0]
 
 
@@ -106,8 +106,8 @@ def test_tenants_never_meet(peer: Peer) -> None:
     assert peer.read([1, 2, 3]) == 0
     assert peer.read([1, 2, 3], salt=b"a") == 3
     key = keys.prefix_hash(keys.tenant_root(peer.namespace, b"a"), [1, 2, 3])
-    request = pb.AcquireRequest(session_id=peer.session, tenant_salt=b"b", prefix_hashes=[key])
-    assert not peer.stub.Acquire(request).matches
+    request = pb.FetchRequest(namespace=peer.namespace, tenant_salt=b"b", prefix_hash=key)
+    assert code_of(lambda: list(peer.stub.Fetch(request)))[0] == grpc.StatusCode.NOT_FOUND
 
 
 def test_namespaces_never_meet(daemon: Node) -> None:
@@ -118,20 +118,11 @@ def test_namespaces_never_meet(daemon: Node) -> None:
     two.close()
 
 
-def test_acquire_and_match_by_hash_chain(peer: Peer) -> None:
-    a = peer.put([1, 2])
-    b = peer.put([3], start=2, parent=a)
-    chain = peer.stub.Match(pb.MatchRequest(session_id=peer.session, prefix_hashes=[a, b, b"x" * 32]))
-    assert [m.header.prefix_hash for m in chain.matches] == [a, b]
-    got = peer.stub.Acquire(pb.AcquireRequest(session_id=peer.session, prefix_hashes=[b, b"x" * 32]))
-    assert [m.header.prefix_hash for m in got.matches] == [b]
-
-
 def test_a_probe_needs_no_session_and_holds_nothing(peer: Peer) -> None:
     peer.put([1, 2])
     found = peer.stub.Match(pb.MatchRequest(namespace=peer.namespace, token_ids=[1, 2, 3]))
     assert found.matched_tokens == 2
-    assert not found.matches[0].lease_id
+    assert not found.lease_id
     assert peer.stats().leases == 0
 
 
@@ -188,10 +179,11 @@ def test_a_full_arena_refuses_and_disturbs_nobody(start: Callable[..., Node]) ->
     for i in range(256):
         peer.put([i])
         held.append(peer.match([i]))
-    assert peer.reserve(peer.header([999]))[0].outcome == pb.RESERVE_OUTCOME_ARENA_FULL
+    reserved = peer.reserve(peer.header([999]))[0]
+    assert list(peer.commit(reserved).outcomes) == [pb.COMMIT_OUTCOME_ARENA_FULL]
     assert all(peer.view(h.matches[0].slot) for h in held)
     peer.release(held[0])
-    assert peer.reserve(peer.header([999]))[0].outcome == pb.RESERVE_OUTCOME_GRANTED
+    peer.put([999])
     peer.close()
 
 
@@ -250,17 +242,17 @@ def attach(node: Node, hello: pb.Hello) -> None:
     [
         (pb.Hello(protocol_version=9), grpc.StatusCode.INVALID_ARGUMENT, "protocol_version is 9"),
         (
-            pb.Hello(protocol_version=1, descriptor=descriptor(), namespace=b"x" * 32),
+            pb.Hello(protocol_version=2, descriptor=descriptor(), namespace=b"x" * 32),
             grpc.StatusCode.FAILED_PRECONDITION,
             "does not belong to the descriptor",
         ),
         (
             pb.Hello(
-                protocol_version=1, client_name="n" * 65, descriptor=descriptor(),
+                protocol_version=2, client_name="n" * 65, descriptor=descriptor(),
                 namespace=keys.namespace_id(descriptor()),
             ),
             grpc.StatusCode.INVALID_ARGUMENT,
-            "client_name has 65",
+            "client_name is 65",
         ),
     ],
 )  # fmt: skip
@@ -274,18 +266,21 @@ def test_stale_epochs_forged_leases_and_wrong_checksums(peer: Peer) -> None:
     reserved = peer.reserve(peer.header([1]))[0]
     session = peer.session
 
-    def commit(**changes: object) -> Callable[[], object]:
-        values = {"lease_id": reserved.lease_id, "checksum": 1, "epoch": reserved.slot.epoch, **changes}
-        return lambda: peer.stub.Commit(pb.CommitRequest(session_id=session, items=[pb.CommitItem(**values)]))
+    def commit(reservation_id: bytes, epoch: int, times: int = 1) -> Callable[[], pb.CommitResponse]:
+        items = [pb.CommitItem(reservation_id=reservation_id, checksum=1)] * times
+        return lambda: peer.stub.Commit(pb.CommitRequest(session_id=session, epoch=epoch, items=items))
 
-    code, text = code_of(commit(epoch=1))
+    epoch = peer.welcome.epoch
+    code, text = code_of(commit(reserved.reservation_id, 1))
     assert code == grpc.StatusCode.FAILED_PRECONDITION
     assert "epoch" in text
-    code, _ = code_of(commit(lease_id=b"forged" * 3))
+    code, _ = code_of(commit(b"forged" * 3, epoch))
     assert code == grpc.StatusCode.PERMISSION_DENIED
-    code, text = code_of(commit())
-    assert code == grpc.StatusCode.DATA_LOSS
-    assert "discarded" in text
+    code, text = code_of(commit(reserved.reservation_id, epoch, times=2))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "named twice" in text
+    assert peer.stats().reservations == 1, "a refused Commit ends no reservation"
+    assert list(commit(reserved.reservation_id, epoch)().outcomes) == [pb.COMMIT_OUTCOME_CHECKSUM_MISMATCH]
     assert peer.read([1]) == 0
     peer.put([1])
     assert peer.read([1]) == 1
@@ -294,10 +289,12 @@ def test_stale_epochs_forged_leases_and_wrong_checksums(peer: Peer) -> None:
 def test_another_sessions_lease_is_not_mine(daemon: Node) -> None:
     mine, other = Peer(daemon), Peer(daemon)
     reserved = mine.reserve(mine.header([1]))[0]
-    item = pb.CommitItem(lease_id=reserved.lease_id, epoch=reserved.slot.epoch)
-    code, _ = code_of(lambda: other.stub.Commit(pb.CommitRequest(session_id=other.session, items=[item])))
+    items = [pb.CommitItem(reservation_id=reserved.reservation_id)]
+    request = pb.CommitRequest(session_id=other.session, epoch=other.welcome.epoch, items=items)
+    code, _ = code_of(lambda: other.stub.Commit(request))
     assert code == grpc.StatusCode.PERMISSION_DENIED
-    aborted = other.stub.Abort(pb.AbortRequest(session_id=other.session, lease_ids=[reserved.lease_id]))
+    mine_by_other = pb.AbortRequest(session_id=other.session, reservation_ids=[reserved.reservation_id])
+    aborted = other.stub.Abort(mine_by_other)
     assert aborted.aborted == 0
     mine.close()
     other.close()
@@ -309,7 +306,9 @@ def test_another_sessions_lease_is_not_mine(daemon: Node) -> None:
         ({"layers": 3}, "geometry"),
         ({"payload_bytes": 5}, "payload_bytes is 5"),
         ({"parent_prefix_hash": b"short"}, "parent_prefix_hash has 5 bytes"),
-        ({"format_version": 2}, "format_version is 2"),
+        ({"format_version": 1}, "format_version is 1"),
+        ({"token_count": 5}, "token_count is 5"),
+        ({"prefill_seconds": float("nan")}, "prefill_seconds is nan"),
     ],
 )
 def test_a_header_that_does_not_fit_is_refused(peer: Peer, change: dict[str, object], named: str) -> None:
@@ -359,7 +358,7 @@ def test_many_peers_at_once_keep_their_bytes(daemon: Node) -> None:
                 ids = [seed % 3, i]
                 reserved = peer.reserve(peer.header(ids))[0]
                 if reserved.outcome == pb.RESERVE_OUTCOME_GRANTED:
-                    peer.view(reserved.slot)[:] = payload_of(ids, reserved.slot.size_bytes)
+                    peer.staged(reserved.staging)[:] = payload_of(ids, reserved.staging.size_bytes)
                     peer.commit(reserved)
                 peer.read(ids)
                 peer.read([(seed + 1) % 3, i])

@@ -6,6 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from cache_daemon.arena import MemoryArena
+from cache_daemon.device_arena import DeviceArena
+from cache_daemon.device_memory import HostMemory
+from cache_daemon.session import Session
+from cache_daemon.summary import SummaryWriter
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -13,13 +18,8 @@ from kvsidecar import keys
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.layout import new_header
 
-from cache_daemon.arena import MemoryArena
-from cache_daemon.device_arena import DeviceArena
-from cache_daemon.device_memory import HostMemory
 from cache_daemon.durable import MemoryTier
-from cache_daemon.session import Session
 from cache_daemon.store import ChunkStore, Match, Reserved
-from cache_daemon.summary import SummaryWriter
 from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
 
 ARENA_BYTES = 10 * 4096

@@ -1,25 +1,29 @@
 """The index summary: never a false negative, whatever is stored, removed, restarted."""
 
+import mmap
+import os
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import grpc
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.memory import SUMMARY, map_summary, receive_descriptor
 from kvsidecar.summary import HEAD_TOKENS, Summary
 
 from benchmarks.node import Node
-from cache_daemon.chunk import Chunk
-from cache_daemon.index import PrefixIndex
-from cache_daemon.summary import SUMMARY_BYTES, SummaryWriter
+from cache_daemon.limits import TenantLimits
+from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.index import PrefixIndex
+from cache_daemon.store.summary import SUMMARY_BYTES, SummaryWriter
+from cache_daemon.store.tenants import Tenant
 from tests.cache_daemon.conftest import Peer, code_of
 
 ROOT = b"r" * 32
-NOWHERE = Path("never-mapped")
+TENANT = Tenant(b"t", TenantLimits())
 few = st.integers(0, 1)
 paths = st.lists(st.lists(st.lists(few, min_size=1, max_size=10), min_size=1, max_size=3), max_size=8)
 
@@ -30,9 +34,8 @@ def chunk_of(parent: bytes, ids: list[int]) -> Chunk:
         parent_prefix_hash=parent,
         prefix_hash=keys.prefix_hash(parent, ids),
         content_hash=keys.content_hash(ROOT, ids),
-        token_ids=ids,
     )
-    return Chunk(header)
+    return Chunk(header, keys.token_bytes(ids), TENANT)
 
 
 @settings(max_examples=300)
@@ -41,7 +44,7 @@ def test_what_can_be_matched_is_in_the_summary(
     stored: list[list[list[int]]], rng: random.Random, query: list[int]
 ) -> None:
     memory = memoryview(bytearray(32))
-    index, summary = PrefixIndex(SummaryWriter(memory, NOWHERE)), Summary(memory)
+    index, summary = PrefixIndex(SummaryWriter(memory)), Summary(memory)
     for path in stored:
         parent = ROOT
         for ids in path:
@@ -54,12 +57,12 @@ def test_what_can_be_matched_is_in_the_summary(
             for gone in reversed(index.subtree(chunk)):
                 index.remove(gone)
     index.check_integrity()
-    found = index.match(ROOT, query)
-    whole = any(n == len(c.header.token_ids) for c, n in found)
+    found = index.match(ROOT, keys.token_bytes(query))
+    whole = any(n == c.tokens for c, n in found)
     if whole or sum(n for _, n in found) >= HEAD_TOKENS or len(query) < HEAD_TOKENS:
         assert summary.may_hold_prefix(ROOT, query)
     for chunk in index:
-        assert summary.may_hold_content(ROOT, chunk.header.token_ids)
+        assert summary.may_hold_content(ROOT, list(memoryview(chunk.ids).cast("I")))
     for chunk in [c for c in index if c.header.parent_prefix_hash == ROOT]:
         for gone in reversed(index.subtree(chunk)):
             index.remove(gone)
@@ -68,18 +71,18 @@ def test_what_can_be_matched_is_in_the_summary(
 
 def test_a_hundred_thousand_chunks_leave_it_sharp() -> None:
     memory = memoryview(bytearray(SUMMARY_BYTES))
-    writer, summary, rng = SummaryWriter(memory, NOWHERE), Summary(memory), random.Random(3)
+    writer, summary, rng = SummaryWriter(memory), Summary(memory), random.Random(3)
     for i in range(100_000):
         header = ChunkHeader(content_hash=rng.randbytes(32), root=ROOT, parent_prefix_hash=ROOT if i % 8 == 0 else b"p")
-        header.token_ids.extend(rng.randrange(50_000) for _ in range(HEAD_TOKENS))
-        writer.add(Chunk(header))
+        ids = keys.token_bytes([rng.randrange(50_000) for _ in range(HEAD_TOKENS)])
+        writer.add(Chunk(header, ids, TENANT))
     asked = [[rng.randrange(50_000) for _ in range(16)] for _ in range(3000)]
     assert sum(summary.may_hold_prefix(ROOT, tokens) for tokens in asked) <= 15
 
 
 def test_a_bit_that_was_counted_to_the_end_stays() -> None:
     memory = memoryview(bytearray(8))
-    writer, chunk = SummaryWriter(memory, NOWHERE), chunk_of(ROOT, [1, 2, 3])
+    writer, chunk = SummaryWriter(memory), chunk_of(ROOT, [1, 2, 3])
     for _ in range(70_000):
         writer.add(chunk)
     set_bits = bytes(memory)
@@ -88,20 +91,24 @@ def test_a_bit_that_was_counted_to_the_end_stays() -> None:
     assert bytes(memory) == set_bits
 
 
+def root(peer: Peer) -> bytes:
+    return keys.tenant_root(peer.namespace, b"")
+
+
 def mapped(peer: Peer) -> Summary:
-    return Summary.map(peer.welcome.summary)
+    return Summary(map_summary(peer.welcome))
 
 
 def test_a_daemon_publishes_what_it_stores(peer: Peer) -> None:
     summary, ids = mapped(peer), list(range(100, 120))
-    assert not summary.may_hold_prefix(peer.namespace, ids)
+    assert not summary.may_hold_prefix(root(peer), ids)
     key = peer.put(ids)
-    assert summary.may_hold_prefix(peer.namespace, [*ids[:HEAD_TOKENS], 7])
-    assert summary.may_hold_content(peer.namespace, ids)
-    assert not summary.may_hold_prefix(peer.namespace, [7, *ids])
+    assert summary.may_hold_prefix(root(peer), [*ids[:HEAD_TOKENS], 7])
+    assert summary.may_hold_content(root(peer), ids)
+    assert not summary.may_hold_prefix(root(peer), [7, *ids])
     assert not summary.may_hold_prefix(keys.tenant_root(peer.namespace, b"another"), ids)
     peer.stub.Delete(pb.DeleteRequest(prefix=pb.PrefixRef(namespace=peer.namespace, prefix_hash=key)))
-    assert not summary.may_hold_prefix(peer.namespace, ids)
+    assert not summary.may_hold_prefix(root(peer), ids)
 
 
 def test_a_daemon_that_starts_again_publishes_what_it_loads(daemon: Node) -> None:
@@ -112,22 +119,26 @@ def test_a_daemon_that_starts_again_publishes_what_it_loads(daemon: Node) -> Non
     before.close()
     daemon.restart_daemon()
     after = Peer(daemon)
-    assert before.welcome.summary.path != after.welcome.summary.path
-    assert not Path(before.welcome.summary.path).exists(), "a dead daemon's summary is left behind"
-    assert mapped(after).may_hold_prefix(after.namespace, ids)
+    assert mapped(after).may_hold_prefix(root(after), ids)
     assert after.read(ids) == len(ids)
     after.close()
 
 
-def test_its_file_is_private_and_goes_with_the_daemon(start: Callable[..., Node]) -> None:
-    node = start()
-    peer = Peer(node)
-    path = Path(peer.welcome.summary.path)
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.stat().st_size == peer.welcome.summary.size_bytes == SUMMARY_BYTES
-    peer.close()
-    node.kill("daemon", 15)
-    assert not path.parent.exists()
+def test_nobody_can_write_to_it(daemon: Node) -> None:
+    peer = Peer(daemon)
+    assert mapped(peer).__class__ is Summary
+    handle = receive_descriptor(peer.welcome, SUMMARY)
+    try:
+        assert os.fstat(handle).st_size == peer.welcome.summary.size_bytes == SUMMARY_BYTES
+        with pytest.raises(PermissionError):
+            mmap.mmap(handle, SUMMARY_BYTES)
+        with pytest.raises(PermissionError):
+            os.pwrite(handle, b"x", 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(handle, 0)
+    finally:
+        os.close(handle)
+        peer.close()
 
 
 def test_lookups_that_were_not_needed_are_counted(daemon: Node) -> None:

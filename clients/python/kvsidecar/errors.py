@@ -95,6 +95,24 @@ class ArenaFull(KVSidecarError):
     reason = "ARENA_FULL"
 
 
+class QuotaExceeded(KVSidecarError):
+    """The tenant, or everybody together, may not have more of this."""
+
+    reason = "QUOTA_EXCEEDED"
+
+
+class LimitExceeded(KVSidecarError):
+    """As much of this is open at one time as is allowed."""
+
+    reason = "LIMIT_EXCEEDED"
+
+
+class FailedPrecondition(KVSidecarError):
+    """The call does not fit the state or the door that it came through."""
+
+    reason = "FAILED_PRECONDITION"
+
+
 class StoreUnavailable(KVSidecarError):
     """The durable store cannot be opened: locked, of another version, or not writable."""
 
@@ -166,6 +184,9 @@ STATUS: dict[type[KVSidecarError], tuple[grpc.StatusCode, int]] = {
     UnknownLease: (grpc.StatusCode.PERMISSION_DENIED, 403),
     ChecksumMismatch: (grpc.StatusCode.DATA_LOSS, 422),
     ChunkNotFound: (grpc.StatusCode.NOT_FOUND, 404),
+    QuotaExceeded: (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+    LimitExceeded: (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+    FailedPrecondition: (grpc.StatusCode.FAILED_PRECONDITION, 409),
     ArenaFull: (grpc.StatusCode.RESOURCE_EXHAUSTED, 507),
     StoreUnavailable: (grpc.StatusCode.UNAVAILABLE, 503),
     EventsLost: (grpc.StatusCode.OUT_OF_RANGE, 410),

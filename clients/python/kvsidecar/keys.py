@@ -1,22 +1,34 @@
-"""Names of things in the cache: namespaces, prefix hashes, content hashes, checksums.
+"""Names of things in the cache: namespaces, tenant roots, prefix hashes, content hashes, checksums.
 
-``protos/kvsidecar/cache/v1/chunk.proto`` is the specification; this is its Python.
+``protos/kvsidecar/cache/v1/chunk.proto`` is the specification, ``docs/protocol.md`` has test vectors. Every hash names
+its purpose and delimits its parts, so that nothing that a caller chooses (a salt, tokens) can be made to equal another
+hash's input.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
-from array import array
+import struct
 from collections.abc import Sequence
 
+import numpy as np
 import xxhash
 
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 
 HASH_BYTES = 32
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 QUANTIZER_VERSION = 1
+MAX_SALT_BYTES = 256
+TOKEN_BYTES = 4
+
+# No name begins another one; so the purpose ends where it ends.
+_NAMESPACE, _ROOT, _TENANT = b"kvsidecar/2/namespace", b"kvsidecar/2/root", b"kvsidecar/2/tenant"
+_PREFIX, _CONTENT, _HEAD = b"kvsidecar/2/prefix", b"kvsidecar/2/content", b"kvsidecar/2/head"
+_LENGTH = struct.Struct("<I")
+
+Tokens = Sequence[int] | bytes
+"""Token ids, or the same as uint32 little-endian."""
 
 
 def canonical_encoding(descriptor: NamespaceDescriptor) -> bytes:
@@ -35,33 +47,53 @@ def canonical_encoding(descriptor: NamespaceDescriptor) -> bytes:
 
 
 def namespace_id(descriptor: NamespaceDescriptor) -> bytes:
-    """SHA-256 of everything that decides a chunk's bytes."""
-    return hashlib.sha256(canonical_encoding(descriptor)).digest()
+    """Identity of everything that decides a chunk's bytes."""
+    return _hash(_NAMESPACE, _sized(canonical_encoding(descriptor)))
 
 
 def tenant_root(namespace: bytes, tenant_salt: bytes) -> bytes:
-    """Root of a tenant's chunks; tenants with different salts share nothing."""
-    return hashlib.sha256(namespace + tenant_salt).digest() if tenant_salt else namespace
+    """Root of a tenant's chunks in a namespace; tenants with different salts share nothing."""
+    return _hash(_ROOT, namespace, _sized(tenant_salt))
 
 
-def token_bytes(tokens: Sequence[int]) -> bytes:
+def tenant_id(tenant_salt: bytes) -> bytes:
+    """Identity of a tenant in all namespaces: what quotas count by."""
+    return _hash(_TENANT, _sized(tenant_salt))
+
+
+def token_bytes(tokens: Tokens) -> bytes:
     """Token ids as uint32 little-endian. Raises OverflowError for an id outside 32 bits."""
-    packed = array("I", tokens)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return tokens if isinstance(tokens, bytes) else np.array(tokens, "<u4").tobytes()
 
 
-def prefix_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+def prefix_hash(parent: bytes, tokens: Tokens) -> bytes:
     """Identity of a chunk together with everything before it."""
-    return hashlib.sha256(parent + token_bytes(tokens)).digest()
+    return _hash_tokens(_PREFIX, parent, tokens)
 
 
-def content_hash(root: bytes, tokens: Sequence[int]) -> bytes:
+def content_hash(root: bytes, tokens: Tokens) -> bytes:
     """Identity of a chunk's tokens wherever they stand."""
-    return hashlib.sha256(root + token_bytes(tokens)).digest()
+    return _hash_tokens(_CONTENT, root, tokens)
+
+
+def head_hash(root: bytes, tokens: Tokens) -> bytes:
+    """What the index summary knows a prompt's beginning by."""
+    return _hash_tokens(_HEAD, root, tokens)
 
 
 def checksum(payload: bytes | bytearray | memoryview) -> int:
-    """XXH3-64 of a payload."""
+    """XXH3-64 of a payload. Runs without the GIL."""
     return xxhash.xxh3_64_intdigest(payload)
+
+
+def _hash_tokens(purpose: bytes, parent: bytes, tokens: Tokens) -> bytes:
+    packed = token_bytes(tokens)
+    return _hash(purpose, parent, _LENGTH.pack(len(packed) // TOKEN_BYTES), packed)
+
+
+def _sized(part: bytes) -> bytes:
+    return _LENGTH.pack(len(part)) + part
+
+
+def _hash(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(parts)).digest()

@@ -22,6 +22,7 @@ from kvsidecar.cache.v1.chunk_pb2 import (
     NamespaceDescriptor,
 )
 from kvsidecar.errors import InvalidRequest
+from kvsidecar.keys import FORMAT_VERSION
 
 SECTION_ALIGNMENT = 64
 # bfloat16 has no NumPy type; its bits are held in uint16.
@@ -122,9 +123,9 @@ def layout(geometry: Geometry, tokens: int, key_group_tokens: int, sink_tokens: 
 
 def layout_of(header: ChunkHeader) -> Layout:
     """The layout that a header describes. Raises InvalidRequest."""
-    if header.format_version != 1:
-        raise InvalidRequest(f"format_version is {header.format_version}; this version reads 1")
-    return layout(Geometry.of(header), len(header.token_ids), header.key_group_tokens, header.sink_tokens)
+    if header.format_version != FORMAT_VERSION:
+        raise InvalidRequest(f"format_version is {header.format_version}; this version reads {FORMAT_VERSION}")
+    return layout(Geometry.of(header), header.token_count, header.key_group_tokens, header.sink_tokens)
 
 
 def new_header(geometry: Geometry, tokens: list[int], start_position: int) -> ChunkHeader:
@@ -133,6 +134,7 @@ def new_header(geometry: Geometry, tokens: list[int], start_position: int) -> Ch
     sinks = min(SINK_TOKENS, len(tokens)) if start_position == 0 and geometry.bits != 16 else 0
     return ChunkHeader(
         token_ids=tokens,
+        token_count=len(tokens),
         start_position=start_position,
         layers=geometry.layers,
         kv_heads=geometry.kv_heads,
@@ -142,5 +144,5 @@ def new_header(geometry: Geometry, tokens: list[int], start_position: int) -> Ch
         key_group_tokens=group,
         sink_tokens=sinks,
         payload_bytes=layout(geometry, len(tokens), group, sinks).size_bytes,
-        format_version=1,
+        format_version=FORMAT_VERSION,
     )

@@ -5,19 +5,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import mmap
-import os
 import struct
 from collections.abc import Iterable, Sequence
 
 from kvsidecar import keys
-from kvsidecar.cache.v1.cache_pb2 import IndexSummary
 
 # Prompts that share fewer leading tokens than this with all that is stored count as not stored.
 HEAD_TOKENS = 8
 _POSITIONS = struct.Struct("<4I")
-_TOKEN_BYTES = 4
 
 
 def positions(key: bytes, size_bytes: int) -> Iterable[int]:
@@ -32,16 +27,6 @@ class Summary:
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
 
-    @classmethod
-    def map(cls, described: IndexSummary) -> Summary:
-        """Raises OSError or ValueError when the file cannot be mapped."""
-        handle = os.open(described.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            return cls(memoryview(mmap.mmap(handle, described.size_bytes, flags=flags, prot=mmap.PROT_READ)))
-        finally:
-            os.close(handle)
-
     def __contains__(self, key: bytes) -> bool:
         memory = self._memory
         return all(memory[n >> 3] >> (n & 7) & 1 for n in positions(key, len(memory)))
@@ -52,8 +37,8 @@ class Summary:
         if len(tokens) < HEAD_TOKENS:
             return True
         head = keys.token_bytes(tokens[:HEAD_TOKENS])
-        ends = range(len(head), 0, -_TOKEN_BYTES)
-        return any(hashlib.sha256(root + head[:end]).digest() in self for end in ends)
+        ends = range(len(head), 0, -keys.TOKEN_BYTES)
+        return any(keys.head_hash(root, head[:end]) in self for end in ends)
 
     def may_hold_content(self, root: bytes, tokens: Sequence[int]) -> bool:
         """Whether a chunk of exactly these tokens might be stored, in whatever context."""

@@ -7,24 +7,25 @@ lock.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvkernels.payload import DeviceBytes, Payload
 
+_REGISTER_READ_ONLY = 0x08  # cudaHostRegisterReadOnly
 _ranges: dict[int, int] = {}
 _in_use = threading.Lock()
 
 
 def address_of(payload: Payload) -> int:
-    """Where a payload's bytes lie; a view must be writable."""
+    """Where a payload's bytes lie."""
     if isinstance(payload, DeviceBytes):
         return payload.address
-    return ctypes.addressof(ctypes.c_char.from_buffer(payload))
+    return int(np.frombuffer(payload, np.uint8).ctypes.data)
 
 
 def size_of(payload: Payload) -> int:
@@ -48,7 +49,8 @@ def pin(view: memoryview) -> bool:
     """Page-locks mapped host memory for the device (``cudaHostRegister``); False when the driver refuses, and copies go
     the long way. The mapping must stay until ``unpin``."""
     address = address_of(view)
-    if int(_runtime().cudaHostRegister(address, len(view), 0)) != 0:
+    flags = _REGISTER_READ_ONLY if view.readonly else 0
+    if int(_runtime().cudaHostRegister(address, len(view), flags)) != 0:
         return False
     adopt(address, len(view))
     return True

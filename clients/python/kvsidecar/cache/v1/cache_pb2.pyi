@@ -28,13 +28,11 @@ class _ArenaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ArenaKind.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     ARENA_KIND_UNSPECIFIED: _ArenaKind.ValueType  # 0
     """Never sent."""
-    ARENA_KIND_HOST_FILE: _ArenaKind.ValueType  # 1
-    """A file in memory (tmpfs) that workers map shared."""
+    ARENA_KIND_HOST: _ArenaKind.ValueType  # 1
+    """Host memory behind a file descriptor (memfd), sealed: it can be mapped for reading, never for writing."""
     ARENA_KIND_CUDA: _ArenaKind.ValueType  # 2
     """CUDA device memory (cuMemCreate), imported from a file descriptor with cuMemImportFromShareableHandle."""
-    ARENA_KIND_HOST_DESCRIPTOR: _ArenaKind.ValueType  # 3
-    """Host memory behind a file descriptor (memfd) that is handed out as that of CUDA memory is, and mapped shared."""
-    ARENA_KIND_CUDA_IPC: _ArenaKind.ValueType  # 4
+    ARENA_KIND_CUDA_IPC: _ArenaKind.ValueType  # 3
     """CUDA device memory (cuMemAlloc), imported from a handle with cuIpcOpenMemHandle; it goes with the daemon's process."""
 
 class ArenaKind(_ArenaKind, metaclass=_ArenaKindEnumTypeWrapper):
@@ -42,13 +40,11 @@ class ArenaKind(_ArenaKind, metaclass=_ArenaKindEnumTypeWrapper):
 
 ARENA_KIND_UNSPECIFIED: ArenaKind.ValueType  # 0
 """Never sent."""
-ARENA_KIND_HOST_FILE: ArenaKind.ValueType  # 1
-"""A file in memory (tmpfs) that workers map shared."""
+ARENA_KIND_HOST: ArenaKind.ValueType  # 1
+"""Host memory behind a file descriptor (memfd), sealed: it can be mapped for reading, never for writing."""
 ARENA_KIND_CUDA: ArenaKind.ValueType  # 2
 """CUDA device memory (cuMemCreate), imported from a file descriptor with cuMemImportFromShareableHandle."""
-ARENA_KIND_HOST_DESCRIPTOR: ArenaKind.ValueType  # 3
-"""Host memory behind a file descriptor (memfd) that is handed out as that of CUDA memory is, and mapped shared."""
-ARENA_KIND_CUDA_IPC: ArenaKind.ValueType  # 4
+ARENA_KIND_CUDA_IPC: ArenaKind.ValueType  # 3
 """CUDA device memory (cuMemAlloc), imported from a handle with cuIpcOpenMemHandle; it goes with the daemon's process."""
 Global___ArenaKind: _TypeAlias = ArenaKind  # noqa: Y015
 
@@ -61,15 +57,17 @@ class _ReserveOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reserv
     RESERVE_OUTCOME_UNSPECIFIED: _ReserveOutcome.ValueType  # 0
     """Never sent."""
     RESERVE_OUTCOME_GRANTED: _ReserveOutcome.ValueType  # 1
-    """The slot is the caller's until Commit or Abort."""
+    """The staging memory named is the caller's until Commit or Abort."""
     RESERVE_OUTCOME_ALREADY_STORED: _ReserveOutcome.ValueType  # 2
     """The chunk is stored already; nothing to do."""
     RESERVE_OUTCOME_IN_PROGRESS: _ReserveOutcome.ValueType  # 3
     """Another session is writing the same chunk."""
-    RESERVE_OUTCOME_ARENA_FULL: _ReserveOutcome.ValueType  # 4
-    """No room: everything that could go is leased or pinned."""
+    RESERVE_OUTCOME_STAGING_FULL: _ReserveOutcome.ValueType  # 4
+    """The session's staging memory has no room: commit or abort what is open, then reserve again."""
     RESERVE_OUTCOME_PARENT_MISSING: _ReserveOutcome.ValueType  # 5
     """The parent is not stored; write it first."""
+    RESERVE_OUTCOME_TOO_LARGE: _ReserveOutcome.ValueType  # 6
+    """The payload is larger than the staging memory, the arena or the tenant's quota can ever hold."""
 
 class ReserveOutcome(_ReserveOutcome, metaclass=_ReserveOutcomeEnumTypeWrapper):
     """What became of one reservation."""
@@ -77,16 +75,54 @@ class ReserveOutcome(_ReserveOutcome, metaclass=_ReserveOutcomeEnumTypeWrapper):
 RESERVE_OUTCOME_UNSPECIFIED: ReserveOutcome.ValueType  # 0
 """Never sent."""
 RESERVE_OUTCOME_GRANTED: ReserveOutcome.ValueType  # 1
-"""The slot is the caller's until Commit or Abort."""
+"""The staging memory named is the caller's until Commit or Abort."""
 RESERVE_OUTCOME_ALREADY_STORED: ReserveOutcome.ValueType  # 2
 """The chunk is stored already; nothing to do."""
 RESERVE_OUTCOME_IN_PROGRESS: ReserveOutcome.ValueType  # 3
 """Another session is writing the same chunk."""
-RESERVE_OUTCOME_ARENA_FULL: ReserveOutcome.ValueType  # 4
-"""No room: everything that could go is leased or pinned."""
+RESERVE_OUTCOME_STAGING_FULL: ReserveOutcome.ValueType  # 4
+"""The session's staging memory has no room: commit or abort what is open, then reserve again."""
 RESERVE_OUTCOME_PARENT_MISSING: ReserveOutcome.ValueType  # 5
 """The parent is not stored; write it first."""
+RESERVE_OUTCOME_TOO_LARGE: ReserveOutcome.ValueType  # 6
+"""The payload is larger than the staging memory, the arena or the tenant's quota can ever hold."""
 Global___ReserveOutcome: _TypeAlias = ReserveOutcome  # noqa: Y015
+
+class _CommitOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CommitOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CommitOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    COMMIT_OUTCOME_UNSPECIFIED: _CommitOutcome.ValueType  # 0
+    """Never sent."""
+    COMMIT_OUTCOME_COMMITTED: _CommitOutcome.ValueType  # 1
+    """The chunk is visible."""
+    COMMIT_OUTCOME_CHECKSUM_MISMATCH: _CommitOutcome.ValueType  # 2
+    """The daemon's copy has another checksum than the request says; the chunk was discarded."""
+    COMMIT_OUTCOME_ARENA_FULL: _CommitOutcome.ValueType  # 3
+    """No room in the arena: everything that could go is leased, pinned or being written; try again later."""
+    COMMIT_OUTCOME_PARENT_MISSING: _CommitOutcome.ValueType  # 4
+    """The parent is not stored any more, or was not committed."""
+    COMMIT_OUTCOME_QUOTA_EXCEEDED: _CommitOutcome.ValueType  # 5
+    """The tenant's quota is used up by chunks that cannot go now."""
+
+class CommitOutcome(_CommitOutcome, metaclass=_CommitOutcomeEnumTypeWrapper):
+    """What became of one commit."""
+
+COMMIT_OUTCOME_UNSPECIFIED: CommitOutcome.ValueType  # 0
+"""Never sent."""
+COMMIT_OUTCOME_COMMITTED: CommitOutcome.ValueType  # 1
+"""The chunk is visible."""
+COMMIT_OUTCOME_CHECKSUM_MISMATCH: CommitOutcome.ValueType  # 2
+"""The daemon's copy has another checksum than the request says; the chunk was discarded."""
+COMMIT_OUTCOME_ARENA_FULL: CommitOutcome.ValueType  # 3
+"""No room in the arena: everything that could go is leased, pinned or being written; try again later."""
+COMMIT_OUTCOME_PARENT_MISSING: CommitOutcome.ValueType  # 4
+"""The parent is not stored any more, or was not committed."""
+COMMIT_OUTCOME_QUOTA_EXCEEDED: CommitOutcome.ValueType  # 5
+"""The tenant's quota is used up by chunks that cannot go now."""
+Global___CommitOutcome: _TypeAlias = CommitOutcome  # noqa: Y015
 
 class _EventType:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -167,7 +203,7 @@ class Hello(_message.Message):
     DESCRIPTOR_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of this protocol; 1. Another value is refused."""
+    """Version of this protocol; 2. Another value is refused."""
     client_name: _builtins.str
     """A name for logs and metrics, such as "worker-0"; at most 64 characters."""
     namespace: _builtins.bytes
@@ -194,27 +230,43 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Says that the worker is alive, and what it has not asked."""
+    """Says that the worker is alive, and what it has done. All numbers are totals since the session began, at most 2^48."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SKIPPED_MATCHES_FIELD_NUMBER: _builtins.int
     SKIPPED_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    POOL_TOKENS_FIELD_NUMBER: _builtins.int
     skipped_matches: _builtins.int
-    """Prompts that the worker did not look up since the session began, because the summary says that nothing of them is
-    stored. The daemon counts them as matches.
+    """Prompts that the worker did not look up, because the summary says that nothing of them is stored. The daemon counts
+    them as matches.
     """
     skipped_tokens: _builtins.int
-    """Tokens of those prompts. Both are at most 2^48."""
+    """Tokens of those prompts."""
+    prompts: _builtins.int
+    """Prompts that the worker has served."""
+    prompt_tokens: _builtins.int
+    """Tokens of these prompts."""
+    cached_tokens: _builtins.int
+    """Of these, tokens that were not computed anew: what the answers' usage counts as cached."""
+    pool_tokens: _builtins.int
+    """Of the cached tokens, those that were in the worker's own pool still."""
     def __init__(
         self,
         *,
         skipped_matches: _builtins.int = ...,
         skipped_tokens: _builtins.int = ...,
+        prompts: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        pool_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["skipped_matches", b"skipped_matches", "skipped_tokens", b"skipped_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "pool_tokens", b"pool_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "skipped_matches", b"skipped_matches", "skipped_tokens", b"skipped_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -260,45 +312,59 @@ class Welcome(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
-    ARENAS_FIELD_NUMBER: _builtins.int
+    MEMORY_SOCKET_FIELD_NUMBER: _builtins.int
+    ARENA_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
-    SUMMARY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Random for every start of the daemon; part of every slot reference."""
     session_id: _builtins.bytes
     """Secret that names the session in other calls; 16 bytes."""
+    memory_socket: _builtins.str
+    """A Unix socket that hands memory out: whoever sends the 16 bytes of an open session's id and one byte that names the
+    memory ('a' arena, 's' staging, 'i' index summary) is sent one byte and the memory's file descriptor (SCM_RIGHTS),
+    for ARENA_KIND_CUDA_IPC the handle's 64 bytes instead, or nothing when the session is not open. Empty for callers
+    at doors that share no memory; then arena, staging and summary are absent too.
+    """
     heartbeat_interval_ms: _builtins.int
     """How often a heartbeat is due; the session ends after three missed ones."""
     max_chunk_tokens: _builtins.int
-    """Most tokens in one chunk."""
+    """Most tokens in one chunk; longer ones are refused by Reserve and Store."""
     @_builtins.property
-    def arenas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ArenaDescriptor]:
-        """The memory that slots lie in."""
+    def arena(self) -> Global___ArenaDescriptor:
+        """The memory that slots lie in, for reading."""
 
     @_builtins.property
-    def verdict(self) -> Global___ReuseVerdict:
-        """What was measured of approximate reuse in this namespace; absent when nothing was."""
+    def staging(self) -> Global___StagingDescriptor:
+        """The session's own memory for writing new chunks into. Sealed against growing and shrinking."""
 
     @_builtins.property
     def summary(self) -> Global___IndexSummary:
         """Where to see without a call that a prompt is not stored; absent when the daemon offers none."""
+
+    @_builtins.property
+    def verdict(self) -> Global___ReuseVerdict:
+        """What was measured of approximate reuse in this namespace; absent when nothing was."""
 
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         session_id: _builtins.bytes = ...,
-        arenas: _abc.Iterable[Global___ArenaDescriptor] | None = ...,
+        memory_socket: _builtins.str = ...,
+        arena: Global___ArenaDescriptor | None = ...,
+        staging: Global___StagingDescriptor | None = ...,
+        summary: Global___IndexSummary | None = ...,
         heartbeat_interval_ms: _builtins.int = ...,
         max_chunk_tokens: _builtins.int = ...,
         verdict: Global___ReuseVerdict | None = ...,
-        summary: Global___IndexSummary | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "staging", b"staging", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arenas", b"arenas", "epoch", b"epoch", "heartbeat_interval_ms", b"heartbeat_interval_ms", "max_chunk_tokens", b"max_chunk_tokens", "session_id", b"session_id", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "epoch", b"epoch", "heartbeat_interval_ms", b"heartbeat_interval_ms", "max_chunk_tokens", b"max_chunk_tokens", "memory_socket", b"memory_socket", "session_id", b"session_id", "staging", b"staging", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -306,12 +372,12 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class IndexSummary(_message.Message):
-    """A Bloom filter over the daemon's index, in a file that workers map for reading. What it does not contain is not
+    """A Bloom filter over the daemon's index, in memory that workers map for reading. What it does not contain is not
     stored, so a prompt that it does not know needs no Match; what it contains is stored in all likelihood. A committed
     chunk is in it before Commit returns.
 
     It contains, with H = min(8, tokens of the chunk):
-      - of every chunk that begins a prompt, SHA-256(root || its first H token ids as uint32 little-endian);
+      - of every chunk that begins a prompt, the head hash of its first H tokens (chunk.proto);
       - of every chunk, its content_hash.
     A key's bits are numbered by the key's first 16 bytes as four uint32 little-endian, each modulo 8 * size_bytes; bit n
     is bit n % 8 of byte n / 8, and a key is contained when all four are set.
@@ -319,21 +385,17 @@ class IndexSummary(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PATH_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    path: _builtins.str
-    """The file to map."""
     size_bytes: _builtins.int
     """Size of the filter in bytes."""
     def __init__(
         self,
         *,
-        path: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -456,24 +518,15 @@ Global___HeartbeatAck: _TypeAlias = HeartbeatAck  # noqa: Y015
 
 @_typing.final
 class ArenaDescriptor(_message.Message):
-    """One block of memory that the daemon owns."""
+    """The block of memory that the daemon keeps hot chunks in."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ARENA_ID_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
-    PATH_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
-    arena_id: _builtins.int
-    """Names the arena in slot references."""
     kind: Global___ArenaKind.ValueType
     """Kind of memory."""
-    path: _builtins.str
-    """For ARENA_KIND_HOST_FILE, the file to map. For the other kinds a Unix socket: whoever sends the 16 bytes of an open
-    session's id there is sent one byte with the file descriptor of the memory (SCM_RIGHTS), for ARENA_KIND_CUDA_IPC the
-    handle's 64 bytes instead, or nothing.
-    """
     size_bytes: _builtins.int
     """Size of the memory in bytes."""
     device_uuid: _builtins.bytes
@@ -481,57 +534,95 @@ class ArenaDescriptor(_message.Message):
     def __init__(
         self,
         *,
-        arena_id: _builtins.int = ...,
         kind: Global___ArenaKind.ValueType = ...,
-        path: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
         device_uuid: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_id", b"arena_id", "device_uuid", b"device_uuid", "kind", b"kind", "path", b"path", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "kind", b"kind", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ArenaDescriptor: _TypeAlias = ArenaDescriptor  # noqa: Y015
 
 @_typing.final
-class SlotRef(_message.Message):
-    """A piece of an arena, valid while the lease that came with it is held."""
+class StagingDescriptor(_message.Message):
+    """A session's memory for new chunks: host memory behind a file descriptor, mapped shared by worker and daemon alone."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ARENA_ID_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    size_bytes: _builtins.int
+    """Size of the memory in bytes."""
+    def __init__(
+        self,
+        *,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StagingDescriptor: _TypeAlias = StagingDescriptor  # noqa: Y015
+
+@_typing.final
+class SlotRef(_message.Message):
+    """A piece of the arena, valid while the lease that came with it is held."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
     OFFSET_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    arena_id: _builtins.int
-    """Which arena."""
     offset: _builtins.int
     """Start in bytes from the arena's start; a multiple of 4096."""
     size_bytes: _builtins.int
     """Length of the payload in bytes."""
     epoch: _builtins.int
     """The daemon's epoch when the slot was given out; another epoch means the slot is gone."""
-    generation: _builtins.int
-    """Counts uses of this slot's memory within the epoch."""
     def __init__(
         self,
         *,
-        arena_id: _builtins.int = ...,
         offset: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
         epoch: _builtins.int = ...,
-        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_id", b"arena_id", "epoch", b"epoch", "generation", b"generation", "offset", b"offset", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "offset", b"offset", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlotRef: _TypeAlias = SlotRef  # noqa: Y015
+
+@_typing.final
+class StagingRef(_message.Message):
+    """A piece of the session's staging memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """Start in bytes from the staging's start; a multiple of 4096."""
+    size_bytes: _builtins.int
+    """Length of the payload in bytes."""
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StagingRef: _TypeAlias = StagingRef  # noqa: Y015
 
 @_typing.final
 class MatchRequest(_message.Message):
@@ -542,7 +633,6 @@ class MatchRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     CONTENTS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
@@ -553,16 +643,13 @@ class MatchRequest(_message.Message):
     """The namespace to search, for probes without a session; ignored with one."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt. Either this or prefix_hashes is set."""
-
-    @_builtins.property
-    def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """A chain of prefix hashes, first chunk first, for callers that know the chunk boundaries; whole chunks only."""
+        """The prompt; at most 2^20 tokens."""
 
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentProbe]:
         """Stretches of token_ids to look for by content, wherever they were read before. Those that the prefix covers
-        wholly are ignored, and all are in probes without a session. At most 4096.
+        wholly are ignored, and all are in probes without a session. At most 4096, and no more tokens in all than the
+        prompt has.
         """
 
     def __init__(
@@ -571,13 +658,12 @@ class MatchRequest(_message.Message):
         session_id: _builtins.bytes = ...,
         tenant_salt: _builtins.bytes = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        prefix_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         namespace: _builtins.bytes = ...,
         contents: _abc.Iterable[Global___ContentProbe] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "namespace", b"namespace", "prefix_hashes", b"prefix_hashes", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "namespace", b"namespace", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -618,14 +704,11 @@ class ChunkMatch(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
-    LEASE_ID_FIELD_NUMBER: _builtins.int
     matched_tokens: _builtins.int
     """Leading tokens of the chunk that match; less than its token count only in the last match."""
-    lease_id: _builtins.bytes
-    """Lease on the slot; empty in probes."""
     @_builtins.property
     def header(self) -> _chunk_pb2.ChunkHeader:
-        """The chunk."""
+        """The chunk, without token_ids: the asker has them."""
 
     @_builtins.property
     def slot(self) -> Global___SlotRef:
@@ -637,11 +720,10 @@ class ChunkMatch(_message.Message):
         header: _chunk_pb2.ChunkHeader | None = ...,
         matched_tokens: _builtins.int = ...,
         slot: Global___SlotRef | None = ...,
-        lease_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "lease_id", b"lease_id", "matched_tokens", b"matched_tokens", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "matched_tokens", b"matched_tokens", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -658,12 +740,15 @@ class MatchResponse(_message.Message):
     PROMOTED_TOKENS_FIELD_NUMBER: _builtins.int
     PROMOTE_MS_FIELD_NUMBER: _builtins.int
     CONTENTS_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
     matched_tokens: _builtins.int
     """Sum of matched_tokens."""
     promoted_tokens: _builtins.int
     """Of these, tokens whose payload had to come from the durable tier."""
     promote_ms: _builtins.float
     """Milliseconds that bringing them in took."""
+    lease_id: _builtins.bytes
+    """The lease on all slots of this answer; empty when it has none."""
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkMatch]:
         """Chunks in order from the first token; empty when nothing matches."""
@@ -682,10 +767,11 @@ class MatchResponse(_message.Message):
         promoted_tokens: _builtins.int = ...,
         promote_ms: _builtins.float = ...,
         contents: _abc.Iterable[Global___ContentMatch] | None = ...,
+        lease_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "matched_tokens", b"matched_tokens", "matches", b"matches", "promote_ms", b"promote_ms", "promoted_tokens", b"promoted_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "lease_id", b"lease_id", "matched_tokens", b"matched_tokens", "matches", b"matches", "promote_ms", b"promote_ms", "promoted_tokens", b"promoted_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -827,7 +913,7 @@ Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
 
 @_typing.final
 class ReserveRequest(_message.Message):
-    """Asks for slots."""
+    """Asks for room to write."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -841,7 +927,8 @@ class ReserveRequest(_message.Message):
     @_builtins.property
     def headers(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkHeader]:
         """The chunks to write, parents before children. parent_prefix_hash (empty for the first chunk),
-        token_ids, start_position, geometry, bits and payload_bytes are set; hashes and checksum are not.
+        token_ids, token_count, start_position, geometry, bits and payload_bytes are set; hashes and checksum are not. At
+        most 1024.
         """
 
     def __init__(
@@ -861,22 +948,22 @@ Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
 
 @_typing.final
 class Reservation(_message.Message):
-    """One slot, or the reason why there is none."""
+    """Room for one chunk, or the reason why there is none."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOME_FIELD_NUMBER: _builtins.int
     PREFIX_HASH_FIELD_NUMBER: _builtins.int
-    LEASE_ID_FIELD_NUMBER: _builtins.int
-    SLOT_FIELD_NUMBER: _builtins.int
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
     outcome: Global___ReserveOutcome.ValueType
     """What became of the request."""
     prefix_hash: _builtins.bytes
     """The chunk's identity; the parent_prefix_hash of its children."""
-    lease_id: _builtins.bytes
+    reservation_id: _builtins.bytes
     """Names the reservation in Commit and Abort; set when granted."""
     @_builtins.property
-    def slot(self) -> Global___SlotRef:
+    def staging(self) -> Global___StagingRef:
         """Where to write; set when granted."""
 
     def __init__(
@@ -884,12 +971,12 @@ class Reservation(_message.Message):
         *,
         outcome: Global___ReserveOutcome.ValueType = ...,
         prefix_hash: _builtins.bytes = ...,
-        lease_id: _builtins.bytes = ...,
-        slot: Global___SlotRef | None = ...,
+        reservation_id: _builtins.bytes = ...,
+        staging: Global___StagingRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["slot", b"slot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["staging", b"staging"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "outcome", b"outcome", "prefix_hash", b"prefix_hash", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "prefix_hash", b"prefix_hash", "reservation_id", b"reservation_id", "staging", b"staging"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -897,7 +984,7 @@ Global___Reservation: _TypeAlias = Reservation  # noqa: Y015
 
 @_typing.final
 class ReserveResponse(_message.Message):
-    """Slots, in the order asked."""
+    """Reservations, in the order asked."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -925,25 +1012,21 @@ class CommitItem(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LEASE_ID_FIELD_NUMBER: _builtins.int
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    lease_id: _builtins.bytes
-    """From Reservation."""
+    reservation_id: _builtins.bytes
+    """From Reservation; each at most once in a request."""
     checksum: _builtins.int
     """XXH3-64 of the bytes written."""
-    epoch: _builtins.int
-    """The epoch in the slot reference that was written to."""
     def __init__(
         self,
         *,
-        lease_id: _builtins.bytes = ...,
+        reservation_id: _builtins.bytes = ...,
         checksum: _builtins.int = ...,
-        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "epoch", b"epoch", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "reservation_id", b"reservation_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -956,22 +1039,26 @@ class CommitRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     ITEMS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome."""
+    epoch: _builtins.int
+    """The daemon's epoch, from Welcome; another one is refused."""
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitItem]:
-        """The chunks, parents before children."""
+        """The chunks, parents before children; at most 1024."""
 
     def __init__(
         self,
         *,
         session_id: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
         items: _abc.Iterable[Global___CommitItem] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "items", b"items", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -984,16 +1071,22 @@ class CommitResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMMITTED_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
     committed: _builtins.int
     """Chunks that became visible."""
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedScalarFieldContainer[Global___CommitOutcome.ValueType]:
+        """One per item."""
+
     def __init__(
         self,
         *,
         committed: _builtins.int = ...,
+        outcomes: _abc.Iterable[Global___CommitOutcome.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "outcomes", b"outcomes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1001,27 +1094,27 @@ Global___CommitResponse: _TypeAlias = CommitResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
-    """Frees reserved slots."""
+    """Gives reservations up."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
-    LEASE_IDS_FIELD_NUMBER: _builtins.int
+    RESERVATION_IDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome."""
     @_builtins.property
-    def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+    def reservation_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """The reservations."""
 
     def __init__(
         self,
         *,
         session_id: _builtins.bytes = ...,
-        lease_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+        reservation_ids: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ids", b"lease_ids", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation_ids", b"reservation_ids", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1208,22 +1301,26 @@ class PrefixRef(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """Namespace, 32 bytes."""
     tenant_salt: _builtins.bytes
     """As in MatchRequest."""
     prefix_hash: _builtins.bytes
     """The last chunk of the prefix; its ancestors are meant too."""
+    root: _builtins.bytes
+    """The tenant root, in the place of namespace and tenant_salt; for operators."""
     def __init__(
         self,
         *,
         namespace: _builtins.bytes = ...,
         tenant_salt: _builtins.bytes = ...,
         prefix_hash: _builtins.bytes = ...,
+        root: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "prefix_hash", b"prefix_hash", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "prefix_hash", b"prefix_hash", "root", b"root", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1231,7 +1328,7 @@ Global___PrefixRef: _TypeAlias = PrefixRef  # noqa: Y015
 
 @_typing.final
 class PinRequest(_message.Message):
-    """Asks to keep a prefix."""
+    """Asks to keep a prefix. Pins are counted, survive restarts, and follow a chunk that a longer one supersedes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1330,8 +1427,8 @@ class DeleteRequest(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefix(self) -> Global___PrefixRef:
-        """The chunk and all that continue it. With an empty prefix_hash: the whole tenant of the namespace. With an
-        empty namespace too: everything.
+        """The chunk and all that continue it. With an empty prefix_hash: the whole tenant of the namespace. With nothing set:
+        everything, for operators.
         """
 
     def __init__(
@@ -1376,10 +1473,13 @@ class ListRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
-    """Restricts the list to a namespace; all when empty."""
+    """Restricts the list to a tenant of a namespace. Operators may leave it empty and see all."""
+    tenant_salt: _builtins.bytes
+    """As in MatchRequest."""
     page_size: _builtins.int
     """Most entries in one answer; 100 when 0, at most 1000."""
     page_token: _builtins.bytes
@@ -1388,12 +1488,13 @@ class ListRequest(_message.Message):
         self,
         *,
         namespace: _builtins.bytes = ...,
+        tenant_salt: _builtins.bytes = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "page_size", b"page_size", "page_token", b"page_token", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1417,6 +1518,8 @@ class ChunkInfo(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
     HITS_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: _builtins.int
     root: _builtins.bytes
     """Tenant root of the chunk."""
     prefix_hash: _builtins.bytes
@@ -1441,6 +1544,10 @@ class ChunkInfo(_message.Message):
     """Leases held on it now."""
     hits: _builtins.int
     """Times that it was matched since the daemon started."""
+    stored_bytes: _builtins.int
+    """Bytes that it takes in the durable tier."""
+    idle_seconds: _builtins.float
+    """Seconds since it was used last."""
     def __init__(
         self,
         *,
@@ -1456,10 +1563,12 @@ class ChunkInfo(_message.Message):
         pinned: _builtins.bool = ...,
         leases: _builtins.int = ...,
         hits: _builtins.int = ...,
+        stored_bytes: _builtins.int = ...,
+        idle_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "durable", b"durable", "hits", b"hits", "leases", b"leases", "parent_prefix_hash", b"parent_prefix_hash", "payload_bytes", b"payload_bytes", "pinned", b"pinned", "prefix_hash", b"prefix_hash", "resident", b"resident", "root", b"root", "start_position", b"start_position", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "durable", b"durable", "hits", b"hits", "idle_seconds", b"idle_seconds", "leases", b"leases", "parent_prefix_hash", b"parent_prefix_hash", "payload_bytes", b"payload_bytes", "pinned", b"pinned", "prefix_hash", b"prefix_hash", "resident", b"resident", "root", b"root", "start_position", b"start_position", "stored_bytes", b"stored_bytes", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1499,12 +1608,21 @@ class StatsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """Restricts the statistics to a tenant of a namespace: chunks, tokens and bytes. Operators may leave it empty."""
+    tenant_salt: _builtins.bytes
+    """As in MatchRequest."""
     def __init__(
         self,
+        *,
+        namespace: _builtins.bytes = ...,
+        tenant_salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1531,13 +1649,27 @@ class StatsResponse(_message.Message):
     REQUESTED_TOKENS_FIELD_NUMBER: _builtins.int
     MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     PROMOTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTENT_TOKENS_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
     ARENA_EVICTIONS_FIELD_NUMBER: _builtins.int
     DURABLE_EVICTIONS_FIELD_NUMBER: _builtins.int
+    EXPIRED_CHUNKS_FIELD_NUMBER: _builtins.int
     CORRUPT_CHUNKS_FIELD_NUMBER: _builtins.int
     FAILED_WRITES_FIELD_NUMBER: _builtins.int
     PENDING_WRITES_FIELD_NUMBER: _builtins.int
-    CONTENT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    POOL_TOKENS_FIELD_NUMBER: _builtins.int
+    PINNED_BYTES_FIELD_NUMBER: _builtins.int
+    DURABLE_FAILING_FIELD_NUMBER: _builtins.int
+    LOOP_STALL_MS_FIELD_NUMBER: _builtins.int
+    SESSION_DETAILS_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    DURABLE_FILE_BYTES_FIELD_NUMBER: _builtins.int
+    ARENA_CHUNKS_FIELD_NUMBER: _builtins.int
+    DURABLE_CHUNKS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the daemon."""
     uptime_seconds: _builtins.float
@@ -1549,39 +1681,73 @@ class StatsResponse(_message.Message):
     tokens: _builtins.int
     """Tokens in these chunks."""
     arena_bytes: _builtins.int
-    """Size of the host arena."""
+    """Size of the arena."""
     arena_used_bytes: _builtins.int
     """Bytes of it in use."""
     durable_budget_bytes: _builtins.int
     """Budget of the durable tier; 0 when there is none."""
     durable_bytes: _builtins.int
-    """Payload bytes in the durable tier."""
+    """Bytes in use in the durable tier."""
     leases: _builtins.int
     """Read leases held now."""
     reservations: _builtins.int
     """Reservations open now."""
     matches: _builtins.int
-    """Match calls."""
+    """Match calls, and prompts that needed none."""
     requested_tokens: _builtins.int
     """Tokens asked for in them."""
     matched_tokens: _builtins.int
     """Tokens found."""
     promoted_tokens: _builtins.int
     """Tokens that had to come from the durable tier."""
+    content_tokens: _builtins.int
+    """Tokens found by content, beyond the prefix."""
     commits: _builtins.int
     """Chunks committed."""
     arena_evictions: _builtins.int
     """Chunks dropped from the arena to make room."""
     durable_evictions: _builtins.int
     """Chunks dropped from the durable tier to make room."""
+    expired_chunks: _builtins.int
+    """Chunks whose time to live had passed."""
     corrupt_chunks: _builtins.int
     """Chunks whose checksum, header or length did not hold."""
     failed_writes: _builtins.int
-    """Chunks that could not be written to the durable tier."""
+    """Chunks that could not be written to the durable tier at the first try."""
     pending_writes: _builtins.int
     """Chunks waiting to be written to the durable tier now."""
-    content_tokens: _builtins.int
-    """Tokens found by content, beyond the prefix."""
+    prompts: _builtins.int
+    """Prompts that workers have served, what they had in tokens, how many of these were not computed anew, and how many
+    of those were in the worker's own pool. The same numbers as in the answers' usage.
+    """
+    prompt_tokens: _builtins.int
+    """See prompts."""
+    cached_tokens: _builtins.int
+    """See prompts."""
+    pool_tokens: _builtins.int
+    """See prompts."""
+    pinned_bytes: _builtins.int
+    """Pinned bytes, ancestors included."""
+    durable_failing: _builtins.str
+    """Why the durable tier cannot be written to; empty when it can."""
+    loop_stall_ms: _builtins.float
+    """Longest time in milliseconds that the event loop was busy with one thing, in the last minute."""
+    durable_file_bytes: _builtins.int
+    """Bytes of the durable tier's file."""
+    arena_chunks: _builtins.int
+    """Chunks that are in the arena now."""
+    durable_chunks: _builtins.int
+    """Chunks that are in the durable tier now."""
+    refused: _builtins.int
+    """Requests that a limit or a quota refused."""
+    @_builtins.property
+    def session_details(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
+        """Sessions in detail; for operators."""
+
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallInfo]:
+        """Calls by method, of the last minute; for operators."""
+
     def __init__(
         self,
         *,
@@ -1600,21 +1766,119 @@ class StatsResponse(_message.Message):
         requested_tokens: _builtins.int = ...,
         matched_tokens: _builtins.int = ...,
         promoted_tokens: _builtins.int = ...,
+        content_tokens: _builtins.int = ...,
         commits: _builtins.int = ...,
         arena_evictions: _builtins.int = ...,
         durable_evictions: _builtins.int = ...,
+        expired_chunks: _builtins.int = ...,
         corrupt_chunks: _builtins.int = ...,
         failed_writes: _builtins.int = ...,
         pending_writes: _builtins.int = ...,
-        content_tokens: _builtins.int = ...,
+        prompts: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        pool_tokens: _builtins.int = ...,
+        pinned_bytes: _builtins.int = ...,
+        durable_failing: _builtins.str = ...,
+        loop_stall_ms: _builtins.float = ...,
+        session_details: _abc.Iterable[Global___SessionInfo] | None = ...,
+        calls: _abc.Iterable[Global___CallInfo] | None = ...,
+        durable_file_bytes: _builtins.int = ...,
+        arena_chunks: _builtins.int = ...,
+        durable_chunks: _builtins.int = ...,
+        refused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_evictions", b"durable_evictions", "epoch", b"epoch", "failed_writes", b"failed_writes", "leases", b"leases", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "promoted_tokens", b"promoted_tokens", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class SessionInfo(_message.Message):
+    """One attached worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_NAME_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    LEASED_CHUNKS_FIELD_NUMBER: _builtins.int
+    RESERVATIONS_FIELD_NUMBER: _builtins.int
+    STAGING_USED_BYTES_FIELD_NUMBER: _builtins.int
+    client_name: _builtins.str
+    """From Hello."""
+    namespace: _builtins.bytes
+    """The namespace, 32 bytes."""
+    age_seconds: _builtins.float
+    """Seconds since Attach."""
+    leased_chunks: _builtins.int
+    """Chunks under lease."""
+    reservations: _builtins.int
+    """Reservations open."""
+    staging_used_bytes: _builtins.int
+    """Bytes of staging memory in use."""
+    def __init__(
+        self,
+        *,
+        client_name: _builtins.str = ...,
+        namespace: _builtins.bytes = ...,
+        age_seconds: _builtins.float = ...,
+        leased_chunks: _builtins.int = ...,
+        reservations: _builtins.int = ...,
+        staging_used_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "client_name", b"client_name", "leased_chunks", b"leased_chunks", "namespace", b"namespace", "reservations", b"reservations", "staging_used_bytes", b"staging_used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionInfo: _TypeAlias = SessionInfo  # noqa: Y015
+
+@_typing.final
+class CallInfo(_message.Message):
+    """Calls of one method."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    P50_MS_FIELD_NUMBER: _builtins.int
+    P99_MS_FIELD_NUMBER: _builtins.int
+    MAX_MS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    """The method's name, such as "Match"."""
+    count: _builtins.int
+    """How many."""
+    errors: _builtins.int
+    """How many failed."""
+    p50_ms: _builtins.float
+    """Median duration in milliseconds."""
+    p99_ms: _builtins.float
+    """99th percentile in milliseconds."""
+    max_ms: _builtins.float
+    """Longest in milliseconds."""
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        count: _builtins.int = ...,
+        errors: _builtins.int = ...,
+        p50_ms: _builtins.float = ...,
+        p99_ms: _builtins.float = ...,
+        max_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "errors", b"errors", "max_ms", b"max_ms", "method", b"method", "p50_ms", b"p50_ms", "p99_ms", b"p99_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallInfo: _TypeAlias = CallInfo  # noqa: Y015
 
 @_typing.final
 class WatchRequest(_message.Message):
@@ -1624,21 +1888,29 @@ class WatchRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch that after_sequence belongs to; 0 to begin with the next event."""
     after_sequence: _builtins.int
     """Last sequence number seen. When it is no longer kept, the call fails with OUT_OF_RANGE and the caller
     reads the state anew with List.
     """
+    namespace: _builtins.bytes
+    """Restricts the events to a tenant of a namespace, which has numbers of its own. Operators may leave it empty."""
+    tenant_salt: _builtins.bytes
+    """As in MatchRequest."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         after_sequence: _builtins.int = ...,
+        namespace: _builtins.bytes = ...,
+        tenant_salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "epoch", b"epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "epoch", b"epoch", "namespace", b"namespace", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,7 +29,11 @@ class CacheServiceStub:
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    or holds memory. Whoever shares no memory with the daemon needs no session: Match without one probes, Fetch and Store
+    move chunks as byte streams. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+
+    Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
+    salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
     """
 
     def __init__(self, channel):
@@ -47,11 +51,6 @@ class CacheServiceStub:
                 '/kvsidecar.cache.v1.CacheService/Match',
                 request_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.MatchRequest.SerializeToString,
                 response_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.MatchResponse.FromString,
-                _registered_method=True)
-        self.Acquire = channel.unary_unary(
-                '/kvsidecar.cache.v1.CacheService/Acquire',
-                request_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.AcquireRequest.SerializeToString,
-                response_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.AcquireResponse.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kvsidecar.cache.v1.CacheService/Release',
@@ -124,7 +123,11 @@ class CacheServiceServicer:
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    or holds memory. Whoever shares no memory with the daemon needs no session: Match without one probes, Fetch and Store
+    move chunks as byte streams. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+
+    Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
+    salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
     """
 
     def Attach(self, request_iterator, context):
@@ -143,13 +146,6 @@ class CacheServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Acquire(self, request, context):
-        """Leases chunks by their prefix hashes.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Release(self, request, context):
         """Gives leases back. Idempotent: an unknown or already released lease is ignored.
         """
@@ -158,21 +154,21 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Takes invisible slots for new chunks, under writer leases.
+        """Takes room in the session's staging memory for new chunks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Makes reserved chunks visible after verifying their checksums.
+        """Copies reserved chunks into the arena, verifies the copies and makes them visible. Ends the reservations named.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Frees reserved slots. Idempotent.
+        """Gives reservations up. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -254,11 +250,6 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     request_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.MatchRequest.FromString,
                     response_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.MatchResponse.SerializeToString,
             ),
-            'Acquire': grpc.unary_unary_rpc_method_handler(
-                    servicer.Acquire,
-                    request_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.AcquireRequest.FromString,
-                    response_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.AcquireResponse.SerializeToString,
-            ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
                     request_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.ReleaseRequest.FromString,
@@ -336,7 +327,11 @@ class CacheService:
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    or holds memory. Whoever shares no memory with the daemon needs no session: Match without one probes, Fetch and Store
+    move chunks as byte streams. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+
+    Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
+    salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
     """
 
     @staticmethod
@@ -383,33 +378,6 @@ class CacheService:
             '/kvsidecar.cache.v1.CacheService/Match',
             kvsidecar_dot_cache_dot_v1_dot_cache__pb2.MatchRequest.SerializeToString,
             kvsidecar_dot_cache_dot_v1_dot_cache__pb2.MatchResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Acquire(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvsidecar.cache.v1.CacheService/Acquire',
-            kvsidecar_dot_cache_dot_v1_dot_cache__pb2.AcquireRequest.SerializeToString,
-            kvsidecar_dot_cache_dot_v1_dot_cache__pb2.AcquireResponse.FromString,
             options,
             channel_credentials,
             insecure,

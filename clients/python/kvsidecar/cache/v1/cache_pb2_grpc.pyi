@@ -30,7 +30,11 @@ class CacheServiceStub:
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    or holds memory. Whoever shares no memory with the daemon needs no session: Match without one probes, Fetch and Store
+    move chunks as byte streams. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+
+    Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
+    salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
     """
 
     @_typing.overload
@@ -45,16 +49,14 @@ class CacheServiceStub:
     """Finds the longest stored prefix of a token sequence and leases its chunks. The one call on the path to the
     first token; IndexSummary tells when even that is not needed.
     """
-    Acquire: _grpc.UnaryUnaryMultiCallable[_cache_pb2.AcquireRequest, _cache_pb2.AcquireResponse]
-    """Leases chunks by their prefix hashes."""
     Release: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ReleaseRequest, _cache_pb2.ReleaseResponse]
     """Gives leases back. Idempotent: an unknown or already released lease is ignored."""
     Reserve: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ReserveRequest, _cache_pb2.ReserveResponse]
-    """Takes invisible slots for new chunks, under writer leases."""
+    """Takes room in the session's staging memory for new chunks."""
     Commit: _grpc.UnaryUnaryMultiCallable[_cache_pb2.CommitRequest, _cache_pb2.CommitResponse]
-    """Makes reserved chunks visible after verifying their checksums."""
+    """Copies reserved chunks into the arena, verifies the copies and makes them visible. Ends the reservations named."""
     Abort: _grpc.UnaryUnaryMultiCallable[_cache_pb2.AbortRequest, _cache_pb2.AbortResponse]
-    """Frees reserved slots. Idempotent."""
+    """Gives reservations up. Idempotent."""
     Fetch: _grpc.UnaryStreamMultiCallable[_cache_pb2.FetchRequest, _cache_pb2.FetchResponse]
     """Reads one chunk as a stream, for clients that do not share memory with the daemon."""
     Store: _grpc.StreamUnaryMultiCallable[_cache_pb2.StoreRequest, _cache_pb2.StoreResponse]
@@ -79,7 +81,11 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    or holds memory. Whoever shares no memory with the daemon needs no session: Match without one probes, Fetch and Store
+    move chunks as byte streams. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+
+    Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
+    salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -91,16 +97,14 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """Finds the longest stored prefix of a token sequence and leases its chunks. The one call on the path to the
     first token; IndexSummary tells when even that is not needed.
     """
-    Acquire: _aio.UnaryUnaryMultiCallable[_cache_pb2.AcquireRequest, _cache_pb2.AcquireResponse]  # type: ignore[assignment]
-    """Leases chunks by their prefix hashes."""
     Release: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReleaseRequest, _cache_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives leases back. Idempotent: an unknown or already released lease is ignored."""
     Reserve: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReserveRequest, _cache_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Takes invisible slots for new chunks, under writer leases."""
+    """Takes room in the session's staging memory for new chunks."""
     Commit: _aio.UnaryUnaryMultiCallable[_cache_pb2.CommitRequest, _cache_pb2.CommitResponse]  # type: ignore[assignment]
-    """Makes reserved chunks visible after verifying their checksums."""
+    """Copies reserved chunks into the arena, verifies the copies and makes them visible. Ends the reservations named."""
     Abort: _aio.UnaryUnaryMultiCallable[_cache_pb2.AbortRequest, _cache_pb2.AbortResponse]  # type: ignore[assignment]
-    """Frees reserved slots. Idempotent."""
+    """Gives reservations up. Idempotent."""
     Fetch: _aio.UnaryStreamMultiCallable[_cache_pb2.FetchRequest, _cache_pb2.FetchResponse]  # type: ignore[assignment]
     """Reads one chunk as a stream, for clients that do not share memory with the daemon."""
     Store: _aio.StreamUnaryMultiCallable[_cache_pb2.StoreRequest, _cache_pb2.StoreResponse]  # type: ignore[assignment]
@@ -124,7 +128,11 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    or holds memory. Whoever shares no memory with the daemon needs no session: Match without one probes, Fetch and Store
+    move chunks as byte streams. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+
+    Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
+    salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
     """
 
     @_abc_1.abstractmethod
@@ -148,14 +156,6 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def Acquire(
-        self,
-        request: _cache_pb2.AcquireRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_cache_pb2.AcquireResponse, _abc.Awaitable[_cache_pb2.AcquireResponse]]:
-        """Leases chunks by their prefix hashes."""
-
-    @_abc_1.abstractmethod
     def Release(
         self,
         request: _cache_pb2.ReleaseRequest,
@@ -169,7 +169,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.ReserveResponse, _abc.Awaitable[_cache_pb2.ReserveResponse]]:
-        """Takes invisible slots for new chunks, under writer leases."""
+        """Takes room in the session's staging memory for new chunks."""
 
     @_abc_1.abstractmethod
     def Commit(
@@ -177,7 +177,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.CommitResponse, _abc.Awaitable[_cache_pb2.CommitResponse]]:
-        """Makes reserved chunks visible after verifying their checksums."""
+        """Copies reserved chunks into the arena, verifies the copies and makes them visible. Ends the reservations named."""
 
     @_abc_1.abstractmethod
     def Abort(
@@ -185,7 +185,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.AbortResponse, _abc.Awaitable[_cache_pb2.AbortResponse]]:
-        """Frees reserved slots. Idempotent."""
+        """Gives reservations up. Idempotent."""
 
     @_abc_1.abstractmethod
     def Fetch(

@@ -24,12 +24,16 @@ next multiple of 64 bytes:
 
 The payload's length is that of the last section's end, without padding after it.
 
-Hashes are SHA-256, token ids encoded as uint32 little-endian:
-  root of a tenant     = namespace                            when the tenant salt is empty
-                       = SHA-256(namespace || tenant_salt)    otherwise
-  prefix_hash          = SHA-256(parent_prefix_hash || token_ids), the first chunk's parent being the root
-  content_hash         = SHA-256(root || token_ids)
-  checksum             = XXH3-64 of the payload
+Hashes are SHA-256 over a purpose, "kvsidecar/2/" and a name of which none begins another, and delimited parts; token
+ids are uint32 little-endian, n their number as uint32 little-endian, len(x) the bytes of x as uint32 little-endian:
+  namespace    = H("kvsidecar/2/namespace" || len(encoding) || encoding of the NamespaceDescriptor, see there)
+  root         = H("kvsidecar/2/root"      || namespace || len(tenant_salt) || tenant_salt), also for an empty salt
+  prefix_hash  = H("kvsidecar/2/prefix"    || parent_prefix_hash || n || token_ids), the first chunk's parent: the root
+  content_hash = H("kvsidecar/2/content"   || root || n || token_ids)
+  head hash    = H("kvsidecar/2/head"      || root || n || token_ids), for the index summary
+  tenant id    = H("kvsidecar/2/tenant"    || len(tenant_salt) || tenant_salt), the same in all namespaces
+  checksum     = XXH3-64 of the payload
+docs/protocol.md has test vectors.
 """
 
 from collections import abc as _abc
@@ -78,9 +82,9 @@ Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final
 class NamespaceDescriptor(_message.Message):
-    """Everything that decides the bytes of a chunk, or who may see them. The namespace id is the SHA-256 of this
-    message's canonical encoding: for each field in the order of its number, "name=value\\n" with integers in
-    decimal, bytes in lower-case hexadecimal, strings as UTF-8 with "\\" and newline escaped as "\\\\" and "\\n".
+    """Everything that decides the bytes of a chunk. The namespace id is the namespace hash of this message's canonical
+    encoding: for each field in the order of its number, "name=value\\n" with integers in decimal, bytes in lower-case
+    hexadecimal, strings as UTF-8 with "\\" and newline escaped as "\\\\" and "\\n". Strings have at most 4096 bytes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -98,6 +102,7 @@ class NamespaceDescriptor(_message.Message):
     LORA_ADAPTER_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    PRODUCER_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.bytes
     """SHA-256 over the safetensors headers and sampled contents of the weights. Set by the worker; 32 bytes."""
     architecture: _builtins.str
@@ -113,7 +118,7 @@ class NamespaceDescriptor(_message.Message):
     rope_parameters: _builtins.str
     """RoPE parameters as JSON with sorted keys; empty when the model has none."""
     format_version: _builtins.int
-    """Version of the chunk entry format in this file; 1."""
+    """Version of the chunk entry format in this file; 2."""
     quantizer_version: _builtins.int
     """Version of the quantizer's rounding and axes; 0 with bits = 16."""
     bits: _builtins.int
@@ -124,6 +129,10 @@ class NamespaceDescriptor(_message.Message):
     """Tensor-parallel rank, from 0."""
     tensor_parallel_size: _builtins.int
     """Number of tensor-parallel ranks; 1 when not sharded."""
+    producer: _builtins.str
+    """The engine that computes the chunks and the version of its numerics, such as "kvsidecar/1"; engines whose bits
+    differ share nothing.
+    """
     def __init__(
         self,
         *,
@@ -140,10 +149,11 @@ class NamespaceDescriptor(_message.Message):
         lora_adapter: _builtins.str = ...,
         tensor_parallel_rank: _builtins.int = ...,
         tensor_parallel_size: _builtins.int = ...,
+        producer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "bits", b"bits", "dtype", b"dtype", "format_version", b"format_version", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "lora_adapter", b"lora_adapter", "model_fingerprint", b"model_fingerprint", "quantizer_version", b"quantizer_version", "rope_parameters", b"rope_parameters", "tensor_parallel_rank", b"tensor_parallel_rank", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "bits", b"bits", "dtype", b"dtype", "format_version", b"format_version", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "lora_adapter", b"lora_adapter", "model_fingerprint", b"model_fingerprint", "producer", b"producer", "quantizer_version", b"quantizer_version", "rope_parameters", b"rope_parameters", "tensor_parallel_rank", b"tensor_parallel_rank", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -172,8 +182,10 @@ class ChunkHeader(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     FORMAT_VERSION_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     root: _builtins.bytes
-    """The tenant root's namespace hash, 32 bytes. Set by the daemon."""
+    """The tenant root, 32 bytes. Set by the daemon."""
     parent_prefix_hash: _builtins.bytes
     """prefix_hash of the chunk before this one, or the root. 32 bytes."""
     prefix_hash: _builtins.bytes
@@ -203,10 +215,14 @@ class ChunkHeader(_message.Message):
     prefill_seconds: _builtins.float
     """Seconds of prefill that the writer spent on these tokens; what eviction weighs. 0 when unknown."""
     format_version: _builtins.int
-    """Version of this format; 1."""
+    """Version of this format; 2."""
+    token_count: _builtins.int
+    """Number of tokens."""
+    tenant: _builtins.bytes
+    """The tenant id, 32 bytes. Set by the daemon."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, in order; at least one."""
+        """The tokens, in order; at least one. Left out of answers to who has them."""
 
     def __init__(
         self,
@@ -228,10 +244,12 @@ class ChunkHeader(_message.Message):
         checksum: _builtins.int = ...,
         prefill_seconds: _builtins.float = ...,
         format_version: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        tenant: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "checksum", b"checksum", "content_hash", b"content_hash", "dtype", b"dtype", "format_version", b"format_version", "head_dim", b"head_dim", "key_group_tokens", b"key_group_tokens", "kv_heads", b"kv_heads", "layers", b"layers", "parent_prefix_hash", b"parent_prefix_hash", "payload_bytes", b"payload_bytes", "prefill_seconds", b"prefill_seconds", "prefix_hash", b"prefix_hash", "root", b"root", "sink_tokens", b"sink_tokens", "start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "checksum", b"checksum", "content_hash", b"content_hash", "dtype", b"dtype", "format_version", b"format_version", "head_dim", b"head_dim", "key_group_tokens", b"key_group_tokens", "kv_heads", b"kv_heads", "layers", b"layers", "parent_prefix_hash", b"parent_prefix_hash", "payload_bytes", b"payload_bytes", "prefill_seconds", b"prefill_seconds", "prefix_hash", b"prefix_hash", "root", b"root", "sink_tokens", b"sink_tokens", "start_position", b"start_position", "tenant", b"tenant", "token_count", b"token_count", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

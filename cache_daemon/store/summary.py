@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import IndexSummary
 from kvsidecar.summary import HEAD_TOKENS, positions
 
-from cache_daemon.chunk import Chunk
+from cache_daemon.store.chunk import Chunk
 
 # With a million chunks one prompt in ten is looked up in vain, with a hundred thousand one in a thousand.
 SUMMARY_BYTES = 1 << 19
@@ -18,11 +17,11 @@ _SATURATED = 0xFFFF
 
 
 class SummaryWriter:
-    """Counts how many chunks set each bit, so that it is cleared with the last one. ``memory``, of the file ``path``,
-    is all zeros; nobody else writes to it."""
+    """Counts how many chunks set each bit, so that it is cleared with the last one. ``memory`` is all zeros; nobody
+    else writes to it."""
 
-    def __init__(self, memory: memoryview, path: Path) -> None:
-        self._memory, self._path = memory, path
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
         self._counts = array("H", bytes(len(memory) * 8 * 2))
 
     def add(self, chunk: Chunk) -> None:
@@ -42,12 +41,12 @@ class SummaryWriter:
         header = chunk.header
         yield from positions(header.content_hash, len(self._memory))
         if header.parent_prefix_hash == header.root:
-            head = keys.content_hash(header.root, header.token_ids[:HEAD_TOKENS])
+            head = keys.head_hash(header.root, chunk.ids[: HEAD_TOKENS * keys.TOKEN_BYTES])
             yield from positions(head, len(self._memory))
 
     def check_integrity(self, chunks: Iterable[Chunk]) -> None:
         """Raises AssertionError unless the counts are those of the chunks, and the bits those of the counts."""
-        fresh = SummaryWriter(memoryview(bytearray(len(self._memory))), self._path)
+        fresh = SummaryWriter(memoryview(bytearray(len(self._memory))))
         for chunk in chunks:
             fresh.add(chunk)
         assert _SATURATED in self._counts or self._counts == fresh._counts, "the summary's counts are of other chunks"
@@ -57,4 +56,4 @@ class SummaryWriter:
 
     def describe(self) -> IndexSummary:
         """What a worker needs to map it."""
-        return IndexSummary(path=str(self._path), size_bytes=len(self._memory))
+        return IndexSummary(size_bytes=len(self._memory))

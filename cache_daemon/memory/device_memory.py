@@ -7,7 +7,6 @@ the last worker lets go of it. Older devices and drivers have legacy handles, be
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 from typing import Protocol
@@ -16,11 +15,13 @@ import structlog
 from kvsidecar.cache.v1.cache_pb2 import (
     ARENA_KIND_CUDA,
     ARENA_KIND_CUDA_IPC,
-    ARENA_KIND_HOST_DESCRIPTOR,
+    ARENA_KIND_HOST,
     ArenaKind,
 )
 from kvsidecar.cuda_memory import CudaUnavailable, DescriptorMemory, LegacyMemory
 from kvsidecar.errors import ConfigurationError
+
+from cache_daemon.memory.shared import SharedMemory
 
 log = structlog.get_logger("cache_daemon")
 
@@ -46,34 +47,26 @@ class DeviceMemory(Protocol):
 
 
 class HostMemory:
-    """The same in host memory (memfd), where there is no device: the reference implementation."""
+    """The same in host memory, where there is no device: the reference implementation."""
 
-    kind = ARENA_KIND_HOST_DESCRIPTOR
+    kind = ARENA_KIND_HOST
     device_uuid = b""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self._file = os.memfd_create("kvsidecar-arena", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(self._file, 0, size_bytes)
-            self._map = mmap.mmap(self._file, size_bytes)
-        except OSError as error:
-            os.close(self._file)
-            raise ConfigurationError(
-                f"no room for {size_bytes} bytes of device memory on the host: {error.strerror}; choose a smaller size"
-            ) from error
+        self._shared = SharedMemory("device-arena", size_bytes, writable_by_others=False)
 
     def hand_out(self, peer: socket.socket) -> None:
-        socket.send_fds(peer, [b"\1"], [self._file])
+        socket.send_fds(peer, [b"\1"], [self._shared.descriptor])
 
     def read(self, offset: int, size_bytes: int) -> memoryview:
-        return memoryview(self._map)[offset : offset + size_bytes]
+        return memoryview(bytes(self._shared.memory[offset : offset + size_bytes]))
 
     def write(self, offset: int, data: memoryview) -> None:
-        self._map[offset : offset + len(data)] = data
+        self._shared.memory[offset : offset + len(data)] = data
 
     def close(self) -> None:
-        os.close(self._file)  # the mapping goes with its last view
+        self._shared.close()
 
 
 class CudaMemory:

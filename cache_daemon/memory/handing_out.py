@@ -1,0 +1,96 @@
+"""The memory socket: gives the descriptors of the arena, of staging and of the index summary to open sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.memory import ARENA, STAGING, SUMMARY
+
+ID_BYTES = 16
+_PATIENCE_SECONDS = 2.0
+_MOST_AT_ONCE = 32
+_PAUSE_SECONDS = 0.2
+
+log = structlog.get_logger("cache_daemon")
+
+
+class Shares(Protocol):
+    """What a session may be given. Each sends to the peer and raises OSError, or KeyError when there is no such
+    session."""
+
+    def arena(self, session_id: bytes, peer: socket.socket) -> None: ...
+
+    def staging(self, session_id: bytes, peer: socket.socket) -> None: ...
+
+    def summary(self, session_id: bytes, peer: socket.socket) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def handing_out(
+    path: Path, shares: Shares, mode: int, admits: Callable[[socket.socket], bool]
+) -> AsyncIterator[None]:
+    """Serves the socket ``path`` meanwhile: a peer that ``admits`` lets in and that sends the id of an open session and
+    the name of a memory gets it. Raises ConfigurationError when the socket cannot be made.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        path.unlink(missing_ok=True)
+        before = os.umask(0o777 & ~mode)
+        try:
+            listener.bind(str(path))
+        except OSError as error:
+            raise ConfigurationError(f"no socket can be made at {path}: {error}; choose another --socket") from error
+        finally:
+            os.umask(before)
+        listener.listen(_MOST_AT_ONCE)
+        listener.setblocking(False)
+        task = asyncio.create_task(_accept(shares, listener, admits))
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            path.unlink(missing_ok=True)
+
+
+async def _accept(shares: Shares, listener: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
+    free = asyncio.Semaphore(_MOST_AT_ONCE)
+    async with asyncio.TaskGroup() as answers:  # one that says nothing keeps nobody waiting
+        while True:
+            await free.acquire()
+            try:
+                peer, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:  # no descriptors left, perhaps: others will be closed
+                free.release()
+                log.warning("the memory socket could not accept, trying again", error=str(error))
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            answers.create_task(_answer(shares, peer, admits)).add_done_callback(lambda _: free.release())
+
+
+async def _answer(shares: Shares, peer: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
+    loop, given = asyncio.get_running_loop(), b""
+    with peer, contextlib.suppress(OSError, TimeoutError):
+        if not admits(peer):
+            log.warning("a process of another user asked for memory and was refused")
+            return
+        peer.setblocking(False)
+        async with asyncio.timeout(_PATIENCE_SECONDS):
+            while len(given) <= ID_BYTES and (more := await loop.sock_recv(peer, ID_BYTES + 1 - len(given))):
+                given += more
+        session_id, which = given[:ID_BYTES], given[ID_BYTES:]
+        try:
+            give = {ARENA: shares.arena, STAGING: shares.staging, SUMMARY: shares.summary}.get(which)
+            if give is not None:
+                give(session_id, peer)
+        except (KeyError, ConfigurationError) as error:
+            why = "there is no such session" if isinstance(error, KeyError) else str(error)
+            log.warning("memory was asked for and refused", reason=why)

@@ -1,0 +1,67 @@
+"""Staging: the memory that one session writes new chunks into, shared by its worker and the daemon alone.
+
+What a worker writes, and when, never matters to anybody else: the daemon copies at Commit and verifies its copy.
+"""
+
+from __future__ import annotations
+
+from kvsidecar.extents import Extents
+
+from cache_daemon.memory.arena import ALIGNMENT, Slot
+from cache_daemon.memory.shared import SharedMemory
+
+# Idle staging keeps so much memory; the rest is given back to the system.
+_KEPT_BYTES, _TRIM_BYTES = 8 << 20, 16 << 20
+
+
+class Staging:
+    """One session's. Memory is taken when the first chunk is reserved."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
+        self._pages = Extents(self.size_bytes // ALIGNMENT)
+        self._shared: SharedMemory | None = None
+        self._trim_from: int | None = None
+
+    @property
+    def descriptor(self) -> int:
+        """The memory's file descriptor. Raises ConfigurationError when the system refuses the memory."""
+        return self._memory().descriptor
+
+    @property
+    def used_bytes(self) -> int:
+        return (self._pages.capacity - self._pages.free_units) * ALIGNMENT
+
+    def allocate(self, size_bytes: int) -> Slot | None:
+        page = self._pages.allocate(-(-size_bytes // ALIGNMENT))
+        if page is None:
+            return None
+        self._trim_from = _KEPT_BYTES
+        return Slot(page * ALIGNMENT, size_bytes)
+
+    def free(self, slot: Slot) -> None:
+        self._pages.free(slot.offset // ALIGNMENT)
+
+    def view(self, slot: Slot) -> memoryview:
+        """A range's bytes, which the worker may change at any time."""
+        return self._memory().memory[slot.offset : slot.offset + slot.size_bytes]
+
+    def trim(self) -> None:
+        """Gives a piece of idle memory back; call it now and then. On the event loop, where nothing can be reserved
+        meanwhile; a piece takes a millisecond or two."""
+        if self._trim_from is None or self.used_bytes or self._shared is None:
+            return
+        length = min(_TRIM_BYTES, self.size_bytes - self._trim_from)
+        if length > 0:
+            self._shared.forget(self._trim_from, length)
+        self._trim_from = self._trim_from + length if length > 0 else None
+
+    def close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+    def _memory(self) -> SharedMemory:
+        if self._shared is None:
+            self._shared = SharedMemory("staging", self.size_bytes, writable_by_others=True)
+        return self._shared

@@ -1,0 +1,105 @@
+"""Attach: the stream that a session lives as long as."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import structlog
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.errors import CACHE_DOMAIN, Context, InvalidRequest, KVSidecarError, abort
+from kvsidecar.layout import MAX_CHUNK_TOKENS
+
+from cache_daemon.rpc import limits
+from cache_daemon.rpc.calls import unary
+from cache_daemon.rpc.door import AtDoor
+from cache_daemon.store.sessions import Session
+
+PROTOCOL_VERSION = 2
+_MISSED_HEARTBEATS = 3
+
+log = structlog.get_logger("cache_daemon")
+
+
+class Attaching(AtDoor):
+    """Sessions and verdicts."""
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
+    ) -> AsyncIterator[pb.AttachResponse]:
+        session: Session | None = None
+        messages = aiter(request_iterator)
+        patience = self.shared.heartbeat_ms * _MISSED_HEARTBEATS / 1000
+        try:
+            async with asyncio.timeout(patience):
+                first = await anext(messages, None)
+            session = self._open(first, context)
+            log.info("session opened", client=session.name, namespace=session.namespace.hex()[:12])
+            yield pb.AttachResponse(welcome=self._welcome(session))
+            while True:
+                async with asyncio.timeout(patience):
+                    message = await anext(messages, None)
+                if message is None:
+                    return
+                self.store.report(session, limits.check_beat(message.heartbeat))
+                verdict = self.store.verdict(session.namespace)
+                yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
+        except KVSidecarError as error:
+            await abort(context, error, CACHE_DOMAIN)
+        except TimeoutError:
+            await context.abort(
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"no heartbeat for {patience:.1f} s; attach again and send them"
+            )
+        finally:
+            if session is not None:
+                held = len(session.leases), len(session.reservations)
+                self.store.close_session(session)
+                log.info("session closed", client=session.name, leases_freed=held[0], reservations_freed=held[1])
+
+    def _open(self, message: pb.AttachRequest | None, context: Context) -> Session:
+        if message is None or message.WhichOneof("message") != "hello":
+            raise InvalidRequest("the first message of Attach must be hello")
+        hello = message.hello
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise InvalidRequest(f"protocol_version is {hello.protocol_version}; this daemon speaks {PROTOCOL_VERSION}")
+        limits.at_most("the length of client_name", len(hello.client_name), limits.MAX_NAME)
+        limits.check_descriptor(hello.descriptor)
+        limits.room_for("sessions", len(self.store.sessions), limits.MAX_SESSIONS)
+        principal = self.principal_of(context)
+        session = self.store.open_session(
+            hello.client_name, hello.descriptor, hello.namespace, shares_memory=bool(self.memory_socket)
+        )
+        session.owner = principal
+        return session
+
+    def _welcome(self, session: Session) -> pb.Welcome:
+        welcome = pb.Welcome(
+            epoch=self.store.epoch,
+            session_id=session.id,
+            heartbeat_interval_ms=self.shared.heartbeat_ms,
+            max_chunk_tokens=MAX_CHUNK_TOKENS,
+            verdict=self.store.verdict(session.namespace),
+        )
+        if session.staging is not None:
+            welcome.memory_socket = self.memory_socket
+            welcome.arena.CopyFrom(self.store.arena.describe())
+            welcome.staging.size_bytes = session.staging.size_bytes
+            if self.store.summary is not None:
+                welcome.summary.CopyFrom(self.store.summary.describe())
+        return welcome
+
+    @unary
+    async def SetVerdict(self, request: pb.SetVerdictRequest, context: Context) -> pb.SetVerdictResponse:
+        session = self.session(context, request.session_id)
+        verdict = request.verdict
+        if not verdict.strategy or not 0 <= verdict.ratio <= 1:
+            raise InvalidRequest(
+                f"the verdict's strategy is {verdict.strategy!r} and its ratio {verdict.ratio}; "
+                "a name and a number from 0 to 1 are needed"
+            )
+        limits.at_most("the length of the verdict in bytes", verdict.ByteSize(), limits.MAX_STRING_BYTES)
+        self.principal_of(context).require_operator("store a verdict, which all tenants of the model follow")
+        await self.store.set_verdict(session, verdict)
+        log.info("verdict stored", namespace=session.namespace.hex()[:12], passed=verdict.passed)
+        return pb.SetVerdictResponse()

@@ -1,0 +1,103 @@
+"""Match, Release, Reserve, Commit, Abort: what workers do all day."""
+
+from __future__ import annotations
+
+import numpy as np
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.errors import Context, FailedPrecondition
+
+from cache_daemon.memory.arena import Slot
+from cache_daemon.rpc import limits
+from cache_daemon.rpc.calls import cancelled_later, unary
+from cache_daemon.rpc.door import AtDoor
+from cache_daemon.store.lookup import MatchResult, Usable
+from cache_daemon.store.sessions import Session
+from cache_daemon.store.writing import Reserved
+
+
+class Chunks(AtDoor):
+    """Reading and writing by sessions."""
+
+    @unary
+    async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:
+        limits.at_most("the number of token_ids", len(request.token_ids), limits.MAX_TOKENS)
+        # Fast where it matters: a repeated field gives its numbers to NumPy at once.
+        ids = np.array(request.token_ids, "<u4").tobytes()
+        if not request.session_id:
+            found = self.store.probe(self.root(context, request.namespace, request.tenant_salt), ids)
+            matches = [pb.ChunkMatch(header=c.header, matched_tokens=n) for c, n in found]
+            return pb.MatchResponse(matches=matches, matched_tokens=sum(n for _, n in found))
+        session, salt = self._writer(context, request.session_id), self.salt(context, request.tenant_salt)
+        probes = limits.stretches_of(request.contents, len(request.token_ids))
+        limits.room_for("leases of this session", len(session.leases), limits.MAX_LEASES)
+        held = sum(len(hold.chunks) for hold in session.leases.values()) if len(session.leases) > 16 else 0
+        limits.room_for("chunks under lease in this session", held, limits.MAX_LEASED_CHUNKS)
+        result = await self.store.match(session, salt, ids, probes)
+        if result.lease_id:
+            cancelled_later(context, lambda: self.store.release(session, [result.lease_id]))
+        return self._matched(result)
+
+    @unary
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        session = self.session(context, request.session_id)
+        return pb.ReleaseResponse(released=self.store.release(session, request.lease_ids))
+
+    @unary
+    async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
+        session, salt = self._writer(context, request.session_id), self.salt(context, request.tenant_salt)
+        limits.check_headers(request.headers)
+        limits.room_for("reservations of this session", len(session.reservations), limits.MAX_RESERVATIONS)
+        reserved = self.store.reserve(session, salt, request.headers)
+        granted = [r.reservation_id for r in reserved if r.reservation_id]
+        if granted:
+            cancelled_later(context, lambda: self.store.abort(session, granted))
+        return pb.ReserveResponse(reservations=[_reservation(r) for r in reserved])
+
+    @unary
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+        session = self._writer(context, request.session_id)
+        limits.at_most("the number of items", len(request.items), limits.MAX_ITEMS)
+        items = [(item.reservation_id, item.checksum) for item in request.items]
+        outcomes = await self.store.commit(session, request.epoch, items)
+        return pb.CommitResponse(committed=outcomes.count(pb.COMMIT_OUTCOME_COMMITTED), outcomes=outcomes)
+
+    @unary
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        session = self.session(context, request.session_id)
+        return pb.AbortResponse(aborted=self.store.abort(session, request.reservation_ids))
+
+    def _writer(self, context: Context, session_id: bytes) -> Session:
+        """A session that shares memory with the daemon."""
+        session = self.session(context, session_id)
+        if session.staging is None:
+            raise FailedPrecondition(
+                "callers at this address share no memory with the daemon; use Match without a session, Fetch and Store"
+            )
+        return session
+
+    def _matched(self, result: MatchResult) -> pb.MatchResponse:
+        return pb.MatchResponse(
+            matches=[self._chunk_match(m) for m in result.matches],
+            matched_tokens=sum(m.tokens for m in result.matches),
+            promoted_tokens=result.promoted_tokens,
+            promote_ms=result.promote_ms,
+            contents=[pb.ContentMatch(start=start, match=self._chunk_match(m)) for start, m in result.contents],
+            lease_id=result.lease_id,
+        )
+
+    def _chunk_match(self, match: Usable) -> pb.ChunkMatch:
+        slot = match.chunk.slot
+        assert slot is not None, "a leased chunk has a slot"
+        return pb.ChunkMatch(header=match.chunk.header, matched_tokens=match.tokens, slot=self._slot(slot))
+
+    def _slot(self, slot: Slot) -> pb.SlotRef:
+        return pb.SlotRef(offset=slot.offset, size_bytes=slot.size_bytes, epoch=self.store.epoch)
+
+
+def _reservation(reserved: Reserved) -> pb.Reservation:
+    out = pb.Reservation(
+        outcome=reserved.outcome, prefix_hash=reserved.prefix_hash, reservation_id=reserved.reservation_id
+    )
+    if reserved.staged is not None:
+        out.staging.offset, out.staging.size_bytes = reserved.staged.offset, reserved.staged.size_bytes
+    return out

@@ -1,0 +1,89 @@
+"""Pin, Unpin, Delete, List and Stats: looking at the store, and telling it what to keep."""
+
+from __future__ import annotations
+
+import time
+
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.errors import Context, InvalidRequest
+from kvsidecar.keys import HASH_BYTES
+
+from cache_daemon.rpc import limits
+from cache_daemon.rpc.calls import unary
+from cache_daemon.rpc.door import AtDoor
+
+
+class Keeping(AtDoor):
+    """Everybody sees what its salts open, operators see all."""
+
+    @unary
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
+        return pb.PinResponse(chunks=self.store.pin(*self._prefix(request.prefix, context)))
+
+    @unary
+    async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
+        return pb.UnpinResponse(chunks=self.store.unpin(*self._prefix(request.prefix, context)))
+
+    @unary
+    async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
+        prefix = request.prefix
+        if prefix.namespace or prefix.root:
+            root = self._root(prefix, context)
+        else:
+            if prefix.prefix_hash or prefix.tenant_salt:
+                raise InvalidRequest(
+                    "prefix_hash or tenant_salt is set without namespace or root; set one of them, or nothing to "
+                    "delete everything"
+                )
+            self.principal_of(context).require_operator("delete everything")
+            root = b""
+        key = limits.hash_of("prefix_hash", prefix.prefix_hash, optional=True)
+        return pb.DeleteResponse(deleted=await self.store.delete(root, key))
+
+    @unary
+    async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:
+        limits.at_most("page_size", request.page_size, limits.MAX_PAGE)
+        size = request.page_size or 100
+        if request.namespace:
+            root = self.root(context, request.namespace, request.tenant_salt)
+        else:
+            self.principal_of(context).require_operator("list all tenants")
+            root = b""
+        if len(request.page_token) not in (0, 2 * HASH_BYTES):
+            raise InvalidRequest(f"page_token has {len(request.page_token)} bytes; use that of the previous answer")
+        chunks = self.store.list_chunks(root, request.page_token, size + 1)
+        last = chunks[size - 1] if len(chunks) > size else None
+        now = self.store.tiers.clock()
+        return pb.ListResponse(
+            chunks=[c.info(now) for c in chunks[:size]], next_page_token=last.root + last.key if last else b""
+        )
+
+    @unary
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+        if request.namespace:
+            return await self.store.stats_of(self.root(context, request.namespace, request.tenant_salt))
+        self.principal_of(context).require_operator("see the statistics of all tenants")
+        out = self.store.stats()
+        out.loop_stall_ms = self.shared.stall_ms()
+        out.refused = self.calls.refused
+        out.calls.extend(self.calls.recent())
+        now = time.monotonic()
+        for session in self.store.sessions:
+            out.session_details.add(
+                client_name=session.name,
+                namespace=session.namespace,
+                age_seconds=now - session.opened_at,
+                leased_chunks=sum(len(hold.chunks) for hold in session.leases.values()),
+                reservations=len(session.reservations),
+                staging_used_bytes=session.staging.used_bytes if session.staging is not None else 0,
+            )
+        return out
+
+    def _prefix(self, prefix: pb.PrefixRef, context: Context) -> tuple[bytes, bytes]:
+        return self._root(prefix, context), limits.hash_of("prefix_hash", prefix.prefix_hash)
+
+    def _root(self, prefix: pb.PrefixRef, context: Context) -> bytes:
+        if not prefix.root:
+            return self.root(context, prefix.namespace, prefix.tenant_salt)
+        self.principal_of(context).require_operator("name a tenant by its root")
+        return limits.hash_of("root", prefix.root)

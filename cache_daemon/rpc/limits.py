@@ -1,0 +1,90 @@
+"""Limits on everything that a client can ask for; each is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
+from kvsidecar.errors import InvalidRequest, LimitExceeded
+
+MESSAGE_BYTES = 1 << 20
+MAX_TOKENS = 1 << 20
+MAX_PROBES = 4096
+MAX_ITEMS = 1024
+MAX_PAGE = 1000
+MAX_NAME = 64
+MAX_STRING_BYTES = 4096
+# More than a session can have done, and far from where the store's counters end.
+MAX_TOTAL = 1 << 48
+
+MAX_SESSIONS = 256
+MAX_WATCHERS = 64
+MAX_STREAMS = 64
+MAX_LEASES = 4096
+MAX_LEASED_CHUNKS = 1 << 18
+MAX_RESERVATIONS = 4096
+
+
+def at_most(name: str, value: int, most: int) -> None:
+    """Raises InvalidRequest for a value of one request that is too large."""
+    if value > most:
+        raise InvalidRequest(f"{name} is {value}; at most {most} is allowed")
+
+
+def room_for(what: str, held: int, most: int) -> None:
+    """Raises LimitExceeded when as much is held already as is allowed at one time."""
+    if held >= most:
+        raise LimitExceeded(f"there are {held} {what} already, the most that are allowed; end one and try again")
+
+
+def hash_of(name: str, value: bytes, *, optional: bool = False) -> bytes:
+    """Raises InvalidRequest unless the value has the length of a hash."""
+    if len(value) == keys.HASH_BYTES or (optional and not value):
+        return value
+    raise InvalidRequest(f"{name} has {len(value)} bytes; it must have {keys.HASH_BYTES}")
+
+
+def salt_of(value: bytes) -> bytes:
+    """Raises InvalidRequest for a salt that is too long. It is a secret: the text does not show it."""
+    if len(value) > keys.MAX_SALT_BYTES:
+        raise InvalidRequest(f"tenant_salt has {len(value)} bytes; at most {keys.MAX_SALT_BYTES} are allowed")
+    return value
+
+
+def check_descriptor(descriptor: NamespaceDescriptor) -> None:
+    """Raises InvalidRequest for a descriptor that is out of bounds."""
+    hash_of("model_fingerprint", descriptor.model_fingerprint)
+    for name in ("architecture", "rope_parameters", "lora_adapter", "producer"):
+        at_most(f"the length of {name} in bytes", len(getattr(descriptor, name).encode()), MAX_STRING_BYTES)
+
+
+def check_headers(headers: Sequence[ChunkHeader]) -> None:
+    """Raises InvalidRequest for too many headers, or one that is no header."""
+    at_most("the number of headers", len(headers), MAX_ITEMS)
+    for header in headers:
+        hash_of("parent_prefix_hash", header.parent_prefix_hash, optional=True)
+        at_most("start_position", header.start_position, 1 << 31)
+
+
+def check_beat(beat: pb.Heartbeat) -> tuple[int, ...]:
+    """The totals of a heartbeat in the order of its fields. Raises InvalidRequest for one that cannot be."""
+    totals = tuple(getattr(beat, field.name) for field in beat.DESCRIPTOR.fields)
+    for field, value in zip(beat.DESCRIPTOR.fields, totals, strict=True):
+        at_most(f"the heartbeat's {field.name}", value, MAX_TOTAL)
+    return totals
+
+
+def stretches_of(contents: Sequence[pb.ContentProbe], prompt_tokens: int) -> list[tuple[int, int]]:
+    """Content probes as ``(start, tokens)``. Raises InvalidRequest for too many, or one outside the prompt."""
+    at_most("the number of content probes", len(contents), MAX_PROBES)
+    found = [(probe.start, probe.tokens) for probe in contents]
+    for start, tokens in found:
+        if not tokens or start + tokens > prompt_tokens:
+            raise InvalidRequest(
+                f"a content probe has {tokens} tokens from {start}; "
+                f"it must have at least 1 and lie within the {prompt_tokens} of token_ids"
+            )
+    at_most("the number of tokens in content probes", sum(n for _, n in found), prompt_tokens)
+    return found

@@ -1,0 +1,115 @@
+"""One stored chunk, as the index knows it."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from dataclasses import dataclass, field
+
+from kvsidecar import keys
+from kvsidecar.cache.v1.cache_pb2 import ChunkInfo
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+
+from cache_daemon.memory.arena import Slot
+from cache_daemon.store.tenants import Tenant
+
+
+class Residency(enum.Enum):
+    """Whether a tier has a chunk's payload."""
+
+    ABSENT = enum.auto()
+    ARRIVING = enum.auto()  # being read from, or written to, the tier: the slot must stay
+    PRESENT = enum.auto()
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """A committed chunk: in the arena, in the durable tier, or in both.
+
+    It is ``listed`` while the index has it. Whoever uses its slot (``leases``, the writer, the reader) keeps the slot
+    also when it is listed no more.
+    """
+
+    header: ChunkHeader  # without its token_ids: those are ``ids``
+    ids: bytes  # token ids as uint32 little-endian
+    tenant: Tenant
+    slot: Slot | None = None
+    in_arena: Residency = Residency.ABSENT
+    on_disk: Residency = Residency.ABSENT
+    listed: bool = True
+    leases: int = 0
+    pins: int = 0
+    hits: int = 0
+    used_at: float = 0.0  # seconds, on the store's clock
+    stored_bytes: int = 0  # in the durable tier
+    superseded: bool = False  # a longer sibling takes its place as soon as that is durable
+    supersedes: list[Chunk] = field(default_factory=list, repr=False)
+    arrival: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING
+
+    @property
+    def key(self) -> bytes:
+        return self.header.prefix_hash
+
+    @property
+    def parent_key(self) -> bytes:
+        return self.header.parent_prefix_hash
+
+    @property
+    def root(self) -> bytes:
+        return self.header.root
+
+    @property
+    def is_first(self) -> bool:
+        """It begins a prompt."""
+        return self.header.parent_prefix_hash == self.header.root
+
+    @property
+    def size_bytes(self) -> int:
+        return self.header.payload_bytes
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids) // keys.TOKEN_BYTES
+
+    @property
+    def start_position(self) -> int:
+        return self.header.start_position
+
+    @property
+    def end_position(self) -> int:
+        return self.header.start_position + self.tokens
+
+    @property
+    def prefill_seconds(self) -> float:
+        return self.header.prefill_seconds
+
+    @property
+    def in_use(self) -> bool:
+        """Somebody reads or writes the slot."""
+        return self.leases > 0 or Residency.ARRIVING in (self.in_arena, self.on_disk)
+
+    def whole_header(self) -> ChunkHeader:
+        """The header with its token ids, newly made."""
+        header = ChunkHeader()
+        header.CopyFrom(self.header)
+        header.token_ids.extend(memoryview(self.ids).cast("I").tolist())
+        return header
+
+    def info(self, now: float) -> ChunkInfo:
+        h = self.header
+        return ChunkInfo(
+            root=h.root,
+            prefix_hash=h.prefix_hash,
+            parent_prefix_hash=h.parent_prefix_hash,
+            start_position=h.start_position,
+            tokens=self.tokens,
+            bits=h.bits,
+            payload_bytes=h.payload_bytes,
+            resident=self.in_arena is Residency.PRESENT,
+            durable=self.on_disk is Residency.PRESENT,
+            pinned=self.pins > 0,
+            leases=self.leases,
+            hits=self.hits,
+            stored_bytes=self.stored_bytes,
+            idle_seconds=max(0.0, now - self.used_at),
+        )

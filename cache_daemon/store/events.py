@@ -1,0 +1,70 @@
+"""The event log: what Watch streams, kept for a while so that a reader can resume."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from kvsidecar.cache.v1.cache_pb2 import ChunkInfo, EventType, WatchResponse
+from kvsidecar.errors import EventsLost, InvalidRequest
+
+KEPT = 10_000
+_ALL = b""
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    number: int  # among all
+    of_root: int  # among its tenant's
+    kind: EventType.ValueType
+    info: ChunkInfo
+
+
+class EventLog:
+    """Numbers events from 1 without gaps, for all and for each tenant root, and keeps the last ``KEPT``."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._last: Counter[bytes] = Counter()  # b"" counts all
+        self._kept: dict[bytes, deque[_Event]] = {_ALL: deque()}
+        self._changed = asyncio.Event()
+
+    def append(self, kind: EventType.ValueType, info: ChunkInfo) -> None:
+        self._last.update((_ALL, info.root))
+        event = _Event(self._last[_ALL], self._last[info.root], kind, info)
+        everything = self._kept[_ALL]
+        everything.append(event)
+        self._kept.setdefault(info.root, deque()).append(event)
+        if len(everything) > KEPT:
+            root = everything.popleft().info.root
+            of_root = self._kept[root]
+            of_root.popleft()
+            if not of_root:
+                del self._kept[root]
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def follow(self, epoch: int, after: int, root: bytes = _ALL) -> AsyncIterator[WatchResponse]:
+        """Events after a number, then new ones as they come; all, or those of one tenant root by its own numbers.
+
+        Raises EventsLost when they are no longer kept, InvalidRequest for a number that was never given.
+        """
+        if epoch == 0:
+            after = self._last[root]
+        elif epoch != self._epoch:
+            raise EventsLost(f"epoch {epoch} has ended (now {self._epoch}); read the state with List, then watch anew")
+        if after > self._last[root]:
+            raise InvalidRequest(f"after_sequence is {after}; the last event of this epoch is {self._last[root]}")
+        yield WatchResponse(epoch=self._epoch)
+        while True:
+            changed, due = self._changed, self._last[root] - after
+            kept = self._kept.get(root, ())
+            if due > len(kept):
+                raise EventsLost(f"events after {after} are no longer kept; read the state with List, then watch anew")
+            for event in [kept[i] for i in range(-due, 0)]:
+                after = event.number if root == _ALL else event.of_root
+                yield WatchResponse(epoch=self._epoch, sequence_number=after, type=event.kind, chunk=event.info)
+            if after == self._last[root]:
+                await changed.wait()

@@ -1,0 +1,455 @@
+"""The store: one facade over its rooms. All of it runs on one event loop; copies and reads have threads of their own.
+
+Invariants:
+
+- What a reader sees was verified in the daemon's own copy, and does not change while anybody holds a lease.
+- A chunk is in the index exactly when it can be matched; its parents are there too.
+- Everything that a session holds is freed when the session ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import structlog
+from google.protobuf.message import DecodeError
+from kvsidecar import keys
+from kvsidecar.cache.v1.cache_pb2 import (
+    EVENT_TYPE_DELETED,
+    EVENT_TYPE_EVICTED,
+    CommitOutcome,
+    ReuseVerdict,
+    StatsResponse,
+)
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
+from kvsidecar.errors import ArenaFull, ChunkNotFound, NamespaceMismatch
+
+from cache_daemon.durable.tier import DurableTier, Loaded
+from cache_daemon.durable.writer import DurableWriter
+from cache_daemon.eviction.policy import EvictionPolicy
+from cache_daemon.memory.arena import ALIGNMENT, Arena
+from cache_daemon.memory.staging import Staging
+from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.events import EventLog
+from cache_daemon.store.index import PrefixIndex
+from cache_daemon.store.lookup import Lookup, MatchResult
+from cache_daemon.store.persistence import Persistence
+from cache_daemon.store.pins import NOTE_PREFIX, Pins
+from cache_daemon.store.sessions import Session, Sessions
+from cache_daemon.store.shelf import Shelf
+from cache_daemon.store.summary import SummaryWriter
+from cache_daemon.store.tenants import Accounts
+from cache_daemon.store.tiers import Clock, Tiers
+from cache_daemon.store.writing import Reserved, Writing
+
+_VERDICT = b"verdict:"
+_SLICE = 256
+_TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
+# Of the larger tier, so much may be pinned.
+_PINNED_SHARE = 0.5
+_COPY_THREADS, _READ_THREADS = 2, 4
+# What is queued may take so long to be written at the end.
+_STOP_SECONDS = 20.0
+
+T = TypeVar("T")
+log = structlog.get_logger("cache_daemon")
+
+
+class ChunkStore:
+    """See the module. ``durable`` None keeps everything in the arena only. Call ``start`` before anything else."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        durable: DurableTier | None,
+        durable_budget_bytes: int,
+        new_policy: Callable[[int], EvictionPolicy],
+        *,
+        staging_bytes: int = 64 << 20,
+        accounts: Accounts | None = None,
+        summary: SummaryWriter | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """``new_policy`` makes a policy for a tier of so many bytes."""
+        self.epoch = secrets.randbits(63) + 1
+        self.arena, self.summary, self.accounts = arena, summary, accounts or Accounts()
+        self.events, self.sessions, self.counts = EventLog(self.epoch), Sessions(), StatsResponse()
+        self._durable, self._staging_bytes = durable, staging_bytes
+        self._started = time.monotonic()
+        self._copying = ThreadPoolExecutor(_COPY_THREADS, "copy")
+        self._reading = ThreadPoolExecutor(_READ_THREADS, "durable-read")
+        self._verdicts: dict[bytes, ReuseVerdict] = {}
+        hot = Shelf(lambda: new_policy(arena.size_bytes), lambda limits: limits.arena_bytes)
+        cold = Shelf(lambda: new_policy(durable_budget_bytes), lambda limits: limits.store_bytes) if durable else None
+        self._writer = DurableWriter(durable, asyncio.get_running_loop()) if durable is not None else None
+        self.tiers = Tiers(
+            arena, PrefixIndex(summary), hot, cold, self._writer, self.events, self.accounts, self.counts,
+            clock or Clock(),
+        )  # fmt: skip
+        self._persistence: Persistence | None = None
+        if cold is not None and self._writer is not None:
+            self._persistence = Persistence(self.tiers, cold, self._writer, durable_budget_bytes)
+        self._lookup = Lookup(self.tiers, durable, self._on(self._reading), self._progress)
+        larger = max(arena.size_bytes, durable_budget_bytes)
+        self._pins = Pins(self.tiers, int(larger * _PINNED_SHARE), self._note)
+        self._writing = Writing(self.tiers, self._persistence, self._pins, self.epoch, self._on(self._copying))
+        self._upkeep: asyncio.Task[None] | None = None
+
+    # ---- beginning and end ----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Takes up what the durable tier has, and begins the upkeep."""
+        if self._durable is not None and self._persistence is not None:
+            loop = asyncio.get_running_loop()
+            durable = self._durable
+            loaded = await loop.run_in_executor(self._reading, lambda: list(durable.load()))
+            notes = await loop.run_in_executor(self._reading, durable.notes)
+            now = self.tiers.clock()
+            await self._persistence.load(self._chunk(item, now) for item in loaded)
+            report = durable.load_report
+            self.counts.corrupt_chunks += report.corrupt
+            self._take_up(notes)
+        self._upkeep = asyncio.create_task(self._keep_up())
+
+    def _chunk(self, item: Loaded, now: float) -> Chunk:
+        ids = keys.token_bytes(item.header.token_ids)
+        item.header.ClearField("token_ids")
+        tenant = self.accounts.of(item.header.tenant)
+        return Chunk(
+            item.header,
+            ids,
+            tenant,
+            on_disk=Residency.PRESENT,
+            stored_bytes=item.stored_bytes,
+            used_at=min(now, item.last_use / 1000) if item.last_use else now,
+        )
+
+    def _take_up(self, notes: dict[bytes, bytes]) -> None:
+        for name, value in notes.items():
+            if name.startswith(_VERDICT):
+                with contextlib.suppress(DecodeError):
+                    self._verdicts[name[len(_VERDICT) :]] = ReuseVerdict.FromString(value)
+            elif name.startswith(NOTE_PREFIX):
+                self._pins.restore(name, value)
+
+    async def close(self) -> None:
+        """Writes what is queued and closes the tiers. No session may be open any more."""
+        if self._upkeep is not None:
+            self._upkeep.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._upkeep
+        for session in self.sessions:
+            self.close_session(session)
+        loop = asyncio.get_running_loop()
+        if self._persistence is not None and self._writer is not None:
+            self._persistence.write_recency()
+            written = await loop.run_in_executor(None, self._writer.stop, _STOP_SECONDS)
+            if not written:
+                log.error("the durable tier did not take all that was queued in time", failing=self._writer.failing)
+        await loop.run_in_executor(None, self._copying.shutdown)
+        await loop.run_in_executor(None, self._reading.shutdown)
+        if self._durable is not None:
+            await loop.run_in_executor(None, self._durable.close)
+        self.arena.close()
+
+    # ---- sessions -------------------------------------------------------------------------------------------
+
+    def open_session(
+        self,
+        name: str,
+        descriptor: NamespaceDescriptor,
+        namespace: bytes,
+        *,
+        shares_memory: bool = True,
+        listed: bool = True,
+    ) -> Session:
+        """Begins a session; one that is not listed is the daemon's own, for the length of one call. Raises
+        NamespaceMismatch."""
+        expected = keys.namespace_id(descriptor)
+        if namespace != expected:
+            raise NamespaceMismatch(
+                f"the namespace id {namespace.hex() or '(empty)'} does not belong to the descriptor sent "
+                f"(its id is {expected.hex()}); worker and daemon must be of the same version"
+            )
+        if descriptor.format_version != keys.FORMAT_VERSION:
+            raise NamespaceMismatch(
+                f"format_version is {descriptor.format_version}; this daemon stores {keys.FORMAT_VERSION}"
+            )
+        session = Session(name, namespace, descriptor, Staging(self._staging_bytes) if shares_memory else None)
+        if listed:
+            self.sessions.add(session)
+        return session
+
+    def close_session(self, session: Session) -> None:
+        """Frees all that the session holds. Idempotent."""
+        session.closed = True
+        self.sessions.remove(session)
+        for hold in session.leases.values():
+            hold.give_back()
+        session.leases.clear()
+        self._writing.abort(session, list(session.reservations))
+        session.close_staging()
+
+    def report(self, session: Session, totals: tuple[int, ...]) -> None:
+        """Takes in a heartbeat's totals since the session began, in the order of the message's fields."""
+        before, session.reported = session.reported or (0,) * len(totals), totals
+        matches, tokens, *served = (max(0, now - then) for now, then in zip(totals, before, strict=True))
+        self.counts.matches += matches
+        self.counts.requested_tokens += tokens
+        for name, value in zip(("prompts", "prompt_tokens", "cached_tokens", "pool_tokens"), served, strict=True):
+            setattr(self.counts, name, getattr(self.counts, name) + value)
+
+    def verdict(self, namespace: bytes) -> ReuseVerdict | None:
+        """What was measured of approximate reuse in a namespace."""
+        return self._verdicts.get(namespace)
+
+    async def set_verdict(self, session: Session, verdict: ReuseVerdict) -> None:
+        """Keeps a verdict with the session's namespace; returns when it is on disk, where there is a durable tier."""
+        self._verdicts[session.namespace] = verdict
+        if self._writer is not None:
+            written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def done(_: object) -> None:
+                if not written.done():
+                    written.set_result(None)
+
+            self._writer.note(_VERDICT + session.namespace, verdict.SerializeToString(), done)
+            await written
+
+    # ---- chunks ---------------------------------------------------------------------------------------------
+
+    def probe(self, root: bytes, ids: bytes) -> list[tuple[Chunk, int]]:
+        """See ``Lookup.probe``."""
+        return self._lookup.probe(root, ids)
+
+    async def match(
+        self, session: Session, tenant_salt: bytes, ids: bytes, contents: Sequence[tuple[int, int]] = ()
+    ) -> MatchResult:
+        """See ``Lookup.match``."""
+        result = await self._lookup.match(session, keys.tenant_root(session.namespace, tenant_salt), ids, contents)
+        if self._persistence is not None:
+            self._persistence.seen_again(m.chunk for m in result.matches)
+        return result
+
+    def release(self, session: Session, lease_ids: Iterable[bytes]) -> int:
+        """Gives leases back; unknown ones are ignored. Returns how many were held."""
+        released = 0
+        for lease_id in lease_ids:
+            hold = session.leases.pop(lease_id, None)
+            if hold is not None:
+                hold.give_back()
+                released += 1
+        return released
+
+    def reserve(self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader]) -> list[Reserved]:
+        """See ``Writing.reserve``."""
+        return self._writing.reserve(session, tenant_salt, headers)
+
+    async def commit(
+        self, session: Session, epoch: int, items: Sequence[tuple[bytes, int]]
+    ) -> list[CommitOutcome.ValueType]:
+        """See ``Writing.commit``."""
+        return await self._writing.commit(session, epoch, items)
+
+    def abort(self, session: Session, reservation_ids: Iterable[bytes]) -> int:
+        """See ``Writing.abort``."""
+        return self._writing.abort(session, reservation_ids)
+
+    def staged(self, session: Session, tenant_salt: bytes, header: ChunkHeader) -> AbstractContextManager[Reserved]:
+        """See ``Writing.staged``."""
+        return self._writing.staged(session, tenant_salt, header)
+
+    @contextlib.asynccontextmanager
+    async def reading(self, chunk: Chunk) -> AsyncIterator[memoryview]:
+        """A chunk's payload, kept in the arena meanwhile. Raises ArenaFull when it cannot be brought in."""
+        hold = await self._lookup.hold(chunk)
+        if hold is None or chunk.slot is None:
+            raise ArenaFull("the chunk is stored, but could not be brought into the arena; try again later")
+        slot = chunk.slot
+        try:
+            yield await asyncio.get_running_loop().run_in_executor(self._copying, self.arena.read, slot)
+        finally:
+            hold.give_back()
+
+    def find(self, root: bytes, prefix_hash: bytes) -> Chunk:
+        """Raises ChunkNotFound."""
+        chunk = self.tiers.index.get(prefix_hash)
+        if chunk is None or chunk.root != root:
+            raise ChunkNotFound(f"no chunk {prefix_hash.hex() or '(empty)'} is stored in this namespace and tenant")
+        return chunk
+
+    def pin(self, root: bytes, prefix_hash: bytes) -> int:
+        """Exempts a prefix from eviction. Returns its chunks. Raises ChunkNotFound, QuotaExceeded."""
+        return self._pins.add(self.find(root, prefix_hash))
+
+    def unpin(self, root: bytes, prefix_hash: bytes) -> int:
+        """Ends one pin. Returns the prefix's chunks. Raises ChunkNotFound."""
+        return self._pins.remove(root, prefix_hash)
+
+    async def delete(self, root: bytes, prefix_hash: bytes) -> int:
+        """Removes a chunk with all that continues it, a tenant's chunks, or with neither named everything. Returns how
+        many. Raises ChunkNotFound."""
+        index = self.tiers.index
+        if prefix_hash:
+            victims = await self._subtree(self.find(root, prefix_hash))
+        elif root:
+            victims = index.of_root(root, b"", len(index))
+        else:
+            victims = list(index)
+        return await self._drop_all(victims)
+
+    async def _subtree(self, chunk: Chunk) -> list[Chunk]:
+        """A chunk and all that continues it, children before parents."""
+        found = [chunk]
+        for n, member in enumerate(found):
+            found.extend(self.tiers.index.children(member.key))
+            if n % _SLICE == 0:
+                await asyncio.sleep(0)
+        return found[::-1]
+
+    async def _drop_all(self, victims: Sequence[Chunk]) -> int:
+        dropped = 0
+        for n, chunk in enumerate(victims):
+            if chunk.listed:
+                dropped += self.tiers.drop(chunk, EVENT_TYPE_DELETED)
+            if n % _SLICE == 0:
+                await asyncio.sleep(0)
+        return dropped
+
+    def list_chunks(self, root: bytes, after: bytes, limit: int) -> list[Chunk]:
+        """Chunks of a tenant ordered by prefix hash, or with an empty root of all, ordered by root and prefix hash;
+        ``after`` is the last one's root and prefix hash."""
+        index = self.tiers.index
+        if root:
+            return index.of_root(root, after[keys.HASH_BYTES :], limit)
+        out: list[Chunk] = []
+        for name in index.roots_from(after[: keys.HASH_BYTES]):
+            begun = after[keys.HASH_BYTES :] if name == after[: keys.HASH_BYTES] else b""
+            out += index.of_root(name, begun, limit - len(out))
+            if len(out) >= limit:
+                break
+        return out
+
+    # ---- memory ---------------------------------------------------------------------------------------------
+
+    def staging_of(self, session_id: bytes) -> int:
+        """The file descriptor of a session's staging. Raises KeyError when there is no such session, or it has none."""
+        session = self.sessions.find(session_id)
+        if session is None or session.staging is None:
+            raise KeyError(session_id)
+        return session.staging.descriptor
+
+    # ---- upkeep ---------------------------------------------------------------------------------------------
+
+    async def _keep_up(self) -> None:
+        """Once a second: tries again what was not written, gives idle memory back, writes recency down, sweeps what has
+        expired."""
+        tick = 0
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            tick += 1
+            try:
+                for session in self.sessions:
+                    if session.staging is not None:
+                        session.staging.trim()
+                if self._persistence is not None:
+                    self._persistence.retry()
+                    if tick % _RECENCY_TICKS == 0:
+                        self._persistence.write_recency()
+                if tick % _SWEEP_TICKS == 0:
+                    await self.sweep()
+            except Exception:
+                log.exception("upkeep failed, going on")
+
+    async def sweep(self) -> None:
+        """Drops what has passed its time to live, and accounts without chunks."""
+        self.accounts.drop_unused({c.tenant.id for c in self.tiers.detached})
+        if not self.accounts.any_ttl:
+            return
+        now = self.tiers.clock()
+        for n, chunk in enumerate(list(self.tiers.index)):
+            if chunk.listed and not chunk.pins and chunk.tenant.expired(now - chunk.used_at):
+                self.counts.expired_chunks += self.tiers.drop(chunk, EVENT_TYPE_EVICTED)
+            if n % _SLICE == 0:
+                await asyncio.sleep(0)
+
+    async def settle(self) -> None:
+        """Waits until all that should be durable is. For tests and for orderly ends."""
+        while self._persistence is not None and not self._persistence.settled:
+            await self._persistence.progress(0.1)
+
+    def _on(self, threads: ThreadPoolExecutor) -> Callable[[Callable[[], T]], Awaitable[T]]:
+        async def run(work: Callable[[], T]) -> T:
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+        return run
+
+    async def _progress(self, seconds: float) -> bool:
+        return self._persistence is not None and await self._persistence.progress(seconds)
+
+    def _note(self, name: bytes, value: bytes | None) -> None:
+        if self._writer is not None:
+            self._writer.note(name, value)
+
+    # ---- state ----------------------------------------------------------------------------------------------
+
+    def stats(self) -> StatsResponse:
+        """Of the whole store."""
+        out = StatsResponse()
+        out.CopyFrom(self.counts)
+        tiers, writer = self.tiers, self._writer
+        out.epoch, out.uptime_seconds = self.epoch, time.monotonic() - self._started
+        out.sessions = len(self.sessions)
+        out.chunks, out.tokens = len(tiers.index), tiers.index.tokens
+        out.arena_bytes, out.arena_used_bytes = self.arena.size_bytes, self.arena.used_bytes
+        out.arena_chunks = len(tiers.hot)
+        out.leases = sum(len(s.leases) for s in self.sessions)
+        out.reservations = sum(len(s.reservations) for s in self.sessions)
+        out.pinned_bytes = self._pins.pinned_bytes
+        if tiers.cold is not None and self._persistence is not None and writer is not None:
+            out.durable_budget_bytes, out.durable_bytes = self._persistence.budget_bytes, tiers.cold.used_bytes
+            out.durable_chunks, out.pending_writes = len(tiers.cold), writer.pending
+            out.durable_failing = writer.failing[0] if writer.failing else ""
+        return out
+
+    async def stats_of(self, root: bytes) -> StatsResponse:
+        """Of one tenant's chunks in a namespace."""
+        out = StatsResponse(epoch=self.epoch)
+        mine = self.tiers.index.of_root(root, b"", len(self.tiers.index))
+        for n, chunk in enumerate(mine):
+            resident, durable = chunk.in_arena is Residency.PRESENT, chunk.on_disk is Residency.PRESENT
+            out.chunks += 1
+            out.tokens += chunk.tokens
+            out.arena_chunks += resident
+            out.arena_used_bytes += chunk.size_bytes * resident
+            out.durable_chunks += durable
+            out.durable_bytes += chunk.stored_bytes * durable
+            out.pinned_bytes += chunk.size_bytes * (chunk.pins > 0)
+            if n % _SLICE == 0:
+                await asyncio.sleep(0)
+        return out
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every slot, lease and byte is accounted for exactly once."""
+        tiers = self.tiers
+        tiers.check_integrity()
+        if self._persistence is not None:
+            self._persistence.check_integrity()
+        chunks = [*tiers.index, *tiers.detached]
+        pages = sum(-(-c.slot.size_bytes // ALIGNMENT) * ALIGNMENT for c in chunks if c.slot is not None)
+        busy = any(c.arrival is not None for c in chunks) or any(s.committing for s in self.sessions)
+        assert busy or pages == self.arena.used_bytes, f"slots hold {pages} bytes, the arena {self.arena.used_bytes}"
+        held: Counter[int] = Counter(id(c) for s in self.sessions for hold in s.leases.values() for c in hold.chunks)
+        assert busy or all(c.leases == held[id(c)] for c in chunks), "leases and holders differ"
+        for session in self.sessions:
+            staged = sum(-(-r.staged.size_bytes // ALIGNMENT) * ALIGNMENT for r in session.reservations.values())
+            used = session.staging.used_bytes if session.staging is not None else 0
+            assert session.committing or staged == used, "staging and reservations differ"

@@ -1,0 +1,252 @@
+"""Finding and leasing chunks: the one thing on the path to the first token."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from kvsidecar import keys
+from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED
+from kvsidecar.errors import UnknownSession
+
+from cache_daemon.durable.tier import DurableTier, ReadJob, ReadResult
+from cache_daemon.memory.arena import Slot
+from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.sessions import Hold, Session
+from cache_daemon.store.tiers import Tiers
+
+# A full arena may be full of chunks that are being written to disk: so long a reader waits for that.
+_PATIENCE_SECONDS = 0.25
+# Work on the event loop goes on for so many probes before others have their turn.
+_SLICE = 128
+
+Found = Sequence[tuple[Chunk, int]]
+
+
+@dataclass(frozen=True)
+class Usable:
+    """A chunk under lease and how many of its leading tokens are usable."""
+
+    chunk: Chunk
+    tokens: int
+
+
+@dataclass(frozen=True)
+class MatchResult:
+    """The longest stored prefix, and chunks found by content, each with its place in the prompt; under one lease."""
+
+    matches: tuple[Usable, ...]
+    contents: tuple[tuple[int, Usable], ...] = ()
+    promoted_tokens: int = 0
+    promote_ms: float = 0.0
+    lease_id: bytes = b""
+
+
+class Lookup:
+    """``durable`` is read on ``in_thread``; ``progress`` waits until the durable writer has let go of something."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        durable: DurableTier | None,
+        in_thread: Callable[[Callable[[], list[ReadResult]]], Awaitable[list[ReadResult]]],
+        progress: Callable[[float], Awaitable[bool]],
+    ) -> None:
+        self._tiers, self._durable, self._in_thread, self._progress = tiers, durable, in_thread, progress
+        self._touched: list[list[Chunk]] = []
+
+    def probe(self, root: bytes, ids: bytes) -> list[tuple[Chunk, int]]:
+        """The longest stored prefix without leases."""
+        return self._fresh(self._tiers.index.match(root, ids))
+
+    async def match(
+        self, session: Session, root: bytes, ids: bytes, contents: Sequence[tuple[int, int]] = ()
+    ) -> MatchResult:
+        """Leases the longest stored prefix of ``ids`` (uint32 little-endian), bringing it into the arena where it is
+        not, and chunks whose tokens are those of a stretch ``(start, tokens)`` of ``contents`` that reaches beyond it.
+
+        What cannot be brought in (corrupt, no room) ends the prefix; that is never an error. Raises UnknownSession when
+        the session ended meanwhile. Whoever is cancelled holds nothing.
+        """
+        prefix = self._fresh(self._tiers.index.match(root, ids))
+        covered = sum(n for _, n in prefix)
+        hold = Hold([c for c, _ in prefix], self._tiers.unused)
+        try:
+            elsewhere = await self._by_content(root, ids, contents, covered)
+            hold.add([c for _, c, _ in elsewhere])
+            wanted = dict.fromkeys(hold.chunks)
+            missing = [c for c in wanted if c.in_arena is not Residency.PRESENT]
+            began = time.perf_counter()
+            if missing:
+                await self._bring(missing)
+            promote_ms = (time.perf_counter() - began) * 1e3 if missing else 0.0
+            if session.closed:
+                raise UnknownSession("the session ended while its request was served; call Attach again")
+        except BaseException:  # the caller went away: nobody will ever release these
+            hold.give_back()
+            raise
+        usable = self._usable(prefix)
+        matches = tuple(Usable(c, n) for c, n in usable)
+        placed = tuple((start, Usable(c, n)) for start, c, n in elsewhere if _readable(c))
+        hold.keep([*(m.chunk for m in matches), *(m.chunk for _, m in placed)])
+        lease_id = session.lease(hold) if hold.chunks else b""
+        fresh = set(map(id, missing))
+        promoted = sum(m.tokens for m in matches if id(m.chunk) in fresh)
+        self._count(ids, matches, placed, promoted)
+        self._touch_later([m.chunk for m in matches], [m.chunk for _, m in placed])
+        return MatchResult(matches, placed, promoted, promote_ms, lease_id)
+
+    async def hold(self, chunk: Chunk) -> Hold | None:
+        """Keeps one chunk in the arena; None when it cannot be brought in."""
+        hold = Hold([chunk], self._tiers.unused)
+        try:
+            if chunk.in_arena is not Residency.PRESENT:
+                await self._bring([chunk])
+        except BaseException:
+            hold.give_back()
+            raise
+        if _readable(chunk):
+            self._touch_later([chunk], [])
+            return hold
+        hold.give_back()
+        return None
+
+    # ---- parts ----------------------------------------------------------------------------------------------
+
+    def _fresh(self, found: list[tuple[Chunk, int]]) -> list[tuple[Chunk, int]]:
+        """What is found, without chunks whose time to live has passed; those go."""
+        if not found or found[0][0].tenant.limits.ttl_seconds is None:
+            return found
+        now = self._tiers.clock()
+        for i, (chunk, _) in enumerate(found):
+            if not chunk.pins and chunk.tenant.expired(now - chunk.used_at):
+                self._tiers.counts.expired_chunks += self._tiers.drop(chunk, EVENT_TYPE_EVICTED)
+                return found[:i]
+        return found
+
+    async def _by_content(
+        self, root: bytes, ids: bytes, contents: Sequence[tuple[int, int]], covered: int
+    ) -> list[tuple[int, Chunk, int]]:
+        found = []
+        for i, (start, count) in enumerate(contents):
+            if i % _SLICE == _SLICE - 1:
+                await asyncio.sleep(0)
+            if start + count > covered:
+                stretch = ids[start * keys.TOKEN_BYTES : (start + count) * keys.TOKEN_BYTES]
+                chunk = self._tiers.index.find_content(keys.content_hash(root, stretch), stretch)
+                if chunk is not None and self._fresh([(chunk, count)]):
+                    found.append((start, chunk, count))
+        return [(start, c, n) for start, c, n in found if c.listed]
+
+    @staticmethod
+    def _usable(found: Found) -> Found:
+        """The leading chunks that are in the arena."""
+        usable = 0
+        while usable < len(found) and _readable(found[usable][0]):
+            usable += 1
+        return found[:usable]
+
+    async def _bring(self, chunks: Sequence[Chunk]) -> None:
+        """Brings held chunks into the arena, in order, until one does not fit."""
+        jobs: list[tuple[Chunk, Slot]] = []
+        waits: list[asyncio.Future[None]] = []
+        try:
+            for chunk in chunks:
+                if chunk.in_arena is Residency.PRESENT:
+                    continue
+                if chunk.arrival is not None:
+                    waits.append(chunk.arrival)
+                    continue
+                slot = await self._room(chunk)
+                if chunk.in_arena is not Residency.ABSENT or not chunk.listed:  # somebody was faster
+                    if slot is not None:
+                        self._tiers.arena.free(slot)
+                    if chunk.arrival is not None:
+                        waits.append(chunk.arrival)
+                    continue
+                if slot is None:
+                    break
+                chunk.in_arena, chunk.arrival = Residency.ARRIVING, asyncio.get_running_loop().create_future()
+                jobs.append((chunk, slot))
+        finally:
+            # Shielded: a caller that goes away must not leave half-loaded chunks behind.
+            loading = asyncio.ensure_future(self._load(jobs)) if jobs else None
+        if loading is not None:
+            await asyncio.shield(loading)
+        if waits:
+            await asyncio.wait(waits)
+
+    async def _room(self, chunk: Chunk) -> Slot | None:
+        slot = self._tiers.allocate(chunk.size_bytes, chunk.tenant)
+        if slot is None and await self._progress(_PATIENCE_SECONDS):
+            slot = self._tiers.allocate(chunk.size_bytes, chunk.tenant)
+        return slot
+
+    async def _load(self, jobs: Sequence[tuple[Chunk, Slot]]) -> None:
+        durable = self._durable
+        assert durable is not None
+
+        def read() -> list[ReadResult]:
+            direct = [self._tiers.arena.direct(slot) for _, slot in jobs]
+            targets = [
+                view if view is not None else memoryview(bytearray(slot.size_bytes))
+                for view, (_, slot) in zip(direct, jobs, strict=True)
+            ]
+            found = durable.read(
+                [ReadJob(c.key, t, c.header.checksum) for (c, _), t in zip(jobs, targets, strict=True)]
+            )
+            for view, target, (_, slot), result in zip(direct, targets, jobs, found, strict=True):
+                if view is None and result is ReadResult.SOUND:
+                    self._tiers.arena.write(slot, target)
+            return found
+
+        outcomes = [ReadResult.FAILED] * len(jobs)
+        try:
+            outcomes = await self._in_thread(read)
+        finally:
+            for (chunk, slot), outcome in zip(jobs, outcomes, strict=True):
+                self._loaded(chunk, slot, outcome)
+
+    def _loaded(self, chunk: Chunk, slot: Slot, outcome: ReadResult) -> None:
+        arrival, chunk.arrival = chunk.arrival, None
+        chunk.in_arena = Residency.ABSENT
+        if outcome is ReadResult.SOUND:
+            self._tiers.arrived_in_arena(chunk, slot)
+        else:
+            self._tiers.arena.free(slot)
+            if outcome is not ReadResult.FAILED and chunk.listed:
+                self._tiers.counts.corrupt_chunks += 1
+                self._tiers.drop(chunk, EVENT_TYPE_DELETED)
+        self._tiers.unused(chunk)
+        if arrival is not None and not arrival.done():
+            arrival.set_result(None)
+
+    def _count(
+        self, ids: bytes, matches: Sequence[Usable], placed: Sequence[tuple[int, Usable]], promoted: int
+    ) -> None:
+        counts = self._tiers.counts
+        counts.matches += 1
+        counts.requested_tokens += len(ids) // keys.TOKEN_BYTES
+        counts.matched_tokens += sum(m.tokens for m in matches)
+        counts.promoted_tokens += promoted
+        counts.content_tokens += sum(m.tokens for _, m in placed)
+
+    def _touch_later(self, path: list[Chunk], elsewhere: list[Chunk]) -> None:
+        """Counts a use, once the answer is on its way."""
+        for chunk in (*path, *elsewhere):
+            chunk.hits += 1
+        if not self._touched:
+            asyncio.get_running_loop().call_soon(self._touch_now)
+        self._touched.append(path)
+        self._touched.extend([c] for c in elsewhere)
+
+    def _touch_now(self) -> None:
+        touched, self._touched = self._touched, []
+        for path in touched:
+            self._tiers.touch(path)
+
+
+def _readable(chunk: Chunk) -> bool:
+    return chunk.in_arena is Residency.PRESENT and chunk.listed

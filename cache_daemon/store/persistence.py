@@ -1,0 +1,209 @@
+"""Making chunks durable, and what follows: supersession, room in the durable tier, trying again, recency.
+
+The durable tier is always closed under parents: a chunk is queued only behind its parent, and superseded chunks go in
+the transaction that stores what supersedes them. So whatever dies when, what is found after a restart is whole, and no
+token that was durable is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import structlog
+from kvsidecar.cache.v1.cache_pb2 import (
+    EVENT_TYPE_DELETED,
+    EVENT_TYPE_EVICTED,
+    EVENT_TYPE_PERSISTED,
+)
+
+from cache_daemon.durable.tier import PutOutcome, PutResult
+from cache_daemon.durable.writer import DurableWriter
+from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.shelf import Shelf
+from cache_daemon.store.tiers import Tiers
+
+# Evicting goes on to this share of the budget, so that it does not happen at every write; when the tier says that it is
+# full although the books say otherwise, a little more goes.
+_LOW_WATER, _FULL_WATER = 0.95, 0.9
+_RETRIED_AT_ONCE = 256
+_LOADED_AT_ONCE = 500
+
+log = structlog.get_logger("cache_daemon")
+
+
+class Persistence:
+    """Of a store with a durable tier of ``budget_bytes``."""
+
+    def __init__(self, tiers: Tiers, cold: Shelf, writer: DurableWriter, budget_bytes: int) -> None:
+        self._tiers, self._cold, self._writer = tiers, cold, writer
+        self.budget_bytes = budget_bytes
+        self._arriving_bytes = 0
+        self._unsaved: dict[Chunk, None] = {}  # in the arena only, although they should be durable; oldest first
+        self._progressed = asyncio.Event()
+        tiers.on_unlisted.append(self._unlisted)
+
+    # ---- at start -------------------------------------------------------------------------------------------
+
+    async def load(self, chunks: Iterable[Chunk]) -> None:
+        """Lists what the tier had, parents before children. Evicts what is beyond the budget, which may have been
+        larger."""
+        for n, chunk in enumerate(chunks):
+            self._tiers.list_chunk(chunk)
+            if n % _LOADED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        if self._cold.used_bytes > self.budget_bytes:
+            self._shrink(self.budget_bytes * _LOW_WATER)
+
+    # ---- writing --------------------------------------------------------------------------------------------
+
+    def persist(self, chunk: Chunk) -> None:
+        """Queues a chunk that is in the arena, if it may be durable now; otherwise it is tried again later."""
+        if not chunk.listed or chunk.on_disk is not Residency.ABSENT or chunk.in_arena is not Residency.PRESENT:
+            return
+        parent = self._tiers.parent_of(chunk)
+        if (parent is not None and parent.on_disk is Residency.ABSENT) or not self._make_room(chunk, parent):
+            self._unsaved[chunk] = None
+            return
+        self._unsaved.pop(chunk, None)
+        slot = chunk.slot
+        assert slot is not None
+        chunk.on_disk = Residency.ARRIVING
+        self._arriving_bytes += chunk.size_bytes
+        replaced = [old for old in chunk.supersedes if old.listed and old.on_disk is not Residency.ABSENT]
+        self._writer.put(
+            chunk.whole_header(),
+            lambda: self._tiers.arena.read(slot),
+            tuple(old.key for old in replaced),
+            lambda result: self._written(chunk, replaced, result),
+        )
+
+    def supersede(self, chunk: Chunk, old: Chunk) -> None:
+        """Lets ``chunk`` take the place of a childless sibling whose tokens it begins with: at once if the sibling is
+        not durable, else as soon as the chunk is."""
+        if old.on_disk is Residency.ABSENT:
+            self._tiers.drop(old)
+        else:
+            old.superseded = True
+            chunk.supersedes.append(old)
+
+    def seen_again(self, chunks: Iterable[Chunk]) -> None:
+        """Chunks that were used: those that the tier had no place for are worth another try."""
+        if self._unsaved:
+            for chunk in chunks:
+                if chunk in self._unsaved:
+                    self.persist(chunk)
+
+    def retry(self) -> None:
+        """Tries again what could not be written, parents before children. Call it now and then."""
+        if self._writer.failing is None and self._unsaved:
+            waiting = list(self._unsaved)[:_RETRIED_AT_ONCE]
+            for chunk in waiting:
+                self._unsaved.pop(chunk)
+                self.persist(chunk)
+
+    def write_recency(self) -> None:
+        """Writes down which durable chunks were used since the last time, so that eviction knows after a restart."""
+        used, self._tiers.used = self._tiers.used, {}
+        if used:
+            self._writer.used({key: int(at * 1000) for key, at in used.items()})
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is being written."""
+        return not self._writer.pending
+
+    async def progress(self, seconds: float) -> bool:
+        """Waits until something was written, at most so long. False when nothing is being written."""
+        if not self._arriving_bytes:
+            return False
+        waited = self._progressed
+        try:
+            async with asyncio.timeout(seconds):
+                await waited.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _written(self, chunk: Chunk, replaced: list[Chunk], result: PutResult) -> None:
+        result = result if isinstance(result, PutResult) else PutResult(result, chunk.size_bytes)  # XXX
+        self._arriving_bytes -= chunk.size_bytes
+        chunk.on_disk = Residency.ABSENT
+        if result.outcome is PutOutcome.STORED and chunk.listed:
+            self._tiers.arrived_on_disk(chunk, result.stored_bytes)
+            for old in replaced:
+                if old.listed:
+                    self._tiers.drop(old, on_disk_too=False)
+            chunk.supersedes.clear()
+            self._tiers.tell(EVENT_TYPE_PERSISTED, chunk)
+        elif chunk.listed and result.outcome is not PutOutcome.CANCELLED:
+            self._not_written(chunk, result.outcome)
+        self._tiers.unused(chunk)
+        self._progressed.set()
+        self._progressed = asyncio.Event()
+
+    def _not_written(self, chunk: Chunk, outcome: PutOutcome) -> None:
+        self._tiers.counts.failed_writes += 1
+        if outcome is PutOutcome.NO_ROOM:
+            self._shrink(self._cold.used_bytes * _FULL_WATER)
+        self._unsaved[chunk] = None
+
+    def _unlisted(self, chunk: Chunk) -> None:
+        self._unsaved.pop(chunk, None)
+        for old in chunk.supersedes:  # it never became durable: what it was to replace stays
+            old.superseded = False
+        chunk.supersedes.clear()
+
+    # ---- room -----------------------------------------------------------------------------------------------
+
+    def _make_room(self, chunk: Chunk, parent: Chunk | None) -> bool:
+        """Evicts for a newcomer, if the tier may and should have it."""
+        size = chunk.size_bytes
+        if size > self.budget_bytes:
+            return False
+        while self._cold.over_quota(chunk.tenant, size):
+            if not self._evict(chunk, own=True):
+                return False
+        if self._taken + size > self.budget_bytes:
+            if not self._cold.admits(chunk, parent):
+                return False
+            target = self.budget_bytes * _LOW_WATER - size
+            while self._taken > target and self._evict(chunk, own=False):
+                pass
+        return self._taken + size <= self.budget_bytes
+
+    @property
+    def _taken(self) -> int:
+        return self._cold.used_bytes + self._arriving_bytes
+
+    def _evict(self, newcomer: Chunk, own: bool) -> bool:
+        """Drops the worst chunk that may go for another one; not what that continues."""
+        victims = self._cold.victims(newcomer.tenant, own)
+        victim = next((c for c in victims if not c.in_use and c.key != newcomer.parent_key), None)
+        if victim is None:
+            return False
+        self._tiers.counts.durable_evictions += 1
+        self._tiers.drop(victim, EVENT_TYPE_EVICTED)
+        return True
+
+    def _shrink(self, target: float) -> None:
+        """Drops what is worth least, whosever it is, until the tier uses no more than ``target`` bytes."""
+        while self._cold.used_bytes > target:
+            victim = next((c for c in self._cold.all_victims() if not c.in_use), None)
+            if victim is None:
+                log.warning("the durable tier cannot shrink: all that it has is pinned or in use")
+                return
+            self._tiers.counts.durable_evictions += 1
+            self._tiers.drop(victim, EVENT_TYPE_EVICTED)
+
+    def corrupt(self, chunk: Chunk) -> None:
+        """Drops a chunk whose stored bytes are damaged."""
+        self._tiers.counts.corrupt_chunks += 1
+        self._tiers.drop(chunk, EVENT_TYPE_DELETED)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless what is being written is what the books say."""
+        everything = [*self._tiers.index, *self._tiers.detached]
+        arriving = sum(c.size_bytes for c in everything if c.on_disk is Residency.ARRIVING)
+        assert arriving == self._arriving_bytes, "bytes being written do not add up"
+        assert all(c.listed for c in self._unsaved), "an unlisted chunk waits to be written"

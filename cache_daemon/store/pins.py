@@ -1,0 +1,133 @@
+"""Pins: prefixes that nothing evicts. They are counted, survive restarts, and follow a chunk that is superseded."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvsidecar.errors import ChunkNotFound, QuotaExceeded
+from kvsidecar.keys import HASH_BYTES
+from kvsidecar.sizes import format_size
+
+from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.tiers import Tiers
+
+NOTE_PREFIX = b"pin:"
+_COUNT = struct.Struct("<I")
+_MOST_PINS = 10_000
+
+
+@dataclass(eq=False, slots=True)
+class _Pin:
+    asked: bytes  # the prefix hash that was named
+    chunk: Chunk  # where it is now: a longer chunk may have taken its place
+    count: int
+
+
+class Pins:
+    """``note`` keeps a small value for the next start; None deletes it."""
+
+    def __init__(self, tiers: Tiers, budget_bytes: int, note: Callable[[bytes, bytes | None], None]) -> None:
+        self._tiers, self._budget, self._note = tiers, budget_bytes, note
+        self._pins: dict[tuple[bytes, bytes], _Pin] = {}
+        self._on: dict[Chunk, list[_Pin]] = {}
+        self.pinned_bytes = 0
+        tiers.on_unlisted.append(self._unlisted)
+
+    def add(self, chunk: Chunk) -> int:
+        """Pins a chunk and all before it once more. Returns their number. Raises QuotaExceeded."""
+        path = self._tiers.index.path(chunk)
+        fresh = sum(c.size_bytes for c in path if not c.pins)
+        self._check_budget(chunk, fresh)
+        pin = self._pins.get((chunk.root, chunk.key))
+        if pin is None:
+            pin = self._put(chunk.key, chunk, 0)
+        pin.count += 1
+        self._count(chunk, 1)
+        self._write(pin)
+        return len(path)
+
+    def remove(self, root: bytes, prefix_hash: bytes) -> int:
+        """Ends one pin of a prefix, by the hash that was pinned or by that of the chunk that took its place. Returns
+        the chunks that the prefix has. Raises ChunkNotFound."""
+        pin = self._pins.get((root, prefix_hash))
+        if pin is None:
+            chunk = self._tiers.index.get(prefix_hash)
+            pin = next(iter(self._on.get(chunk, ())), None) if chunk is not None and chunk.root == root else None
+        if pin is None:
+            raise ChunkNotFound(f"no pin on {prefix_hash.hex()} in this namespace and tenant")
+        pin.count -= 1
+        self._count(pin.chunk, -1)
+        chunks = len(self._tiers.index.path(pin.chunk))
+        if not pin.count:
+            self._forget(pin)
+        self._write(pin)
+        return chunks
+
+    def move(self, old: Chunk, new: Chunk) -> None:
+        """A longer chunk takes the place of a sibling: its pins go on."""
+        for pin in self._on.pop(old, []):
+            self._count(old, -pin.count)
+            pin.chunk = new
+            self._on.setdefault(new, []).append(pin)
+            self._count(new, pin.count)
+            self._write(pin)
+
+    def restore(self, name: bytes, value: bytes) -> None:
+        """Takes up a pin of an earlier start; one whose chunk is gone ends."""
+        root, asked = name[len(NOTE_PREFIX) :][:HASH_BYTES], name[len(NOTE_PREFIX) + HASH_BYTES :]
+        if len(value) == _COUNT.size + HASH_BYTES:
+            count, current = _COUNT.unpack_from(value)[0], value[_COUNT.size :]
+            chunk = self._tiers.index.get(current) or self._tiers.index.get(asked)
+            if chunk is not None and chunk.root == root and count:
+                self._put(asked, chunk, count)
+                self._count(chunk, count)
+                return
+        self._note(name, None)
+
+    # ---- parts ----------------------------------------------------------------------------------------------
+
+    def _check_budget(self, chunk: Chunk, fresh: int) -> None:
+        tenant = chunk.tenant
+        for limit, used in ((self._budget, self.pinned_bytes), (tenant.limits.pin_bytes, tenant.pinned_bytes)):
+            if limit is not None and used + fresh > limit:
+                raise QuotaExceeded(
+                    f"the prefix has {format_size(fresh)} more to pin; {format_size(used)} of {format_size(limit)} are "
+                    "pinned already: unpin something first"
+                )
+        if len(self._pins) >= _MOST_PINS:
+            raise QuotaExceeded(f"there are {_MOST_PINS} pins already: unpin something first")
+
+    def _put(self, asked: bytes, chunk: Chunk, count: int) -> _Pin:
+        pin = self._pins[chunk.root, asked] = _Pin(asked, chunk, count)
+        self._on.setdefault(chunk, []).append(pin)
+        return pin
+
+    def _forget(self, pin: _Pin) -> None:
+        self._pins.pop((pin.chunk.root, pin.asked), None)
+        others = [p for p in self._on.pop(pin.chunk, []) if p is not pin]
+        if others:
+            self._on[pin.chunk] = others
+
+    def _count(self, chunk: Chunk, by: int) -> None:
+        """Adds to the pins of a chunk and all before it."""
+        for member in self._tiers.index.path(chunk):
+            before, member.pins = member.pins, member.pins + by
+            if bool(before) is not bool(member.pins):
+                size = member.size_bytes if member.pins else -member.size_bytes
+                self.pinned_bytes += size
+                member.tenant.pinned_bytes += size
+                self._tiers.reconsider(member)
+
+    def _unlisted(self, chunk: Chunk) -> None:
+        """A pinned chunk was deleted: its pins end. It is not in the index any more, its ancestors are."""
+        for pin in self._on.pop(chunk, []):
+            self._pins.pop((chunk.root, pin.asked), None)
+            self._count(chunk, -pin.count)
+            pin.count = 0
+            self._write(pin)
+
+    def _write(self, pin: _Pin) -> None:
+        name = NOTE_PREFIX + pin.chunk.root + pin.asked
+        self._note(name, _COUNT.pack(pin.count) + pin.chunk.key if pin.count else None)

@@ -1,0 +1,127 @@
+"""Sessions: who holds what, and the one way in which it is given back."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
+from kvsidecar.errors import UnknownSession
+from kvsidecar.layout import Geometry
+
+from cache_daemon.memory.arena import Slot
+from cache_daemon.memory.handing_out import ID_BYTES
+from cache_daemon.memory.staging import Staging
+from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.tenants import Tenant
+
+
+class Hold:
+    """Keeps chunks' slots from being moved, reused or freed until it is given back, which may happen more than once.
+
+    ``unused`` is told of every chunk that the last holder let go of.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], unused: Callable[[Chunk], None]) -> None:
+        self.chunks: list[Chunk] = []
+        self._unused = unused
+        self.add(chunks)
+
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """Keeps these, too."""
+        for chunk in chunks:
+            chunk.leases += 1
+        self.chunks.extend(chunks)
+
+    def keep(self, wanted: Sequence[Chunk]) -> None:
+        """Gives back all but these, which are among its chunks."""
+        kept = set(map(id, wanted))
+        gone = [c for c in self.chunks if id(c) not in kept]
+        self.chunks = [c for c in self.chunks if id(c) in kept]
+        self._let_go(gone)
+
+    def give_back(self) -> None:
+        chunks, self.chunks = self.chunks, []
+        self._let_go(chunks)
+
+    def _let_go(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.leases -= 1
+            if not chunk.leases:
+                self._unused(chunk)
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Room in staging for a chunk that is not visible yet."""
+
+    header: ChunkHeader  # without its token_ids: those are ``ids``
+    ids: bytes
+    tenant: Tenant
+    staged: Slot
+
+
+@dataclass(eq=False)
+class Session:
+    """What one attached worker holds. Ends with its stream."""
+
+    name: str
+    namespace: bytes
+    descriptor: NamespaceDescriptor
+    staging: Staging | None  # None: a caller that shares no memory
+    id: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
+    opened_at: float = field(default_factory=time.monotonic)
+    leases: dict[bytes, Hold] = field(default_factory=dict)
+    reservations: dict[bytes, Reservation] = field(default_factory=dict)
+    committing: int = 0  # commits that copy from staging now
+    closed: bool = False
+    reported: tuple[int, ...] = ()  # the totals of its last heartbeat
+    owner: object = None  # who opened it
+
+    def __post_init__(self) -> None:
+        self.geometry = Geometry.of(self.descriptor)
+
+    def lease(self, hold: Hold) -> bytes:
+        """Makes a hold the session's. Returns the lease's id, opaque and not to be guessed by another session."""
+        lease_id = secrets.token_bytes(ID_BYTES)
+        self.leases[lease_id] = hold
+        return lease_id
+
+    def close_staging(self) -> None:
+        """Gives the staging memory up once the session has ended and nothing is copied from it."""
+        if self.closed and not self.committing and self.staging is not None:
+            self.staging.close()
+            self.staging = None
+
+
+class Sessions:
+    """The open ones."""
+
+    def __init__(self) -> None:
+        self._open: dict[bytes, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._open.values()))
+
+    def add(self, session: Session) -> None:
+        self._open[session.id] = session
+
+    def remove(self, session: Session) -> None:
+        self._open.pop(session.id, None)
+
+    def find(self, session_id: bytes) -> Session | None:
+        return self._open.get(session_id)
+
+    def get(self, session_id: bytes) -> Session:
+        """Raises UnknownSession."""
+        found = self._open.get(session_id)
+        if found is None:
+            raise UnknownSession(
+                "the session has ended or never was; call Attach and use the session_id of its Welcome"
+            )
+        return found

@@ -1,0 +1,318 @@
+"""Reserve, commit, abort: how chunks come in.
+
+A worker writes into its session's staging; Commit copies into the arena, verifies the copy, and makes it visible. So
+nothing that a worker does, early or late, changes a byte that somebody reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvsidecar import keys
+from kvsidecar.cache.v1.cache_pb2 import (
+    COMMIT_OUTCOME_ARENA_FULL,
+    COMMIT_OUTCOME_CHECKSUM_MISMATCH,
+    COMMIT_OUTCOME_COMMITTED,
+    COMMIT_OUTCOME_PARENT_MISSING,
+    COMMIT_OUTCOME_QUOTA_EXCEEDED,
+    EVENT_TYPE_COMMITTED,
+    RESERVE_OUTCOME_ALREADY_STORED,
+    RESERVE_OUTCOME_GRANTED,
+    RESERVE_OUTCOME_IN_PROGRESS,
+    RESERVE_OUTCOME_PARENT_MISSING,
+    RESERVE_OUTCOME_STAGING_FULL,
+    RESERVE_OUTCOME_TOO_LARGE,
+    CommitOutcome,
+    ReserveOutcome,
+)
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.errors import InvalidRequest, StaleEpoch, UnknownLease
+from kvsidecar.layout import Geometry, layout_of
+
+from cache_daemon.memory.arena import Slot
+from cache_daemon.memory.handing_out import ID_BYTES
+from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.persistence import Persistence
+from cache_daemon.store.pins import Pins
+from cache_daemon.store.sessions import Reservation, Session
+from cache_daemon.store.tenants import Tenant
+from cache_daemon.store.tiers import Tiers
+
+# A copy of so many bytes is one piece of work on the copying threads.
+_PIECE_BYTES = 16 << 20
+# A full arena may be full of chunks that are being written to disk: so long a commit waits for that, in all.
+_PATIENCE_SECONDS, _STEP_SECONDS = 2.0, 0.25
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What became of one reservation."""
+
+    outcome: ReserveOutcome.ValueType
+    prefix_hash: bytes
+    reservation_id: bytes = b""
+    staged: Slot | None = None
+
+
+@dataclass(frozen=True)
+class _Copy:
+    reservation: Reservation
+    slot: Slot
+    checksum: int
+
+
+class Writing:
+    """``in_thread`` runs copies; ``persistence`` is None without a durable tier."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        persistence: Persistence | None,
+        pins: Pins,
+        epoch: int,
+        in_thread: Callable[[Callable[[], list[bool]]], Awaitable[list[bool]]],
+    ) -> None:
+        self._tiers, self._persistence, self._pins = tiers, persistence, pins
+        self._epoch, self._in_thread = epoch, in_thread
+        self._in_progress: dict[bytes, Session] = {}
+
+    # ---- reserve --------------------------------------------------------------------------------------------
+
+    def reserve(self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader]) -> list[Reserved]:
+        """Takes room in staging for new chunks, parents before children. Raises InvalidRequest for a malformed header,
+        with nothing reserved."""
+        root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
+        for header in headers:
+            self._check_header(header, session.geometry)
+        account = self._tiers.accounts.of(tenant)
+        return [self._reserve_one(session, root, account, header) for header in headers]
+
+    @staticmethod
+    def _check_header(header: ChunkHeader, expected: Geometry) -> None:
+        if len(header.token_ids) != header.token_count:
+            raise InvalidRequest(f"token_count is {header.token_count}; {len(header.token_ids)} token_ids were sent")
+        geometry = Geometry.of(header)
+        if geometry != expected:
+            raise InvalidRequest(f"the chunk's geometry is {geometry}, the session's namespace has {expected}")
+        size = layout_of(header).size_bytes
+        if size != header.payload_bytes:
+            raise InvalidRequest(f"payload_bytes is {header.payload_bytes}; the header's layout has {size}")
+        if not 0 <= header.prefill_seconds < float("inf"):
+            raise InvalidRequest(f"prefill_seconds is {header.prefill_seconds}; a number from 0 is needed")
+
+    def _reserve_one(self, session: Session, root: bytes, tenant: Tenant, header: ChunkHeader) -> Reserved:
+        parent = header.parent_prefix_hash or root
+        ids = keys.token_bytes(header.token_ids)
+        key = keys.prefix_hash(parent, ids)
+        if self._tiers.index.get(key) is not None:
+            return Reserved(RESERVE_OUTCOME_ALREADY_STORED, key)
+        if key in self._in_progress:
+            return Reserved(RESERVE_OUTCOME_IN_PROGRESS, key)
+        if not self._parent_known(session, root, parent, header.start_position):
+            return Reserved(RESERVE_OUTCOME_PARENT_MISSING, key)
+        assert session.staging is not None
+        if self._too_large(session.staging.size_bytes, tenant, header.payload_bytes):
+            return Reserved(RESERVE_OUTCOME_TOO_LARGE, key)
+        staged = session.staging.allocate(header.payload_bytes)
+        if staged is None:
+            return Reserved(RESERVE_OUTCOME_STAGING_FULL, key)
+        kept = ChunkHeader()
+        kept.CopyFrom(header)
+        kept.DiscardUnknownFields()
+        kept.ClearField("token_ids")
+        kept.root, kept.tenant, kept.parent_prefix_hash, kept.prefix_hash = root, tenant.id, parent, key
+        kept.content_hash = keys.content_hash(root, ids)
+        reservation_id = secrets.token_bytes(ID_BYTES)
+        session.reservations[reservation_id] = Reservation(kept, ids, tenant, staged)
+        self._in_progress[key] = session
+        return Reserved(RESERVE_OUTCOME_GRANTED, key, reservation_id, staged)
+
+    def _too_large(self, staging_bytes: int, tenant: Tenant, size_bytes: int) -> bool:
+        quota = tenant.limits.arena_bytes
+        return size_bytes > min(staging_bytes, self._tiers.arena.size_bytes, quota if quota is not None else size_bytes)
+
+    def _parent_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
+        """The parent is the root, stored, or being written by this session, and ends where the chunk begins."""
+        if parent == root:
+            return start == 0
+        chunk = self._tiers.index.get(parent)
+        if chunk is not None:
+            return chunk.root == root and chunk.end_position == start and not chunk.superseded
+        if self._in_progress.get(parent) is not session:
+            return False
+        header = next((r.header for r in session.reservations.values() if r.header.prefix_hash == parent), None)
+        return header is not None and header.root == root and header.start_position + header.token_count == start
+
+    # ---- commit ---------------------------------------------------------------------------------------------
+
+    async def commit(
+        self, session: Session, epoch: int, items: Sequence[tuple[bytes, int]]
+    ) -> list[CommitOutcome.ValueType]:
+        """Makes reserved chunks visible. ``items`` are ``(reservation id, checksum)``, parents before children.
+
+        Raises StaleEpoch, UnknownLease and InvalidRequest with nothing changed; otherwise all reservations named have
+        ended, and each item has its outcome. A caller that goes away meanwhile changes nothing about that.
+        """
+        if epoch != self._epoch:
+            raise StaleEpoch(f"the reservations are of epoch {epoch}, the daemon's is {self._epoch}; attach again")
+        if len({reservation_id for reservation_id, _ in items}) < len(items):
+            raise InvalidRequest("a reservation is named twice in one Commit; name each once")
+        for reservation_id, _ in items:
+            if reservation_id not in session.reservations:
+                raise UnknownLease("the reservation is not one of this session's; reserve the chunk again")
+        taken = [(session.reservations.pop(reservation_id), checksum) for reservation_id, checksum in items]
+        session.committing += 1
+        return await asyncio.shield(asyncio.ensure_future(self._commit(session, taken)))
+
+    async def _commit(self, session: Session, taken: list[tuple[Reservation, int]]) -> list[CommitOutcome.ValueType]:
+        outcomes: list[CommitOutcome.ValueType] = []
+        patience = _PATIENCE_SECONDS
+        try:
+            while len(outcomes) < len(taken):
+                copies, refusal, patience = await self._rooms(taken[len(outcomes) :], patience)
+                sound = await self._copied(session, copies)
+                outcomes += [self._publish(c, ok) for c, ok in zip(copies, sound, strict=True)]
+                if refusal is not None and len(outcomes) < len(taken):
+                    outcomes.append(refusal)
+        finally:
+            for reservation, _ in taken:
+                self._end(session, reservation)
+            session.committing -= 1
+            session.close_staging()
+        self._tiers.counts.commits += outcomes.count(COMMIT_OUTCOME_COMMITTED)
+        self._touch([r for (r, _), o in zip(taken, outcomes, strict=True) if o == COMMIT_OUTCOME_COMMITTED])
+        return outcomes
+
+    async def _rooms(
+        self, taken: Sequence[tuple[Reservation, int]], patience: float
+    ) -> tuple[list[_Copy], CommitOutcome.ValueType | None, float]:
+        """Slots for the next chunks, up to a piece of work; and why the one after them has none, if it has none."""
+        copies: list[_Copy] = []
+        size = 0
+        for reservation, checksum in taken:
+            header, tenant = reservation.header, reservation.tenant
+            if size and size + header.payload_bytes > _PIECE_BYTES:
+                break
+            slot = self._tiers.allocate(header.payload_bytes, tenant)
+            while slot is None and not copies and patience > 0 and self._persistence is not None:
+                if not await self._persistence.progress(_STEP_SECONDS):
+                    break
+                patience -= _STEP_SECONDS / 4
+                slot = self._tiers.allocate(header.payload_bytes, tenant)
+            if slot is None:
+                if copies:
+                    break
+                over = self._tiers.hot.over_quota(tenant, header.payload_bytes)
+                return copies, COMMIT_OUTCOME_QUOTA_EXCEEDED if over else COMMIT_OUTCOME_ARENA_FULL, patience
+            copies.append(_Copy(reservation, slot, checksum))
+            size += header.payload_bytes
+        return copies, None, patience
+
+    async def _copied(self, session: Session, copies: Sequence[_Copy]) -> list[bool]:
+        """Copies from staging; for each whether the copy has the checksum that was promised."""
+        staging, arena = session.staging, self._tiers.arena
+        assert staging is not None, "staging is kept while a commit runs"
+        views = [staging.view(c.reservation.staged) for c in copies]
+
+        def work() -> list[bool]:
+            sound = []
+            for view, copy in zip(views, copies, strict=True):
+                arena.write(copy.slot, view)
+                sound.append(keys.checksum(arena.read(copy.slot)) == copy.checksum)
+            return sound
+
+        try:
+            return await self._in_thread(work)
+        except BaseException:
+            for copy in copies:
+                arena.free(copy.slot)
+            raise
+        finally:
+            for view in views:
+                with contextlib.suppress(BufferError):
+                    view.release()
+
+    def _publish(self, copy: _Copy, sound: bool) -> CommitOutcome.ValueType:
+        header, tiers = copy.reservation.header, self._tiers
+        parent = header.parent_prefix_hash
+        outcome = COMMIT_OUTCOME_COMMITTED
+        if not sound:
+            outcome = COMMIT_OUTCOME_CHECKSUM_MISMATCH
+        elif parent != header.root and tiers.index.get(parent) is None:  # evicted meanwhile
+            outcome = COMMIT_OUTCOME_PARENT_MISSING
+        elif not self._entry_room(copy.reservation):
+            outcome = COMMIT_OUTCOME_QUOTA_EXCEEDED
+        if outcome != COMMIT_OUTCOME_COMMITTED:
+            tiers.arena.free(copy.slot)
+            return outcome
+        header.checksum = copy.checksum
+        chunk = Chunk(
+            header,
+            copy.reservation.ids,
+            copy.reservation.tenant,
+            copy.slot,
+            in_arena=Residency.PRESENT,
+            used_at=tiers.clock(),
+        )
+        tiers.list_chunk(chunk)
+        for old in tiers.index.superseded_by(chunk):
+            self._pins.move(old, chunk)
+            if self._persistence is not None:
+                self._persistence.supersede(chunk, old)
+            else:
+                tiers.drop(old)
+        tiers.tell(EVENT_TYPE_COMMITTED, chunk)
+        if self._persistence is not None:
+            self._persistence.persist(chunk)
+        return outcome
+
+    def _entry_room(self, reservation: Reservation) -> bool:
+        """Whether the tenant may have one chunk more; its own others go, but not those that this one continues."""
+        tiers, parent = self._tiers, reservation.header.parent_prefix_hash
+        above = tiers.index.get(parent)
+        if above is None:
+            return tiers.make_entry_room(reservation.tenant)
+        above.leases += 1
+        try:
+            return tiers.make_entry_room(reservation.tenant)
+        finally:
+            above.leases -= 1
+
+    def _touch(self, committed: Sequence[Reservation]) -> None:
+        """The path of each chunk that none of the others continues was used."""
+        parents = {r.header.parent_prefix_hash for r in committed}
+        for reservation in committed:
+            key = reservation.header.prefix_hash
+            chunk = self._tiers.index.get(key) if key not in parents else None
+            if chunk is not None:
+                self._tiers.touch(self._tiers.index.path(chunk))
+
+    # ---- giving up ------------------------------------------------------------------------------------------
+
+    def abort(self, session: Session, reservation_ids: Iterable[bytes]) -> int:
+        """Gives reservations up; unknown ones are ignored. Returns how many were open."""
+        aborted = 0
+        for reservation_id in reservation_ids:
+            reservation = session.reservations.pop(reservation_id, None)
+            if reservation is not None:
+                self._end(session, reservation)
+                aborted += 1
+        return aborted
+
+    def _end(self, session: Session, reservation: Reservation) -> None:
+        self._in_progress.pop(reservation.header.prefix_hash, None)
+        if session.staging is not None:
+            session.staging.free(reservation.staged)
+
+    @contextlib.contextmanager
+    def staged(self, session: Session, tenant_salt: bytes, header: ChunkHeader) -> Iterator[Reserved]:
+        """One reservation for the length of a block; given up unless it was committed."""
+        reserved = self.reserve(session, tenant_salt, [header])[0]
+        try:
+            yield reserved
+        finally:
+            self.abort(session, [reserved.reservation_id])

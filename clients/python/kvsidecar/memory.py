@@ -1,0 +1,76 @@
+"""Maps the daemon's memory into this process: the arena and the index summary for reading, staging for writing."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+
+from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_HOST, Welcome
+
+_PATIENCE_SECONDS = 2.0
+ARENA, STAGING, SUMMARY = b"a", b"s", b"i"
+"""Which memory is asked for; ``kvsidecar.cache.v1.Welcome.memory_socket`` is the specification."""
+
+
+def map_arena(welcome: Welcome) -> memoryview:
+    """The arena's bytes, read-only. Raises OSError when it cannot be had, ValueError for memory that is not the host's.
+
+    Pages are mapped when they are first touched, since only used ones exist.
+    """
+    if welcome.arena.kind != ARENA_KIND_HOST:
+        raise ValueError("the daemon offers no memory that this process can map")
+    return _map(welcome, ARENA, welcome.arena.size_bytes, mmap.PROT_READ)
+
+
+def map_staging(welcome: Welcome) -> memoryview:
+    """The session's memory for new chunks. Raises OSError when it cannot be had."""
+    return _map(welcome, STAGING, welcome.staging.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def map_summary(welcome: Welcome) -> memoryview:
+    """The index summary's bytes, read-only. Raises OSError when it cannot be had."""
+    return _map(welcome, SUMMARY, welcome.summary.size_bytes, mmap.PROT_READ)
+
+
+def _map(welcome: Welcome, which: bytes, size_bytes: int, access: int) -> memoryview:
+    handle = receive_descriptor(welcome, which)
+    try:
+        return memoryview(mmap.mmap(handle, size_bytes, mmap.MAP_SHARED, access))
+    finally:
+        os.close(handle)
+
+
+def receive_descriptor(welcome: Welcome, which: bytes) -> int:
+    """Asks the daemon for a memory's descriptor; the caller closes it. Raises OSError when it gives none."""
+    with _asking(welcome, which) as peer:
+        _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
+    if not descriptors:
+        raise OSError(f"the daemon gave no memory at {welcome.memory_socket}: the session is not open")
+    return descriptors[0]
+
+
+def receive_handle(welcome: Welcome, size_bytes: int) -> bytes:
+    """Asks the daemon for its device arena's handle of so many bytes. Raises OSError when it gives none."""
+    given = b""
+    with _asking(welcome, ARENA) as peer:
+        while len(given) < size_bytes and (more := peer.recv(size_bytes - len(given))):
+            given += more
+    if len(given) < size_bytes:
+        raise OSError(f"the daemon gave no handle at {welcome.memory_socket}: the session is not open")
+    return given
+
+
+def _asking(welcome: Welcome, which: bytes) -> socket.socket:
+    """A connection on which the question has been put."""
+    if not welcome.memory_socket:
+        raise OSError("the daemon shares no memory with callers at this address")
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        peer.settimeout(_PATIENCE_SECONDS)
+        peer.connect(welcome.memory_socket)
+        peer.sendall(welcome.session_id + which)
+    except OSError:
+        peer.close()
+        raise
+    return peer

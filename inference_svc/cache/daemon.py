@@ -1,0 +1,179 @@
+"""The link to the daemon: a session is kept open while it can be, and tried again when it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import structlog
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
+from kvsidecar.errors import from_rpc
+from kvsidecar.memory import map_arena, map_staging, map_summary
+from kvsidecar.summary import Summary
+
+from inference_svc.cache.device_arena import CudaArena
+from inference_svc.cache.session import Served, Session
+
+PROTOCOL_VERSION = 2
+CONNECT_SECONDS = 2.0
+_FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 2.0
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+]
+_Outgoing = queue.SimpleQueue[pb.AttachRequest | None]
+
+log = structlog.get_logger("cache")
+
+
+class DaemonLink:
+    """Works on a thread of its own. ``session`` is None while there is none."""
+
+    def __init__(self, target: str, name: str, descriptor: NamespaceDescriptor, gpu: int | None = None) -> None:
+        """``gpu`` is the CUDA device that reads and writes the daemon's memory directly, if one does."""
+        self._target, self._name, self.descriptor, self._gpu = target, name, descriptor, gpu
+        self.namespace = keys.namespace_id(descriptor)
+        self.served: Callable[[], Served] = Served  # what heartbeats tell; the runtime knows it
+        self._session: Session | None = None
+        self._stop = threading.Event()
+        self._current: Session | None = None
+        self._changed = threading.Condition()
+        self._logged = ""
+        self._thread = threading.Thread(target=self._run, name="kv-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def session(self) -> Session | None:
+        """The session, if there is one and the daemon answers."""
+        found = self._session
+        return found if found is not None and found.answers else None
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for a session; True when there is one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.session is not None, seconds)
+
+    def drop(self, session: Session) -> None:
+        """Ends a session that cannot go on; a new one is tried. All its leases are freed."""
+        session.finish()
+
+    def close(self) -> None:
+        self._stop.set()
+        if (current := self._current) is not None:
+            current.finish()
+        self._thread.join(timeout=CONNECT_SECONDS + 1)
+
+    def _run(self) -> None:
+        backoff = _FIRST_BACKOFF
+        while not self._stop.is_set():
+            attached = self._attach_once()
+            backoff = _FIRST_BACKOFF if attached else min(_LAST_BACKOFF, backoff * 2)
+            self._stop.wait(backoff)
+
+    def _attach_once(self) -> bool:
+        """One session from beginning to end. True when it came about."""
+        outgoing: _Outgoing = queue.SimpleQueue()
+        hello = pb.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            client_name=self._name,
+            descriptor=self.descriptor,
+            namespace=self.namespace,
+        )
+        outgoing.put(pb.AttachRequest(hello=hello))
+        with grpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS) as channel:
+            try:
+                grpc.channel_ready_future(channel).result(timeout=CONNECT_SECONDS)
+            except grpc.FutureTimeoutError:
+                self._note("the cache daemon does not answer; serving without cache")
+                return False
+            stub: Any = CacheServiceStub(channel)
+            incoming = stub.Attach(iter(outgoing.get, None))
+            watchdog = threading.Timer(CONNECT_SECONDS, incoming.cancel)
+            watchdog.start()
+            session: Session | None = None
+            try:
+                welcome = next(incoming).welcome
+                watchdog.cancel()
+                session = Session(
+                    welcome.epoch,
+                    welcome.session_id,
+                    stub,
+                    welcome.heartbeat_interval_ms / 1000,
+                    welcome.max_chunk_tokens,
+                    welcome.verdict if welcome.HasField("verdict") else None,
+                    served_before=self.served(),
+                )
+                self._current = session
+                if not self._stop.is_set():
+                    self._hold(session, welcome, incoming, outgoing)
+            except (grpc.RpcError, StopIteration, OSError, ValueError) as error:
+                text = str(from_rpc(error)) if isinstance(error, grpc.RpcError) else str(error)
+                self._note(f"the session with the cache daemon ended: {text}; serving without cache")
+            finally:
+                watchdog.cancel()
+                self._session = self._current = None
+                if session is not None:
+                    session.end()
+                outgoing.put(None)
+                incoming.cancel()
+            return session is not None
+
+    def _hold(
+        self, session: Session, welcome: pb.Welcome, incoming: Iterator[pb.AttachResponse], outgoing: _Outgoing
+    ) -> None:
+        """Heartbeats go from the beginning on: mapping and registering a large arena may take longer than the daemon
+        waits for one. Returns when the stream ends, the session is dropped or the link is closed."""
+        for work in (self._read, self._beat):
+            arguments = (session, incoming if work == self._read else outgoing)
+            threading.Thread(target=work, args=arguments, name=f"kv-link-{work.__name__[1:]}", daemon=True).start()
+        self._map(session, welcome)
+        if not session.alive:
+            return
+        with self._changed:
+            self._session = session
+            self._logged = ""
+            self._changed.notify_all()
+        log.info("attached to the cache daemon", epoch=f"{welcome.epoch:x}", arena_bytes=welcome.arena.size_bytes)
+        session.over.wait()
+
+    def _map(self, session: Session, welcome: pb.Welcome) -> None:
+        if not welcome.HasField("arena"):
+            raise ValueError("the daemon shares no memory at this address; use its Unix socket")
+        if welcome.arena.kind in (pb.ARENA_KIND_CUDA, pb.ARENA_KIND_CUDA_IPC) and self._gpu is not None:
+            session.arena = CudaArena(welcome, self._gpu)
+        else:
+            session.arena = map_arena(welcome)
+        session.staging = map_staging(welcome)
+        if welcome.HasField("summary"):
+            with contextlib.suppress(OSError):  # without it every prompt is looked up
+                session.summary = Summary(map_summary(welcome))
+        if self._gpu is not None:
+            session.pin()
+
+    def _read(self, session: Session, incoming: Iterator[pb.AttachResponse]) -> None:
+        try:
+            for answer in incoming:
+                session.answered(answer.heartbeat_ack)
+        except grpc.RpcError as error:
+            if not self._stop.is_set() and session.alive:
+                self._note(f"the session with the cache daemon ended: {from_rpc(error)}; serving without cache")
+        session.finish()
+
+    def _beat(self, session: Session, outgoing: _Outgoing) -> None:
+        while session.wait_for_beat():
+            outgoing.put(pb.AttachRequest(heartbeat=session.beat(self.served())))
+
+    def _note(self, text: str) -> None:
+        """Logs a state once, not at every attempt."""
+        if text != self._logged:
+            self._logged = text
+            log.warning(text)

@@ -1,0 +1,228 @@
+"""Loading: from the daemon's arena into the pool, what of a prompt was read before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from kvkernels import Payload, unpack_chunk
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.layout import SINK_TOKENS, Geometry, layout_of
+from torch import Tensor
+
+from inference_svc.cache.economy import Economy
+from inference_svc.cache.session import Session
+from inference_svc.engine.gate import LayerGate
+from inference_svc.engine.pool import KVPool
+from inference_svc.engine.sequence import Sequence, StoredPrefix
+from inference_svc.reuse.chunking import Marks
+from inference_svc.reuse.placement import Rotation
+from inference_svc.reuse.plan import Plan, Stretch
+from inference_svc.reuse.policy import RepairSetting, ReusePolicy
+from inference_svc.reuse.strategies.base import cost
+
+Done = Callable[[Sequence, int], None]
+# Shorter chunks are not worth a seam.
+_LEAST_PLACED = 8
+# From so many tokens on, the forward begins when the first layers are there; layers are copied so many at a time.
+_LAYERWISE_TOKENS, _LAYER_GROUP = 512, 8
+# What is cold comes from a disk: a call may take so much longer for each byte that it may have to bring in.
+_SLOW_BYTES_PER_SECOND = 200e6
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A chunk to be copied to ``slots [tokens]`` of the pool."""
+
+    header: ChunkHeader
+    payload: Payload
+    slots: Tensor
+    rotation: Rotation | None
+
+
+class Loading:
+    """``timeout`` is in seconds, for a prompt of no length."""
+
+    def __init__(
+        self, geometry: Geometry, policy: ReusePolicy, economy: Economy, projection_share: float, timeout: float
+    ) -> None:
+        self._geometry, self._policy, self._economy = geometry, policy, economy
+        self._projection_share, self._timeout = projection_share, timeout
+        g = geometry
+        self._token_bytes = 4 * g.layers * g.kv_heads * g.head_dim * g.bits / 8  # roughly: keys and values
+        self._releases: set[Any] = set()
+
+    def in_vain(self, session: Session, root: bytes, sequence: Sequence) -> bool:
+        """Whether the daemon need not be asked for a prompt's beginning; counted for it."""
+        if session.may_hold(root, sequence.tokens):
+            return False
+        session.skipped(len(sequence.tokens))
+        return True
+
+    def places(self, session: Session, sequence: Sequence) -> bool:
+        """Whether what was read in another context may be reused."""
+        return not sequence.cache.exact_only and self._policy.repair_for(session.verdict) is not None
+
+    def load(self, session: Session, root: bytes, sequence: Sequence, pool: KVPool, done: Done) -> None:
+        """Looks a prompt up and copies what is found, layers in order: ``done`` is told as soon as the first ones are
+        there, and the sequence's gate opens for the others as they come."""
+        began = time.perf_counter()
+        contents = self._probes(session, root, sequence)
+        if not contents and self.in_vain(session, root, sequence):
+            done(sequence, 0)
+            return
+        request = pb.MatchRequest(
+            session_id=session.id,
+            tenant_salt=sequence.cache.tenant_salt,
+            token_ids=sequence.tokens,
+            contents=contents,
+        )
+        found = session.stub.Match(request, timeout=self._patience(len(sequence.tokens)))
+        looked_up = time.perf_counter()
+        gate: LayerGate | None = None
+        try:
+            pieces, tokens = self._prefix_pieces(session, sequence, pool, found.matches)
+            exact = max(tokens, sequence.computed)
+            repair = self._policy.repair_for(session.verdict)
+            placed, stretches = (
+                self._content_pieces(session, sequence, pool, found.contents, exact)
+                if repair is not None and self._pays(repair)
+                else ([], [])
+            )
+            pieces += placed
+            if stretches:
+                sequence.repair = repair
+                sequence.plan = Plan(len(sequence.tokens), exact, tuple(stretches))
+            stored = _stored_prefix(found.matches)
+            if stored.covered >= sequence.stored.covered:
+                sequence.stored = stored
+            sequence.timings.lookup_ms += (looked_up - began) * 1e3
+            sequence.timings.transfer_ms += found.promote_ms
+            layers = self._geometry.layers
+            restored = sum(len(piece.slots) for piece in pieces)
+            if restored >= _LAYERWISE_TOKENS:
+                gate = sequence.gate = LayerGate(layers)
+                done(sequence, tokens)
+            group = _LAYER_GROUP if gate else layers
+            for first in range(0, layers, group):
+                part = range(first, min(first + group, layers))
+                for piece in pieces:
+                    unpack_chunk(pool.keys, pool.values, piece.slots, piece.header, piece.payload, piece.rotation, part)
+                if not session.trusted:
+                    raise ConnectionError("the session ended while chunks were copied")
+                if gate:
+                    gate.open(part.stop)
+        finally:
+            if gate:
+                gate.fail()
+            self._release(session, found.lease_id)
+        ended = time.perf_counter()
+        sequence.timings.restore_ms += (ended - looked_up) * 1e3
+        self._economy.loaded(restored, ended - began)
+        if not gate:
+            done(sequence, tokens)
+
+    def _prefix_pieces(
+        self, session: Session, sequence: Sequence, pool: KVPool, matches: Any
+    ) -> tuple[list[_Piece], int]:
+        """The chunks of the longest stored prefix, and how many tokens it has."""
+        # The last token is always computed: its logits are wanted.
+        most = len(sequence.tokens) - 1
+        out: list[_Piece] = []
+        tokens = 0
+        assert sequence.table is not None
+        for match in matches:
+            take = min(match.matched_tokens, most - tokens)
+            if take <= 0:
+                break
+            if match.header.start_position != tokens:
+                raise ValueError(f"a chunk at {match.header.start_position} does not continue {tokens} tokens")
+            if tokens + take > sequence.computed:
+                slots = torch.from_numpy(sequence.table.slots(tokens, tokens + take))
+                # What the pool has already stays as it is; others may be reading it.
+                slots[: max(0, sequence.computed - tokens)] = pool.padding_slot
+                out.append(self._piece(session, match, slots, None))
+            tokens += take
+        return out, tokens
+
+    def _piece(self, session: Session, match: pb.ChunkMatch, slots: Tensor, rotation: Rotation | None) -> _Piece:
+        header = match.header
+        if Geometry.of(header) != self._geometry:
+            raise ValueError(f"a chunk of {Geometry.of(header)} in a worker of {self._geometry}")
+        if match.slot.size_bytes != layout_of(header).size_bytes:
+            raise ValueError(f"a slot of {match.slot.size_bytes} bytes does not hold its chunk")
+        return _Piece(header, session.payload(match.slot), slots, rotation)
+
+    def _probes(self, session: Session, root: bytes, sequence: Sequence) -> list[pb.ContentProbe]:
+        """The chunks of a prompt that might have been read elsewhere, where such may be reused."""
+        if not self.places(session, sequence):
+            return []
+        # The last token is always computed.
+        tokens = sequence.tokens[:-1]
+        return [
+            pb.ContentProbe(start=a, tokens=b - a)
+            for a, b in pairwise([0, *self._policy.chunker.ends(tokens, marks_of(sequence))])
+            if b > sequence.computed and b - a >= _LEAST_PLACED and session.may_hold_content(root, tokens[a:b])
+        ]
+
+    def _content_pieces(
+        self, session: Session, sequence: Sequence, pool: KVPool, contents: Any, exact: int
+    ) -> tuple[list[_Piece], list[Stretch]]:
+        """Chunks that were found by content, keys turned to where the prompt has them."""
+        assert sequence.table is not None
+        out: list[_Piece] = []
+        stretches: list[Stretch] = []
+        for found in contents:
+            header = found.match.header
+            end = found.start + header.token_count
+            # The first tokens of all attract attention whatever they say; elsewhere they must not.
+            start = max(found.start + (SINK_TOKENS if header.start_position == 0 else 0), exact)
+            if end - start < _LEAST_PLACED:
+                continue
+            slots = torch.from_numpy(sequence.table.slots(found.start, end))
+            slots[: start - found.start] = pool.padding_slot
+            delta = found.start - header.start_position
+            assert self._policy.rotary is not None
+            rotation = self._policy.rotary.by(delta) if delta else None
+            out.append(self._piece(session, found.match, slots, rotation))
+            stretches.append(Stretch(start, end))
+        return out, stretches
+
+    def _pays(self, chosen: RepairSetting) -> bool:
+        """Whether loading and repairing a token is cheaper than computing it; not asked when the operator insists."""
+        share = cost(chosen.repair, chosen.ratio, self._geometry.layers, self._projection_share)
+        return self._policy.mode == "always" or self._economy.worth_placing(share)
+
+    def _patience(self, tokens: int) -> float:
+        """Seconds to wait for a Match, which may have to read so many tokens from disk."""
+        return self._timeout + tokens * self._token_bytes / _SLOW_BYTES_PER_SECOND
+
+    def _release(self, session: Session, lease_id: bytes) -> None:
+        """Gives a lease back without waiting for the answer."""
+        if lease_id:
+            request = pb.ReleaseRequest(session_id=session.id, lease_ids=[lease_id])
+            call = session.stub.Release.future(request, timeout=5.0)
+            # A call nobody refers to is cancelled, and its lease would stay until the session ends.
+            self._releases.add(call)
+            call.add_done_callback(self._releases.discard)
+
+
+def marks_of(sequence: Sequence) -> Marks:
+    """The request's marks, and one where its prompt ends: the answer is no part of the last document."""
+    marks = sequence.cache.marks
+    return replace(marks, segment_ends=(*marks.segment_ends, sequence.prompt_tokens))
+
+
+def _stored_prefix(matches: Any) -> StoredPrefix:
+    """Where storing goes on: after the last chunk that matched wholly."""
+    tokens, last, covered = 0, b"", 0
+    for match in matches:
+        covered += match.matched_tokens
+        if match.matched_tokens == match.header.token_count:
+            tokens, last = covered, match.header.prefix_hash
+    return StoredPrefix(tokens, last, covered)
