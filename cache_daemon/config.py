@@ -50,8 +50,6 @@ class DaemonConfig(BaseSettings):
     commit, never more, and never corrupts. Killing the process loses nothing in either."""
     arena_bytes: int = 1 << 30
     """Size of the host arena."""
-    arena_dir: Path = Path("/dev/shm")
-    """A tmpfs to put the arena into."""
     staging_bytes: int = 256 << 20
     """Size of the memory that each session writes into before the daemon copies what it commits."""
     eviction: str = "auto"

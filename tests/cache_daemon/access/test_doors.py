@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvsidecar.connecting import explain
 from kvsidecar.errors import ConfigurationError, PermissionDenied, Unauthenticated, Unavailable
 from kvsidecar.serving import Limits
 
@@ -224,6 +225,30 @@ async def test_plain_tcp_at_a_tls_port_fails_and_disturbs_nobody(tls: Running, a
         await call.write(b"still here")
         assert await call.read() == b"still here"
     call.cancel()
+
+
+async def test_who_forgot_tls_is_told_so(tls: Running) -> None:
+    await forgets_tls(tls)
+
+
+async def test_who_forgot_tls_is_told_so_where_certificates_are_asked_for(mtls: Running) -> None:
+    await forgets_tls(mtls)
+
+
+async def forgets_tls(running: Running) -> None:
+    address, closed = running.addresses[TCP], Unavailable("Socket closed")
+    told = await asyncio.to_thread(explain, closed, address, encrypted=False)
+    assert f"{address} speaks TLS and was called without" in str(told)
+    assert explain(closed, address, encrypted=True) is closed
+
+
+async def test_another_failure_is_not_blamed_on_tls(start: Callable[..., Any]) -> None:
+    running = await start(tcp="127.0.0.1:0", tcp_insecure=True)
+    failed = Unavailable("Socket closed")
+    for target in (running.addresses[TCP], running.addresses[PRIVATE], "127.0.0.1:1"):
+        assert await asyncio.to_thread(explain, failed, target, encrypted=False) is failed
+    other = Unauthenticated("no")
+    assert explain(other, running.addresses[TCP], encrypted=False) is other
 
 
 async def test_who_says_nothing_is_shown_out(
