@@ -13,7 +13,6 @@ from collections.abc import Iterable
 import structlog
 from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_DELETED,
-    EVENT_TYPE_EVICTED,
     EVENT_TYPE_PERSISTED,
 )
 
@@ -177,24 +176,22 @@ class Persistence:
         return self._cold.used_bytes + size <= self.budget_bytes
 
     def _evict(self, newcomer: Chunk, own: bool) -> bool:
-        """Drops the worst chunk that may go for another one; not what that continues."""
+        """Gives up the worst chunk that may go for another one; not what that continues."""
         victims = self._cold.victims(newcomer.tenant, own)
         victim = next((c for c in victims if not c.in_use and c.key != newcomer.parent_key), None)
         if victim is None:
             return False
-        self._tiers.counts.durable_evictions += 1
-        self._tiers.drop(victim, EVENT_TYPE_EVICTED)
+        self._tiers.evict_from_disk(victim)
         return True
 
     def _shrink(self, target: float) -> None:
-        """Drops what is worth least, whosever it is, until the tier uses no more than ``target`` bytes."""
+        """Gives up what is worth least, whosever it is, until the tier uses no more than ``target`` bytes."""
         while self._cold.used_bytes > target:
             victim = next((c for c in self._cold.all_victims() if not c.in_use), None)
             if victim is None:
                 log.warning("the durable tier cannot shrink: all that it has is pinned or in use")
                 return
-            self._tiers.counts.durable_evictions += 1
-            self._tiers.drop(victim, EVENT_TYPE_EVICTED)
+            self._tiers.evict_from_disk(victim)
 
     def corrupt(self, chunk: Chunk) -> None:
         """Drops a chunk whose stored bytes are damaged."""

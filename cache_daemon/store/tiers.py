@@ -13,6 +13,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_DELETED,
     EVENT_TYPE_DEMOTED,
     EVENT_TYPE_EVICTED,
+    EVENT_TYPE_UNPERSISTED,
     EventType,
     StatsResponse,
 )
@@ -113,11 +114,11 @@ class Tiers:
 
     def reconsider(self, chunk: Chunk) -> None:
         """Says to both tiers whether a chunk must stay: pinned ones do, and parents, without which what continues them
-        could not be found; but the arena may give up what the durable tier has."""
+        could not be found; but one tier may give up what the other has."""
         parent = self.index.has_children(chunk)
         self.hot.keep(chunk, chunk.pins > 0 or (parent and chunk.on_disk is not Residency.PRESENT))
         if self.cold is not None:
-            self.cold.keep(chunk, chunk.pins > 0 or parent)
+            self.cold.keep(chunk, chunk.pins > 0 or (parent and chunk.in_arena is not Residency.PRESENT))
 
     # ---- room in the arena ----------------------------------------------------------------------------------
 
@@ -150,6 +151,21 @@ class Tiers:
         else:
             self.drop(victim, EVENT_TYPE_EVICTED)
         return victim.size_bytes
+
+    def evict_from_disk(self, victim: Chunk) -> None:
+        """Takes a chunk that nothing durable continues out of the durable tier; it stays in the arena if there."""
+        assert self.cold is not None
+        assert self.writer is not None
+        self.counts.durable_evictions += 1
+        if victim.in_arena is not Residency.PRESENT:
+            self.drop(victim, EVENT_TYPE_EVICTED)
+            return
+        self.writer.remove([victim.key])
+        self.used.pop(victim.key, None)
+        self.cold.remove(victim)
+        victim.on_disk, victim.stored_bytes = Residency.ABSENT, 0
+        self.reconsider(victim)
+        self.tell(EVENT_TYPE_UNPERSISTED, victim)
 
     def make_entry_room(self, tenant: Tenant) -> bool:
         """Drops a tenant's own chunks until it may have one more. False when its others cannot go."""
@@ -207,6 +223,8 @@ class Tiers:
             self.hot.remove(chunk)
             self.arena.free(chunk.slot)
             chunk.slot, chunk.in_arena = None, Residency.ABSENT
+            if chunk.listed:
+                self.reconsider(chunk)
 
     def tell(self, kind: EventType.ValueType, chunk: Chunk) -> None:
         self.events.append(kind, chunk.info(self.clock()))
