@@ -50,8 +50,9 @@ def read(trace: str, requests: int | None = None) -> list[Request]:
         try:
             text = Path(trace).read_text(encoding="utf-8")
         except OSError as error:
-            raise SystemExit(f"--trace is {trace}, which is no file; or name one of {', '.join(KINDS)} and a seed, "
-                             "as synthetic:1") from error
+            raise SystemExit(
+                f"--trace is {trace}, which is no file; or name one of {', '.join(KINDS)} and a seed, as synthetic:1"
+            ) from error
         lines = ((x["input_length"], x["hash_ids"]) for x in map(json.loads, text.splitlines()))
     return _requests(itertools.islice(lines, requests))
 

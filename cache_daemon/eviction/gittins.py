@@ -156,9 +156,11 @@ class Gittins:
 
     def _meet(self, entry: Entry, parent: Entry | None, uses: int) -> _Held:
         """What is known of an entry that comes now; from now on it is waited for."""
-        if self._newest is None or self._newest[0] is not parent:
+        if self._newest is not None and self._newest[0] is parent and self._newest[1].history.inner:
+            before: _History | None = self._newest[1].history
+        else:
             self._settle_newest()
-        before = None if parent is None else self._set_inner(parent, True)
+            before = None if parent is None else self._set_inner(parent, True)
         self._pass_time()
         known = self._ghosts.take(entry.key)
         if known is None:

@@ -43,13 +43,13 @@ class EvictionPolicy(Protocol):
 
     def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
         """Whether an entry that is not in is worth more than what would go for it. To be asked of a full tier only,
-        before ``insert``, which must follow if the answer is yes. An entry whose parent was refused is refused too,
-        and should be asked about nevertheless: that it was seen is remembered."""
+        before ``insert``. An entry whose parent is not in is refused, and should be asked about nevertheless: that it
+        was seen is remembered."""
         ...
 
-    def insert(self, entry: Entry, parent: Entry | None = None) -> None:
-        """The entry came in; parents come before their children. ``parent`` is what it continues, if that is in the
-        tier or was refused by it a moment ago. This parks nothing."""
+    def insert(self, entry: Entry, parent: Entry | None = None, uses: int = 0) -> None:
+        """The entry came in; parents come before their children. ``parent`` is what it continues, None at the start
+        of a prompt; it is not parked by this. ``uses``: how often the entry was used before, where that is known."""
         ...
 
     def touch(self, entry: Entry) -> None:

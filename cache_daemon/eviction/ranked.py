@@ -15,7 +15,7 @@ from cache_daemon.eviction.worth import Worth
 @dataclass(slots=True)
 class _Held:
     rank: tuple[float, int]
-    uses: int = 1
+    uses: int
     parked: bool = False
 
 
@@ -31,17 +31,14 @@ class Ranked(ABC):
     def rank(self, entry: Entry, uses: int) -> float:
         """The rank of an entry that is used for the ``uses``-th time since it came in. Must not fall in ``uses``."""
 
-    def evicted(self, rank: float) -> None:
-        """Hears the rank of an entry that left when it was the lowest."""
-
     def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
         return True
 
-    def insert(self, entry: Entry, parent: Entry | None = None) -> None:
+    def insert(self, entry: Entry, parent: Entry | None = None, uses: int = 0) -> None:
         if entry in self._held:
             raise KeyError(f"{entry!r} is in the tier already")
         self._tick += 1
-        held = self._held[entry] = _Held((self.rank(entry, 1), self._tick))
+        held = self._held[entry] = _Held((self.rank(entry, 1 + uses), self._tick), 1 + uses)
         self._offered[held.rank] = entry
 
     def touch(self, entry: Entry) -> None:
@@ -56,6 +53,8 @@ class Ranked(ABC):
 
     def park(self, entry: Entry) -> None:
         held = self._held[entry]
+        if held.parked:
+            raise KeyError(f"{entry!r} is parked already")
         del self._offered[held.rank]
         held.parked = True
 
@@ -68,11 +67,8 @@ class Ranked(ABC):
 
     def remove(self, entry: Entry) -> None:
         held = self._held.pop(entry)
-        if held.parked:
-            return
-        if self._offered.peekitem(0)[0] == held.rank:
-            self.evicted(held.rank[0])
-        del self._offered[held.rank]
+        if not held.parked:
+            del self._offered[held.rank]
 
     def victims(self) -> Iterator[Entry]:
         return iter(self._offered.values())
@@ -107,5 +103,7 @@ class GreedyDualSizeFrequency(Ranked):
     def rank(self, entry: Entry, uses: int) -> float:
         return self._inflation + uses * self._worth.per_byte(entry)
 
-    def evicted(self, rank: float) -> None:
-        self._inflation = max(self._inflation, rank)
+    def remove(self, entry: Entry) -> None:
+        if next(self.victims(), None) is entry:
+            self._inflation = max(self._inflation, self._held[entry].rank[0])
+        super().remove(entry)

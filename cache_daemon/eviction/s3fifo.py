@@ -45,12 +45,12 @@ class S3Fifo:
     def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
         return True
 
-    def insert(self, entry: Entry, parent: Entry | None = None) -> None:
+    def insert(self, entry: Entry, parent: Entry | None = None, uses: int = 0) -> None:
         if entry in self._held:
             raise KeyError(f"{entry!r} is in the tier already")
         main = entry.key in self._ghosts
         self._ghosts.pop(entry.key, None)
-        held = self._held[entry] = _Held(0, main)
+        held = self._held[entry] = _Held(0, main, min(uses, _MOST_USES))
         self._enqueue(entry, held)
 
     def touch(self, entry: Entry) -> None:
@@ -59,6 +59,8 @@ class S3Fifo:
 
     def park(self, entry: Entry) -> None:
         held = self._held[entry]
+        if held.parked:
+            raise KeyError(f"{entry!r} is parked already")
         del self._queue(held).shown[held.place]
         held.parked = True
 
@@ -78,13 +80,7 @@ class S3Fifo:
                 self._ghosts.popitem(last=False)
 
     def victims(self) -> Iterator[Entry]:
-        """Moves what has earned a second chance first; each such move was paid for by a use."""
-        return self._in_order()
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def _in_order(self) -> Iterator[Entry]:
+        # Second chances are given now; each was paid for by a use.
         small_bytes = _SMALL_SHARE * (self._small.size_bytes + self._main.size_bytes)
         while self._small.shown and (self._small.size_bytes > small_bytes or not self._main.shown):
             entry = self._small.shown.peekitem(0)[1]
@@ -99,6 +95,9 @@ class S3Fifo:
                 break
             self._move_to_main(entry, held, held.uses - 1)
         return chain(self._main.shown.values(), self._small.shown.values())
+
+    def __len__(self) -> int:
+        return len(self._held)
 
     def _move_to_main(self, entry: Entry, held: _Held, uses: int) -> None:
         self._dequeue(entry, held)
