@@ -47,7 +47,7 @@ class _History:
         return cls(note >> 6 & 7, note & 63, bool(note >> 9))
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Group:
     """Entries that are worth the same: of one kind, one worth, last used in one slice of time."""
 
@@ -209,10 +209,7 @@ class Gittins:
     def _haunt(self, entry: Entry, held: _Held) -> None:
         lost = self._ghosts.put(entry.key, held.tick, held.history.note)
         if lost is not None:
-            self._lose(*lost)
-
-    def _lose(self, tick: int, note: int) -> None:
-        self._reuse.lose(_History.of_note(note).kind, self._age(tick))
+            self._reuse.lose(_History.of_note(lost[1]).kind, self._age(lost[0]))
 
     # ---- time and order -------------------------------------------------------------------------------------
 
@@ -235,9 +232,8 @@ class Gittins:
         self._ranked = SortedDict({g.rank: g for g in self._groups.values()})
 
     def _widen(self) -> None:
-        """Makes slices twice as long, and the memory of ghosts as large as is needed then."""
-        for tick, note in self._ghosts:
-            self._lose(tick, note)
+        """Makes slices twice as long, and the memory of ghosts as large as is needed then. A tier that still grows
+        has let go of little, so they may be forgotten."""
         self._slice_ticks *= 2
         self._slice = self._tick // self._slice_ticks
         self._reuse.widen()
@@ -246,6 +242,7 @@ class Gittins:
         self._groups.clear()
         self._ranked.clear()
         for entry, held in self._held.items():
+            self._reuse.begin(held.history.kind, self._age(held.tick))
             if held.group is not None:
                 self._offer(entry, held)
 
@@ -286,3 +283,17 @@ class Gittins:
         if not group.members:
             del self._groups[group.kind, group.worth, group.slice]
             del self._ranked[group.rank]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless groups, ranks and waits are those of the entries held and remembered."""
+        waiting = np.zeros_like(self._reuse.waiting)
+        for held in self._held.values():
+            waiting[held.history.kind, self._age(held.tick)] += 1
+        for tick, note in self._ghosts:
+            waiting[_History.of_note(note).kind, self._age(tick)] += 1
+        assert np.array_equal(waiting, self._reuse.waiting), "somebody is waited for who is not known, or the reverse"
+        offered = {entry: group for group in self._groups.values() for entry in group.members}
+        assert offered == {e: h.group for e, h in self._held.items() if h.group is not None}, "a group is wrong"
+        assert {id(g) for g in self._ranked.values()} == {id(g) for g in self._groups.values()}, "a group has no rank"
+        for rank, group in self._ranked.items():
+            assert rank == group.rank == self._rank(group.kind, group.worth, group.slice), "a rank is not today's"

@@ -28,44 +28,46 @@ class ReuseTimes:
         shape = guess.shape
         self._pools = [np.eye(max(level) + 1)[:, list(level)] for level in pooled]  # [pools, kinds]
         self._guess = guess
-        self._waiting = np.zeros(shape)  # entries whose last use is so old, now
+        self.waiting = np.zeros(shape)  # entries whose last use is so old, now
         self._recent = np.zeros(shape)  # uses in this slice of time
         self._uses, self._risk = np.zeros(shape), np.zeros(shape)
 
     def begin(self, kind: int, age: int = 0) -> None:
         """An entry of this kind was used ``age`` ago, and is waited for."""
-        self._waiting[kind, age] += 1
+        self.waiting[kind, age] += 1
 
     def lose(self, kind: int, age: int) -> None:
         """Such an entry is waited for no longer."""
-        self._waiting[kind, age] -= 1
+        self.waiting[kind, age] -= 1
 
     def use(self, kind: int, age: int) -> None:
         """Such an entry was used; the next wait is to be begun."""
-        self._waiting[kind, age] -= 1
+        self.waiting[kind, age] -= 1
         self._recent[kind, age] += 1
 
     def advance(self) -> None:
         """A slice of time went by."""
         kept = 0.5 ** (1 / _HALF_LIFE)
         self._uses = (self._uses + self._recent) * kept
-        self._risk = (self._risk + self._waiting + self._recent / 2) * kept
+        self._risk = (self._risk + self.waiting + self._recent / 2) * kept
         self._recent[:] = 0
-        oldest = self._waiting[:, -2:].sum(axis=1)
-        self._waiting[:, 1:] = self._waiting[:, :-1].copy()
-        self._waiting[:, 0], self._waiting[:, -1] = 0, oldest
+        oldest = self.waiting[:, -2:].sum(axis=1)
+        self.waiting[:, 1:] = self.waiting[:, :-1].copy()
+        self.waiting[:, 0], self.waiting[:, -1] = 0, oldest
 
     def widen(self) -> None:
-        """Slices become twice as long."""
-        self._waiting, self._recent, self._uses, self._risk = (
+        """Slices become twice as long. Nobody waits then: waits are to be begun anew."""
+        self.waiting[:] = 0
+        self._recent, self._uses, self._risk = (
             np.concatenate([x[:, ::2] + x[:, 1::2], np.zeros((len(x), AGES // 2))], axis=1)
-            for x in (self._waiting, self._recent, self._uses, self._risk / 2)
+            for x in (self._recent, self._uses, self._risk / 2)
         )
 
     def promise(self) -> _Floats:
         """The Gittins index ``[kinds, AGES]``: the most uses per slice in the tier that an entry can bring if it is
         kept from this age on, and given up at the best later one."""
-        chance = np.minimum(1.0, self._rates() / (1 + self._rates() / 2))  # of a use at this age
+        rates = self._rates()
+        chance = np.minimum(1.0, rates / (1 + rates / 2))  # of a use at this age
         alive = np.cumprod(1 - chance, axis=1)
         before = np.concatenate([np.ones((len(alive), 1)), alive[:, :-1]], axis=1)
         uses = np.cumsum(before * chance, axis=1)

@@ -64,6 +64,8 @@ def test_offers_each_entry_that_is_in_and_not_parked_once(name: str, moves: list
         assert len(offered) == len(expected)
         assert set(offered) == expected
         assert len(tier.policy) == len(tier.here)
+        if isinstance(tier.policy, Gittins):
+            tier.policy.check_integrity()
 
 
 @given(moves)
