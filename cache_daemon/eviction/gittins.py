@@ -14,14 +14,17 @@ from cache_daemon.eviction.policy import Entry
 from cache_daemon.eviction.reuse import AGES, ReuseTimes
 from cache_daemon.eviction.worth import Worth
 
-# The policy follows entries for as long as this many times the tier's entries take to come in.
+# For how long an entry is followed after its last use, in the tier or not: at least until so many times the tier's
+# entries came in or were used, or until as many have left as there is memory for (8 bytes each).
 _LOOK_BACK = 8
 _MOST_GHOSTS = 1 << 20
-_OLDEST = -1
 _SLICES_PER_FIT = 8
+# What more of them would tell apart no longer matters.
 _MOST_TURNS, _MOST_USES = 4, 63
-_USE_KINDS = _MOST_USES.bit_length() + 1
-_TURN_KINDS = _MOST_TURNS + 1
+_TURN_KINDS, _USE_KINDS = _MOST_TURNS + 1, _MOST_USES.bit_length() + 1
+_WORTHS_PER_OCTAVE = 2
+# The slice of all entries that have reached the last age.
+_OLDEST = -1
 _Rank = tuple[float, int, int, int]
 
 
@@ -171,7 +174,8 @@ class Gittins:
             self._reuse.use(history.kind, self._age(known[0]))
             history.uses = min(max(history.uses + 1, uses), _MOST_USES)
         self._reuse.begin(history.kind)
-        held = _Held(history, round(2 * math.log2(self._worth.per_byte(entry))), self._tick)
+        worth = round(_WORTHS_PER_OCTAVE * math.log2(self._worth.per_byte(entry)))
+        held = _Held(history, worth, self._tick)
         self._newest, self._presumed_inner = (entry, held), known is None
         return held
 
@@ -262,7 +266,7 @@ class Gittins:
 
     def _rank(self, kind: int, worth: int, slice_: int) -> _Rank:
         age = AGES - 1 if slice_ == _OLDEST else self._slice - slice_
-        return self._promise[kind][age] * 2.0 ** (worth / 2), slice_, kind, worth
+        return self._promise[kind][age] * 2.0 ** (worth / _WORTHS_PER_OCTAVE), slice_, kind, worth
 
     def _offer(self, entry: Entry, held: _Held) -> None:
         slice_ = held.tick // self._slice_ticks

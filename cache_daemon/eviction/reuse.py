@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 AGES = 64
-_HALF_LIFE = 2 * AGES
-_PRIOR_USES = 16.0
+_HALF_LIFE = 2 * AGES  # slices until an observation counts half
+_PRIOR_USES = 16.0  # what a pool's rate weighs against a kind's own, in uses
 
 _Floats = NDArray[np.float64]
 
