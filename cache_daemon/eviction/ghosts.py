@@ -23,7 +23,7 @@ class Ghosts:
         self._slots = array("Q", bytes(8 * _WAYS * self._buckets))
 
     def put(self, key: bytes, tick: int, note: int) -> tuple[int, int] | None:
-        """Remembers a key that is not remembered. Returns ``(tick, note)`` of what made room for it."""
+        """Remembers a key; twice, if it is remembered already. Returns ``(tick, note)`` of what made room for it."""
         start, tag = self._place(key)
         bucket = self._slots[start : start + _WAYS]
         at = bucket.index(min(bucket))

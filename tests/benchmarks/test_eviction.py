@@ -55,7 +55,7 @@ def test_blocks_of_a_made_trace_have_one_context(kind: str) -> None:
 
 @pytest.mark.parametrize("capacity", [300, 1000, 3000])
 def test_the_default_is_the_best_policy_and_none_beats_the_bound(capacity: int) -> None:
-    requests = read("synthetic:1", 2500)
+    requests = read("synthetic:1", 1500)
     ratios = {name: replay(requests, new(), capacity) for name, new in POLICIES.items()}
     assert ratios[DEFAULT] >= max(ratios.values()) - 0.003
     assert max(ratios.values()) <= belady(requests, capacity)
