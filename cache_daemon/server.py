@@ -26,7 +26,7 @@ from cache_daemon.access.tenants import CurrentTenants
 from cache_daemon.config import DaemonConfig
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.seal import key_from_file, parse_key
-from cache_daemon.eviction.gittins import Gittins
+from cache_daemon.eviction import POLICIES
 from cache_daemon.memory.arena import ALIGNMENT, Arena, HostArena
 from cache_daemon.memory.device_arena import DeviceArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
@@ -70,7 +70,7 @@ async def _store(config: DaemonConfig, tenants: CurrentTenants, summary: SharedM
         _arena(config),
         tier,
         config.store_bytes if tier is not None else 0,
-        lambda _: Gittins(),
+        POLICIES[config.eviction],
         staging_bytes=config.staging_bytes,
         accounts=Accounts(lambda account: tenants().limits_of(account), lambda tenant: tenants().account_of(tenant)),
         summary=SummaryWriter(summary.memory),
