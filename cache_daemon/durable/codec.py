@@ -78,7 +78,7 @@ def pack(payload: memoryview, element: int) -> bytes | None:
         parts.append(np.array([len(part) for part in stored], "<u4").tobytes())
         parts += stored
         parts.append(block[count * element :])
-    packed = b"".join(memoryview(part) for part in parts)
+    packed = b"".join(parts)  # type: ignore[arg-type]
     return packed if len(packed) < _WORTHWHILE * len(raw) else None
 
 
@@ -128,7 +128,7 @@ def _plane(stored: Bytes, count: int) -> Bytes:
     if len(stored) == count:
         return stored
     try:
-        frame = zstandard.get_frame_parameters(stored)
+        frame = zstandard.get_frame_parameters(memoryview(stored[:18]).tobytes())
         if frame.content_size != count:
             raise ValueError(f"a plane of {frame.content_size} bytes where {count} are needed")
         return np.frombuffer(_decompressor().decompress(stored, max_output_size=count), np.uint8)

@@ -41,7 +41,7 @@ class Environment:
 
     def __init__(self, folder: Path, map_bytes: int, metasync: bool = False, sync: bool = True) -> None:
         # From py-lmdb 3 on there are two engines; LMDB 1.0 writes another data format.
-        options = {"lib_version": 0} if int(lmdb.__version__.split(".")[0]) >= 3 else {}
+        options: dict[str, Any] = {"lib_version": 0} if int(lmdb.__version__.split(".")[0]) >= 3 else {}
         with translated():
             self._env: Any = lmdb.open(
                 str(folder),

@@ -23,10 +23,10 @@ from kvsidecar.errors import StoreUnavailable
 from cache_daemon.durable.changes import Changes, Kin, Packed, pack_puts, write_changes
 from cache_daemon.durable.environment import Environment
 from cache_daemon.durable.folder import StoreFolder
-from cache_daemon.durable.loading import Contents, contents_of, in_order
+from cache_daemon.durable.loading import Contents, collecting_later, contents_of, in_order
 from cache_daemon.durable.opening import open_data
 from cache_daemon.durable.packing import MEASURED_FROM_BYTES, Compression, Packing
-from cache_daemon.durable.pages import Damage, Database, Node, PageFile, Walk, database_of, find
+from cache_daemon.durable.pages import Damage, Node, PageFile, Walk
 from cache_daemon.durable.reader import Entry, PayloadReader, stored_is_sound
 from cache_daemon.durable.rebuild import rebuild
 from cache_daemon.durable.records import HEADERS, MINIMUM_VALUE_BYTES, PAYLOADS, Unsound, decode_record, open_header
@@ -98,6 +98,10 @@ class LmdbTier:
 
     def _open(self) -> Contents:
         """Checks, repairs and opens the data file. Raises StoreUnavailable, OSError, NoRoom, TierFailed, Damage."""
+        with collecting_later():
+            return self._open_checked()
+
+    def _open_checked(self) -> Contents:
         survey = open_data(self._folder, self._seal, self._distrust)
         contents = contents_of(survey, self._seal)
         if survey.file.size_bytes > self._space.most_bytes and contents.live_bytes * 5 // 4 < survey.file.size_bytes:
@@ -144,10 +148,11 @@ class LmdbTier:
         """A stored chunk's header, read from disk; None when it is missing or damaged. Raises OSError."""
         with self._writing:
             try:
-                node = find(self._file, self._tree(HEADERS), prefix_hash)
+                finder = Finder(self._file, self._meta)
+                node = finder.find(HEADERS, prefix_hash)
                 if node is None:
                     return None
-                return open_header(self._seal, prefix_hash, decode_record(prefix_hash, self._value(node)))
+                return open_header(self._seal, prefix_hash, decode_record(prefix_hash, finder.value(node)))
             except (Unsound, Damage):
                 return None
 
@@ -157,9 +162,6 @@ class LmdbTier:
         for key in found:
             found += self._kin.of(key)
         return found
-
-    def _value(self, node: Node) -> bytes:
-        return node.value if node.value is not None else self._file.read(node.offset, node.size_bytes)
 
     # ---- read ----------------------------------------------------------------------------------------------
 
@@ -270,11 +272,11 @@ class LmdbTier:
 
     def _check_removals(self, changes: Changes) -> None:
         """LMDB trusts the header of the pages that it frees. Raises Damage, OSError."""
-        walk = Walk(self._file, self._meta)
+        walk, finder = Walk(self._file, self._meta), Finder(self._file, self._meta)
         gone = (*changes.removed, *(key for key in changes.stored if key in self._entries))
         for key in gone:
             entry = self._entries.get(key)
-            node = find(self._file, self._tree(PAYLOADS), key) if entry is None else None
+            node = finder.find(PAYLOADS, key) if entry is None else None
             if entry is not None:
                 node = Node(key, max(entry.stored_length, MINIMUM_VALUE_BYTES), None, entry.offset, False)
             if node is not None:
@@ -303,9 +305,9 @@ class LmdbTier:
             raise TierFailed(f"what was written cannot be read: {error}") from error
 
     def _find_places(self, changes: Changes) -> None:
-        tree = self._tree(PAYLOADS)
+        finder = Finder(self._file, self._meta)
         for key, packed in changes.stored.items():
-            node = find(self._file, tree, key)
+            node = finder.find(PAYLOADS, key)
             if node is None or node.value is not None:
                 raise Damage("a payload that was written is not there")
             record = packed.record
@@ -319,12 +321,6 @@ class LmdbTier:
 
     def _refresh_meta(self) -> None:
         self._meta = self._file.metas()[0]
-
-    def _tree(self, name: bytes) -> Database:
-        node = find(self._file, self._meta.main, name)
-        if node is None:
-            raise Damage(f"database {name.decode()} is not there")
-        return database_of(node)
 
     def _decide_packing(self, group: WriteGroup) -> None:
         if self._packing.active is None and group.put and self._live_bytes >= MEASURED_FROM_BYTES:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
@@ -99,3 +101,15 @@ def in_order(contents: Contents) -> Iterator[tuple[bytes, ChunkHeader]]:
         yield key, contents.headers[key]
         for child in children.get(key, ()):
             heapq.heappush(ready, (contents.ticks.get(child, 0), child))
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Without garbage collection: a fifth of the time goes into searching what is only being made, and is no garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -111,7 +111,7 @@ def _looks_like_ours(file: PageFile) -> bool:
         try:
             page = file.page(number)
             empty = empty and not any(page)
-            nodes = leaf_nodes(page, number, file)
+            nodes = leaf_nodes(page, number)
         except Damage:
             continue
         for node in nodes:

@@ -12,9 +12,12 @@ from __future__ import annotations
 import os
 import struct
 import weakref
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from cache_daemon.durable.tier import PAGE_BYTES
 
@@ -69,8 +72,7 @@ class Meta:
         return (self.last_page + 1) * PAGE_BYTES
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """One key of a leaf. A value within the page is in ``value``; a large one lies at ``offset`` of the file."""
 
     key: bytes
@@ -155,49 +157,54 @@ def database_of(node: Node) -> Database:
     return found
 
 
-def _children(page: bytes, number: int, flags: int) -> list[tuple[bytes, int, int, int]]:
-    """The nodes of a page as ``(key, node flags, low and high size word, offset of data)``. Raises Damage."""
+def _places(page: bytes, number: int, flags: int) -> tuple[int, ...]:
+    """Where the nodes of a page begin. Raises Damage."""
     named, _, found, lower, upper = _HEADER.unpack_from(page)
     if named != number or found & ~0x10 != flags:
-        raise Damage(f"page {number} is not the one that points to it says")
+        raise Damage(f"page {number} is not what points to it says")
     if not _HEADER_BYTES <= lower <= upper <= PAGE_BYTES or lower & 1:
         raise Damage(f"page {number} has impossible bounds")
-    nodes = []
-    for (place,) in struct.iter_unpack("<H", page[_HEADER_BYTES:lower]):
-        if not upper <= place <= PAGE_BYTES - _NODE.size:
-            raise Damage(f"page {number} has a node outside of it")
-        low, high, node_flags, key_bytes = _NODE.unpack_from(page, place)
-        data = place + _NODE.size + key_bytes
-        if data > PAGE_BYTES or key_bytes > _MAX_KEY_BYTES:
-            raise Damage(f"page {number} has a key that is too long")
-        nodes.append((page[place + _NODE.size : data], node_flags, low | high << 16, data))
-    return nodes
+    places = struct.unpack_from(f"<{(lower - _HEADER_BYTES) // 2}H", page, _HEADER_BYTES)
+    if places and not upper <= min(places) <= max(places) <= PAGE_BYTES - _NODE.size:
+        raise Damage(f"page {number} has a node outside of it")
+    return places
 
 
-def leaf_nodes(page: bytes, number: int, file: PageFile) -> list[Node]:
-    """The entries of a leaf page. Raises Damage, OSError."""
-    found = []
-    for key, flags, size, data in _children(page, number, _LEAF):
-        if not key or flags not in (0, _BIG, _SUB_DATABASE):
-            raise Damage(f"page {number} has a node of unknown kind")
-        if flags != _BIG:
-            if data + size > PAGE_BYTES:
-                raise Damage(f"page {number} has a value that is too long")
-            found.append(Node(key, size, page[data : data + size], 0, flags == _SUB_DATABASE))
-            continue
-        if data + 8 > PAGE_BYTES:
-            raise Damage(f"page {number} has a value that is too long")
-        first = int.from_bytes(page[data : data + 8], "little")
-        found.append(Node(key, size, None, first * PAGE_BYTES + _HEADER_BYTES, False))
-    return found
+def leaf_nodes(page: bytes, number: int) -> list[Node]:
+    """The entries of a leaf page. Raises Damage."""
+    return [_leaf_node(page, number, place) for place in _places(page, number, _LEAF)]
+
+
+def _leaf_node(page: bytes, number: int, place: int) -> Node:
+    low, high, flags, key_bytes = _NODE.unpack_from(page, place)
+    data = place + 8 + key_bytes
+    size = low | high << 16
+    end = data + (8 if flags == _BIG else size)
+    if not key_bytes or key_bytes > _MAX_KEY_BYTES or flags > _SUB_DATABASE or end > PAGE_BYTES:
+        raise Damage(f"page {number} has an impossible node")
+    key = page[place + 8 : data]
+    if flags == _BIG:
+        return Node(key, size, None, int.from_bytes(page[data:end], "little") * PAGE_BYTES + _HEADER_BYTES, False)
+    return Node(key, size, page[data:end], 0, flags == _SUB_DATABASE)
 
 
 def branch_nodes(page: bytes, number: int) -> list[tuple[bytes, int]]:
     """The ``(least key, page number)`` of a branch page's children. Raises Damage."""
-    found = [(key, size | flags << 32) for key, flags, size, _ in _children(page, number, _BRANCH)]
+    found = []
+    for place in _places(page, number, _BRANCH):
+        low, high, top, key_bytes = _NODE.unpack_from(page, place)
+        if key_bytes > _MAX_KEY_BYTES or place + _NODE.size + key_bytes > PAGE_BYTES:
+            raise Damage(f"page {number} has an impossible node")
+        found.append((page[place + _NODE.size : place + _NODE.size + key_bytes], low | high << 16 | top << 32))
     if not found:
         raise Damage(f"branch page {number} is empty")
     return found
+
+
+def _lies_between(nodes: list[Node], least: bytes | None, above: bytes | None) -> bool:
+    if not nodes or len(nodes[0].key) == 8 or len(nodes[-1].key) == 8:
+        return True
+    return (least is None or nodes[0].key >= least) and (above is None or nodes[-1].key < above)
 
 
 class Walk:
@@ -223,28 +230,37 @@ class Walk:
         """Marks pages as used. Raises Damage when they were, or are not in the file."""
         if not 2 <= number <= number + count <= len(self.used):
             raise Damage(f"page {number} is not in the file")
-        if any(self.used[number : number + count]):
+        if self.used.find(1, number, number + count) >= 0:
             raise Damage(f"page {number} is used twice")
         self.used[number : number + count] = b"\1" * count
 
-    def nodes(self, tree: Database, order: Callable[[bytes], object] = bytes) -> Iterator[Node]:
-        """The entries of a tree in the order of their keys. Raises Damage, OSError."""
+    def leaves(self, tree: Database, order: Callable[[bytes], object] = bytes) -> Iterator[list[Node]]:
+        """The entries of a tree in the order of their keys, a page's at a time. Raises Damage, OSError."""
         counts = [0, 0, 0]
         entries = 0
-        last: bytes | None = None
+        last: object = None
         if tree.root != _NO_PAGE:
-            for node in self._below(tree.root, 1, tree.depth, counts):
-                if last is not None and not order(last) < order(node.key):  # type: ignore[operator]
-                    self._report(Damage(f"key {node.key[:8].hex()} is out of order"))
-                    if self.lenient:
-                        continue
-                last = node.key
-                entries += 1
-                yield node
+            for nodes in self._below(tree.root, 1, tree.depth, counts, None, None):
+                found = [order(node.key) for node in nodes]
+                if last is not None:
+                    found.insert(0, last)
+                if any(not a < b for a, b in pairwise(found)):  # type: ignore[operator]
+                    self._report(Damage("keys are out of order"))
+                last = found[-1] if found else last
+                entries += len(nodes)
+                yield nodes
         if (*counts, entries) != (tree.branch_pages, tree.leaf_pages, tree.overflow_pages, tree.entries):
             self._report(Damage("a database's counts are not those of its pages"))
 
-    def _below(self, number: int, depth: int, deepest: int, counts: list[int]) -> Iterator[Node]:
+    def nodes(self, tree: Database, order: Callable[[bytes], object] = bytes) -> Iterator[Node]:
+        """``leaves``, one entry at a time."""
+        return (node for leaf in self.leaves(tree, order) for node in leaf)
+
+    def _below(
+        self, number: int, depth: int, deepest: int, counts: list[int], least: bytes | None, above: bytes | None
+    ) -> Iterator[list[Node]]:
+        """The leaves below a page; their keys lie between what its branch page says. Integer keys are not compared."""
+        children: list[tuple[bytes, int]] = []
         try:
             if depth > min(deepest, _MAX_DEPTH):
                 raise Damage(f"page {number} is deeper than its tree")
@@ -256,30 +272,24 @@ class Walk:
                     self.file.will_need(child * PAGE_BYTES if child < len(self.used) else 0, PAGE_BYTES)
                 counts[0] += 1
             else:
-                nodes = leaf_nodes(page, number, self.file)
+                nodes = leaf_nodes(page, number)
                 counts[1] += 1
         except Damage as damage:
             self._report(damage)
             return
         if depth == deepest:
-            yield from self._entries(nodes, counts)
+            if not _lies_between(nodes, least, above):
+                self._report(Damage(f"page {number} is not where its branch page leads"))
+            yield self._with_values(nodes, counts)
             return
-        for position, (least, child) in enumerate(children):
-            above = children[position + 1][0] if position + 1 < len(children) else None
-            yield from self._between(child, depth, deepest, counts, least if position else None, above)
+        for position, (key, child) in enumerate(children):
+            low = key if position else least
+            high = children[position + 1][0] if position + 1 < len(children) else above
+            yield from self._below(child, depth + 1, deepest, counts, low, high)
 
-    def _between(
-        self, child: int, depth: int, deepest: int, counts: list[int], least: bytes | None, above: bytes | None
-    ) -> Iterator[Node]:
-        """A child's entries, which must lie between what its branch page says. Integer keys are not compared."""
-        for node in self._below(child, depth + 1, deepest, counts):
-            if len(node.key) != 8 and (
-                (least is not None and node.key < least) or (above is not None and node.key >= above)
-            ):
-                self._report(Damage(f"key {node.key[:8].hex()} is not where its branch page leads"))
-            yield node
-
-    def _entries(self, nodes: list[Node], counts: list[int]) -> Iterator[Node]:
+    def _with_values(self, nodes: list[Node], counts: list[int]) -> list[Node]:
+        """The nodes whose value is in this page, or in pages that nothing else uses."""
+        kept = []
         for node in nodes:
             if node.value is None:
                 try:
@@ -287,7 +297,8 @@ class Walk:
                 except Damage as damage:
                     self._report(damage)
                     continue
-            yield node
+            kept.append(node)
+        return kept
 
     def take_overflow(self, node: Node) -> int:
         """Marks a large value's pages as used; returns how many. Raises Damage, OSError."""
@@ -329,17 +340,49 @@ class Walk:
         return free
 
 
-def find(file: PageFile, tree: Database, key: bytes) -> Node | None:
-    """The entry of one key, by some reads of pages. Raises Damage, OSError."""
-    number, depth = tree.root, tree.depth
-    if number == _NO_PAGE:
-        return None
-    for _ in range(min(depth, _MAX_DEPTH) - 1):
-        page = file.page(number)
-        children = branch_nodes(page, number)
-        low, high = 0, len(children)  # the last child whose least key is not above; the first has none
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if children[middle][0] <= key else (low, middle)
-        number = children[low][1]
-    return next((node for node in leaf_nodes(file.page(number), number, file) if node.key == key), None)
+class Finder:
+    """Finds entries of one transaction by key. Pages that were read are kept; use it for one group of look-ups."""
+
+    def __init__(self, file: PageFile, meta: Meta) -> None:
+        self._file, self._meta = file, meta
+        self._pages: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self._trees: dict[bytes, Database] = {}
+
+    def find(self, database: bytes, key: bytes) -> Node | None:
+        """Raises Damage, OSError."""
+        if database not in self._trees:
+            node = self._find(self._meta.main, database)
+            if node is None:
+                raise Damage(f"database {database.decode()} is not there")
+            self._trees[database] = database_of(node)
+        return self._find(self._trees[database], key)
+
+    def value(self, node: Node) -> bytes:
+        """Raises Damage, OSError."""
+        return node.value if node.value is not None else self._file.read(node.offset, node.size_bytes)
+
+    def _page(self, number: int, kind: int) -> tuple[bytes, tuple[int, ...]]:
+        if number not in self._pages:
+            page = self._file.page(number)
+            self._pages[number] = page, _places(page, number, kind)
+        return self._pages[number]
+
+    def _find(self, tree: Database, key: bytes) -> Node | None:
+        number = tree.root
+        if number == _NO_PAGE:
+            return None
+        for _ in range(min(tree.depth, _MAX_DEPTH) - 1):
+            page, places = self._page(number, _BRANCH)
+            # The last child whose least key is not above; the first one's is not written.
+            child = max(1, bisect_right(places, key, lo=1, key=lambda place: _key_at(page, place)))
+            low, high, top, _ = _NODE.unpack_from(page, places[child - 1])
+            number = low | high << 16 | top << 32
+        page, places = self._page(number, _LEAF)
+        at = bisect_left(places, key, key=lambda place: _key_at(page, place))
+        if at == len(places) or _key_at(page, places[at]) != key:
+            return None
+        return _leaf_node(page, number, places[at])
+
+
+def _key_at(page: bytes, place: int) -> bytes:
+    return page[place + 8 : place + 8 + page[place + 6] + (page[place + 7] << 8)]

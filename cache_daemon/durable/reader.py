@@ -12,7 +12,7 @@ import mmap
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvsidecar import keys
 
@@ -28,8 +28,7 @@ _SMALL_SCRATCH_BYTES = 64 << 20
 _local = threading.local()
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A stored chunk: where its payload lies, and what the tier must know of it. ``file`` is the file that has it."""
 
     file: PageFile

@@ -14,7 +14,7 @@ The checksum is the XXH3-64 of database name, key and everything before it; all 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 from google.protobuf.message import DecodeError
@@ -40,8 +40,7 @@ class Unsound(Exception):
     """A record whose bytes are not those that were written."""
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """What is known of a stored chunk without its header's contents."""
 
     codec: int
@@ -106,13 +105,15 @@ def open_header(seal: Seal, key: bytes, record: Record) -> ChunkHeader:
         header = ChunkHeader.FromString(open_small(seal, HEADERS, key, record.sealed_header))
     except DecodeError as error:
         raise Unsound(f"headers {key[:16].hex()} cannot be decoded") from error
-    if header.prefix_hash != key or keys.prefix_hash(header.parent_prefix_hash, header.token_ids) != key:
+    if header.prefix_hash != key or keys.prefix_hash(header.parent_prefix_hash, header.token_ids[:]) != key:
         raise Unsound(f"headers {key[:16].hex()} is that of another chunk")
     return header
 
 
 def open_small(seal: Seal, database: bytes, key: bytes, sealed: bytes) -> bytes:
     """A small value as it was before it was sealed. Raises Unsound."""
+    if not seal.overhead:
+        return sealed
     if len(sealed) < seal.overhead:
         raise Unsound(f"{database.decode()} {key[:16].hex()} is too short")
     plain = bytearray(len(sealed) - seal.overhead)

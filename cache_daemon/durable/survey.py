@@ -1,9 +1,9 @@
 """What a data file holds, found by walking its pages: strictly before LMDB may touch it, or leniently to save the rest.
 
 The strict survey raises Damage at the first thing that LMDB did not write. The lenient one goes on: it skips what is
-broken, takes an older transaction when the newest cannot be read, and finds leaves that nothing leads to any more. Those
-are told from stale copies by the list of free pages; where that is damaged too, they are left out, so that nothing that
-was deleted comes back.
+broken, takes an older transaction when the newest cannot be read, and finds leaves that nothing leads to any more.
+Those are told from stale copies by the list of free pages; where that is damaged too, they are left out, so that
+nothing that was deleted comes back.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ class _Surveyor:
             except Damage as damage:
                 self._report(damage)
         for name, tree in trees.items():
-            for node in walk.nodes(tree):
-                self._take(name, node)
+            for leaf in walk.leaves(tree):
+                for node in leaf:
+                    self._take(name, node)
         if found.format and (set(trees) != set(DATABASES) or not (found.commit_matches and found.key_check)):
             self._report(Damage("a database or a record of the store itself is missing"))
         if check_free:
@@ -201,7 +202,7 @@ class _Surveyor:
             page = self._file.page(number)
             if page[10] & 0x04:
                 return max(0, min(int.from_bytes(page[12:16], "little"), len(self._walk.used)) - 1)
-            nodes = leaf_nodes(page, number, self._file)
+            nodes = leaf_nodes(page, number)
         except (Damage, OSError):
             return 0
         for node in nodes:

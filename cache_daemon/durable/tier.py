@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
@@ -72,8 +72,7 @@ class PutResult:
     stored_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A chunk found at start. ``last_use`` is the tick last given by ``used``, 0 when there was none."""
 
     header: ChunkHeader
