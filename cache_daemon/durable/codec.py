@@ -128,7 +128,7 @@ def _plane(stored: Bytes, count: int) -> Bytes:
     if len(stored) == count:
         return stored
     try:
-        frame = zstandard.get_frame_parameters(memoryview(stored[:18]).tobytes())
+        frame = zstandard.get_frame_parameters(stored[:18].tobytes())
         if frame.content_size != count:
             raise ValueError(f"a plane of {frame.content_size} bytes where {count} are needed")
         return np.frombuffer(_decompressor().decompress(stored, max_output_size=count), np.uint8)

@@ -26,7 +26,7 @@ from cache_daemon.durable.folder import StoreFolder
 from cache_daemon.durable.loading import Contents, collecting_later, contents_of, in_order
 from cache_daemon.durable.opening import open_data
 from cache_daemon.durable.packing import MEASURED_FROM_BYTES, Compression, Packing
-from cache_daemon.durable.pages import Damage, Node, PageFile, Walk
+from cache_daemon.durable.pages import Damage, Finder, Node, PageFile, check_overflow
 from cache_daemon.durable.reader import Entry, PayloadReader, stored_is_sound
 from cache_daemon.durable.rebuild import rebuild
 from cache_daemon.durable.records import HEADERS, MINIMUM_VALUE_BYTES, PAYLOADS, Unsound, decode_record, open_header
@@ -272,15 +272,15 @@ class LmdbTier:
 
     def _check_removals(self, changes: Changes) -> None:
         """LMDB trusts the header of the pages that it frees. Raises Damage, OSError."""
-        walk, finder = Walk(self._file, self._meta), Finder(self._file, self._meta)
+        finder = Finder(self._file, self._meta)
         gone = (*changes.removed, *(key for key in changes.stored if key in self._entries))
         for key in gone:
             entry = self._entries.get(key)
             node = finder.find(PAYLOADS, key) if entry is None else None
             if entry is not None:
-                node = Node(key, max(entry.stored_length, MINIMUM_VALUE_BYTES), None, entry.offset, False)
+                node = Node(key, max(entry.stored_length, MINIMUM_VALUE_BYTES), None, entry.offset)
             if node is not None:
-                walk.check_overflow(node)
+                check_overflow(self._file, node)
 
     def _transact(self, group: WriteGroup, changes: Changes) -> None:
         with self._env.transaction() as txn:

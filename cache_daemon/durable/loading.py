@@ -105,7 +105,7 @@ def in_order(contents: Contents) -> Iterator[tuple[bytes, ChunkHeader]]:
 
 @contextmanager
 def collecting_later() -> Iterator[None]:
-    """Without garbage collection: a fifth of the time goes into searching what is only being made, and is no garbage."""
+    """Without garbage collection: a fifth of the time would go into searching what is only being made."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -6,8 +6,9 @@ import errno
 import os
 from pathlib import Path
 
-from cache_daemon.durable.pages import Damage, Meta, PageFile, Walk
+from cache_daemon.durable.pages import Damage, Meta, PageFile
 from cache_daemon.durable.tier import PAGE_BYTES, NoRoom
+from cache_daemon.durable.walk import Walk
 
 _LEAST_FILE_BYTES = 1 << 20
 _LEAST_RESERVE_BYTES = 32 * PAGE_BYTES

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvsidecar import keys
 
-from cache_daemon.durable.pages import Damage, Database, Meta, Node, PageFile, Walk, database_of, leaf_nodes
+from cache_daemon.durable.pages import Damage, Database, Meta, Node, PageFile, database_of, leaf_nodes
 from cache_daemon.durable.records import (
     DATABASES,
     FORMAT,
@@ -28,6 +28,7 @@ from cache_daemon.durable.records import (
     verified,
 )
 from cache_daemon.durable.tier import PAGE_BYTES
+from cache_daemon.durable.walk import Walk
 
 LMDB_MAGIC = 0xBEEFC0DE.to_bytes(4, "little")
 
