@@ -8,6 +8,7 @@ nodes; a large value lies in consecutive overflow pages behind one such header.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import weakref
@@ -149,14 +150,19 @@ class PageFile:
         return Meta(*trees, last_page, transaction)
 
 
+def overflow_pages(file: PageFile, number: int) -> int:
+    """How many pages a large value has that begins at a page; 0 when none does. Raises Damage, OSError."""
+    named, _, flags, pages = _OVERFLOW.unpack(file.read(number * PAGE_BYTES, _HEADER_BYTES))
+    return pages if named == number and flags & ~_DIRTY == _OVERFLOW_PAGE else 0
+
+
 def check_overflow(file: PageFile, node: Node) -> None:
     """That the header of a large value's pages is right: LMDB trusts it when the value is removed.
 
     Raises Damage, OSError.
     """
     number = node.offset // PAGE_BYTES
-    named, _, flags, pages = _OVERFLOW.unpack(file.read(number * PAGE_BYTES, _HEADER_BYTES))
-    if named != number or flags & ~_DIRTY != _OVERFLOW_PAGE or pages != node.value_pages:
+    if overflow_pages(file, number) != node.value_pages:
         raise Damage(f"page {number} is not the start of its value")
 
 
@@ -186,6 +192,18 @@ def _places(page: bytes, number: int, flags: int) -> tuple[int, ...]:
 def leaf_nodes(page: bytes, number: int) -> list[Node]:
     """The entries of a leaf page. Raises Damage."""
     return [_leaf_node(page, number, place) for place in _places(page, number, LEAF)]
+
+
+def readable_leaf_nodes(page: bytes, number: int) -> list[Node]:
+    """The entries of a damaged leaf page that can be read. They may be wrong: whoever takes them checks them."""
+    named, _, flags, lower, _ = _HEADER.unpack_from(page)
+    if named != number or not flags & LEAF:
+        return []
+    found = []
+    for (place,) in struct.iter_unpack("<H", page[_HEADER_BYTES : min(lower & ~1, PAGE_BYTES)]):
+        with contextlib.suppress(Damage, struct.error):
+            found.append(_leaf_node(page, number, place))
+    return found
 
 
 def _leaf_node(page: bytes, number: int, place: int) -> Node:

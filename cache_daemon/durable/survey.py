@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvsidecar import keys
-
-from cache_daemon.durable.pages import Damage, Database, Meta, Node, PageFile, database_of, leaf_nodes
+from cache_daemon.durable.lost_pages import LostPages
+from cache_daemon.durable.pages import Damage, Database, Meta, Node, PageFile, database_of
 from cache_daemon.durable.records import (
     DATABASES,
     FORMAT,
@@ -27,7 +26,6 @@ from cache_daemon.durable.records import (
     decode_tick,
     verified,
 )
-from cache_daemon.durable.tier import PAGE_BYTES
 from cache_daemon.durable.walk import Walk
 
 LMDB_MAGIC = 0xBEEFC0DE.to_bytes(4, "little")
@@ -55,11 +53,6 @@ class Survey:
     broken_notes: list[bytes] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def is_new(self) -> bool:
-        """Nothing was ever stored."""
-        return not self.format and not self.records and not self.problems
-
 
 def strict_survey(file: PageFile) -> Survey:
     """Raises Damage, OtherVersion, OSError."""
@@ -69,12 +62,8 @@ def strict_survey(file: PageFile) -> Survey:
     meta = metas[0]
     if file.size_bytes < meta.needed_bytes:
         raise Damage(f"the file has {file.size_bytes} of {meta.needed_bytes} bytes")
-    found = _Surveyor(Survey(file), Walk(file, meta)).run(check_free=True)
-    if found.format:
-        found.meta = meta
-        return found
-    if meta.main.entries:
-        raise OtherVersion("holds another program's data")
+    found = Surveyor(Survey(file), Walk(file, meta)).run(check_free=True)
+    found.meta = meta
     return found
 
 
@@ -86,10 +75,10 @@ def lenient_survey(file: PageFile) -> Survey:
         return Survey(file, problems=[str(damage)])
     found = []
     for meta in metas:
-        surveyor = _Surveyor(Survey(file), Walk(file, meta, lenient=True))
+        surveyor = Surveyor(Survey(file), Walk(file, meta, lenient=True))
         survey = surveyor.run(check_free=False)
         if survey.problems:
-            surveyor.search_lost_leaves()
+            LostPages(survey, surveyor).search()
         found.append(survey)
         if not survey.problems:
             break
@@ -109,15 +98,17 @@ def _metas(file: PageFile) -> list[Meta]:
         raise
 
 
-class _Surveyor:
+class Surveyor:
     def __init__(self, survey: Survey, walk: Walk) -> None:
-        self._found, self._walk, self._file = survey, walk, walk.file
-        self._seen: set[bytes] = set()
+        self._found, self.walk, self._file = survey, walk, walk.file
 
     def run(self, check_free: bool) -> Survey:
-        walk, found = self._walk, self._found
+        walk, found = self.walk, self._found
         trees: dict[bytes, Database] = {}
-        for node in walk.nodes(walk.meta.main):
+        nodes = list(walk.nodes(walk.meta.main))
+        if nodes and not {node.key for node in nodes} & set(DATABASES):
+            raise OtherVersion("holds another program's data")
+        for node in nodes:
             try:
                 trees[node.key] = database_of(node)
             except Damage as damage:
@@ -125,8 +116,12 @@ class _Surveyor:
         for name, tree in trees.items():
             for leaf in walk.leaves(tree):
                 for node in leaf:
-                    self._take(name, node)
-        if found.format and (set(trees) != set(DATABASES) or not (found.commit_matches and found.key_check)):
+                    self.take(name, node)
+        if not found.format and trees and not set(DATABASES) <= set(trees) and not found.problems:
+            raise OtherVersion("holds another program's data")
+        if trees and (
+            not found.format or set(trees) != set(DATABASES) or not (found.commit_matches and found.key_check)
+        ):
             self._report(Damage("a database or a record of the store itself is missing"))
         if check_free:
             walk.check_free()
@@ -134,14 +129,14 @@ class _Surveyor:
         return found
 
     def _report(self, damage: Damage) -> None:
-        if not self._walk.lenient:
+        if not self.walk.lenient:
             raise damage
         self._found.problems.append(str(damage))
 
-    def _value(self, node: Node) -> bytes:
+    def value(self, node: Node) -> bytes:
         return node.value if node.value is not None else self._file.read(node.offset, node.size_bytes)
 
-    def _take(self, database: bytes, node: Node) -> None:
+    def take(self, database: bytes, node: Node) -> None:
         found = self._found
         try:
             if database == PAYLOADS:
@@ -149,12 +144,12 @@ class _Surveyor:
                     raise Unsound("a payload without pages of its own")
                 found.places[node.key] = (node.offset, node.size_bytes)
             elif database == HEADERS:
-                found.records[node.key] = decode_record(node.key, self._value(node))
+                found.records[node.key] = decode_record(node.key, self.value(node))
             elif database == NOTES:
-                verified(NOTES, node.key, self._value(node))
-                found.notes[node.key] = self._value(node)
+                verified(NOTES, node.key, self.value(node))
+                found.notes[node.key] = self.value(node)
             elif database == RECENCY:
-                found.ticks[node.key] = decode_tick(node.key, self._value(node))
+                found.ticks[node.key] = decode_tick(node.key, self.value(node))
             elif database == META:
                 self._take_meta(node)
         except (Unsound, Damage):
@@ -165,11 +160,11 @@ class _Surveyor:
 
     def _take_meta(self, node: Node) -> None:
         """The store's own records. A format that cannot be checked is damage, unless it is format 1's plain digit."""
-        stored = self._value(node)
+        stored = self.value(node)
         try:
             value = verified(META, node.key, stored)
         except Unsound as error:
-            if node.key == b"format" and stored.isdigit() and len(stored) < 8:
+            if node.key == b"format" and stored.isdigit() and len(stored) < 8 and stored != FORMAT:
                 raise OtherVersion(f"has format version {stored.decode()!r}") from error
             self._report(Damage(f"record {node.key[:16]!r} is damaged"))
             return
@@ -180,59 +175,6 @@ class _Surveyor:
         elif node.key == b"key":
             self._found.key_check = value
         elif node.key == b"commit":
-            self._found.commit_matches = int.from_bytes(value, "little") == self._walk.meta.transaction
+            self._found.commit_matches = int.from_bytes(value, "little") == self.walk.meta.transaction
             if not self._found.commit_matches:
                 self._report(Damage("the meta page is not that of the last transaction"))
-
-    def search_lost_leaves(self) -> None:
-        """Adds what lies in leaves that are neither reachable nor free."""
-        walk = self._walk
-        try:
-            free = Walk(walk.file, walk.meta).free_pages()
-        except (Damage, OSError):
-            return
-        number = 2
-        while number < len(walk.used):
-            if not walk.used[number] and not free[number]:
-                number += self._search(number)
-            number += 1
-
-    def _search(self, number: int) -> int:
-        """Looks at one page; returns how many pages behind it belong to it."""
-        try:
-            page = self._file.page(number)
-            if page[10] & 0x04:
-                return max(0, min(int.from_bytes(page[12:16], "little"), len(self._walk.used)) - 1)
-            nodes = leaf_nodes(page, number)
-        except (Damage, OSError):
-            return 0
-        for node in nodes:
-            self._take_lost(node)
-        return 0
-
-    def _take_lost(self, node: Node) -> None:
-        """Takes a node of an unknown database for what its checksum says it is."""
-        found = self._found
-        if node.value is None:
-            if len(node.key) == keys.HASH_BYTES and node.size_bytes < len(self._walk.used) * PAGE_BYTES:
-                self._take_lost_large(node)
-            return
-        for database, known in ((HEADERS, found.records), (RECENCY, found.ticks), (NOTES, found.notes)):
-            if node.key in known:
-                continue
-            try:
-                verified(database, node.key, node.value)
-            except Unsound:
-                continue
-            self._take(database, node)
-            return
-
-    def _take_lost_large(self, node: Node) -> None:
-        found = self._found
-        try:
-            record = decode_record(node.key, self._value(node))
-            found.records.setdefault(node.key, record)
-        except Unsound:
-            found.places.setdefault(node.key, (node.offset, node.size_bytes))
-        except (Damage, OSError):
-            return

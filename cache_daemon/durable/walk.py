@@ -17,6 +17,7 @@ from cache_daemon.durable.pages import (
     PageFile,
     branch_nodes,
     leaf_nodes,
+    readable_leaf_nodes,
 )
 from cache_daemon.durable.tier import PAGE_BYTES
 
@@ -92,8 +93,8 @@ class Walk:
                     self.file.will_need(child * PAGE_BYTES if child < len(self.used) else 0, PAGE_BYTES)
                 counts[0] += 1
             else:
-                nodes = leaf_nodes(page, number)
                 counts[1] += 1
+                nodes = self._leaf(page, number)
         except Damage as damage:
             self._report(damage)
             return
@@ -106,6 +107,13 @@ class Walk:
             low = key if position else least
             high = children[position + 1][0] if position + 1 < len(children) else above
             yield from self._below(child, depth + 1, deepest, counts, low, high)
+
+    def _leaf(self, page: bytes, number: int) -> list[Node]:
+        try:
+            return leaf_nodes(page, number)
+        except Damage as damage:
+            self._report(damage)
+            return readable_leaf_nodes(page, number)
 
     def _with_values(self, nodes: list[Node], counts: list[int]) -> list[Node]:
         """The nodes whose value is in this page, or in pages that nothing else uses."""
