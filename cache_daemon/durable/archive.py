@@ -28,7 +28,7 @@ from google.protobuf.message import DecodeError
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import InvalidRequest, KVSidecarError
-from kvsidecar.layout import MAX_CHUNK_TOKENS
+from kvsidecar.layout import MAX_CHUNK_TOKENS, layout_of
 
 from cache_daemon.durable.tier import DurableTier, Put, PutOutcome, ReadJob, ReadResult, WriteGroup
 

@@ -99,7 +99,11 @@ class LmdbTier:
     def _open(self) -> Contents:
         """Checks, repairs and opens the data file. Raises StoreUnavailable, OSError, NoRoom, TierFailed, Damage."""
         with collecting_later():
-            return self._open_checked()
+            try:
+                return self._open_checked()
+            except Damage:  # LMDB knows of something that the survey does not
+                self._distrust = True
+                return self._open_checked()
 
     def _open_checked(self) -> Contents:
         survey = open_data(self._folder, self._seal, self._distrust)

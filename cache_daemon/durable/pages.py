@@ -52,7 +52,11 @@ class Database:
 
     @classmethod
     def parse(cls, record: bytes) -> Database:
-        return cls(*_DATABASE.unpack(record)[1:])
+        """Raises Damage."""
+        pad, *values = _DATABASE.unpack(record)
+        if pad not in (0, PAGE_BYTES):  # the list of free pages has the page size here
+            raise Damage("a database's record has impossible values")
+        return cls(*values)
 
 
 @dataclass(frozen=True)
@@ -140,12 +144,13 @@ class PageFile:
     def _meta(self, number: int) -> Meta:
         page = self.page(number)
         named, _, flags, _, _ = _HEADER.unpack_from(page)
-        magic, version, _, _, free, main, last_page, transaction = _META.unpack_from(page, _HEADER_BYTES)
+        magic, version, address, _, free, main, last_page, transaction = _META.unpack_from(page, _HEADER_BYTES)
         if magic != _MAGIC or version != _DATA_VERSION or named != number or flags != _META_PAGE:
             raise Damage(f"page {number} is no meta page of LMDB data format {_DATA_VERSION}")
         (page_bytes,) = struct.unpack_from("<I", free)
         trees = Database.parse(free), Database.parse(main)
-        if page_bytes != PAGE_BYTES or trees[0].flags != _INTEGER_KEYS or trees[1].flags or last_page < 1:
+        is_plain = page_bytes == PAGE_BYTES and not address and main[:4] == bytes(4) and last_page >= 1
+        if not is_plain or trees[0].flags != _INTEGER_KEYS or trees[1].flags:
             raise Damage(f"meta page {number} has impossible values")
         return Meta(*trees, last_page, transaction)
 
@@ -195,12 +200,19 @@ def leaf_nodes(page: bytes, number: int) -> list[Node]:
 
 
 def readable_leaf_nodes(page: bytes, number: int) -> list[Node]:
-    """The entries of a damaged leaf page that can be read. They may be wrong: whoever takes them checks them."""
-    named, _, flags, lower, _ = _HEADER.unpack_from(page)
-    if named != number or not flags & LEAF:
+    """The entries of a damaged leaf page that can be read. They may be wrong: whoever takes them checks them.
+
+    One of number and kind must be right. Where the end of the list of nodes is lost, it goes on as long as it leads to
+    nodes in use: behind their beginning lie those that were removed.
+    """
+    named, _, flags, lower, upper = _HEADER.unpack_from(page)
+    if named != number and flags & ~_DIRTY != LEAF:
         return []
+    is_bounded = _HEADER_BYTES <= lower <= upper and not lower & 1
     found = []
-    for (place,) in struct.iter_unpack("<H", page[_HEADER_BYTES : min(lower & ~1, PAGE_BYTES)]):
+    for (place,) in struct.iter_unpack("<H", page[_HEADER_BYTES : lower if is_bounded else PAGE_BYTES]):
+        if not is_bounded and not max(upper, _HEADER_BYTES) <= place <= PAGE_BYTES - _NODE.size:
+            break
         with contextlib.suppress(Damage, struct.error):
             found.append(_leaf_node(page, number, place))
     return found
