@@ -253,9 +253,7 @@ class LmdbTier:
             try:
                 self._transact(group, changes)
             except NoRoom:
-                if changes.stored:
-                    raise
-                self._remove_in_reserve(group, changes)
+                self._use_reserve(group, changes)
         except NoRoom:
             raise
         except Damage as error:
@@ -265,14 +263,22 @@ class LmdbTier:
             self._fail()
             raise TierFailed(str(error)) from error
 
-    def _remove_in_reserve(self, group: WriteGroup, changes: Changes) -> None:
-        """Removals may use the part of the map that chunks may not."""
+    def _use_reserve(self, group: WriteGroup, changes: Changes) -> None:
+        """Removals may use the part of the map that chunks may not.
+
+        Chunks get what the last transaction has freed: LMDB uses it only when another one lies between.
+        """
         before = self._env.map_bytes
         self._env.resize(before + self._space.reserve_bytes)
         try:
-            self._transact(group, changes)
+            if changes.stored:
+                self._transact(WriteGroup(), Changes(self._entries, self._kin))
+            else:
+                self._transact(group, changes)
         finally:
             self._env.resize(before)
+        if changes.stored:
+            self._transact(group, changes)
 
     def _check_removals(self, changes: Changes) -> None:
         """LMDB trusts the header of the pages that it frees. Raises Damage, OSError."""

@@ -48,8 +48,10 @@ def scrub(folder: Path, repair: bool, key: bytes | None = None, progress: Progre
         file = PageFile(held.data)
         try:
             survey = strict_survey(file)
-        except Damage:
+        except Damage as damage:
             survey = lenient_survey(file)
+            if str(damage) not in survey.problems:
+                survey.problems.insert(0, str(damage))
         check_key(folder, survey, seal)
         corrupt = set(survey.broken_headers)
         for done, name in enumerate(survey.records):

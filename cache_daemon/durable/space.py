@@ -12,6 +12,7 @@ from cache_daemon.durable.walk import Walk
 
 _LEAST_FILE_BYTES = 1 << 20
 _LEAST_RESERVE_BYTES = 32 * PAGE_BYTES
+_DISK_RESERVE_BYTES = 64 * PAGE_BYTES  # some removals one by one; they free more than they take
 _TREE_PAGES = 16  # what a group needs beside its payloads; more than its path to the root
 
 
@@ -33,7 +34,7 @@ class Space:
         The file is made longer than LMDB has filled it: what is allocated cannot be refused later. On a full disk a
         group may still use pages that are free in the file, if enough are left.
         """
-        reserve = min(self.reserve_bytes, 1 << 20)
+        reserve = min(self.reserve_bytes, _DISK_RESERVE_BYTES)
         wanted = min(meta.needed_bytes + size_bytes + _TREE_PAGES * PAGE_BYTES + reserve, map_bytes)
         if file.size_bytes >= wanted:
             return

@@ -216,7 +216,7 @@ def test_pages_that_lmdb_would_free_wrongly_are_noticed_before(tmp_path: Path) -
 
 def test_a_file_that_is_no_store_is_refused_and_left_alone(tmp_path: Path) -> None:
     data(tmp_path).write_bytes(b"garbage" * 5000)
-    with pytest.raises(StoreUnavailable, match="cannot open the store in .* is no store of this program"):
+    with pytest.raises(StoreUnavailable, match=r"cannot open the store in .* is no store of this program"):
         LmdbTier(tmp_path, BUDGET)
     assert data(tmp_path).read_bytes() == b"garbage" * 5000
 
