@@ -277,6 +277,7 @@ class LmdbTier:
                 self._transact(group, changes)
         finally:
             self._env.resize(before)
+            self._refresh_meta()
         if changes.stored:
             self._transact(group, changes)
 

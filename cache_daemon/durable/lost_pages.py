@@ -101,6 +101,6 @@ class LostPages:
         for number in values:
             for length in by_pages.get(overflow_pages(self._file, number), ()):
                 offset = number * PAGE_BYTES + 16
-                key = wanted.get((length, keys.checksum(self._file.read(offset, length))))
-                if key is not None:
-                    finds.places[key] = (offset, max(length, MINIMUM_VALUE_BYTES))
+                found = wanted.get((length, keys.checksum(self._file.read(offset, length))))
+                if found is not None:
+                    finds.places[found] = (offset, max(length, MINIMUM_VALUE_BYTES))

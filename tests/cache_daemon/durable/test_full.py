@@ -81,6 +81,18 @@ def test_a_refused_group_changes_nothing(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_refusing_again_and_again_wears_nothing_out(tmp_path: Path) -> None:
+    tier = opened(tmp_path, 1 << 20)
+    put = chunk([1])
+    for _ in range(10):
+        with pytest.raises(NoRoom):
+            store(tier, chunk([7], payload=random.Random(1).randbytes(3 << 20)))
+    assert store(tier, put) == [STORED]
+    tier.apply(WriteGroup(remove=(key_of(put),)))
+    assert read(tier, put) == [ReadResult.MISSING]
+    tier.close()
+
+
 def test_the_file_stays_within_its_limit_while_chunks_come_and_go(tmp_path: Path) -> None:
     """The caller keeps the live bytes below the budget; sizes vary, so the file becomes fragmented."""
     budget, rng = 6 << 20, random.Random(3)
