@@ -49,6 +49,7 @@ class Packing:
 
     def __init__(self, mode: Compression) -> None:
         self.active: bool | None = {"auto": None, "none": False, "zstd": True}[mode]
+        self._tries = 8
         self._pool = ThreadPoolExecutor(_THREADS, "durable-pack")
 
     def pack(self, puts: Sequence[Put]) -> list[bytes | None]:
@@ -58,25 +59,30 @@ class Packing:
         return list(self._pool.map(_packed, puts))
 
     def decide(self, data: Path, entries: Collection[Entry], puts: Sequence[Put]) -> None:
-        """Measures, when ``puts`` are worth measuring. An unreadable disk decides nothing."""
+        """Measures, when ``puts`` are worth measuring. Raises nothing."""
         sample = [put for put in puts if put.header.bits == 16]
         if self.active is not None or not sample:
             return
+        self._tries -= 1
         try:
             measured = self._measure(data, entries, sample)
-        except OSError:
-            measured = None  # a file system without O_DIRECT is in memory, where nothing is gained
-        self.active = measured is not None and measured.pays
-        if measured is not None:
-            log.info(
-                "durable compression",
-                active=self.active,
-                disk_mb_per_s=round(measured.disk / 1e6),
-                unpack_mb_per_s=round(measured.unpack / 1e6),
-                packed_share=round(measured.ratio, 3),
-            )
+        except OSError:  # a file system without O_DIRECT is in memory, where nothing is gained
+            self.active = False
+            return
+        if measured is None:
+            self.active = None if self._tries else False
+            return
+        self.active = measured.pays
+        log.info(
+            "durable compression",
+            active=self.active,
+            disk_mb_per_s=round(measured.disk / 1e6),
+            unpack_mb_per_s=round(measured.unpack / 1e6),
+            packed_share=round(measured.ratio, 3),
+        )
 
     def _measure(self, data: Path, entries: Collection[Entry], puts: Sequence[Put]) -> Measured | None:
+        """None when nothing of the sample can be packed: it says nothing about other models."""
         raw = packed = 0
         parts: list[tuple[bytes, int]] = []
         for put in puts:
