@@ -110,9 +110,13 @@ class LmdbTier:
         contents = contents_of(survey, self._seal)
         if survey.file.size_bytes > self._space.most_bytes and contents.live_bytes * 5 // 4 < survey.file.size_bytes:
             log.info("compacting", file_bytes=survey.file.size_bytes, live_bytes=contents.live_bytes)
-            rebuild(self._folder, survey, self._seal, keep_damaged=False)
-            survey = strict_survey(PageFile(self._folder.data))
-            contents = contents_of(survey, self._seal)
+            try:
+                rebuild(self._folder, survey, self._seal, keep_damaged=False)
+            except (OSError, NoRoom, TierFailed) as error:
+                log.warning("the store stays too large", error=str(error))
+            else:
+                survey = strict_survey(PageFile(self._folder.data))
+                contents = contents_of(survey, self._seal)
         assert survey.meta is not None
         self._file, self._meta = survey.file, survey.meta
         self._env = Environment(

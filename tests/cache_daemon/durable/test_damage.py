@@ -73,7 +73,7 @@ def test_a_truncated_file_is_salvaged_at_start(tmp_path: Path, share: float) -> 
     tier = opened(tmp_path)
     sound = sum(read(tier, *puts).count(ReadResult.SOUND) for puts in chains)  # type: ignore[arg-type]
     assert sound == tier.usage().entries, "what is listed can be read"
-    assert sound < CHAINS * LENGTH
+    assert share > 0.9 or sound < CHAINS * LENGTH, "nearly at the end there may be a free page"
     assert share < 0.9 or sound > 0
     assert store(tier, chunk([5, 5])) == [PutOutcome.STORED]
     tier.close()
