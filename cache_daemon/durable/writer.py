@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 import structlog
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
-from cache_daemon.durable.tier import DurableTier, NoRoom, Put, PutOutcome, TierFailed, WriteGroup
+from cache_daemon.durable.tier import DurableTier, NoRoom, Put, PutOutcome, PutResult, TierFailed, WriteGroup
 
 log = structlog.get_logger("cache_daemon")
-Done = Callable[[PutOutcome], None]
+Done = Callable[[PutResult], None]
+_STORED, _FAILED, _CANCELLED = (PutResult(o) for o in (PutOutcome.STORED, PutOutcome.FAILED, PutOutcome.CANCELLED))
 _GROUP_BYTES = 32 << 20
 _GROUP_ITEMS = 256
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
@@ -68,7 +69,7 @@ class DurableWriter:
         self._stop_at: float | None = None
         self._failing: tuple[str, float] | None = None
         self._pause = 0.0
-        self._outcomes: list[tuple[Done, PutOutcome]] = []
+        self._outcomes: list[tuple[Done, PutResult]] = []
         self._thread = threading.Thread(target=self._run, name="durable-writer", daemon=True)
         self._thread.start()
 
@@ -94,7 +95,7 @@ class DurableWriter:
             for key in keys:
                 for item in self._puts.pop(key, ()):
                     item.cancelled = True
-                    self._loop.call_soon(item.done, PutOutcome.CANCELLED)
+                    self._loop.call_soon(item.done, _CANCELLED)
                 self._queue.append(key)
             self._wake.notify()
 
@@ -143,7 +144,7 @@ class DurableWriter:
             except Exception as error:  # the thread outlives whatever is wrong with a group
                 self._note_failure(error)
                 self._after_owed_failed()
-                self._answer(list(self._unanswered), PutOutcome.FAILED)
+                self._answer(list(self._unanswered), _FAILED)
             del items  # a payload must not be held while waiting for the next
             self._deliver()
 
@@ -212,7 +213,7 @@ class DurableWriter:
                 ready.append((item, Put(item.header, item.payload(), item.replaces)))
             except Exception as error:
                 log.warning("a chunk's payload cannot be read", error=str(error))
-                self._answer([item], PutOutcome.FAILED)
+                self._answer([item], _FAILED)
         return ready
 
     def _write_ready(self, ready: list[tuple[_Put, Put]]) -> None:
@@ -270,7 +271,7 @@ class DurableWriter:
 
     def _after_owed_failed(self) -> None:
         for done in self._owed.waiting:
-            self._outcomes.append((done, PutOutcome.FAILED))
+            self._outcomes.append((done, _FAILED))
         self._owed.waiting.clear()
         self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 2 or _FIRST_PAUSE_SECONDS)
 
@@ -294,7 +295,7 @@ class DurableWriter:
                         self._answer([item for item, _ in left], _outcome_of(again))
                     return
                 if is_one:
-                    self._answer([part[0][0]], PutOutcome.FAILED)
+                    self._answer([part[0][0]], _FAILED)
                 else:
                     waiting += _halves(part)
 
@@ -304,8 +305,8 @@ class DurableWriter:
             return
         results = self._tier.apply(self._owed.group(tuple(put for _, put in part)))
         for (item, _), result in zip(part, results, strict=True):
-            self._answer([item], result.outcome)
-        self._outcomes += [(done, PutOutcome.STORED) for done in self._owed.waiting]
+            self._answer([item], result)
+        self._outcomes += [(done, _STORED) for done in self._owed.waiting]
         self._owed = _Small()
         self._pause = 0.0
         self._failing = None
@@ -316,7 +317,7 @@ class DurableWriter:
             log.warning("durable writes fail", error=str(error) or type(error).__name__)
         self._failing = (str(error) or type(error).__name__, since)
 
-    def _answer(self, items: Iterable[_Put], outcome: PutOutcome) -> None:
+    def _answer(self, items: Iterable[_Put], outcome: PutResult) -> None:
         with self._wake:
             for item in items:
                 if item in self._unanswered:
@@ -337,10 +338,10 @@ def _halves(ready: list[tuple[_Put, Put]]) -> list[list[tuple[_Put, Put]]]:
     return [ready[middle:], ready[:middle]] if middle else [ready]
 
 
-def _outcome_of(error: Exception) -> PutOutcome:
-    return PutOutcome.NO_ROOM if isinstance(error, NoRoom) else PutOutcome.FAILED
+def _outcome_of(error: Exception) -> PutResult:
+    return PutResult(PutOutcome.NO_ROOM) if isinstance(error, NoRoom) else _FAILED
 
 
-def _call_all(outcomes: Sequence[tuple[Done, PutOutcome]]) -> None:
+def _call_all(outcomes: Sequence[tuple[Done, PutResult]]) -> None:
     for done, outcome in outcomes:
         done(outcome)

@@ -10,7 +10,7 @@ import pytest
 
 from cache_daemon.durable.faulty import FaultyTier
 from cache_daemon.durable.memory import MemoryTier
-from cache_daemon.durable.tier import NoRoom, Put, PutOutcome, TierFailed, WriteGroup
+from cache_daemon.durable.tier import NoRoom, Put, PutOutcome, PutResult, TierFailed, WriteGroup
 from cache_daemon.durable.writer import DurableWriter
 from tests.cache_daemon.durable.chunks import chain, chunk, is_sound, key_of, store
 
@@ -30,10 +30,11 @@ class Desk:
             view = memoryview(bytes(put.payload))
             self.writer.put(put.header, lambda view=view: view, put.replaces, self._hear(key_of(put)))
 
-    def _hear(self, key: bytes) -> Callable[[PutOutcome], None]:
-        def hear(outcome: PutOutcome) -> None:
+    def _hear(self, key: bytes) -> Callable[[PutResult], None]:
+        def hear(result: PutResult) -> None:
             assert key not in self.heard, "heard twice"
-            self.heard[key] = outcome
+            assert (result.stored_bytes > 0) is (result.outcome is STORED)
+            self.heard[key] = result.outcome
 
         return hear
 
@@ -122,7 +123,7 @@ async def test_removals_are_tried_until_they_succeed(desk: Desk) -> None:
 async def test_a_note_that_failed_is_told_and_tried_again(desk: Desk) -> None:
     heard: list[PutOutcome] = []
     desk.tier.fail_applies(2)
-    desk.writer.note(b"verdict", b"passed", heard.append)
+    desk.writer.note(b"verdict", b"passed", lambda result: heard.append(result.outcome))
     await until(lambda: desk.tier.notes() == {b"verdict": b"passed"})
     await until(lambda: heard == [PutOutcome.FAILED])
 
@@ -130,7 +131,7 @@ async def test_a_note_that_failed_is_told_and_tried_again(desk: Desk) -> None:
 async def test_the_last_of_several_notes_wins(desk: Desk) -> None:
     heard: list[PutOutcome] = []
     for value in (b"1", None, b"3"):
-        desk.writer.note(b"n", value, heard.append)
+        desk.writer.note(b"n", value, lambda result: heard.append(result.outcome))
     await until(lambda: heard == [STORED] * 3)
     assert desk.tier.notes() == {b"n": b"3"}
 
@@ -190,7 +191,7 @@ async def test_a_payload_that_cannot_be_had_fails_alone(desk: Desk) -> None:
         raise ValueError("the slot is gone")
 
     heard: list[PutOutcome] = []
-    desk.writer.put(chunk([1]).header, raises, (), heard.append)
+    desk.writer.put(chunk([1]).header, raises, (), lambda result: heard.append(result.outcome))
     good = chunk([2])
     desk.put(good)
     assert await desk.outcomes(good) == [STORED]
