@@ -167,6 +167,13 @@ class PrefixIndex:
         while open_ends:
             parent, at = open_ends.pop()
             siblings = self._children.get(parent)
+            # Most of a path has one child at each step: this loop is what a long prompt's time goes into.
+            only: Chunk | None = None
+            while isinstance(siblings, Chunk) and tokens.startswith(siblings.ids, at):
+                only, at = siblings, at + len(siblings.ids)
+                siblings = self._children.get(only.key)
+            if only is not None and at > best:
+                best, last, shared_last = at, only, len(only.ids)
             if siblings is None or at == len(tokens):
                 continue
             for chunk, shared in self._continuations(siblings, tokens, at):
