@@ -53,6 +53,7 @@ class LoadedModel:
     dtype: torch.dtype
     context_length: int
     stop_tokens: frozenset[int]
+    rope_factors: str = ""  # which of LongRoPE's two sets of frequencies the keys are turned by
 
     @property
     def layers(self) -> int:
@@ -87,6 +88,8 @@ class LoadedModel:
     def descriptor(self, bits: int) -> NamespaceDescriptor:
         """What names this model's chunks at a storage width."""
         rope = getattr(self.config, "rope_parameters", None)
+        if rope and self.rope_factors:
+            rope = dict(rope) | {"factors": self.rope_factors}
         return NamespaceDescriptor(
             model_fingerprint=self.weights,
             architecture=self.architecture,
@@ -112,8 +115,14 @@ def _heads(config: Any) -> tuple[int, int, int]:
 def _projection_share(config: Any) -> float:
     heads, kv_heads, dim = _heads(config)
     qkv = (heads + 2 * kv_heads) * dim * config.hidden_size
-    rest = heads * dim * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
+    rest = heads * dim * config.hidden_size + 3 * config.hidden_size * _inner_width(config)
     return float(qkv / (qkv + rest))
+
+
+def _inner_width(config: Any) -> int:
+    """Channels of a layer's feed-forward part that one token passes; of a mixture, those of the experts it gets."""
+    experts = int(getattr(config, "num_experts_per_tok", None) or 1)
+    return experts * int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
 
 
 @dataclass(frozen=True)
