@@ -12,6 +12,7 @@ from rich.console import Console
 
 from kvsidecar.cli import cache as cache_commands
 from kvsidecar.cli import doctor as doctor_command
+from kvsidecar.cli import models as model_commands
 from kvsidecar.client import Client, Completion
 from kvsidecar.errors import KVSidecarError
 
@@ -22,6 +23,7 @@ app = typer.Typer(
     "Start with `kvsidecar serve`, then `kvsidecar chat` in another terminal.",
 )
 app.add_typer(cache_commands.app, name="cache")
+app.add_typer(model_commands.app, name="models")
 console = Console()
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -142,6 +144,7 @@ def warm(
 
 
 app.command(name="doctor")(doctor_command.doctor)
+app.command(name="pull")(model_commands.pull)
 
 
 def main() -> None:
