@@ -23,7 +23,7 @@ def run_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
     hidden's shape. ``module`` holds ``gate_up_proj [experts, 2 inner, width]``, ``down_proj [experts, width, inner]``
     and the activation."""
     out = torch.zeros_like(hidden)
-    for expert in chosen.unique().tolist():
+    for expert in sorted(set(chosen.flatten().tolist())):
         row, place = torch.where(chosen == expert)
         x = F.pad(hidden[row], (0, 0, 0, -len(row) % ROW_MULTIPLE))
         gate, up = F.linear(x, module.gate_up_proj[expert]).chunk(2, dim=-1)

@@ -171,7 +171,7 @@ def _tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ModelUnsupported(f"{file.path} holds a tokenizer that transformers cannot read: {error}") from error
     found.name_or_path = ""
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _generation(file: GgufFile, config: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
