@@ -47,17 +47,17 @@ def test_it_knows_the_capital_of_france(smollm2: Path) -> None:
     assert answer.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(50, marks=pytest.mark.long)])
-@pytest.mark.timeout(900)
-def test_greedy_answers_are_those_of_transformers_with_the_same_file(smollm2: Path, count: int) -> None:
-    chosen, answer_tokens = PROMPTS[:: len(PROMPTS) // count], 24
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_greedy_answers_are_those_of_transformers_with_the_same_file(smollm2: Path) -> None:
+    answer_tokens = 24
     with Engine.from_pretrained("smollm2", cache=None, dtype="float32", pool_bytes="512MiB") as engine:
         tokenizer = engine._runtime.engine.loaded.tokenizer
         prompts = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": p}], add_generation_prompt=True, return_dict=False
             )
-            for p in chosen
+            for p in PROMPTS
         ]
         ours = [r.token_ids for r in engine.generate_batch(prompts, max_tokens=answer_tokens, temperature=0)]
     theirs = _transformers(smollm2)

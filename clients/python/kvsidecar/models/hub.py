@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -19,7 +18,8 @@ from kvsidecar.errors import ModelUnsupported
 
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "LICENSE*", "NOTICE*")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\w+)?")
-_FAILURES = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, OSError)
+# Its first base is the error of whichever HTTP client huggingface_hub was built upon.
+_FAILURES = (HfHubHTTPError.__bases__[0], HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def choose(name: str) -> Chosen:
     try:
         info = HfApi().model_info(repository, files_metadata=True)
     except _FAILURES as error:
-        raise ModelUnsupported(f"the hub gave no {repository}: {first_line(error)}") from error
+        raise ModelUnsupported(f"the hub {HfApi().endpoint} gave no {repository}: {_first_line(error)}") from error
     sizes = {s.rfilename: s.size or 0 for s in info.siblings or []}
     files, gguf = _files(repository, list(sizes), wanted)
     licence = str(getattr(info.card_data, "license", "") or "")
@@ -77,7 +77,7 @@ def fetch(chosen: Chosen, folder: Path | None = None) -> Path:
             chosen.repository, revision=chosen.commit, local_dir=folder, allow_patterns=list(chosen.files)
         )
     except _FAILURES as error:
-        raise ModelUnsupported(f"the hub did not give all of {chosen.repository}: {first_line(error)}") from error
+        raise ModelUnsupported(f"the hub did not give all of {chosen.repository}: {_first_line(error)}") from error
     return Path(found)
 
 
@@ -89,5 +89,5 @@ def fetched_before(name: str) -> Path | None:
         return None
 
 
-def first_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
