@@ -19,7 +19,13 @@ from kvsidecar.errors import ModelUnsupported
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "LICENSE*", "NOTICE*")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\w+)?")
 # Its first base is the error of whichever HTTP client huggingface_hub was built upon.
-_FAILURES = (HfHubHTTPError.__bases__[0], HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError)
+_FAILURES: tuple[type[BaseException], ...] = (
+    HfHubHTTPError.__bases__[0],
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    OSError,
+)
 
 
 @dataclass(frozen=True)
@@ -89,5 +95,5 @@ def fetched_before(name: str) -> Path | None:
         return None
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
