@@ -29,7 +29,7 @@ from inference_svc.model import fingerprint
 from inference_svc.model.architectures import check_architecture
 from inference_svc.model.experts import EXPERTS, register_experts
 from inference_svc.model.gguf import file as gguf_file
-from inference_svc.model.gguf.convert import converted, open_source
+from inference_svc.model.gguf.convert import SAMPLING, converted, open_source
 from inference_svc.model.gguf.geometry import config_of
 from inference_svc.model.resolve import DEMO_MODEL, resolve
 from inference_svc.model.rotary import settle
@@ -82,6 +82,18 @@ class LoadedModel:
     def projection_share(self) -> float:
         """Share of a layer's weights that queries, keys and values take."""
         return _projection_share(self.config)
+
+    @property
+    def sampling(self) -> dict[str, float | int]:
+        """How it is meant to be sampled, by the names of ``SamplingParams``: the defaults of a request that says
+        nothing. Empty where its generation_config.json says nothing either."""
+        wanted = getattr(self.model, "generation_config", None)
+        if getattr(wanted, "do_sample", None) is None:
+            return {}
+        if not wanted.do_sample:
+            return {"temperature": 0.0}
+        stated = {name: getattr(wanted, name, None) for name in SAMPLING}
+        return {name: value for name, value in stated.items() if value is not None}
 
     def sentence_ends(self) -> frozenset[int]:
         """Tokens that end a sentence or a line."""

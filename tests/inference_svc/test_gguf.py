@@ -162,6 +162,17 @@ def test_the_chat_template_comes_along_and_its_turns_end_an_answer(tmp_path: Pat
     assert loaded.stop_tokens == frozenset(ends)
 
 
+def test_sampling_that_is_recommended_beside_the_file_comes_along(tmp_path: Path) -> None:
+    file, _ = model_file(tmp_path, "qwen2")
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.2, "top_p": 0.9, "eos_token_id": 7}')
+    loaded = load(str(file), device="cpu", dtype="float32")
+    assert loaded.sampling == {"temperature": 0.2, "top_p": 0.9}
+    assert 7 not in loaded.stop_tokens, "what ends an answer is the file's own"
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
+    assert load(str(file), device="cpu", dtype="bfloat16").sampling == {"temperature": 0.0}
+    assert load("demo", device="cpu").sampling == {}
+
+
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     file, _ = model_file(tmp_path, "qwen2")
     assert load(str(tmp_path), device="cpu").weights == load(str(file), device="cpu").weights

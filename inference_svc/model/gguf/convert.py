@@ -40,6 +40,8 @@ _SPARE_BYTES = 256 << 20
 _SAY_SECONDS = 5.0
 # Tokens that end a turn, where a chat template writes them; files name only one in their metadata.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
+# What a model's makers may recommend; generation_config.json's names are ours.
+SAMPLING = ("temperature", "top_p", "top_k")
 Progress = Callable[[int, int], None]
 
 
@@ -175,10 +177,23 @@ def _tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
 
 
 def _generation(file: GgufFile, config: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """What ends an answer: the file's own ends, and the turn's end that its chat template writes."""
+    """What ends an answer: the file's own ends, and the turn's end that its chat template writes. How it is sampled is
+    what a generation_config.json beside the file says."""
     named = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     template = str(file.metadata.get("tokenizer.chat_template", ""))
     special = tokenizer.get_added_vocab()
     written = [special[t] for t in _TURN_ENDS if t in template and t in special]
     ends = list(dict.fromkeys(i for i in [*named, *written] if i is not None))
-    return GenerationConfig(bos_token_id=config.bos_token_id, pad_token_id=config.pad_token_id, eos_token_id=ends)
+    ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id, "eos_token_id": ends}
+    return GenerationConfig(**_recommended(file.path.parent / "generation_config.json") | ids)
+
+
+def _recommended(beside: Path) -> dict[str, Any]:
+    try:
+        stated = json.loads(beside.read_text(encoding="utf-8"))
+        found = {name: stated[name] for name in SAMPLING if stated.get(name) is not None}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelUnsupported(f"cannot read {beside}: {error}") from error
+    return found | {"do_sample": bool(stated.get("do_sample", True))} if found or "do_sample" in stated else {}

