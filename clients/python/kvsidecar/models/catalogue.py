@@ -62,7 +62,7 @@ _MODELS = (
         92_871_040,
         "LlamaForCausalLM",
         "Apache-2.0",
-        # Its makers recommend a temperature of 0.2, at which these 4-bit weights still wander in three of eight answers.
+        # Its makers recommend a temperature of 0.2; three of eight answers from these 4-bit weights wander there.
         sampling=(("do_sample", False),),
     ),
     Packaged(
