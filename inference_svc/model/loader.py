@@ -87,7 +87,7 @@ class LoadedModel:
     def sampling(self) -> dict[str, float | int]:
         """How it is meant to be sampled, by the names of ``SamplingParams``: the defaults of a request that says
         nothing. Empty where its generation_config.json says nothing either."""
-        wanted = getattr(self.model, "generation_config", None)
+        wanted: Any = getattr(self.model, "generation_config", None)
         if getattr(wanted, "do_sample", None) is None:
             return {}
         if not wanted.do_sample:
