@@ -1,4 +1,4 @@
-"""``python -m inference_svc worker|gateway|serve|verify``: the command lines of the servers."""
+"""``python -m inference_svc worker|gateway|serve|verify|prepare``: the command lines of the servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
         from inference_svc.verify_command import main as verify
 
         return verify(rest)
-    print("usage: python -m inference_svc worker|gateway|serve|verify [--help]", file=sys.stderr)
+    if command == "prepare":
+        from inference_svc.model.prepare_command import main as prepare
+
+        return prepare(rest)
+    print("usage: python -m inference_svc worker|gateway|serve|verify|prepare [--help]", file=sys.stderr)
     return 2
 
 

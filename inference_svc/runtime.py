@@ -68,7 +68,12 @@ def build(config: WorkerConfig) -> Runtime:
 
 def _build(config: WorkerConfig) -> Runtime:
     loaded = load(
-        config.model, device=config.device, dtype=config.dtype, strict=config.strict, served_name=config.served_name
+        config.model,
+        device=config.device,
+        dtype=config.dtype,
+        strict=config.strict,
+        served_name=config.served_name,
+        context_length=config.context_length,
     )
     if config.context_length:
         if config.context_length > loaded.context_length:

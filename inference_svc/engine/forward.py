@@ -36,6 +36,9 @@ class Decoder:
             inner.norm,
             inner.rotary_emb,
         )
+        # Gemma 3: sliding and global layers turn keys by different angles.
+        differ = isinstance(getattr(self._rotary, "rope_type", None), dict)
+        self._kinds: list[str] | None = list(loaded.config.layer_types) if differ else None
         self._fused = fused.FusedLayers(loaded.model) if fused.suits(loaded.model) else None
         if loaded.device.type == "cpu":
             pack_linears(loaded.model)
@@ -92,7 +95,7 @@ class Decoder:
     def _run_layers(self, hidden: Tensor, batch: Batch, first: int, end: int) -> Tensor:
         """The model's own layers over ``hidden [rows, width]``."""
         states, positions = hidden[None], batch.positions[None]
-        angles = self._rotary(states, positions)
+        angles = self._angles(states, positions, first, end)
         for i, layer in enumerate(self._layers[first:end], first):
             batch.pass_layer(i)
             out = layer(
@@ -101,7 +104,15 @@ class Decoder:
                 position_ids=positions,
                 past_key_values=None,
                 use_cache=False,
-                position_embeddings=angles,
+                position_embeddings=angles[i - first],
             )
             states = out[0] if isinstance(out, tuple) else out
         return states[0]
+
+    def _angles(self, states: Tensor, positions: Tensor, first: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Cosines and sines for each of the layers ``first`` to ``end``."""
+        if self._kinds is None:
+            return [self._rotary(states, positions)] * (end - first)
+        kinds = self._kinds[first:end]
+        found = {kind: self._rotary(states, positions, kind) for kind in dict.fromkeys(kinds)}
+        return [found[kind] for kind in kinds]

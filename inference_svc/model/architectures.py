@@ -10,15 +10,20 @@ from __future__ import annotations
 from kvsidecar.errors import ModelUnsupported
 from transformers import PretrainedConfig
 
+from inference_svc.model.rotary import rope_kinds
+
 # Verified against the eager model by tests/inference_svc/test_architectures.py.
 SUPPORTED = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
     "Phi3ForCausalLM",
     "GemmaForCausalLM",
     "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
     "StableLmForCausalLM",
     "Olmo2ForCausalLM",
 )
@@ -45,14 +50,13 @@ REFUSED: dict[str, str] = {
     "RecurrentGemmaForCausalLM": _STATE,
     "T5ForConditionalGeneration": _ENCODER,
     "BartForConditionalGeneration": _ENCODER,
+    "Gemma3ForConditionalGeneration": "it has an image encoder; its text model alone (Gemma3ForCausalLM) is supported",
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
 }
-# RoPE variants whose angles depend on the sequence's length: a stored key would be wrong in a longer one.
-_REFUSED_ROPE = {
-    "dynamic": "dynamic NTK scaling changes all angles as the sequence grows",
-    "longrope": "LongRoPE switches its angles at the original context length",
-}
+# A RoPE variant whose angles depend on the sequence's length: a stored key would be wrong in a longer one. (LongRoPE's
+# two sets of angles are chosen once, see rotary.py.)
+_REFUSED_ROPE = {"dynamic": "dynamic NTK scaling changes all angles as the sequence grows"}
 
 
 def check_architecture(name: str, config: PretrainedConfig, strict: bool = True) -> None:
@@ -64,7 +68,7 @@ def check_architecture(name: str, config: PretrainedConfig, strict: bool = True)
             f"{name} has not been verified against its eager model; verified are {', '.join(SUPPORTED)}; "
             "--strict false tries it all the same"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
-    if kind in _REFUSED_ROPE:
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ModelUnsupported(f"{name} attends in both directions here, so that no key depends on its prefix alone")
+    for kind in sorted(rope_kinds(config) & _REFUSED_ROPE.keys()):
         raise ModelUnsupported(f"{name} uses RoPE of type {kind!r}, which is not supported: {_REFUSED_ROPE[kind]}")

@@ -1,12 +1,12 @@
-"""Loads a model: the built-in one, a random one of a known shape, a local directory, or one from the hub."""
+"""Loads a model: the built-in one, a random one of a known shape, a folder, a GGUF file, or one from a hub."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 import transformers
 from kvkernels.ops import native
@@ -27,10 +27,17 @@ from inference_svc.engine.attention import ATTENTION, register
 from inference_svc.model import awq as quantized
 from inference_svc.model import fingerprint
 from inference_svc.model.architectures import check_architecture
+from inference_svc.model.experts import EXPERTS, register_experts
+from inference_svc.model.gguf import file as gguf_file
+from inference_svc.model.gguf.convert import SAMPLING, converted, open_source
+from inference_svc.model.gguf.geometry import config_of
+from inference_svc.model.resolve import DEMO_MODEL, resolve
+from inference_svc.model.rotary import settle
 from inference_svc.model.shapes import SHAPES
 from inference_svc.model.skeleton import skeleton
 
-DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
+log = structlog.get_logger("model")
+
 _SHAPE_SEED = 0
 _DTYPES: dict[torch.dtype, DataType.ValueType] = {
     torch.float32: DATA_TYPE_FLOAT32,
@@ -53,6 +60,7 @@ class LoadedModel:
     dtype: torch.dtype
     context_length: int
     stop_tokens: frozenset[int]
+    rope_factors: str = ""  # which of LongRoPE's two sets of frequencies the keys are turned by
 
     @property
     def layers(self) -> int:
@@ -75,6 +83,18 @@ class LoadedModel:
         """Share of a layer's weights that queries, keys and values take."""
         return _projection_share(self.config)
 
+    @property
+    def sampling(self) -> dict[str, float | int]:
+        """How it is meant to be sampled, by the names of ``SamplingParams``: the defaults of a request that says
+        nothing. Empty where its generation_config.json says nothing either."""
+        wanted: Any = getattr(self.model, "generation_config", None)
+        if getattr(wanted, "do_sample", None) is None:
+            return {}
+        if not wanted.do_sample:
+            return {"temperature": 0.0}
+        stated = {name: getattr(wanted, name, None) for name in SAMPLING}
+        return {name: value for name, value in stated.items() if value is not None}
+
     def sentence_ends(self) -> frozenset[int]:
         """Tokens that end a sentence or a line."""
         ends = (".", "!", "?", "\n")
@@ -87,6 +107,8 @@ class LoadedModel:
     def descriptor(self, bits: int) -> NamespaceDescriptor:
         """What names this model's chunks at a storage width."""
         rope = getattr(self.config, "rope_parameters", None)
+        if rope and self.rope_factors:
+            rope = dict(rope) | {"factors": self.rope_factors}
         return NamespaceDescriptor(
             model_fingerprint=self.weights,
             architecture=self.architecture,
@@ -112,8 +134,14 @@ def _heads(config: Any) -> tuple[int, int, int]:
 def _projection_share(config: Any) -> float:
     heads, kv_heads, dim = _heads(config)
     qkv = (heads + 2 * kv_heads) * dim * config.hidden_size
-    rest = heads * dim * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
+    rest = heads * dim * config.hidden_size + 3 * config.hidden_size * _inner_width(config)
     return float(qkv / (qkv + rest))
+
+
+def _inner_width(config: Any) -> int:
+    """Channels of a layer's feed-forward part that one token passes; of a mixture, those of the experts it gets."""
+    experts = int(getattr(config, "num_experts_per_tok", None) or 1)
+    return experts * int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -131,7 +159,8 @@ def shape_of(name: str) -> Shape:
         kind, values = SHAPES[name.removeprefix("shape:")]
         config = kind(**values)
     else:
-        config = AutoConfig.from_pretrained(DEMO_MODEL if name == "demo" else name)
+        found = resolve(name)
+        config = config_of(gguf_file.read(found)) if found.is_file() else AutoConfig.from_pretrained(found)
     layers, (_, kv_heads, dim) = int(config.num_hidden_layers), _heads(config)
     return Shape(layers, _projection_share(config), 2 * layers * kv_heads * dim * 4)
 
@@ -167,16 +196,28 @@ def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> t
 
 
 def load(
-    name: str, *, device: str = "auto", dtype: str = "auto", strict: bool = True, served_name: str = ""
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    strict: bool = True,
+    served_name: str = "",
+    context_length: int = 0,
 ) -> LoadedModel:
-    """Loads ``demo``, ``shape:NAME``, a directory or a hub id. Raises ModelUnsupported, ConfigurationError."""
+    """Loads ``demo``, ``shape:NAME``, or what ``resolve`` makes of a name. ``context_length`` is the longest sequence
+    that will be served, the model's own when 0. Raises ModelUnsupported, ConfigurationError."""
     register()
+    register_experts()
     place = pick_device(device)
     if name.startswith("shape:"):
         return _load_shape(name, place, dtype, served_name)
-    folder = DEMO_MODEL if name == "demo" else Path(name)
-    if not folder.is_dir():
-        folder = _download(name)
+    folder = resolve(name)
+    if folder == DEMO_MODEL:
+        log.info("the built-in model is for tests and no assistant; kvsidecar pull smollm2 fetches one that answers")
+    if folder.is_file():
+        source = open_source(folder)
+        dtype = str(pick_dtype(dtype, source.dtype, place)).removeprefix("torch.")
+        folder = converted(source, getattr(torch, dtype))
     for needed in ("config.json", "tokenizer_config.json"):
         if not (folder / needed).is_file():
             raise ModelUnsupported(f"{folder} has no {needed}; point --model to a complete Hugging Face model folder")
@@ -193,26 +234,15 @@ def load(
             dense = not native(place, chosen)
             model = quantized.load(folder, config, chosen, ATTENTION, place, dense)
         else:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen, attn_implementation=ATTENTION)
+            # Elsewhere than on a CPU no order of rows is kept, and transformers' own way with experts is faster.
+            experts = EXPERTS if place.type == "cpu" else None
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=chosen, attn_implementation=ATTENTION, experts_implementation=experts
+            )
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelUnsupported(f"cannot load the model in {folder}: {error}") from error
-    return _finish(served_name or name, model, tokenizer, architecture, weights, place, chosen)
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja"])
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelUnsupported(
-            f"{name!r} is neither 'demo', 'shape:NAME', a folder, nor a model that the hub could give: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+    return _finish(served_name or name, model, tokenizer, architecture, weights, place, chosen, context_length)
 
 
 def _load_shape(name: str, device: torch.device, dtype: str, served_name: str) -> LoadedModel:
@@ -245,7 +275,10 @@ def _finish(
     weights: bytes,
     device: torch.device,
     dtype: torch.dtype,
+    served: int = 0,
 ) -> LoadedModel:
+    longest = int(getattr(model.config, "max_position_embeddings", 2048))
+    factors = settle(model, served or longest)
     model = model.eval().requires_grad_(False).to(device)
     config = model.config
     stops = {tokenizer.eos_token_id, *_as_list(getattr(model.generation_config, "eos_token_id", None))}
@@ -258,8 +291,9 @@ def _finish(
         weights=weights,
         device=device,
         dtype=dtype,
-        context_length=int(getattr(config, "max_position_embeddings", 2048)),
+        context_length=longest,
         stop_tokens=frozenset(t for t in stops if t is not None),
+        rope_factors=factors,
     )
 
 

@@ -12,6 +12,7 @@ from kvkernels import cpu_attention
 from inference_svc.engine import rows
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.model.architectures import SUPPORTED
 from inference_svc.model.packed_linear import PackedLinear
 from tests.inference_svc.test_architectures import build
 
@@ -31,7 +32,7 @@ def test_packed_products_equal_plain_ones_at_every_row_count(features: int, outp
             assert torch.equal(packed(x[:n].contiguous()), whole[:n]), f"{n} rows"
 
 
-@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM"])
+@pytest.mark.parametrize("name", SUPPORTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kernel", "seed"), [("ours", 0), ("ours", 1), ("ours", 2), ("torch's", 0)])
 def test_any_split_of_a_prompt_gives_the_same_bits(

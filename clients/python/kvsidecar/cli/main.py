@@ -12,8 +12,9 @@ from rich.console import Console
 
 from kvsidecar.cli import cache as cache_commands
 from kvsidecar.cli import doctor as doctor_command
+from kvsidecar.cli import models as model_commands
 from kvsidecar.client import Client, Completion
-from kvsidecar.errors import KVSidecarError
+from kvsidecar.errors import InvalidRequest, KVSidecarError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,6 +23,7 @@ app = typer.Typer(
     "Start with `kvsidecar serve`, then `kvsidecar chat` in another terminal.",
 )
 app.add_typer(cache_commands.app, name="cache")
+app.add_typer(model_commands.app, name="models")
 console = Console()
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -126,22 +128,39 @@ def _summary(final: Completion | None) -> None:
 
 @app.command()
 def warm(
-    prompts: Annotated[list[Path], typer.Argument(help="Text files to read into the cache.", exists=True)],
+    prompts: Annotated[list[Path], typer.Argument(help="Text files, or folders of them, to read.", exists=True)],
     worker: Address = None,
 ) -> None:
     """Read texts into the cache before anybody asks about them."""
     from rich.progress import track
 
+    texts = _texts(prompts)
     with Client(worker) as client:
-        for path in track(prompts, description="warming", console=console, disable=len(prompts) < 2):
-            result = client.warm(path.read_text(encoding="utf-8"))
+        for path, text in track(texts, description="warming", console=console, disable=len(texts) < 2):
+            result = client.warm(text)
             console.print(
                 f"{path}: {result.prompt_tokens} tokens, {result.cached_tokens} were cached, "
                 f"{result.stored_tokens} are stored now"
             )
 
 
+def _texts(paths: list[Path]) -> list[tuple[Path, str]]:
+    """The files that were named, and the texts in folders that were; what else lies in a folder is left out, by name.
+    Raises InvalidRequest when nothing is left."""
+    found = [(path, path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
+    for path in sorted(p for folder in paths if folder.is_dir() for p in folder.rglob("*") if p.is_file()):
+        try:
+            found.append((path, path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError:
+            console.print(f"{path}: not a text in UTF-8, left out", style="dim", highlight=False)
+    texts = [(path, text) for path, text in found if text.strip()]
+    if not texts:
+        raise InvalidRequest(f"there is no text in {', '.join(map(str, paths))}")
+    return texts
+
+
 app.command(name="doctor")(doctor_command.doctor)
+app.command(name="pull")(model_commands.pull)
 
 
 def main() -> None:

