@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import structlog
@@ -77,12 +77,14 @@ class ChunkStore:
         accounts: Accounts | None = None,
         summary: SummaryWriter | None = None,
         clock: Callable[[], float] | None = None,
+        around: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext(),
     ) -> None:
-        """``new_policy`` makes a policy for a tier of so many bytes."""
+        """``new_policy`` makes a policy for a tier of so many bytes. ``around`` surrounds work on the store's threads,
+        which it is told the name of."""
         self.epoch = secrets.randbits(63) + 1
         self.arena, self.summary, self.accounts = arena, summary, accounts or Accounts()
         self.events, self.sessions, self.counts = EventLog(self.epoch), Sessions(), StatsResponse()
-        self._durable, self._staging_bytes = durable, staging_bytes
+        self._durable, self._staging_bytes, self._around = durable, staging_bytes, around
         self._started = time.monotonic()
         self._copying = ThreadPoolExecutor(_COPY_THREADS, "copy")
         self._reading = ThreadPoolExecutor(_READ_THREADS, "durable-read")
@@ -97,10 +99,10 @@ class ChunkStore:
         self._persistence: Persistence | None = None
         if cold is not None and self._writer is not None:
             self._persistence = Persistence(self.tiers, cold, self._writer, durable_budget_bytes)
-        self._lookup = Lookup(self.tiers, durable, self._on(self._reading), self._progress)
+        self._lookup = Lookup(self.tiers, durable, self._on(self._reading, "durable read"), self._progress)
         larger = max(arena.size_bytes, durable_budget_bytes)
         self._pins = Pins(self.tiers, int(larger * _PINNED_SHARE), self._note)
-        self._writing = Writing(self.tiers, self._persistence, self._pins, self.epoch, self._on(self._copying))
+        self._writing = Writing(self.tiers, self._persistence, self._pins, self.epoch, self._on(self._copying, "copy"))
         self._upkeep: asyncio.Task[None] | None = None
 
     # ---- beginning and end ----------------------------------------------------------------------------------
@@ -386,9 +388,10 @@ class ChunkStore:
         while self._persistence is not None and not self._persistence.settled:
             await self._persistence.progress(0.1)
 
-    def _on(self, threads: ThreadPoolExecutor) -> Callable[[Callable[[], T]], Awaitable[T]]:
+    def _on(self, threads: ThreadPoolExecutor, name: str) -> Callable[[Callable[[], T]], Awaitable[T]]:
         async def run(work: Callable[[], T]) -> T:
-            return await asyncio.get_running_loop().run_in_executor(threads, work)
+            with self._around(name):
+                return await asyncio.get_running_loop().run_in_executor(threads, work)
 
         return run
 
