@@ -417,6 +417,8 @@ class ChunkStore:
         out.leases = sum(len(s.leases) for s in self.sessions)
         out.reservations = sum(len(s.reservations) for s in self.sessions)
         out.pinned_bytes = self._pins.pinned_bytes
+        if self._durable is not None:
+            out.durable_file_bytes = self._durable.usage().file_bytes
         if tiers.cold is not None and self._persistence is not None and writer is not None:
             out.durable_budget_bytes, out.durable_bytes = self._persistence.budget_bytes, tiers.cold.used_bytes
             out.durable_chunks, out.pending_writes = len(tiers.cold), writer.pending

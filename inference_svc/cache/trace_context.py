@@ -12,12 +12,12 @@ _SDK = "opentelemetry.sdk.trace"
 
 
 def with_trace_context(channel: grpc.Channel) -> grpc.Channel:
-    """The channel, whose calls with one answer name the active span. The channel itself in a process that has not loaded
-    OpenTelemetry's SDK: then there are no spans, and calls cost what they did."""
+    """The channel, whose calls with one answer name the active span. The channel itself in a process that has not
+    loaded OpenTelemetry's SDK: there are no spans in it, and calls cost what they did."""
     return grpc.intercept_channel(channel, _Naming()) if _SDK in sys.modules else channel
 
 
-class _Naming(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class _Naming(grpc.UnaryUnaryClientInterceptor):
     def __init__(self) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

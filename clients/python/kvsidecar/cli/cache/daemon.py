@@ -100,7 +100,7 @@ def salt_bytes(text: str) -> bytes:
         raise InvalidRequest(f"cannot read the salt from {text[1:]}: {error.strerror}") from error
 
 
-def scope(namespace: str, salt: str) -> dict[str, bytes]:
+def scope(namespace: str, salt: str) -> dict[str, Any]:
     """The fields that restrict a request to a tenant. Raises InvalidRequest for a salt without a namespace."""
     if salt and not namespace:
         raise InvalidRequest("--salt names a tenant of a namespace; give --namespace, too")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
@@ -16,7 +15,7 @@ def as_dict(message: Message) -> dict[str, Any]:
     return {field.name: _value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
-def _value(field: FieldDescriptor, value: Any) -> Any:
+def _value(field: Any, value: Any) -> Any:
     if field.is_repeated:
         return [as_dict(item) if isinstance(item, Message) else item for item in value]
     if isinstance(value, Message):
@@ -38,7 +37,7 @@ def percent(share: float | None) -> str:
 
 def duration(seconds: float) -> str:
     """90061 to ``"1d 1h"``: the two largest units."""
-    parts = []
+    parts: list[str] = []
     left = int(seconds)
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
         if left >= size or (unit == "s" and not parts):

@@ -6,7 +6,7 @@ import contextlib
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -167,11 +167,16 @@ def _calls(stats: pb.StatsResponse) -> Table:
     return table
 
 
+def _wait(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
 @contextlib.contextmanager
-def _keys() -> Iterator[Any]:
+def _keys() -> Iterator[Callable[[float], str]]:
     """A function that waits so many seconds for a key and returns it, or nothing. Keys need a terminal."""
     if not sys.stdin.isatty():
-        yield lambda seconds: time.sleep(seconds) or ""
+        yield _wait
         return
     import termios
     import tty
