@@ -28,7 +28,9 @@ _COLUMNS = (
     "chunk", "parent", "root", "workers", "position", "tokens", "bits", "payload_bytes", "stored_bytes", "where",
     "leases", "hits", "idle_seconds",
 )  # fmt: skip
-_LEAST_COLUMNS = 100
+_NARROW = ("chunk", "of", "tokens", "size", "where", "hits")
+_WIDE = ("chunk", "of", "position", "tokens", "bits", "size", "where", "leases", "hits", "idle")
+_WIDE_FROM = 118
 
 ChunkName = Annotated[str, typer.Argument(help="The chunk's hash, or its beginning, from `cache list`.")]
 
@@ -151,27 +153,34 @@ def _workers(daemon: Any, salt: str) -> dict[bytes, list[str]]:
 
 
 def _print_table(found: list[pb.ChunkInfo], known: dict[bytes, list[str]]) -> None:
-    """Columns that fit: a narrow terminal loses the least telling ones."""
+    """Columns that fit: a narrow terminal has the most telling ones."""
     console = Console()
-    wide = console.width >= _LEAST_COLUMNS
-    columns = ["chunk", "of", "position", "tokens", "size", "where", "hits", "idle"]
-    table = Table(*columns, *(("bits", "leases") if wide else ()))
+    cells = [_cells(c, known) for c in found]
+    names = _WIDE if console.width >= _WIDE_FROM else _NARROW
+    table = Table(*names)
     for column in table.columns:
         column.no_wrap = True
         column.justify = "left" if column.header in ("chunk", "of", "where") else "right"
-    for c in found:
-        row = [
-            c.prefix_hash.hex()[:_SHORT],
-            escape(", ".join(known.get(c.root, [])) or c.root.hex()[:8]),
-            str(c.start_position),
-            str(c.tokens),
-            format_size(c.payload_bytes),
-            where(c),
-            str(c.hits),
-            duration(c.idle_seconds),
-        ]
-        table.add_row(*row, *((str(c.bits), str(c.leases)) if wide else ()))
+    for row in cells:
+        table.add_row(*(row[name] for name in names))
     console.print(table)
+
+
+def _cells(c: pb.ChunkInfo, known: dict[bytes, list[str]]) -> dict[str, str]:
+    workers = known.get(c.root, [])
+    more = f" +{len(workers) - 1}" if len(workers) > 1 else ""
+    return {
+        "chunk": c.prefix_hash.hex()[:_SHORT],
+        "of": escape(workers[0][:_SHORT]) + more if workers else c.root.hex()[:8],
+        "position": str(c.start_position),
+        "tokens": str(c.tokens),
+        "bits": str(c.bits),
+        "size": format_size(c.payload_bytes),
+        "where": where(c),
+        "leases": str(c.leases),
+        "hits": str(c.hits),
+        "idle": duration(c.idle_seconds),
+    }
 
 
 def _print_lines(found: list[pb.ChunkInfo], known: dict[bytes, list[str]]) -> None:
