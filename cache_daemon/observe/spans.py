@@ -1,4 +1,4 @@
-"""Spans around the daemon's work. Off, they cost one call of a function that returns a constant."""
+"""Spans around the daemon's work, without a word about who keeps them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from kvsidecar.errors import Context
 
 Span = AbstractContextManager[object]
 CallSpan = Callable[[str, Context], Span]
+"""Around a call of a method; a daemon that does not trace has none."""
 WorkSpan = Callable[[str], Span]
-_NOTHING: Span = nullcontext()
-
-
-def no_call_span(method: str, context: Context) -> Span:
-    """For daemons that do not trace."""
-    return _NOTHING
+"""Around a named part of a call."""
+NOTHING: Span = nullcontext()
 
 
 def no_work_span(what: str) -> Span:
     """For daemons that do not trace."""
-    return _NOTHING
+    return NOTHING

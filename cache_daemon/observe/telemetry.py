@@ -19,7 +19,7 @@ from kvsidecar.errors import ConfigurationError, Context, KVSidecarError
 
 from cache_daemon.observe.names import COUNTERS, GAUGES
 from cache_daemon.observe.snapshot import Snapshots
-from cache_daemon.observe.spans import CallSpan, Span, WorkSpan, no_call_span, no_work_span
+from cache_daemon.observe.spans import NOTHING, CallSpan, Span, WorkSpan, no_work_span
 
 ENDPOINT_VARIABLES = (
     "OTEL_EXPORTER_OTLP_ENDPOINT",
@@ -36,7 +36,7 @@ _FRESH_SECONDS = 1.0
 class Telemetry:
     """What the daemon calls. ``observe`` begins with the metrics, once there is something to read them from."""
 
-    call_span: CallSpan = no_call_span
+    call_span: CallSpan | None = None
     work_span: WorkSpan = no_work_span
     observe: Callable[[Snapshots], None] = lambda _: None
 
@@ -133,7 +133,7 @@ class _Spans:
     def of_work(self, what: str) -> Span:
         """A part of the current call; nothing outside of one."""
         if not self._trace.get_current_span().is_recording():
-            return no_work_span(what)
+            return NOTHING
         found: Span = self._tracer.start_as_current_span(what)
         return found
 

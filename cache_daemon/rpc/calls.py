@@ -14,7 +14,7 @@ import structlog
 from kvsidecar.cache.v1.cache_pb2 import CallInfo
 from kvsidecar.errors import CACHE_DOMAIN, Context, KVSidecarError, LimitExceeded, QuotaExceeded, abort
 
-from cache_daemon.observe.spans import CallSpan, no_call_span
+from cache_daemon.observe.spans import CallSpan
 
 log = structlog.get_logger("cache_daemon")
 
@@ -29,7 +29,7 @@ R = TypeVar("R")
 class Calls:
     """Durations and failures by method: totals since the start, and samples of the last minute."""
 
-    def __init__(self, span: CallSpan = no_call_span) -> None:
+    def __init__(self, span: CallSpan | None = None) -> None:
         """``span`` surrounds each call of methods with one answer."""
         self.span = span
         self.totals: Counter[tuple[str, str]] = Counter()  # (method, status name) -> calls
@@ -81,6 +81,8 @@ def unary(method: Callable[[S, Q, Context], Awaitable[R]]) -> Callable[[S, Q, Co
     async def call(service: S, request: Q, context: Context) -> R:
         began, error = time.perf_counter(), None
         try:
+            if service.calls.span is None:
+                return await method(service, request, context)
             with service.calls.span(method.__name__, context):
                 return await method(service, request, context)
         except BaseException as caught:

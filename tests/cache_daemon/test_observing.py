@@ -93,6 +93,13 @@ def test_every_number_of_stats_has_a_metric() -> None:
     assert described - GAUGES.keys() - COUNTERS.keys() == {"epoch", "durable_failing", "session_details", "calls"}
 
 
+def test_every_metric_is_explained() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    watching = page[page.index("## Watching") : page.index("**Health.**")]
+    missing = [name for name in (*GAUGES, *COUNTERS, "durable_failing") if f"`{name}`" not in watching]
+    assert not missing
+
+
 def test_a_taken_metrics_port_is_said_in_a_sentence(start: Callable[..., Node], free_port: int, tmp_path: Path) -> None:
     start(metrics_port=free_port)
     result = daemon_that_ends(tmp_path, "--metrics-port", free_port)
