@@ -28,11 +28,12 @@ from kvsidecar.cli.cache.trace import summarize
 from kvsidecar.errors import InvalidRequest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks import eviction_traces
 from benchmarks.node import Node
 from cache_daemon.access.principal import OPERATOR
 from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.durable.tier import TierFailed
-from cache_daemon.eviction.gittins import Gittins
+from cache_daemon.eviction import DEFAULT, POLICIES
 from cache_daemon.memory.arena import MemoryArena
 from cache_daemon.observe import telemetry
 from cache_daemon.observe.health import DURABLE, reporting_durable
@@ -302,12 +303,11 @@ def test_a_summary_refuses_what_is_no_trace(tmp_path: Path) -> None:
 
 
 def test_policies_are_judged_on_a_recorded_trace(tmp_path: Path) -> None:
-    traces = pytest.importorskip("benchmarks.eviction_traces")
     trace = TrafficTrace(tmp_path / "trace", 1 << 20)
     for prompt in ([1] * 600, [1] * 600, [1] * 512 + [2] * 100):
         trace.asked(bytes(32), keys.token_bytes(prompt))
     trace.close()
-    found = traces.read(str(tmp_path / "trace"))
+    found = eviction_traces.read(str(tmp_path / "trace"))
     assert [(r.tokens, len(r.path)) for r in found] == [(600, 2), (600, 2), (612, 2)]
     assert found[0].path == found[1].path
     assert found[0].path[0] is found[2].path[0]
@@ -342,7 +342,7 @@ async def traced(folder: Path) -> AsyncIterator[Traced]:
     exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
     async with telemetry.exporting(SimpleSpanProcessor(exporter), reader) as telling:
         store = ChunkStore(
-            MemoryArena(4 << 20), MemoryTier(), 1 << 20, lambda _: Gittins(), staging_bytes=1 << 20,
+            MemoryArena(4 << 20), MemoryTier(), 1 << 20, POLICIES[DEFAULT], staging_bytes=1 << 20,
             clock=FakeClock(), around=telling.work_span,
         )  # fmt: skip
         await store.start()

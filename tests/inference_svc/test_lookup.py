@@ -10,7 +10,7 @@ from kvsidecar.runtime import socket_target
 from kvsidecar.summary import Summary
 
 from benchmarks.node import Node
-from inference_svc.cache.session import DaemonLink
+from inference_svc.cache.daemon import DaemonLink
 from tests.cache_daemon.conftest import descriptor
 from tests.inference_svc.test_exactness import prompt
 
