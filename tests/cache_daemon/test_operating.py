@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import select
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cli.doctor import cache_findings
 from kvsidecar.cli.main import app
@@ -24,31 +17,11 @@ from kvsidecar.errors import InvalidRequest, KVSidecarError, PermissionDenied
 from typer.testing import CliRunner
 
 from benchmarks.node import Node
-from cache_daemon import offline
-from tests.cache_daemon.conftest import Peer, descriptor, store_file
+from tests.cache_daemon.conftest import Peer, store_file
+from tests.cache_daemon.operators import COMMAND, cache, free_port, in_terminal
 
-COMMAND = [sys.executable, "-m", "kvsidecar.cli.main", "cache"]
 FIRST, SECOND, THIRD = [1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9]
 TEXT = "Alle Wege führen nach Rom, sagt man, und manche kommen sogar an."
-
-
-def cache(*arguments: object, of: Node | None = None) -> str:
-    """What ``kvsidecar cache`` prints, through a pipe. Raises what it raises."""
-    where = ["--socket", str(of.cache_socket)] if of is not None else []
-    result = CliRunner().invoke(app, ["cache", *map(str, arguments), *where])
-    if isinstance(result.exception, KVSidecarError):
-        raise result.exception
-    assert result.exit_code == 0, (result.output, result.exception)
-    return str(result.stdout)
-
-
-def on_store(*arguments: object, expect: int = 0) -> str:
-    """What a command on a stopped daemon's store prints. Raises what it raises."""
-    result = CliRunner().invoke(offline.app, [str(a) for a in arguments])
-    if isinstance(result.exception, KVSidecarError):
-        raise result.exception
-    assert result.exit_code == expect, (result.output, result.exception)
-    return str(result.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -178,11 +151,12 @@ def test_watch_tells_what_happens(start: Callable[..., Node]) -> None:
     peer.close()
 
 
-def test_a_guest_sees_what_its_salts_open_and_no_more(start: Callable[..., Node], free_port: int) -> None:
-    node = start(tcp=f"127.0.0.1:{free_port}", tcp_insecure="true")
+def test_a_guest_sees_what_its_salts_open_and_no_more(start: Callable[..., Node]) -> None:
+    port = free_port()
+    node = start(tcp=f"127.0.0.1:{port}", tcp_insecure="true")
     peer = Peer(node)
     peer.put(FIRST)
-    there = ("--socket", f"127.0.0.1:{free_port}")
+    there = ("--socket", f"127.0.0.1:{port}")
     with pytest.raises(PermissionDenied, match="operator"):
         cache("stats", *there)
     mine = ("--namespace", peer.namespace.hex())
@@ -192,22 +166,22 @@ def test_a_guest_sees_what_its_salts_open_and_no_more(start: Callable[..., Node]
     peer.close()
 
 
-def test_a_token_opens_a_tls_port(start: Callable[..., Node], free_port: int, tmp_path: Path) -> None:
+def test_a_token_opens_a_tls_port(start: Callable[..., Node], tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     from cache_daemon.access.tenants import hash_token
     from tests.cache_daemon.access.authority import Authority
 
-    token = "token-of-the-operator-0123456789"
+    port, token = free_port(), "token-of-the-operator-0123456789"
     authority = Authority(tmp_path)
     issued = authority.issue("daemon", hosts=("127.0.0.1",))
     (tmp_path / "tenants.toml").write_text(f'[tenant.admin]\noperator = true\ntokens = ["{hash_token(token)}"]\n')
     (tmp_path / "tenants.toml").chmod(0o600)
     (tmp_path / "token").write_text(token + "\n")
     start(
-        tcp=f"127.0.0.1:{free_port}", tls_cert=issued.certificate, tls_key=issued.key,
+        tcp=f"127.0.0.1:{port}", tls_cert=issued.certificate, tls_key=issued.key,
         tenants=tmp_path / "tenants.toml",
     )  # fmt: skip
-    there = ("--socket", f"127.0.0.1:{free_port}", "--ca", authority.ca)
+    there = ("--socket", f"127.0.0.1:{port}", "--ca", authority.ca)
     with pytest.raises(KVSidecarError):
         cache("stats", "--json", *there)
     assert json.loads(cache("stats", "--json", *there, "--token-file", tmp_path / "token"))["chunks"] == 0
@@ -279,177 +253,3 @@ def test_deleting_a_tenant_leaves_the_others(start: Callable[..., Node]) -> None
     assert peer.read(FIRST, salt=b"another") == 0
     assert "deleted 1 chunks" in cache("delete", "--all", of=node)
     peer.close()
-
-
-# ---- a stopped daemon's store -------------------------------------------------------------------------------
-
-
-def stored(start: Callable[..., Node], count: int = 30, **flags: Any) -> tuple[Node, list[list[int]]]:
-    """A node whose daemon has stopped with so many chunks on disk, and their tokens."""
-    node = start(**flags)
-    peer = Peer(node)
-    prompts = [[i, i + 1, i + 2] for i in range(count)]
-    for ids in prompts:
-        peer.put(ids)
-    peer.put(THIRD, salt=b"another")
-    peer.close()
-    node.settle()
-    node.kill("daemon", 15)
-    return node, prompts
-
-
-def served_by(node: Node, prompts: list[list[int]]) -> int:
-    """How many of the prompts a daemon on this node's store has, every byte of them right."""
-    node.start_daemon()
-    peer = Peer(node)
-    try:
-        return sum(peer.read(ids) == len(ids) for ids in prompts)
-    finally:
-        peer.close()
-        node.kill("daemon", 15)
-
-
-def test_verifying_a_sound_store_says_so(start: Callable[..., Node]) -> None:
-    node, _ = stored(start)
-    command = [*COMMAND, "verify", "--store", str(node.folder / "store")]
-    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "31 chunks are sound" in result.stdout
-
-
-def test_verifying_refuses_while_a_daemon_has_the_store(shared: tuple[Node, Peer]) -> None:
-    node, _ = shared
-    command = [*COMMAND, "verify", "--store", str(node.folder / "store")]
-    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert result.returncode == offline.FAILED
-    assert "another daemon uses the store" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
-def test_verifying_says_when_there_is_no_store(tmp_path: Path) -> None:
-    with pytest.raises(KVSidecarError, match="no store in"):
-        on_store("verify", "--store", tmp_path)
-    assert not list(tmp_path.iterdir()), "looking makes nothing"
-
-
-def test_flipped_bits_are_found_and_repaired(start: Callable[..., Node]) -> None:
-    node, prompts = stored(start)
-    flip_payload(store_file(node), prompts[7])
-    folder = node.folder / "store"
-    found = on_store("verify", "--store", folder, expect=offline.DAMAGED)
-    assert "30 chunks are sound" in found
-    assert "1 corrupt chunks" in found
-    assert "--repair removes" in found
-    assert "was removed" in on_store("verify", "--store", folder, "--repair", expect=offline.DAMAGED)
-    assert "30 chunks are sound" in on_store("verify", "--store", folder)
-    assert served_by(node, prompts) == len(prompts) - 1
-
-
-def test_a_store_that_was_cut_off_is_repaired_with_what_is_left(start: Callable[..., Node]) -> None:
-    node, prompts = stored(start)
-    file = store_file(node)
-    os.truncate(file, file.stat().st_size // 3 // 4096 * 4096)
-    folder = node.folder / "store"
-    on_store("verify", "--store", folder, expect=offline.DAMAGED)
-    on_store("verify", "--store", folder, "--repair", expect=offline.DAMAGED)
-    left = int(on_store("verify", "--store", folder).split(": ")[1].split()[0])
-    assert 0 < left < 31
-    assert left - 1 <= served_by(node, prompts) <= left, "one may be the other tenant's"
-
-
-def test_an_encrypted_store_needs_its_key(start: Callable[..., Node], tmp_path: Path) -> None:
-    pytest.importorskip("cryptography")
-    key = tmp_path / "key"
-    key.touch(0o600)
-    key.write_text("5a" * 32)
-    node, _ = stored(start, 3, store_key_file=key)
-    folder = node.folder / "store"
-    with pytest.raises(KVSidecarError, match="encrypted"):
-        on_store("verify", "--store", folder)
-    assert "4 chunks are sound" in on_store("verify", "--store", folder, "--key-file", key)
-
-
-def test_an_archive_carries_a_namespace_to_another_node(start: Callable[..., Node], tmp_path: Path) -> None:
-    node, prompts = stored(start)
-    other = start(store_bytes="1MiB")
-    other.kill("daemon", 15)
-    archive, namespace = tmp_path / "warm.kv", keys.namespace_id(descriptor()).hex()
-    assert "exported 30 chunks" in on_store(
-        "export", archive, "--namespace", namespace, "--store", node.folder / "store"
-    )
-    assert "imported 30 chunks" in on_store("import", archive, "--store", other.folder / "store")
-    assert served_by(other, prompts) == 30
-    assert served_by(other, [THIRD]) == 0, "the other tenant was not exported"
-
-
-def test_an_archive_of_all_has_every_tenant_and_makes_a_store(start: Callable[..., Node], tmp_path: Path) -> None:
-    node, _ = stored(start, 3)
-    on_store("export", tmp_path / "all.kv", "--all", "--store", node.folder / "store")
-    assert "imported 4 chunks" in on_store("import", tmp_path / "all.kv", "--store", tmp_path / "new")
-    assert "4 chunks are sound" in on_store("verify", "--store", tmp_path / "new")
-
-
-def test_a_damaged_archive_is_refused(start: Callable[..., Node], tmp_path: Path) -> None:
-    node, _ = stored(start, 3)
-    archive = tmp_path / "all.kv"
-    on_store("export", archive, "--all", "--store", node.folder / "store")
-    data = bytearray(archive.read_bytes())
-    data[len(data) // 2] ^= 1
-    archive.write_bytes(data)
-    with pytest.raises(InvalidRequest, match="damaged"):
-        on_store("import", archive, "--store", tmp_path / "new")
-
-
-def test_what_to_export_must_be_said(start: Callable[..., Node], tmp_path: Path) -> None:
-    node, _ = stored(start, 1)
-    for wrong in ((), ("--all", "--namespace", "00" * 32)):
-        with pytest.raises(InvalidRequest, match="say what to export"):
-            on_store("export", tmp_path / "x.kv", *wrong, "--store", node.folder / "store")
-    with pytest.raises(InvalidRequest, match="64 hex digits"):
-        on_store("export", tmp_path / "x.kv", "--namespace", "beef", "--store", node.folder / "store")
-    assert not (tmp_path / "x.kv").exists()
-
-
-# ---- in short -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def flip_payload(file: Path, ids: list[int]) -> None:
-    """Flips a bit in the middle of the payload that belongs to the tokens."""
-    data = bytearray(file.read_bytes())
-    at = data.find(keys.token_bytes(ids) * 16)
-    assert at > 0, "the payload is in the file"
-    data[at + 100] ^= 1
-    file.write_bytes(data)
-
-
-def in_terminal(arguments: list[str], columns: int = 100, press: bytes = b"", after: str = "") -> str:
-    """What ``kvsidecar cache`` writes to a terminal; ``press`` is typed once ``after`` was seen."""
-    master, slave = pty.openpty()
-    environment = {**os.environ, "COLUMNS": str(columns), "LINES": "60", "TERM": "xterm"}
-    process = subprocess.Popen([*COMMAND, *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment)
-    os.close(slave)
-    shown = b""
-    deadline = time.monotonic() + 60
-    try:
-        while time.monotonic() < deadline:
-            if select.select([master], [], [], 0.1)[0]:
-                try:
-                    shown += os.read(master, 65536)
-                except OSError:  # the other end is closed
-                    break
-            if press and after.encode() in shown:
-                os.write(master, press)
-                press = b""
-        assert process.wait(10) == 0, shown.decode()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
-    return shown.decode()
