@@ -28,7 +28,8 @@ File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON li
 
 @dataclass(frozen=True)
 class Summary:
-    """``most_hit_ratio`` is what a cache without limit would have: the share of tokens whose block came before."""
+    """``most_hit_ratio`` is what a cache without limit would have: the share of tokens whose whole block, and all before
+    it, came earlier. The daemon finds prefixes to the token, so its own ratio is higher where prompts are short."""
 
     prompts: int
     seconds: float
@@ -43,7 +44,7 @@ class Summary:
 
 @app.command()
 def summary(file: File, json: AsJson = False) -> None:
-    """What a trace holds, and how much of it a cache without limit would have had."""
+    """What a trace holds, and how much of it a cache without limit would have had, in whole blocks of 512 tokens."""
     found = summarize(file)
     if json:
         print_json(asdict(found))
