@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import Context, FailedPrecondition
 
-from cache_daemon.memory.arena import Slot
 from cache_daemon.rpc import limits
 from cache_daemon.rpc.calls import cancelled_later, unary
 from cache_daemon.rpc.door import AtDoor
+from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.lookup import MatchResult, Usable
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.writing import Reserved
+
+# Long answers are put together in slices, between which others have their turn.
+_SLICE = 512
 
 
 class Chunks(AtDoor):
@@ -26,8 +31,11 @@ class Chunks(AtDoor):
         ids = np.array(request.token_ids, "<u4").tobytes()
         if not request.session_id:
             found = self.store.probe(self.root(context, request.namespace, request.tenant_salt), ids)
-            matches = [pb.ChunkMatch(header=c.header, matched_tokens=n) for c, n in found]
-            return pb.MatchResponse(matches=matches, matched_tokens=sum(n for _, n in found))
+            return pb.MatchResponse(
+                matches=[_chunk_match(c, n, 0) for c, n in found],
+                matched_tokens=sum(n for _, n in found),
+                epoch=self.store.epoch,
+            )
         session, salt = self._writer(context, request.session_id), self.salt(context, request.tenant_salt)
         probes = limits.stretches_of(request.contents, len(request.token_ids))
         limits.room_for("leases of this session", len(session.leases), limits.MAX_LEASES)
@@ -38,7 +46,7 @@ class Chunks(AtDoor):
         result = await self.store.match(session, salt, ids, probes)
         if result.lease_id:
             cancelled_later(context, lambda: self.store.release(session, [result.lease_id]))
-        return self._matched(result)
+        return await self._matched(result)
 
     @unary
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
@@ -78,23 +86,40 @@ class Chunks(AtDoor):
             )
         return session
 
-    def _matched(self, result: MatchResult) -> pb.MatchResponse:
-        return pb.MatchResponse(
-            matches=[self._chunk_match(m) for m in result.matches],
+    async def _matched(self, result: MatchResult) -> pb.MatchResponse:
+        out = pb.MatchResponse(
             matched_tokens=sum(m.tokens for m in result.matches),
             promoted_tokens=result.promoted_tokens,
             promote_ms=result.promote_ms,
-            contents=[pb.ContentMatch(start=start, match=self._chunk_match(m)) for start, m in result.contents],
             lease_id=result.lease_id,
+            epoch=self.store.epoch,
         )
+        for at in range(0, len(result.matches), _SLICE):
+            if at:
+                await asyncio.sleep(0)
+            out.matches.extend(_leased(m) for m in result.matches[at : at + _SLICE])
+        out.contents.extend(pb.ContentMatch(start=start, match=_leased(m)) for start, m in result.contents)
+        return out
 
-    def _chunk_match(self, match: Usable) -> pb.ChunkMatch:
-        slot = match.chunk.slot
-        assert slot is not None, "a leased chunk has a slot"
-        return pb.ChunkMatch(header=match.chunk.header, matched_tokens=match.tokens, slot=self._slot(slot))
 
-    def _slot(self, slot: Slot) -> pb.SlotRef:
-        return pb.SlotRef(offset=slot.offset, size_bytes=slot.size_bytes, epoch=self.store.epoch)
+def _leased(match: Usable) -> pb.ChunkMatch:
+    slot = match.chunk.slot
+    assert slot is not None, "a leased chunk has a slot"
+    return _chunk_match(match.chunk, match.tokens, slot.offset)
+
+
+def _chunk_match(chunk: Chunk, tokens: int, offset: int) -> pb.ChunkMatch:
+    header = chunk.header
+    return pb.ChunkMatch(
+        prefix_hash=header.prefix_hash,
+        start_position=header.start_position,
+        tokens=header.token_count,
+        matched_tokens=tokens,
+        key_group_tokens=header.key_group_tokens,
+        sink_tokens=header.sink_tokens,
+        offset=offset,
+        payload_bytes=header.payload_bytes,
+    )
 
 
 def _reservation(reserved: Reserved) -> pb.Reservation:

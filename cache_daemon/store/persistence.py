@@ -126,7 +126,6 @@ class Persistence:
         return True
 
     def _written(self, chunk: Chunk, replaced: list[Chunk], result: PutResult) -> None:
-        result = result if isinstance(result, PutResult) else PutResult(result, chunk.size_bytes)  # XXX
         self._arriving -= 1
         if not chunk.listed:
             chunk.on_disk = Residency.ABSENT

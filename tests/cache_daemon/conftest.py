@@ -59,8 +59,8 @@ class Peer:
         self.call.cancel()
         self.channel.close()
 
-    def view(self, slot: pb.SlotRef) -> memoryview:
-        return self.arena[slot.offset : slot.offset + slot.size_bytes]
+    def view(self, match: pb.ChunkMatch) -> memoryview:
+        return self.arena[match.offset : match.offset + match.payload_bytes]
 
     def staged(self, place: pb.StagingRef) -> memoryview:
         return self.staging[place.offset : place.offset + place.size_bytes]
@@ -104,9 +104,9 @@ class Peer:
         found = self.match(ids, salt)
         at = 0
         for m in found.matches:
-            if m.matched_tokens == m.header.token_count:
-                whole = payload_of(ids[at : at + m.matched_tokens], m.slot.size_bytes)
-                assert self.view(m.slot) == whole, "the bytes are not those of the chunk's tokens"
+            if m.matched_tokens == m.tokens:
+                whole = payload_of(ids[at : at + m.matched_tokens], m.payload_bytes)
+                assert self.view(m) == whole, "the bytes are not those of the chunk's tokens"
             at += m.matched_tokens
         assert self.release(found) == bool(found.matches)
         return found.matched_tokens
