@@ -28,8 +28,9 @@ File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON li
 
 @dataclass(frozen=True)
 class Summary:
-    """``most_hit_ratio`` is what a cache without limit would have: the share of tokens whose whole block, and all
-    before it, came earlier. The daemon finds prefixes to the token, so its own ratio is higher where prompts are short."""
+    """``most_hit_ratio`` is what a cache without limit would have: the share of tokens whose whole block came before,
+    and all blocks in front of it. The daemon finds prefixes to the token, so its own ratio is higher where prompts are
+    short."""
 
     prompts: int
     seconds: float
