@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
-from kvsidecar.errors import ConfigurationError, Context, KVSidecarError
+from kvsidecar.errors import ConfigurationError, Context
 
 from cache_daemon.observe.names import COUNTERS, GAUGES
 from cache_daemon.observe.snapshot import Snapshots
@@ -30,6 +31,7 @@ SERVICE_NAME = "kvsidecar-cache"
 _SERVICE = "kvsidecar.cache.v1.CacheService"
 _PREFIX = "kvsidecar.cache."
 _FRESH_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,18 @@ async def exporting(processor: Any, reader: Any) -> AsyncIterator[Telemetry]:
     try:
         yield Telemetry(spans.of_call, spans.of_work, lambda snapshots: _observe(meter, snapshots))
     finally:
-        # On a thread: the last metrics are read on the loop that this runs on.
+        # On threads: the last metrics are read on the loop that this runs on.
         await asyncio.to_thread(_shut_down, traces, meters)
 
 
 def _shut_down(*providers: Any) -> None:
-    for provider in providers:
-        provider.shutdown()
+    """Sends what is left, unless that takes too long: an absent collector must not keep the daemon from ending."""
+    threads = [threading.Thread(target=provider.shutdown, daemon=True) for provider in providers]
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class _Spans:
@@ -124,10 +131,9 @@ class _Spans:
             try:
                 yield span
             except BaseException as error:
-                # Of errors that are not ours, only the name: their text may hold what is nobody's business.
-                ours = isinstance(error, KVSidecarError)
+                # Only the name: the text may hold hashes, or what is nobody's business at all.
                 span.set_attribute("error.type", getattr(error, "reason", type(error).__name__))
-                span.set_status(self._trace.StatusCode.ERROR, str(error) if ours else None)
+                span.set_status(self._trace.StatusCode.ERROR)
                 raise
 
     def of_work(self, what: str) -> Span:

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -133,6 +134,10 @@ async def test_a_refused_call_is_an_error_with_its_reason_and_no_secret(tmp_path
         assert span.status.status_code.name == "ERROR"
         assert not span.events, "no tracebacks: they may hold what was asked"
         assert "secret" not in span.to_json()
+        missing = pb.PrefixRef(root=t.bench.root(), prefix_hash=b"h" * 32)
+        with pytest.raises(grpc.aio.AioRpcError, match=missing.prefix_hash.hex()):
+            await t.stub.Pin(pb.PinRequest(prefix=missing))
+        assert missing.prefix_hash.hex() not in (await t.spans())["Pin"].to_json()
 
 
 async def test_metrics_of_opentelemetry_are_the_daemons(tmp_path: Path) -> None:
@@ -201,6 +206,18 @@ def test_a_daemon_sends_to_a_collector(start: Callable[..., Node]) -> None:
         assert {"kvsidecar.cache.v1.CacheService/Commit", "copy"} <= set(names)
     finally:
         collector.close()
+
+
+def test_an_absent_collector_costs_neither_calls_nor_a_slow_end(start: Callable[..., Node]) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
+    node = start(otlp_endpoint=f"http://127.0.0.1:{free_port()}")
+    peer = Peer(node)
+    peer.put(FIRST)
+    assert peer.read(FIRST) == len(FIRST)
+    peer.close()
+    began = time.monotonic()
+    node.kill("daemon", 15)
+    assert time.monotonic() - began < 8, "the exporters' own patience is longer"
 
 
 def test_an_endpoint_without_a_scheme_is_refused(tmp_path: Path) -> None:
