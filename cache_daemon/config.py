@@ -64,9 +64,16 @@ class DaemonConfig(BaseSettings):
     """A session ends after three missed heartbeats."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus endpoint on 127.0.0.1; 0 for none."""
+    otlp_endpoint: str = ""
+    """OpenTelemetry collector (OTLP over gRPC) that gets spans and metrics, such as http://localhost:4317. When empty,
+    the standard variables OTEL_EXPORTER_OTLP_... decide; off without those. Needs kvsidecar[otel]."""
+    trace: Path | None = None
+    """File to record a trace of the traffic in: anonymous block ids, no tokens. Workers then look every prompt up."""
+    trace_bytes: int = 64 << 20
+    """Size at which recording the trace ends."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
-    @field_validator("arena_bytes", "gpu_arena", "store_bytes", "staging_bytes", mode="before")
+    @field_validator("arena_bytes", "gpu_arena", "store_bytes", "staging_bytes", "trace_bytes", mode="before")
     @classmethod
     def _size(cls, value: object) -> object:
         return parse_size(value) if isinstance(value, str) else value
@@ -77,6 +84,13 @@ class DaemonConfig(BaseSettings):
         if value < 1 << 20 and not (value == 0 and info.field_name == "gpu_arena"):
             what = "for staging" if info.field_name == "staging_bytes" else "for an arena"
             raise ValueError(f"{value} bytes is too small {what}; at least 1MiB is needed")
+        return value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _url(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("it must begin with http:// (plain) or https:// (TLS)")
         return value
 
     # A rule about several settings is the last one's, so that the message names a setting and shows no other's value.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import structlog
+from grpc_health.v1.health import aio as health_aio
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import add_CacheServiceServicer_to_server
@@ -32,7 +33,12 @@ from cache_daemon.memory.device_arena import DeviceArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
 from cache_daemon.memory.handing_out import handing_out
 from cache_daemon.memory.shared import SharedMemory
-from cache_daemon.metrics import serve_metrics
+from cache_daemon.observe.health import reporting_durable
+from cache_daemon.observe.prometheus import serving_metrics
+from cache_daemon.observe.snapshot import Snapshots
+from cache_daemon.observe.telemetry import Telemetry, telemetry
+from cache_daemon.observe.traffic import recording
+from cache_daemon.rpc.calls import Calls
 from cache_daemon.rpc.door import Shared
 from cache_daemon.rpc.service import CacheService
 from cache_daemon.stalls import StallWatch
@@ -57,14 +63,24 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
         refuse_second(config.socket),
         contextlib.closing(SharedMemory("summary", SUMMARY_BYTES, writable_by_others=False)) as summary,
     ):
-        async with _store(config, tenants, summary) as store, StallWatch() as stalls:
+        async with (
+            telemetry(config.otlp_endpoint) as telling,
+            _store(config, tenants, summary, telling) as store,
+            StallWatch() as stalls,
+        ):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: _reload(tenants, store.accounts))
-            shared = Shared(store, config.heartbeat_ms, stall_ms=stalls.worst_ms)
-            await _serve(config, tenants, shared, summary, stop)
+            with recording(config.trace, config.trace_bytes) as traffic:
+                asked = traffic.asked if traffic is not None else None
+                shared = Shared(store, config.heartbeat_ms, Calls(telling.call_span), stalls.worst_ms, asked=asked)
+                telling.observe(Snapshots(shared, asyncio.get_running_loop()))
+                with serving_metrics(shared, config.metrics_port):
+                    await _serve(config, tenants, shared, summary, stop)
 
 
 @asynccontextmanager
-async def _store(config: DaemonConfig, tenants: CurrentTenants, summary: SharedMemory) -> AsyncIterator[ChunkStore]:
+async def _store(
+    config: DaemonConfig, tenants: CurrentTenants, summary: SharedMemory, telling: Telemetry
+) -> AsyncIterator[ChunkStore]:
     tier = await asyncio.to_thread(_tier, config, config.store) if config.store is not None else None
     store = ChunkStore(
         _arena(config),
@@ -73,7 +89,9 @@ async def _store(config: DaemonConfig, tenants: CurrentTenants, summary: SharedM
         POLICIES[config.eviction],
         staging_bytes=config.staging_bytes,
         accounts=Accounts(lambda account: tenants().limits_of(account), lambda tenant: tenants().account_of(tenant)),
-        summary=SummaryWriter(summary.memory),
+        # Without a summary workers ask for every prompt, which is what a trace is of.
+        summary=SummaryWriter(summary.memory) if config.trace is None else None,
+        around=telling.work_span,
     )
     try:
         await store.start()
@@ -122,6 +140,7 @@ async def _serve(
     def admits(peer: socket.socket) -> bool:
         return is_allowed(peer_credentials(peer), os.getuid())
 
+    writer, health = store.tiers.writer, health_aio.HealthServicer()
     async with (
         handing_out(memory_socket, _Shares(store, summary), 0o600, admits),
         listening_at(
@@ -130,10 +149,10 @@ async def _serve(
             # Attached workers hold their streams: there is nothing to wait for.
             lambda: 0.2 if len(store.sessions) else GRACE_SECONDS,
             Limits(message_bytes=_MAX_MESSAGE_BYTES),
+            health,
         ),
+        reporting_durable(None if writer is None else lambda: writer.failing, health.set),
     ):
-        if config.metrics_port:
-            serve_metrics(shared, config.metrics_port)
         stats = store.stats()
         log.info(
             "serving",

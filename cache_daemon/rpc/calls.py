@@ -14,6 +14,8 @@ import structlog
 from kvsidecar.cache.v1.cache_pb2 import CallInfo
 from kvsidecar.errors import CACHE_DOMAIN, Context, KVSidecarError, LimitExceeded, QuotaExceeded, abort
 
+from cache_daemon.observe.spans import CallSpan
+
 log = structlog.get_logger("cache_daemon")
 
 _WINDOW_SECONDS = 60.0
@@ -27,7 +29,9 @@ R = TypeVar("R")
 class Calls:
     """Durations and failures by method: totals since the start, and samples of the last minute."""
 
-    def __init__(self) -> None:
+    def __init__(self, span: CallSpan | None = None) -> None:
+        """``span`` surrounds each call of methods with one answer."""
+        self.span = span
         self.totals: Counter[tuple[str, str]] = Counter()  # (method, status name) -> calls
         self.seconds: Counter[str] = Counter()  # method -> sum of durations
         self.refused = 0
@@ -77,7 +81,10 @@ def unary(method: Callable[[S, Q, Context], Awaitable[R]]) -> Callable[[S, Q, Co
     async def call(service: S, request: Q, context: Context) -> R:
         began, error = time.perf_counter(), None
         try:
-            return await method(service, request, context)
+            if service.calls.span is None:
+                return await method(service, request, context)
+            with service.calls.span(method.__name__, context):
+                return await method(service, request, context)
         except BaseException as caught:
             error = caught
             await _end(method.__name__, caught, context)

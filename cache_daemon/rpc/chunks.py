@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import Context, FailedPrecondition
 
@@ -40,6 +41,8 @@ class Chunks(AtDoor):
         limits.room_for("leases of this session", len(session.leases), limits.MAX_LEASES)
         held = sum(len(hold.chunks) for hold in session.leases.values()) if len(session.leases) > 16 else 0
         limits.room_for("chunks under lease in this session", held, limits.MAX_LEASED_CHUNKS)
+        if self.shared.asked is not None:
+            self.shared.asked(keys.tenant_root(session.namespace, salt), ids)
         result = await self.store.match(session, salt, ids, probes)
         if result.lease_id:
             cancelled_later(context, lambda: self.store.release(session, [result.lease_id]))

@@ -25,6 +25,7 @@ class Shared:
     heartbeat_ms: int
     calls: Calls = field(default_factory=Calls)
     stall_ms: Callable[[], float] = lambda: 0.0
+    asked: Callable[[bytes, bytes], None] | None = None  # hears the root and ids of every prompt looked up
     open_streams: Counter[str] = field(default_factory=Counter)
 
 

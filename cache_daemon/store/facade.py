@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import structlog
@@ -77,11 +77,13 @@ class ChunkStore:
         accounts: Accounts | None = None,
         summary: SummaryWriter | None = None,
         clock: Callable[[], float] | None = None,
+        around: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext(),
     ) -> None:
+        """``around`` surrounds work on the store's threads, which it is told the name of."""
         self.epoch = secrets.randbits(63) + 1
         self.arena, self.summary, self.accounts = arena, summary, accounts if accounts is not None else Accounts()
         self.events, self.sessions, self.counts = EventLog(self.epoch), Sessions(), StatsResponse()
-        self._durable, self._staging_bytes = durable, staging_bytes
+        self._durable, self._staging_bytes, self._around = durable, staging_bytes, around
         self._started = time.monotonic()
         self._copying = ThreadPoolExecutor(_COPY_THREADS, "copy")
         self._reading = ThreadPoolExecutor(_READ_THREADS, "durable-read")
@@ -96,10 +98,10 @@ class ChunkStore:
         self._persistence: Persistence | None = None
         if cold is not None and self._writer is not None:
             self._persistence = Persistence(self.tiers, cold, self._writer, durable_budget_bytes)
-        self._lookup = Lookup(self.tiers, durable, self._on(self._reading), self._progress)
+        self._lookup = Lookup(self.tiers, durable, self._on(self._reading, "durable read"), self._progress)
         larger = max(arena.size_bytes, durable_budget_bytes)
         self._pins = Pins(self.tiers, int(larger * _PINNED_SHARE), self._note)
-        self._writing = Writing(self.tiers, self._persistence, self._pins, self.epoch, self._on(self._copying))
+        self._writing = Writing(self.tiers, self._persistence, self._pins, self.epoch, self._on(self._copying, "copy"))
         self._upkeep: asyncio.Task[None] | None = None
 
     # ---- beginning and end ----------------------------------------------------------------------------------
@@ -385,9 +387,10 @@ class ChunkStore:
         while self._persistence is not None and not self._persistence.settled:
             await self._persistence.progress(0.1)
 
-    def _on(self, threads: ThreadPoolExecutor) -> Callable[[Callable[[], T]], Awaitable[T]]:
+    def _on(self, threads: ThreadPoolExecutor, name: str) -> Callable[[Callable[[], T]], Awaitable[T]]:
         async def run(work: Callable[[], T]) -> T:
-            return await asyncio.get_running_loop().run_in_executor(threads, work)
+            with self._around(name):
+                return await asyncio.get_running_loop().run_in_executor(threads, work)
 
         return run
 
@@ -413,6 +416,8 @@ class ChunkStore:
         out.leases = sum(len(s.leases) for s in self.sessions)
         out.reservations = sum(len(s.reservations) for s in self.sessions)
         out.pinned_bytes = self._pins.pinned_bytes
+        if self._durable is not None:
+            out.durable_file_bytes = self._durable.usage().file_bytes
         if tiers.cold is not None and self._persistence is not None and writer is not None:
             out.durable_budget_bytes, out.durable_bytes = self._persistence.budget_bytes, tiers.cold.used_bytes
             out.durable_chunks, out.pending_writes = len(tiers.cold), writer.pending

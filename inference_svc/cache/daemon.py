@@ -20,6 +20,7 @@ from kvsidecar.summary import Summary
 
 from inference_svc.cache.device_arena import CudaArena
 from inference_svc.cache.session import Served, Session
+from inference_svc.cache.trace_context import with_trace_context
 
 PROTOCOL_VERSION = 2
 CONNECT_SECONDS = 2.0
@@ -95,7 +96,7 @@ class DaemonLink:
             except grpc.FutureTimeoutError:
                 self._note("the cache daemon does not answer; serving without cache")
                 return False
-            stub: Any = CacheServiceStub(channel)
+            stub: Any = CacheServiceStub(with_trace_context(channel))
             incoming = stub.Attach(iter(outgoing.get, None))
             watchdog = threading.Timer(CONNECT_SECONDS, incoming.cancel)
             watchdog.start()

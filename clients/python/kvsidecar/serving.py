@@ -104,16 +104,20 @@ async def listening(endpoint: Endpoint, add: Register, grace_seconds: Callable[[
 
 @asynccontextmanager
 async def listening_at(
-    service: str, doors: Sequence[Door], grace_seconds: Callable[[], float], limits: Limits = Limits()
+    service: str,
+    doors: Sequence[Door],
+    grace_seconds: Callable[[], float],
+    limits: Limits = Limits(),
+    health: health_aio.HealthServicer | None = None,
 ) -> AsyncIterator[list[str]]:
     """Serves at all doors while the body runs, which gets their gRPC addresses with the ports that were given out.
 
     Every port is bound before the first call is answered. At the end all doors say NOT_SERVING, then wait
     ``grace_seconds()`` for calls together; then the sockets are gone. A Unix socket has its mode from the moment that
-    it can be connected to. Raises ConfigurationError, with nothing left behind, for an address that cannot be
-    listened on.
+    it can be connected to. ``health`` may say more than that the service is there. Raises ConfigurationError, with
+    nothing left behind, for an address that cannot be listened on.
     """
-    health = health_aio.HealthServicer()
+    health = health or health_aio.HealthServicer()
     async with contextlib.AsyncExitStack() as stack:
         servers, addresses = [], []
         for door in doors:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
 import platform
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 from rich.console import Console
 from rich.table import Table
 
 from kvsidecar.cache.v1 import cache_pb2
-from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.cli.cache.daemon import connected
+from kvsidecar.cli.cache.ratios import HitRatios
+from kvsidecar.cli.cache.shown import percent
+from kvsidecar.errors import KVSidecarError, PermissionDenied
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.runtime import default_runtime_dir, socket_target
 from kvsidecar.sizes import format_size
 
 _PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "lmdb", "numba", "uvloop", "numpy")
+_LEAST_MEMORY, _LONGEST_STALL_MS = 2 << 30, 250.0
+_CGROUP = Path("/sys/fs/cgroup")
 _OK, _NOTE, _BAD = "[green]ok[/green]", "[yellow]note[/yellow]", "[red]problem[/red]"
 
 
@@ -48,22 +54,26 @@ def doctor() -> None:
 
 
 def _machine() -> list[Finding]:
-    out = [Finding("machine", _OK, f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")]
-    shm = Path("/dev/shm")
-    if shm.is_dir():
-        free = shutil.disk_usage(shm).free
-        enough = free > 1 << 30
-        out.append(
-            Finding(
-                "shared memory",
-                _OK if enough else _BAD,
-                f"{format_size(free)} free in /dev/shm",
-                "" if enough else "give the container more shared memory, or use a smaller --arena-bytes",
-            )
-        )
-    else:
-        out.append(Finding("shared memory", _BAD, "/dev/shm is missing", "mount a tmpfs and set --arena-dir"))
-    return out
+    free = _free_memory()
+    enough = free > _LEAST_MEMORY
+    return [
+        Finding("machine", _OK, f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"),
+        Finding(
+            "memory",
+            _OK if enough else _NOTE,
+            f"{format_size(free)} free for this process and its children",
+            "" if enough else "the arena and the pools take it as they fill: use a smaller --arena-bytes, --pool-bytes",
+        ),
+    ]
+
+
+def _free_memory() -> int:
+    """What the machine has, or what is left of the container's limit."""
+    free = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+        limit = int((_CGROUP / "memory.max").read_text())
+        return min(free, limit - int((_CGROUP / "memory.current").read_text()))
+    return free
 
 
 def _packages() -> list[Finding]:
@@ -103,17 +113,38 @@ def _kernels() -> list[Finding]:
     return out
 
 
+def cache_findings() -> list[Finding]:
+    """The cache daemon and its store."""
+    socket = os.environ.get("KVSIDECAR_CACHE_SOCKET") or str(default_runtime_dir() / "cache.sock")
+    try:
+        with connected(socket) as stub:
+            stats = stub.Stats(cache_pb2.StatsRequest(), timeout=1)
+    except PermissionDenied as error:
+        return [Finding("cache daemon", _OK, f"runs; {error}")]
+    except KVSidecarError:
+        return [Finding("cache daemon", _NOTE, f"not running on {socket}", "kvsidecar serve")]
+    hits = HitRatios.of(stats)
+    text = f"{stats.chunks} chunks, {stats.sessions} workers attached"
+    out = [Finding("cache daemon", _OK, text if hits.total is None else f"{text}, hit ratio {percent(hits.total)}")]
+    if stats.durable_failing:
+        out.append(Finding("durable tier", _BAD, stats.durable_failing, "free disk space; see docs/operations.md"))
+    elif stats.durable_budget_bytes:
+        used = f"{format_size(stats.durable_bytes)} of {format_size(stats.durable_budget_bytes)}"
+        out.append(Finding("durable tier", _OK, f"{used} used, {stats.pending_writes} chunks waiting"))
+    else:
+        out.append(Finding("durable tier", _NOTE, "none: what is stored goes with the daemon", "set --store"))
+    if stats.corrupt_chunks:
+        advice = "stop the daemon and run: kvsidecar cache verify --repair; look at the disk"
+        out.append(Finding("store", _BAD, f"{stats.corrupt_chunks} chunks were corrupt since the start", advice))
+    if stats.loop_stall_ms > _LONGEST_STALL_MS:
+        text = f"stood still for {stats.loop_stall_ms:.0f} ms in the last minute"
+        out.append(Finding("cache daemon's loop", _NOTE, text, "give the daemon a core of its own"))
+    return out
+
+
 def _services() -> list[Finding]:
     folder = default_runtime_dir()
-    out = []
-    with grpc.insecure_channel(socket_target(folder / "cache.sock")) as channel:
-        stub: Any = CacheServiceStub(channel)
-        try:
-            s = stub.Stats(cache_pb2.StatsRequest(), timeout=1)
-            text = f"{s.chunks} chunks, {s.sessions} workers attached"
-            out.append(Finding("cache daemon", _OK, text))
-        except grpc.RpcError:
-            out.append(Finding("cache daemon", _NOTE, f"not running on {folder}/cache.sock", "kvsidecar serve"))
+    out = cache_findings()
     for socket in sorted(folder.glob("worker-*.sock")) or [folder / "worker-0.sock"]:
         with grpc.insecure_channel(socket_target(socket)) as channel:
             worker: Any = InferenceServiceStub(channel)

@@ -1,0 +1,62 @@
+"""Health by part: the service name ``durable`` of grpc.health says whether what is stored would outlive the daemon.
+
+The daemon as a whole stays SERVING meanwhile: workers lose nothing that they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import structlog
+from grpc_health.v1 import health_pb2
+
+DURABLE = "durable"
+PATIENCE_SECONDS = 10.0
+_STEP_SECONDS = 0.5
+
+SetHealth = Callable[[str, int], Awaitable[None]]
+Failing = Callable[[], tuple[str, float] | None]
+log = structlog.get_logger("cache_daemon")
+
+
+@asynccontextmanager
+async def reporting_durable(
+    failing: Failing | None, set_health: SetHealth, patience_seconds: float = PATIENCE_SECONDS
+) -> AsyncIterator[None]:
+    """Keeps the name ``durable`` up to date while the body runs.
+
+    ``failing`` says why writing fails and since when (monotonic seconds); None for a daemon without a durable tier,
+    where the name stays unknown.
+    """
+    if failing is None:
+        yield
+        return
+    await set_health(DURABLE, health_pb2.HealthCheckResponse.SERVING)
+    task = asyncio.create_task(_report(failing, set_health, patience_seconds))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _report(failing: Failing, set_health: SetHealth, patience_seconds: float) -> None:
+    serving = True
+    while True:
+        await asyncio.sleep(_STEP_SECONDS)
+        found = failing()
+        sound = found is None or time.monotonic() - found[1] <= patience_seconds
+        if sound == serving:
+            continue
+        serving = sound
+        response = health_pb2.HealthCheckResponse
+        await set_health(DURABLE, response.SERVING if sound else response.NOT_SERVING)
+        if found is not None and not sound:
+            log.error("the durable tier cannot be written to", why=found[0], since_seconds=int(patience_seconds))
+        else:
+            log.info("the durable tier can be written to again")

@@ -1,0 +1,68 @@
+"""Prometheus metrics, read from the store's statistics when scraped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from kvsidecar.errors import ConfigurationError
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from cache_daemon.observe.names import COUNTERS, GAUGES
+from cache_daemon.observe.snapshot import Snapshots
+from cache_daemon.rpc.door import Shared
+
+_PREFIX = "kvsidecar_cache_"
+
+
+class StoreCollector:
+    """Reads the statistics when it is asked to collect."""
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._snapshots.take()
+        for name, text in GAUGES.items():
+            yield GaugeMetricFamily(_PREFIX + name, text, value=getattr(stats, name))
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(_PREFIX + name, text, value=getattr(stats, name))
+        yield GaugeMetricFamily(
+            _PREFIX + "durable_failing",
+            "1 while the durable tier cannot be written to",
+            value=bool(stats.durable_failing),
+        )
+        calls = self._snapshots.shared.calls
+        counted = CounterMetricFamily(_PREFIX + "calls", "Calls by method and outcome", labels=("method", "status"))
+        for (method, status), count in list(calls.totals.items()):
+            counted.add_metric((method, status), count)
+        yield counted
+        spent = CounterMetricFamily(_PREFIX + "call_seconds", "Time spent in calls by method", labels=("method",))
+        for method, seconds in list(calls.seconds.items()):
+            spent.add_metric((method,), seconds)
+        yield spent
+
+
+@contextmanager
+def serving_metrics(shared: Shared, port: int) -> Iterator[None]:
+    """Serves ``/metrics`` on 127.0.0.1 while the body runs; not with port 0. Raises ConfigurationError when the port is
+    taken."""
+    if not port:
+        yield
+        return
+    registry = CollectorRegistry()
+    registry.register(StoreCollector(Snapshots(shared, asyncio.get_running_loop())))
+    try:
+        server, thread = start_http_server(port, "127.0.0.1", registry)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot serve metrics on 127.0.0.1:{port}: {error.strerror}; choose another --metrics-port"
+        ) from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

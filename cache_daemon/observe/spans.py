@@ -1,0 +1,20 @@
+"""Spans around the daemon's work, without a word about who keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from kvsidecar.errors import Context
+
+Span = AbstractContextManager[object]
+CallSpan = Callable[[str, Context], Span]
+"""Around a call of a method; a daemon that does not trace has none."""
+WorkSpan = Callable[[str], Span]
+"""Around a named part of a call."""
+NOTHING: Span = nullcontext()
+
+
+def no_work_span(what: str) -> Span:
+    """For daemons that do not trace."""
+    return NOTHING

@@ -1,0 +1,182 @@
+"""OpenTelemetry: spans of calls and of the slow parts within them, and the metrics of ``names``, sent over OTLP.
+
+Only where an endpoint is set; the package ``opentelemetry`` is imported nowhere else. A call is the child of the span
+that its caller names (W3C Trace Context). Attributes hold sizes and outcomes, never tokens, salts or hashes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvsidecar.cache.v1.cache_pb2 import StatsResponse
+from kvsidecar.errors import ConfigurationError, Context
+
+from cache_daemon.observe.names import COUNTERS, GAUGES
+from cache_daemon.observe.snapshot import Snapshots
+from cache_daemon.observe.spans import NOTHING, CallSpan, Span, WorkSpan, no_work_span
+
+ENDPOINT_VARIABLES = (
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
+)
+SERVICE_NAME = "kvsidecar-cache"
+_SERVICE = "kvsidecar.cache.v1.CacheService"
+_PREFIX = "kvsidecar.cache."
+_FRESH_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """What the daemon calls. ``observe`` begins with the metrics, once there is something to read them from."""
+
+    call_span: CallSpan | None = None
+    work_span: WorkSpan = no_work_span
+    observe: Callable[[Snapshots], None] = lambda _: None
+
+
+def wanted(endpoint: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether anything says where to send it. ``OTEL_SDK_DISABLED=true`` wins."""
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    return bool(endpoint) or any(environment.get(name) for name in ENDPOINT_VARIABLES)
+
+
+@asynccontextmanager
+async def telemetry(endpoint: str) -> AsyncIterator[Telemetry]:
+    """Sends to an OTLP endpoint (gRPC) while the body runs: the given one, or what the standard variables
+    ``OTEL_EXPORTER_OTLP_...`` say; does nothing without either. Raises ConfigurationError without the packages."""
+    if not wanted(endpoint):
+        yield Telemetry()
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigurationError(
+            "an OTLP endpoint is set, but OpenTelemetry is not installed; pip install 'kvsidecar[otel]'"
+        ) from error
+    at = {"endpoint": endpoint} if endpoint else {}
+    processor = BatchSpanProcessor(OTLPSpanExporter(**at))
+    reader = PeriodicExportingMetricReader(OTLPMetricExporter(**at))
+    async with exporting(processor, reader) as found:
+        yield found
+
+
+@asynccontextmanager
+async def exporting(processor: Any, reader: Any) -> AsyncIterator[Telemetry]:
+    """Telemetry to an SDK span processor and an SDK metric reader, which it shuts down at the end."""
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+
+    # The standard variables OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win.
+    resource = Resource({"service.name": SERVICE_NAME}).merge(Resource.create())
+    if resource.attributes.get("service.name", "").startswith("unknown_service"):
+        resource = resource.merge(Resource({"service.name": SERVICE_NAME}))
+    traces = TracerProvider(resource=resource, shutdown_on_exit=False)
+    traces.add_span_processor(processor)
+    meters = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
+    spans = _Spans(traces.get_tracer("cache_daemon"))
+    meter = meters.get_meter("cache_daemon")
+    try:
+        yield Telemetry(spans.of_call, spans.of_work, lambda snapshots: _observe(meter, snapshots))
+    finally:
+        # On threads: the last metrics are read on the loop that this runs on.
+        await asyncio.to_thread(_shut_down, traces, meters)
+
+
+def _shut_down(*providers: Any) -> None:
+    """Sends what is left, unless that takes too long: an absent collector must not keep the daemon from ending."""
+    threads = [threading.Thread(target=provider.shutdown, daemon=True) for provider in providers]
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class _Spans:
+    """Spans by OpenTelemetry's conventions for RPC."""
+
+    def __init__(self, tracer: Any) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._tracer, self._trace = tracer, trace
+        self._propagator = TraceContextTextMapPropagator()
+
+    @contextmanager
+    def of_call(self, method: str, context: Context) -> Iterator[object]:
+        """A call of the service; ends with its outcome."""
+        sent = {key: value for key, value in context.invocation_metadata() or () if key.startswith("trace")}
+        with self._tracer.start_as_current_span(
+            f"{_SERVICE}/{method}",
+            context=self._propagator.extract(sent),
+            kind=self._trace.SpanKind.SERVER,
+            attributes={"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": method},
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            try:
+                yield span
+            except BaseException as error:
+                # Only the name: the text may hold hashes, or what is nobody's business at all.
+                span.set_attribute("error.type", getattr(error, "reason", type(error).__name__))
+                span.set_status(self._trace.StatusCode.ERROR)
+                raise
+
+    def of_work(self, what: str) -> Span:
+        """A part of the current call; nothing outside of one."""
+        if not self._trace.get_current_span().is_recording():
+            return NOTHING
+        found: Span = self._tracer.start_as_current_span(what)
+        return found
+
+
+def _observe(meter: Any, snapshots: Snapshots) -> None:
+    from opentelemetry.metrics import CallbackOptions, Observation
+
+    latest = _Latest(snapshots)
+
+    def reading(name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        return lambda _: [Observation(float(getattr(latest.stats(), name)))]
+
+    def failing(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(int(bool(latest.stats().durable_failing)))]
+
+    def calls(_: CallbackOptions) -> Iterable[Observation]:
+        totals = snapshots.shared.calls.totals
+        return [Observation(n, {"rpc.method": m, "status": s}) for (m, s), n in list(totals.items())]
+
+    for name, text in GAUGES.items():
+        meter.create_observable_gauge(_PREFIX + name, [reading(name)], description=text)
+    for name, text in COUNTERS.items():
+        meter.create_observable_counter(_PREFIX + name, [reading(name)], description=text)
+    text = "1 while the durable tier cannot be written to"
+    meter.create_observable_gauge(_PREFIX + "durable_failing", [failing], description=text)
+    meter.create_observable_counter(_PREFIX + "calls", [calls], description="Calls by method and outcome")
+
+
+class _Latest:
+    """One snapshot for all the metrics of a collection."""
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
+        self._found: tuple[float, StatsResponse] | None = None
+
+    def stats(self) -> StatsResponse:
+        now = time.monotonic()
+        if self._found is None or now - self._found[0] > _FRESH_SECONDS:
+            self._found = now, self._snapshots.take()
+        return self._found[1]

@@ -1,0 +1,151 @@
+"""Traces of the daemon's traffic: which prompts were asked for, as anonymous paths of blocks.
+
+One line of JSON per prompt, as the Mooncake traces have it (FAST '25) and ``benchmarks.eviction --trace`` reads it::
+
+    {"timestamp": 1203, "input_length": 1800, "output_length": 0, "hash_ids": [81002, 5, 77, 912]}
+
+``timestamp`` is in milliseconds since the recording began; ``hash_ids`` names each block of 512 tokens in its context,
+the last one maybe partial: two prompts have an id in common exactly when they are of one tenant and begin with the same
+tokens up to the end of that block. The ids are hashes under a key that is made when the recording begins and is never
+written down, so nobody can look for a text's id. ``output_length`` is 0: the daemon does not see answers end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+from kvsidecar import keys
+from kvsidecar.errors import ConfigurationError
+
+BLOCK_TOKENS = 512
+# Prompts that wait to be hashed; beyond, prompts are left out and counted.
+_QUEUED = 1024
+_QUEUED_BYTES = 64 << 20
+# Numbers that every reader of JSON takes for whole ones have 53 bits.
+_ID_BYTES = 6
+
+log = structlog.get_logger("cache_daemon")
+
+
+class TrafficTrace:
+    """Writes to a new file with a thread of its own. ``asked`` may be called from one thread and never waits.
+
+    ``complete`` turns False when something had to be left out: the file has reached ``max_bytes``, more came than the
+    thread could take, or the disk failed. What was written before stays whole lines.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """An earlier file of that name gets ``.1`` behind it, in the place of an earlier one. Raises OSError."""
+        self.path, self.max_bytes = path, max_bytes
+        self.left_out = 0
+        self._why = ""
+        self._key = secrets.token_bytes(32)
+        self._began = time.monotonic()
+        self._queue: queue.SimpleQueue[tuple[float, bytes, bytes] | None] = queue.SimpleQueue()
+        self._queued_bytes = 0
+        self._size = 0
+        if path.exists():
+            path.replace(path.with_name(f"{path.name}.1"))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(descriptor, "wb", buffering=1 << 16)
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="traffic-trace", daemon=True)
+        self._thread.start()
+
+    @property
+    def complete(self) -> bool:
+        return not self._why
+
+    def asked(self, root: bytes, ids: bytes) -> None:
+        """A prompt (uint32 little-endian) of a tenant was looked up."""
+        if self._why == "full" or not ids:
+            return
+        if self._queue.qsize() >= _QUEUED or self._queued_bytes > _QUEUED_BYTES:
+            self._leave_out("more prompts come than can be hashed")
+            return
+        with self._lock:
+            self._queued_bytes += len(ids)
+        self._queue.put((time.monotonic(), root, ids))
+
+    def close(self) -> None:
+        """Writes what is queued. Idempotent."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+        self._file.close()
+
+    # ---- on the thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            at, root, ids = item
+            with self._lock:
+                self._queued_bytes -= len(ids)
+            if self._why == "full":
+                continue
+            try:
+                self._write(self._line(at, root, ids))
+                if self._queue.empty():
+                    self._file.flush()
+            except (OSError, ValueError) as error:
+                self._leave_out(str(error))
+
+    def _line(self, at: float, root: bytes, ids: bytes) -> bytes:
+        line = {
+            "timestamp": int((at - self._began) * 1000),
+            "input_length": len(ids) // keys.TOKEN_BYTES,
+            "output_length": 0,
+            "hash_ids": list(block_ids(self._key, root, ids)),
+        }
+        return json.dumps(line, separators=(",", ":")).encode() + b"\n"
+
+    def _write(self, line: bytes) -> None:
+        if self._size + len(line) > self.max_bytes:
+            self._leave_out("full")
+            return
+        self._file.write(line)
+        self._size += len(line)
+
+    def _leave_out(self, why: str) -> None:
+        self.left_out += 1
+        if not self._why or (why == "full" and self._why != "full"):
+            self._why = why
+            text = f"it has reached {self.max_bytes} bytes" if why == "full" else why
+            log.warning("the traffic trace is not complete", file=str(self.path), why=text)
+
+
+def block_ids(key: bytes, root: bytes, ids: bytes) -> Iterator[int]:
+    """An id for each block of a prompt in its context, at most 48 bits; ``key`` has at most 64 bytes."""
+    size = BLOCK_TOKENS * keys.TOKEN_BYTES
+    before = root
+    for start in range(0, len(ids), size):
+        before = hashlib.blake2b(before + ids[start : start + size], key=key, digest_size=32).digest()
+        yield int.from_bytes(before[:_ID_BYTES], "little")
+
+
+@contextmanager
+def recording(path: Path | None, max_bytes: int) -> Iterator[TrafficTrace | None]:
+    """A recording while the body runs; None without a path. Raises ConfigurationError."""
+    if path is None:
+        yield None
+        return
+    try:
+        trace = TrafficTrace(path, max_bytes)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot record a trace to {path}: {error.strerror}; choose another --trace"
+        ) from error
+    try:
+        yield trace
+    finally:
+        trace.close()

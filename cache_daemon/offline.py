@@ -1,0 +1,211 @@
+"""``python -m cache_daemon.offline``: verify, export and import on the store of a daemon that does not run.
+
+They take the store's lock, as a daemon does, so they are refused with one sentence while a daemon runs. There is no
+way through a running daemon on purpose: an archive holds chunks of tenants whose salts nobody here knows, and a daemon
+takes chunks only from who names theirs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from kvsidecar import keys
+from kvsidecar.cli.cache.daemon import salt_bytes
+from kvsidecar.errors import ConfigurationError, InvalidRequest, KVSidecarError, StoreUnavailable
+from kvsidecar.runtime import default_data_dir
+from kvsidecar.sizes import format_size, parse_size
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cache_daemon.durable.archive import Archived, export_archive, import_archive
+from cache_daemon.durable.lmdb_tier import LmdbTier
+from cache_daemon.durable.scrub import scrub
+from cache_daemon.durable.seal import key_from_environment, key_from_file
+from cache_daemon.durable.tier import NoRoom, TierFailed
+
+SOUND, DAMAGED, FAILED = 0, 1, 2
+_KEY_VARIABLE = "KVSIDECAR_CACHE_STORE_KEY"
+_LEAST_BUDGET = 1 << 20
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Work on a store that no daemon holds.")
+
+StoreFolder = Annotated[
+    Path | None,
+    typer.Option(envvar="KVSIDECAR_CACHE_STORE", help="Folder of the store; the daemon's default when left out."),
+]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="KVSIDECAR_CACHE_STORE_KEY_FILE",
+        help=f"File with the store's key; or set {_KEY_VARIABLE} to its hex digits.",
+    ),
+]
+Hashes = Annotated[
+    list[str] | None, typer.Option(help="Only chunks of this tenant root (64 hex digits, `cache list`).")
+]
+Heard = Callable[[int, int], None]
+
+
+@app.command()
+def verify(
+    store: StoreFolder = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Remove what is damaged; a damaged file is kept aside.")
+    ] = False,
+    key_file: KeyFile = None,
+) -> None:
+    """Read every page, record and payload of a store, also one that was cut off or has flipped bits.
+
+    Exit code 0: all is sound. 1: there is damage, or there was and --repair has removed it. 2: it could not be said:
+    the store is missing, of another version or key, or a daemon holds it; stop that first.
+    """
+    folder = _folder(store)
+    with _progress("chunks") as heard:
+        found = scrub(folder, repair, _key(key_file), heard)
+    print(f"{folder}: {found.sound} chunks are sound")
+    if found.is_clean:
+        return
+    lost = (("corrupt chunks", found.corrupt), ("chunks without their beginning", found.orphaned))
+    for what, count in (*lost, ("corrupt notes (pins, verdicts)", found.corrupt_notes)):
+        if count:
+            print(f"  {count} {what}")
+    for problem in found.problems:
+        print(f"  {problem}")
+    print("what is damaged was removed" if found.repaired else "--repair removes what is damaged")
+    raise typer.Exit(DAMAGED)
+
+
+@app.command("export")
+def export(
+    file: Annotated[Path, typer.Argument(help="The archive to write; there only when it is complete.")],
+    everything: Annotated[bool, typer.Option("--all", help="All chunks of all tenants.")] = False,
+    namespace: Annotated[str, typer.Option(help="A namespace (64 hex digits, `cache stats --json`).")] = "",
+    salt: Annotated[str, typer.Option(help="A tenant's salt within the namespace, or @FILE to read it from.")] = "",
+    root: Hashes = None,
+    store: StoreFolder = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Write a store's chunks to one portable file, to bake a warm cache into an image.
+
+    The daemon must be stopped. What is damaged is left out. The archive is not encrypted, also when the store is.
+    """
+    roots = _roots(namespace, salt, root or [])
+    if everything == bool(roots):
+        raise InvalidRequest("say what to export: --namespace (with --salt), --root, or --all")
+    folder = _folder(store)
+    with _opened(folder, (folder / "data.mdb").stat().st_size, key_file) as tier, _progress("chunks") as heard:
+        found = _translated(lambda: export_archive(tier, file, None if everything else roots, heard))
+    if not found.chunks:
+        print("the archive is empty: nothing of this is stored", file=sys.stderr)
+    _tell("exported", found, f"to {file}")
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The archive.")],
+    store: StoreFolder = None,
+    store_bytes: Annotated[
+        str, typer.Option(envvar="KVSIDECAR_CACHE_STORE_BYTES", help="Budget of the store, as the daemon has it.")
+    ] = "8GiB",
+    key_file: KeyFile = None,
+) -> None:
+    """Take an archive's chunks into a store, which is made when it is not there. The daemon must be stopped.
+
+    Chunks serve the model that made them, and no other: they carry its namespace.
+    """
+    folder = store or default_data_dir() / "store"
+    try:
+        budget = parse_size(store_bytes)
+    except ValueError as error:
+        raise ConfigurationError(f"--store-bytes: {error}") from error
+    with _opened(folder, budget, key_file) as tier, _progress("bytes") as heard:
+        found = _translated(lambda: import_archive(tier, file, progress=heard))
+        live = tier.usage().live_bytes
+    _tell("imported", found, f"into {folder}")
+    if live > budget:
+        print(
+            f"the store has {format_size(live)} now, more than --store-bytes; the daemon will evict what is beyond",
+            file=sys.stderr,
+        )
+
+
+def _folder(store: Path | None) -> Path:
+    folder = store or default_data_dir() / "store"
+    if not (folder / "data.mdb").is_file():
+        raise StoreUnavailable(f"there is no store in {folder}; name its folder with --store")
+    return folder
+
+
+def _key(file: Path | None) -> bytes | None:
+    return key_from_file(file) if file is not None else key_from_environment(_KEY_VARIABLE)
+
+
+def _roots(namespace: str, salt: str, roots: list[str]) -> frozenset[bytes]:
+    if salt and not namespace:
+        raise InvalidRequest("--salt names a tenant of a namespace; give --namespace, too")
+    found = [_hash("--root", root) for root in roots]
+    if namespace:
+        found.append(keys.tenant_root(_hash("--namespace", namespace), salt_bytes(salt)))
+    return frozenset(found)
+
+
+def _hash(option: str, text: str) -> bytes:
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        found = b""
+    if len(found) != keys.HASH_BYTES:
+        raise InvalidRequest(f"{option} is {text!r}; it must have {2 * keys.HASH_BYTES} hex digits")
+    return found
+
+
+@contextmanager
+def _opened(folder: Path, budget_bytes: int, key_file: Path | None) -> Iterator[LmdbTier]:
+    tier = LmdbTier(folder, max(budget_bytes, _LEAST_BUDGET), strict=True, key=_key(key_file))
+    try:
+        list(tier.load())
+        yield tier
+    finally:
+        tier.close()
+
+
+def _translated(work: Callable[[], Archived]) -> Archived:
+    try:
+        return work()
+    except NoRoom as error:
+        raise StoreUnavailable(f"{error}; give more with --store-bytes, or free disk space") from error
+    except (TierFailed, OSError) as error:
+        raise StoreUnavailable(str(error)) from error
+
+
+def _tell(done: str, found: Archived, where: str) -> None:
+    skipped = f", {found.skipped} left out" if found.skipped else ""
+    print(f"{done} {found.chunks} chunks ({format_size(found.payload_bytes)}) {where}{skipped}")
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Heard]:
+    """A bar on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def main() -> None:
+    """Errors become one line on stderr and exit code 2."""
+    try:
+        app(prog_name="kvsidecar cache")
+    except KVSidecarError as error:
+        print(f"kvsidecar cache: {error}", file=sys.stderr)
+        sys.exit(FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""``kvsidecar cache verify``, ``export`` and ``import``: they work on a store that no daemon holds, in a process of the
+daemon's package."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+_COMMANDS = {
+    "verify": "Read a whole store of a stopped daemon, and repair it (`verify --help` for flags).",
+    "export": "Write a store's chunks to a portable archive (`export --help` for flags).",
+    "import": "Take an archive's chunks into a store (`import --help` for flags).",
+}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the commands."""
+    for name, text in _COMMANDS.items():
+        app.command(name, context_settings=_PASS_ON, help=text)(_handed_over)
+
+
+def _handed_over(context: typer.Context) -> None:
+    command = ["-m", "cache_daemon.offline", str(context.info_name), *context.args]
+    os.execv(sys.executable, [sys.executable, *command])

@@ -1,0 +1,38 @@
+"""How much of what was asked had been read before, and where it was. One definition for all commands."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvsidecar.cache.v1 import cache_pb2 as pb
+
+
+@dataclass(frozen=True)
+class HitRatios:
+    """Shares of the tokens of all prompts that workers have served; None before the first.
+
+    ``total`` is what the answers' usage counts as cached, so it agrees with the gateway's numbers. The others split it:
+    in a worker's own ``pool``, in the daemon's ``arena`` and in the durable tier (``disk``).
+    """
+
+    total: float | None = None
+    pool: float | None = None
+    arena: float | None = None
+    disk: float | None = None
+
+    @staticmethod
+    def of(stats: Any, before: Any = None) -> HitRatios:
+        """Since the daemon's start, or since an earlier StatsResponse of the same epoch."""
+        before = before if before is not None else pb.StatsResponse()
+        prompt = stats.prompt_tokens - before.prompt_tokens
+        if prompt <= 0:
+            return HitRatios()
+        cached = stats.cached_tokens - before.cached_tokens
+        pool = min(cached, stats.pool_tokens - before.pool_tokens)
+        # Workers report with their heartbeats, the daemon counts at once: never more than there is to split.
+        disk = min(cached - pool, stats.promoted_tokens - before.promoted_tokens)
+        return HitRatios(cached / prompt, pool / prompt, (cached - pool - disk) / prompt, disk / prompt)
+
+    def as_dict(self) -> dict[str, float | None]:
+        return {name: value if value is None else round(value, 6) for name, value in asdict(self).items()}

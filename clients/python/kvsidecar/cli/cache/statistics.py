@@ -1,0 +1,77 @@
+"""``kvsidecar cache stats``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cli.cache.daemon import CALL_SECONDS, AsJson, Namespace, Salt, at_daemon, scope
+from kvsidecar.cli.cache.ratios import HitRatios
+from kvsidecar.cli.cache.shown import as_dict, duration, percent, print_json
+from kvsidecar.sizes import format_size
+
+_SECTIONS = {
+    "what workers served": ("prompts", "prompt_tokens", "cached_tokens", "pool_tokens"),
+    "what the daemon was asked": (
+        "matches", "requested_tokens", "matched_tokens", "promoted_tokens", "content_tokens", "commits", "refused",
+    ),
+    "what is stored": (
+        "chunks", "tokens", "arena_chunks", "arena_used_bytes", "arena_bytes", "durable_chunks", "durable_bytes",
+        "durable_budget_bytes", "durable_file_bytes", "pinned_bytes",
+    ),
+    "what is going on": ("sessions", "leases", "reservations", "pending_writes", "loop_stall_ms"),
+    "what went": ("arena_evictions", "durable_evictions", "expired_chunks", "corrupt_chunks", "failed_writes"),
+}  # fmt: skip
+_OF_A_TENANT = (
+    "chunks",
+    "tokens",
+    "arena_chunks",
+    "arena_used_bytes",
+    "durable_chunks",
+    "durable_bytes",
+    "pinned_bytes",
+)
+
+
+@at_daemon
+def stats(daemon: Any, json: AsJson = False, namespace: Namespace = "", salt: Salt = "") -> None:
+    """Counters and gauges since the daemon's start; of one tenant what is stored.
+
+    The hit ratio is of the tokens of all prompts that workers served, hits in their own pools included: the number that
+    answers' usage and the gateway's metrics add up to. Workers report with their heartbeats, every 2 s.
+    """
+    restricted = scope(namespace, salt)
+    found = daemon.Stats(pb.StatsRequest(**restricted), timeout=CALL_SECONDS)
+    if restricted:
+        kept = {name: value for name, value in as_dict(found).items() if name in _OF_A_TENANT}
+        print_json(kept) if json else Console().print(_table({"what is stored": _OF_A_TENANT}, found))
+        return
+    ratios = HitRatios.of(found)
+    if json:
+        print_json({**as_dict(found), "hit_ratio": ratios.as_dict()})
+        return
+    table = _table(_SECTIONS, found)
+    table.title = f"epoch {found.epoch:x}, up {duration(found.uptime_seconds)}"
+    console = Console()
+    console.print(table)
+    console.print(
+        f"hit ratio [bold]{percent(ratios.total)}[/bold] of prompt tokens: "
+        f"pool {percent(ratios.pool)}, arena {percent(ratios.arena)}, disk {percent(ratios.disk)}"
+    )
+    if found.durable_failing:
+        console.print(f"[red]the durable tier cannot be written to[/red]: {found.durable_failing}", soft_wrap=True)
+
+
+def _table(sections: dict[str, tuple[str, ...]], found: pb.StatsResponse) -> Table:
+    table = Table(show_header=False)
+    for title, names in sections.items():
+        table.add_row(f"[bold]{title}[/bold]", "")
+        for name in names:
+            value = getattr(found, name)
+            shown = format_size(value) if name.endswith("bytes") else f"{value:,.0f}"
+            table.add_row(f"  {name.replace('_', ' ')}", shown)
+        table.add_section()
+    return table

@@ -1,0 +1,194 @@
+"""``kvsidecar cache top``: the daemon, live."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import grpc
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cli.cache.daemon import CALL_SECONDS, at_daemon
+from kvsidecar.cli.cache.ratios import HitRatios
+from kvsidecar.cli.cache.shown import duration, percent
+from kvsidecar.errors import from_rpc
+from kvsidecar.sizes import format_size
+
+_RATE_SECONDS = 10.0  # rates and ratios are over the last so many seconds
+_MOST_SESSIONS, _MOST_CALLS = 8, 6
+_NOTHING = pb.StatsResponse()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The daemon's state at a time."""
+
+    at: float
+    stats: pb.StatsResponse
+
+
+@at_daemon
+def top(
+    daemon: Any,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame, with rates since the daemon's start.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between frames.")] = 1.0,
+) -> None:
+    """Hit ratio by tier, bytes, workers, leases, evictions and the slowest calls, live. q or Ctrl-C ends it.
+
+    Rates and ratios on the left are of the last 10 seconds, those on the right since the daemon's start.
+    """
+    console = Console()
+    if once:
+        stats = daemon.Stats(pb.StatsRequest(), timeout=CALL_SECONDS)
+        console.print(frame(Sample(time.monotonic(), stats), None))
+        return
+    with contextlib.suppress(KeyboardInterrupt), _keys() as pressed, Live(console=console, screen=True) as live:
+        samples: list[Sample] = []
+        while True:
+            live.update(_next_frame(daemon, samples), refresh=True)
+            if pressed(interval) == "q":
+                return
+
+
+def _next_frame(daemon: Any, samples: list[Sample]) -> RenderableType:
+    """Takes a sample into the window; a daemon that is away is said to be, and looked for again."""
+    try:
+        stats = daemon.Stats(pb.StatsRequest(), timeout=CALL_SECONDS)
+    except grpc.RpcError as error:
+        if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            raise
+        samples.clear()
+        return Text(f"the daemon does not answer ({from_rpc(error)}); trying again", style="red")
+    if samples and samples[-1].stats.epoch != stats.epoch:
+        samples.clear()
+    samples.append(Sample(time.monotonic(), stats))
+    while len(samples) > 2 and samples[1].at < samples[-1].at - _RATE_SECONDS:
+        del samples[0]
+    return frame(samples[-1], samples[0] if len(samples) > 1 else None)
+
+
+def frame(now: Sample, before: Sample | None) -> RenderableType:
+    """One picture. Without an earlier sample the rates are since the daemon's start."""
+    stats = now.stats
+    past = before.stats if before is not None else _NOTHING
+    seconds = now.at - before.at if before is not None else stats.uptime_seconds
+    title = Text(f"epoch {stats.epoch:x}  up {duration(stats.uptime_seconds)}  workers {stats.sessions}", style="bold")
+    parts: list[RenderableType] = [title, *_warnings(stats), _reuse(stats, past if before is not None else None)]
+    parts += [_memory(stats), _rates(stats, past, max(seconds, 1e-3))]
+    if stats.session_details:
+        parts.append(_sessions(stats))
+    if stats.calls:
+        parts.append(_calls(stats))
+    return Group(*parts)
+
+
+def _warnings(stats: pb.StatsResponse) -> Iterator[Text]:
+    if stats.durable_failing:
+        yield Text(f"the durable tier cannot be written to: {stats.durable_failing}", style="red")
+    if stats.corrupt_chunks:
+        yield Text(f"{stats.corrupt_chunks} chunks were corrupt since the start; run `cache verify`", style="red")
+    if stats.loop_stall_ms > 100:
+        yield Text(f"the event loop stood still for {stats.loop_stall_ms:.0f} ms in the last minute", style="yellow")
+
+
+def _reuse(stats: pb.StatsResponse, past: pb.StatsResponse | None) -> Table:
+    table = Table("tokens read before", "now" if past is not None else "", "since the start", expand=False)
+    ever = HitRatios.of(stats)
+    recent = HitRatios.of(stats, past) if past is not None else HitRatios()
+    for name in ("total", "pool", "arena", "disk"):
+        share = getattr(ever, name)
+        bar = ProgressBar(total=1.0, completed=share or 0.0, width=30)
+        cell = Table.grid(padding=(0, 1))
+        cell.add_row(bar, percent(share))
+        table.add_row(name, percent(getattr(recent, name)) if past is not None else "", cell)
+    return table
+
+
+def _memory(stats: pb.StatsResponse) -> Table:
+    table = Table("tier", "used", "of", "chunks", "", expand=False)
+    rows = (
+        ("arena", stats.arena_used_bytes, stats.arena_bytes, stats.arena_chunks),
+        ("disk", stats.durable_bytes, stats.durable_budget_bytes, stats.durable_chunks),
+    )
+    for name, used, size, count in rows:
+        bar = ProgressBar(total=max(size, 1), completed=min(used, size), width=20)
+        table.add_row(name, format_size(used), format_size(size), f"{count:,}", bar)
+    return table
+
+
+def _rates(stats: pb.StatsResponse, past: pb.StatsResponse, seconds: float) -> Table:
+    table = Table.grid(padding=(0, 2))
+
+    def rate(name: str) -> str:
+        return f"{(getattr(stats, name) - getattr(past, name)) / seconds:,.1f}/s"
+
+    table.add_row("prompts", rate("prompts"), "matches", rate("matches"), "commits", rate("commits"))
+    table.add_row(
+        "arena evictions", rate("arena_evictions"), "disk evictions", rate("durable_evictions"),
+        "tokens from disk", rate("promoted_tokens"),
+    )  # fmt: skip
+    table.add_row(
+        "leases", f"{stats.leases:,}", "reservations", f"{stats.reservations:,}",
+        "pending writes", f"{stats.pending_writes:,}",
+    )  # fmt: skip
+    return table
+
+
+def _sessions(stats: pb.StatsResponse) -> Table:
+    table = Table("worker", "namespace", "age", "leased chunks", "reservations", "staging", expand=False)
+    found = sorted(stats.session_details, key=lambda s: (-s.leased_chunks, s.client_name))
+    for s in found[:_MOST_SESSIONS]:
+        table.add_row(
+            escape(s.client_name), s.namespace.hex()[:12], duration(s.age_seconds), f"{s.leased_chunks:,}",
+            f"{s.reservations:,}", format_size(s.staging_used_bytes),
+        )  # fmt: skip
+    if len(found) > _MOST_SESSIONS:
+        table.caption = f"and {len(found) - _MOST_SESSIONS} more"
+    return table
+
+
+def _calls(stats: pb.StatsResponse) -> Table:
+    table = Table("slowest calls", "last minute", "failed", "p50 ms", "p99 ms", "max ms", expand=False)
+    for c in stats.calls[:_MOST_CALLS]:
+        numbers = (f"{c.p50_ms:.2f}", f"{c.p99_ms:.2f}", f"{c.max_ms:.2f}")
+        table.add_row(c.method, f"{c.count:,}", f"{c.errors:,}", *numbers)
+    return table
+
+
+def _wait(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """A function that waits so many seconds for a key and returns it, or nothing. Keys need a terminal."""
+    if not sys.stdin.isatty():
+        yield _wait
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        return sys.stdin.read(1) if ready else ""
+
+    try:
+        tty.setcbreak(sys.stdin)
+        yield pressed
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

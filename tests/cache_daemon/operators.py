@@ -1,0 +1,78 @@
+"""What an operator types, and what comes of it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from kvsidecar.cli.main import app
+from kvsidecar.errors import KVSidecarError
+from typer.testing import CliRunner
+
+from benchmarks.node import Node
+from cache_daemon import offline
+
+COMMAND = [sys.executable, "-m", "kvsidecar.cli.main", "cache"]
+
+
+def cache(*arguments: object, of: Node | None = None) -> str:
+    """What ``kvsidecar cache`` prints, through a pipe. Raises what it raises."""
+    where = ["--socket", str(of.cache_socket)] if of is not None else []
+    result = CliRunner().invoke(app, ["cache", *map(str, arguments), *where])
+    if isinstance(result.exception, KVSidecarError):
+        raise result.exception
+    assert result.exit_code == 0, (result.output, result.exception)
+    return str(result.stdout)
+
+
+def on_store(*arguments: object, expect: int = 0) -> str:
+    """What a command on a stopped daemon's store prints. Raises what it raises."""
+    result = CliRunner().invoke(offline.app, [str(a) for a in arguments])
+    if isinstance(result.exception, KVSidecarError):
+        raise result.exception
+    assert result.exit_code == expect, (result.output, result.exception)
+    return str(result.stdout)
+
+
+def in_terminal(arguments: list[str], columns: int = 100, press: bytes = b"", after: str = "") -> str:
+    """What ``kvsidecar cache`` writes to a terminal; ``press`` is typed once ``after`` was seen."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(columns), "LINES": "60", "TERM": "xterm"}
+    process = subprocess.Popen([*COMMAND, *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment)
+    os.close(slave)
+    shown = b""
+    deadline = time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline:
+            if select.select([master], [], [], 0.1)[0]:
+                try:
+                    shown += os.read(master, 65536)
+                except OSError:  # the other end is closed
+                    break
+            if press and after.encode() in shown:
+                os.write(master, press)
+                press = b""
+        assert process.wait(10) == 0, shown.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+    return shown.decode()
+
+
+def daemon_that_ends(folder: Path, *flags: object) -> subprocess.CompletedProcess[str]:
+    folder.chmod(0o700)
+    command = [sys.executable, "-m", "cache_daemon", "--socket", folder / "s", "--store", "none", *flags]
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=60)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

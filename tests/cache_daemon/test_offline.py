@@ -1,0 +1,154 @@
+"""What an operator does with the store of a daemon that has stopped."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvsidecar import keys
+from kvsidecar.errors import InvalidRequest, KVSidecarError
+
+from benchmarks.node import Node
+from cache_daemon import offline
+from tests.cache_daemon.conftest import Peer, descriptor, store_file
+from tests.cache_daemon.operators import COMMAND, on_store
+
+THIRD = [9, 9, 9]
+
+
+def stored(start: Callable[..., Node], count: int = 30, **flags: Any) -> tuple[Node, list[list[int]]]:
+    """A node whose daemon has stopped with so many chunks on disk, and their tokens."""
+    node = start(**flags)
+    peer = Peer(node)
+    prompts = [[i, i + 1, i + 2] for i in range(count)]
+    for ids in prompts:
+        peer.put(ids)
+    peer.put(THIRD, salt=b"another")
+    peer.close()
+    node.settle()
+    node.kill("daemon", 15)
+    return node, prompts
+
+
+def served_by(node: Node, prompts: list[list[int]]) -> int:
+    """How many of the prompts a daemon on this node's store has, every byte of them right."""
+    node.start_daemon()
+    peer = Peer(node)
+    try:
+        return sum(peer.read(ids) == len(ids) for ids in prompts)
+    finally:
+        peer.close()
+        node.kill("daemon", 15)
+
+
+def test_verifying_a_sound_store_says_so(start: Callable[..., Node]) -> None:
+    node, _ = stored(start)
+    command = [*COMMAND, "verify", "--store", str(node.folder / "store")]
+    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "31 chunks are sound" in result.stdout
+
+
+def test_verifying_refuses_while_a_daemon_has_the_store(daemon: Node) -> None:
+    command = [*COMMAND, "verify", "--store", str(daemon.folder / "store")]
+    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert result.returncode == offline.FAILED
+    assert "another daemon uses the store" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_verifying_says_when_there_is_no_store(tmp_path: Path) -> None:
+    with pytest.raises(KVSidecarError, match="no store in"):
+        on_store("verify", "--store", tmp_path)
+    assert not list(tmp_path.iterdir()), "looking makes nothing"
+
+
+def test_flipped_bits_are_found_and_repaired(start: Callable[..., Node]) -> None:
+    node, prompts = stored(start)
+    flip_payload(store_file(node), prompts[7])
+    folder = node.folder / "store"
+    found = on_store("verify", "--store", folder, expect=offline.DAMAGED)
+    assert "30 chunks are sound" in found
+    assert "1 corrupt chunks" in found
+    assert "--repair removes" in found
+    assert "was removed" in on_store("verify", "--store", folder, "--repair", expect=offline.DAMAGED)
+    assert "30 chunks are sound" in on_store("verify", "--store", folder)
+    assert served_by(node, prompts) == len(prompts) - 1
+
+
+def test_a_store_that_was_cut_off_is_repaired_with_what_is_left(start: Callable[..., Node]) -> None:
+    node, prompts = stored(start)
+    file = store_file(node)
+    os.truncate(file, file.stat().st_size // 3 // 4096 * 4096)
+    folder = node.folder / "store"
+    on_store("verify", "--store", folder, expect=offline.DAMAGED)
+    on_store("verify", "--store", folder, "--repair", expect=offline.DAMAGED)
+    left = int(on_store("verify", "--store", folder).split(": ")[1].split()[0])
+    assert 0 < left < 31
+    assert left - 1 <= served_by(node, prompts) <= left, "one may be the other tenant's"
+
+
+def test_an_encrypted_store_needs_its_key(start: Callable[..., Node], tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("5a" * 32)
+    node, _ = stored(start, 3, store_key_file=key)
+    folder = node.folder / "store"
+    with pytest.raises(KVSidecarError, match="encrypted"):
+        on_store("verify", "--store", folder)
+    assert "4 chunks are sound" in on_store("verify", "--store", folder, "--key-file", key)
+
+
+def test_an_archive_carries_a_namespace_to_another_node(start: Callable[..., Node], tmp_path: Path) -> None:
+    node, prompts = stored(start)
+    other = start(store_bytes="1MiB")
+    other.kill("daemon", 15)
+    archive, namespace = tmp_path / "warm.kv", keys.namespace_id(descriptor()).hex()
+    assert "exported 30 chunks" in on_store(
+        "export", archive, "--namespace", namespace, "--store", node.folder / "store"
+    )
+    assert "imported 30 chunks" in on_store("import", archive, "--store", other.folder / "store")
+    assert served_by(other, prompts) == 30
+    assert served_by(other, [THIRD]) == 0, "the other tenant was not exported"
+
+
+def test_an_archive_of_all_has_every_tenant_and_makes_a_store(start: Callable[..., Node], tmp_path: Path) -> None:
+    node, _ = stored(start, 3)
+    on_store("export", tmp_path / "all.kv", "--all", "--store", node.folder / "store")
+    assert "imported 4 chunks" in on_store("import", tmp_path / "all.kv", "--store", tmp_path / "new")
+    assert "4 chunks are sound" in on_store("verify", "--store", tmp_path / "new")
+
+
+def test_a_damaged_archive_is_refused(start: Callable[..., Node], tmp_path: Path) -> None:
+    node, _ = stored(start, 3)
+    archive = tmp_path / "all.kv"
+    on_store("export", archive, "--all", "--store", node.folder / "store")
+    data = bytearray(archive.read_bytes())
+    data[len(data) // 2] ^= 1
+    archive.write_bytes(data)
+    with pytest.raises(InvalidRequest, match="damaged"):
+        on_store("import", archive, "--store", tmp_path / "new")
+
+
+def test_what_to_export_must_be_said(start: Callable[..., Node], tmp_path: Path) -> None:
+    node, _ = stored(start, 1)
+    for wrong in ((), ("--all", "--namespace", "00" * 32)):
+        with pytest.raises(InvalidRequest, match="say what to export"):
+            on_store("export", tmp_path / "x.kv", *wrong, "--store", node.folder / "store")
+    with pytest.raises(InvalidRequest, match="64 hex digits"):
+        on_store("export", tmp_path / "x.kv", "--namespace", "beef", "--store", node.folder / "store")
+    assert not (tmp_path / "x.kv").exists()
+
+
+def flip_payload(file: Path, ids: list[int]) -> None:
+    """Flips a bit in the middle of the payload that belongs to the tokens."""
+    data = bytearray(file.read_bytes())
+    at = data.find(keys.token_bytes(ids) * 16)
+    assert at > 0, "the payload is in the file"
+    data[at + 100] ^= 1
+    file.write_bytes(data)
