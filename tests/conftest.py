@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.node import Node
+from inference_svc.model.numerics import make_reproducible
+
+make_reproducible()  # before any test's first product
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

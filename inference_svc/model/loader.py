@@ -31,10 +31,15 @@ from inference_svc.model.experts import EXPERTS, register_experts
 from inference_svc.model.gguf import file as gguf_file
 from inference_svc.model.gguf.convert import SAMPLING, converted, open_source
 from inference_svc.model.gguf.geometry import config_of
+from inference_svc.model.numerics import make_reproducible
 from inference_svc.model.resolve import DEMO_MODEL, resolve
 from inference_svc.model.rotary import settle
 from inference_svc.model.shapes import SHAPES
 from inference_svc.model.skeleton import skeleton
+
+# What computes keys and values, and the version of its numerics: raise it when a kernel's bits change, so that chunks
+# of before are not mixed with those of after.
+PRODUCER = "kvsidecar/2"
 
 log = structlog.get_logger("model")
 
@@ -118,6 +123,7 @@ class LoadedModel:
             dtype=_DTYPES[self.dtype],
             rope_parameters=json.dumps(rope, sort_keys=True, default=str) if rope else "",
             format_version=keys.FORMAT_VERSION,
+            producer=PRODUCER,
             quantizer_version=0 if bits == 16 else keys.QUANTIZER_VERSION,
             bits=bits,
             tensor_parallel_size=1,
@@ -206,6 +212,7 @@ def load(
 ) -> LoadedModel:
     """Loads ``demo``, ``shape:NAME``, or what ``resolve`` makes of a name. ``context_length`` is the longest sequence
     that will be served, the model's own when 0. Raises ModelUnsupported, ConfigurationError."""
+    make_reproducible()
     register()
     register_experts()
     place = pick_device(device)
