@@ -16,6 +16,7 @@ from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.errors import from_rpc
 from kvsidecar.memory import map_arena, map_staging, map_summary
+from kvsidecar.serving import CLIENT_KEEPALIVE
 from kvsidecar.summary import Summary
 
 from inference_svc.cache.device_arena import CudaArena
@@ -30,6 +31,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
+    *CLIENT_KEEPALIVE,
 ]
 _Outgoing = queue.SimpleQueue[pb.AttachRequest | None]
 
