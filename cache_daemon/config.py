@@ -39,7 +39,7 @@ class DaemonConfig(BaseSettings):
     """Folder of the durable store; None keeps nothing on disk."""
     store_bytes: int = 8 << 30
     """Budget of the durable store, in payload bytes."""
-    store_key: SecretStr = SecretStr("")
+    store_key: SecretStr = Field(default=SecretStr(""), exclude=True)
     """Key that the durable store is encrypted with, as 64 hex digits. For the environment: command lines are public."""
     store_key_file: Path | None = Field(default=None, validate_default=True)
     """File that holds the key instead."""
@@ -50,8 +50,6 @@ class DaemonConfig(BaseSettings):
     commit, never more, and never corrupts. Killing the process loses nothing in either."""
     arena_bytes: int = 1 << 30
     """Size of the host arena."""
-    arena_dir: Path = Path("/dev/shm")
-    """A tmpfs to put the arena into."""
     staging_bytes: int = 256 << 20
     """Size of the memory that each session writes into before the daemon copies what it commits."""
     eviction: str = "auto"

@@ -23,10 +23,9 @@ from cache_daemon.limits import Priority, TenantLimits
 MAX_SALT_BYTES = 256
 TenantId = Callable[[bytes], bytes]
 
-log = structlog.get_logger("cache_daemon")
-
-
 UNLIMITED = TenantLimits()
+
+log = structlog.get_logger("cache_daemon")
 
 
 @dataclass(frozen=True)

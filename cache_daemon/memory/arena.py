@@ -25,6 +25,11 @@ class Slot:
     size_bytes: int
 
 
+def footprint(size_bytes: int) -> int:
+    """What a payload takes of an arena."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
 class Arena(Protocol):
     """Memory with an allocator. Not thread-safe, but for ``read`` and ``write``, which may be used on any thread."""
 

@@ -35,7 +35,7 @@ from kvsidecar.errors import ArenaFull, ChunkNotFound, NamespaceMismatch
 from cache_daemon.durable.tier import DurableTier, Loaded
 from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.eviction.policy import EvictionPolicy
-from cache_daemon.memory.arena import ALIGNMENT, Arena
+from cache_daemon.memory.arena import Arena, footprint
 from cache_daemon.memory.staging import Staging
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.events import EventLog
@@ -80,7 +80,7 @@ class ChunkStore:
     ) -> None:
         """``new_policy`` makes a policy for a tier of so many bytes."""
         self.epoch = secrets.randbits(63) + 1
-        self.arena, self.summary, self.accounts = arena, summary, accounts or Accounts()
+        self.arena, self.summary, self.accounts = arena, summary, accounts if accounts is not None else Accounts()
         self.events, self.sessions, self.counts = EventLog(self.epoch), Sessions(), StatsResponse()
         self._durable, self._staging_bytes = durable, staging_bytes
         self._started = time.monotonic()
@@ -444,12 +444,12 @@ class ChunkStore:
         if self._persistence is not None:
             self._persistence.check_integrity()
         chunks = [*tiers.index, *tiers.detached]
-        pages = sum(-(-c.slot.size_bytes // ALIGNMENT) * ALIGNMENT for c in chunks if c.slot is not None)
+        pages = sum(footprint(c.slot.size_bytes) for c in chunks if c.slot is not None)
         busy = any(c.arrival is not None for c in chunks) or any(s.committing for s in self.sessions)
         assert busy or pages == self.arena.used_bytes, f"slots hold {pages} bytes, the arena {self.arena.used_bytes}"
         held: Counter[int] = Counter(id(c) for s in self.sessions for hold in s.leases.values() for c in hold.chunks)
         assert busy or all(c.leases == held[id(c)] for c in chunks), "leases and holders differ"
         for session in self.sessions:
-            staged = sum(-(-r.staged.size_bytes // ALIGNMENT) * ALIGNMENT for r in session.reservations.values())
+            staged = sum(footprint(r.staged.size_bytes) for r in session.reservations.values())
             used = session.staging.used_bytes if session.staging is not None else 0
             assert session.committing or staged == used, "staging and reservations differ"

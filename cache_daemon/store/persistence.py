@@ -96,8 +96,9 @@ class Persistence:
 
     def retry(self) -> None:
         """Tries again what could not be written, parents before children. Call it now and then."""
-        if self._writer.failing is None and self._unsaved:
-            waiting = list(self._unsaved)[:_RETRIED_AT_ONCE]
+        if self._unsaved and not self._arriving_bytes:
+            # While nothing can be written, one is enough to see whether it can again.
+            waiting = list(self._unsaved)[: 1 if self._writer.failing else _RETRIED_AT_ONCE]
             for chunk in waiting:
                 self._unsaved.pop(chunk)
                 self.persist(chunk)

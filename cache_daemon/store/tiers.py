@@ -18,7 +18,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
 )
 
 from cache_daemon.durable.writer import DurableWriter
-from cache_daemon.memory.arena import Arena, Slot
+from cache_daemon.memory.arena import Arena, Slot, footprint
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import PrefixIndex
@@ -55,7 +55,7 @@ class Tiers:
         self.index.add(chunk)
         chunk.tenant.entries += 1
         if chunk.in_arena is Residency.PRESENT:
-            self.hot.insert(chunk, chunk.size_bytes, parent)
+            self.hot.insert(chunk, footprint(chunk.size_bytes), parent)
         if self.cold is not None and chunk.on_disk is Residency.PRESENT:
             self.cold.insert(chunk, chunk.stored_bytes, parent)
         if parent is not None:
@@ -65,7 +65,7 @@ class Tiers:
         """The slot holds the chunk's payload."""
         chunk.slot, chunk.in_arena = slot, Residency.PRESENT
         if chunk.listed:
-            self.hot.insert(chunk, chunk.size_bytes, self.parent_of(chunk))
+            self.hot.insert(chunk, footprint(chunk.size_bytes), self.parent_of(chunk))
             self.reconsider(chunk)
 
     def arrived_on_disk(self, chunk: Chunk, stored_bytes: int) -> None:
@@ -104,7 +104,7 @@ class Tiers:
         """A slot, evicting as long as it helps. None when all that could go is in use, pinned, or not the tenant's."""
         if size_bytes > self.arena.size_bytes:
             return None
-        while self.hot.over_quota(tenant, size_bytes):
+        while self.hot.over_quota(tenant, footprint(size_bytes)):
             if not self._evict_from_arena(tenant, own=True):
                 return None
         evicted = 0

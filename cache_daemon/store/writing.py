@@ -33,7 +33,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import InvalidRequest, StaleEpoch, UnknownLease
 from kvsidecar.layout import Geometry, layout_of
 
-from cache_daemon.memory.arena import Slot
+from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.handing_out import ID_BYTES
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.persistence import Persistence
@@ -133,7 +133,8 @@ class Writing:
 
     def _too_large(self, staging_bytes: int, tenant: Tenant, size_bytes: int) -> bool:
         quota = tenant.limits.arena_bytes
-        return size_bytes > min(staging_bytes, self._tiers.arena.size_bytes, quota if quota is not None else size_bytes)
+        room = min(staging_bytes, self._tiers.arena.size_bytes)
+        return footprint(size_bytes) > (room if quota is None else min(room, quota))
 
     def _parent_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
         """The parent is the root, stored, or being written by this session, and ends where the chunk begins."""
@@ -206,7 +207,7 @@ class Writing:
             if slot is None:
                 if copies:
                     break
-                over = self._tiers.hot.over_quota(tenant, header.payload_bytes)
+                over = self._tiers.hot.over_quota(tenant, footprint(header.payload_bytes))
                 return copies, COMMIT_OUTCOME_QUOTA_EXCEEDED if over else COMMIT_OUTCOME_ARENA_FULL, patience
             copies.append(_Copy(reservation, slot, checksum))
             size += header.payload_bytes

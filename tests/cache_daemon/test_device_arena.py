@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import secrets
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from cache_daemon.device_arena import DeviceArena, handing_out
-from cache_daemon.device_memory import CudaMemory, HostMemory
-from kvsidecar.arenas import receive_descriptor, receive_handle
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cuda_memory import HANDLE_BYTES, CudaUnavailable, DescriptorMemory, LegacyMemory
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.memory import receive_handle
 
 from benchmarks.node import Node
+from cache_daemon.memory.device_arena import DeviceArena
+from cache_daemon.memory.device_memory import CudaMemory, HostMemory
+from cache_daemon.memory.handing_out import handing_out
 from tests.cache_daemon.conftest import Peer
-from tests.cache_daemon.test_durability import run_daemon
 from tests.inference_svc.test_exactness import prompt
 
 DEVICE = {"gpu_arena": "4MiB", "gpu_memory": "host", "heartbeat_ms": 200}
@@ -36,7 +34,7 @@ def node(start: Callable[..., Node]) -> Node:
 
 def test_what_one_session_writes_another_reads(node: Node) -> None:
     writer, reader = Peer(node), Peer(node)
-    assert writer.welcome.arenas[0].kind == pb.ARENA_KIND_HOST_DESCRIPTOR
+    assert writer.welcome.arena.kind == pb.ARENA_KIND_HOST
     writer.put(list(range(40)))
     assert reader.read(list(range(40))) == 40
     writer.close()
@@ -64,39 +62,6 @@ def test_bytes_are_streamed_to_and_from_it(node: Node) -> None:
     fetched = b"".join(part.data for part in peer.stub.Fetch(request))
     assert fetched == stored
     peer.close()
-
-
-def test_a_stranger_gets_no_descriptor(node: Node) -> None:
-    peer = Peer(node)
-    with pytest.raises(OSError, match="the session is not open"):
-        receive_descriptor(peer.welcome.arenas[0].path, secrets.token_bytes(16))
-    with pytest.raises(OSError, match="the session is not open"):
-        receive_descriptor(peer.welcome.arenas[0].path, b"\0" * 16)
-    os.close(receive_descriptor(peer.welcome.arenas[0].path, peer.session))
-    assert Path(peer.welcome.arenas[0].path).stat().st_mode & 0o777 == 0o600
-    peer.close()
-
-
-def test_one_that_says_nothing_keeps_nobody_waiting(node: Node) -> None:
-    peer = Peer(node)
-    path = peer.welcome.arenas[0].path
-    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as rude:
-        silent.connect(path)
-        rude.connect(path)
-        rude.sendall(b"x" * 5)
-        began = time.monotonic()
-        os.close(receive_descriptor(path, peer.session))
-        assert time.monotonic() - began < 1
-    peer.close()
-
-
-def test_a_socket_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
-    folder = tmp_path / ("d" * (98 - len(str(tmp_path))))
-    flags = ("--store", "none", "--gpu-arena", "1MiB", "--gpu-memory", "host")
-    done = run_daemon("--socket", str(folder / "c.sock"), *flags)
-    assert done.returncode == 2
-    assert "no socket can be made" in done.stderr
-    assert "choose another --socket" in done.stderr
 
 
 def test_memory_goes_when_its_last_holder_has_gone() -> None:
@@ -129,16 +94,28 @@ def test_memory_is_shared_by_legacy_handles_where_descriptors_are_refused(
 
     monkeypatch.setattr(DescriptorMemory, "create", refused)
     monkeypatch.setattr(LegacyMemory, "create", lambda size_bytes, device: Legacy(size_bytes))
-    arena = DeviceArena(CudaMemory(1 << 20), tmp_path / "a.sock")
-    described, session = arena.describe(), b"s" * 16
+    memory, session = CudaMemory(1 << 20), b"s" * 16
+    described = DeviceArena(memory).describe()
     assert described.kind == pb.ARENA_KIND_CUDA_IPC
     assert described.device_uuid == b"u" * 16
 
+    class OnlyArena:
+        def arena(self, session_id: bytes, peer: socket.socket) -> None:
+            if session_id != session:
+                raise KeyError(session_id)
+            memory.hand_out(peer)
+
+        staging = summary = arena
+
+    path = tmp_path / "memory.sock"
+    welcome = pb.Welcome(memory_socket=str(path), arena=described, session_id=session)
+    stranger = pb.Welcome(memory_socket=str(path), arena=described, session_id=b"x" * 16)
+
     async def ask() -> bytes:
-        async with handing_out(arena, session.__eq__):
+        async with handing_out(path, OnlyArena(), 0o600, lambda _: True):
             with pytest.raises(OSError, match="the session is not open"):
-                await asyncio.to_thread(receive_handle, described.path, b"x" * 16, HANDLE_BYTES)
-            return await asyncio.to_thread(receive_handle, described.path, session, HANDLE_BYTES)
+                await asyncio.to_thread(receive_handle, stranger, HANDLE_BYTES)
+            return await asyncio.to_thread(receive_handle, welcome, HANDLE_BYTES)
 
     assert asyncio.run(ask()) == bytes(range(HANDLE_BYTES))
 

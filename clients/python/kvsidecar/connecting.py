@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +11,13 @@ from typing import Any
 
 import grpc
 
-from kvsidecar.errors import ConfigurationError
+from kvsidecar.addresses import parse_tcp
+from kvsidecar.errors import ConfigurationError, KVSidecarError, Unavailable
 from kvsidecar.runtime import socket_target
 from kvsidecar.serving import CLIENT_KEEPALIVE
 
 Options = Sequence[tuple[str, Any]]
+_PROBE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,34 @@ def aio_channel(
     if way.credentials is None:
         return grpc.aio.insecure_channel(way.target, options=way.options)
     return grpc.aio.secure_channel(way.target, way.credentials, options=way.options)
+
+
+def explain(error: KVSidecarError, target: str | Path, *, encrypted: bool) -> KVSidecarError:
+    """The error, or a clearer one when a server that speaks TLS was called without: gRPC says only "Socket closed".
+
+    Opens a connection to find out, for 2 s at the most.
+    """
+    if encrypted or not isinstance(error, Unavailable) or isinstance(target, Path) or not _speaks_tls(target):
+        return error
+    return Unavailable(f"{target} speaks TLS and was called without; give its CA file, and a token or a certificate")
+
+
+def _speaks_tls(target: str) -> bool:
+    try:
+        address = parse_tcp(target)
+    except ValueError:
+        return False
+    anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
+    anybody.set_alpn_protocols(["h2"])
+    try:
+        reached = socket.create_connection((address.host, address.port), _PROBE_SECONDS)
+        with reached, anybody.wrap_socket(reached):
+            return True
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")  # an alert is said in TLS
+    except OSError:
+        return False
 
 
 def read_token(path: Path) -> str:

@@ -49,7 +49,8 @@ class Limits:
     metadata_bytes: int = 16 << 10
     """Most metadata of one call."""
     streams: int = 1024
-    """Most calls at once on one connection; further ones wait at the client."""
+    """Most calls at once on one connection; further ones wait at the client, or are UNAVAILABLE in the moment when
+    others end: gRPC's server lets go of a call a little after its client."""
     connections: int = 512
     """Most connections at once at a door that others than the owner can reach; further ones are closed at once."""
     handshake_seconds: float = 10.0
@@ -146,7 +147,7 @@ def _server(service: str, door: Door, health: health_aio.HealthServicer, limits:
         ("grpc.keepalive_time_ms", _SERVER_KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_PATIENCE_MS),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _FASTEST_PING_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", _FASTEST_PING_MS),
     ]
     if not door.private:
         options.append(("grpc.max_allowed_incoming_connections", limits.connections))
@@ -170,15 +171,12 @@ def _bound_socket(server: grpc.aio.Server, path: Path, group: str | None) -> Ite
         raise ConfigurationError(f"cannot listen on {path}: {error}") from error
     finally:
         os.umask(mask)
-    made = path.stat().st_ino
     try:
         if group is not None:
             _open_to_group(path, number)
         yield target
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_ino == made:  # not the socket of one that came after
-                path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def _group_number(name: str) -> int:

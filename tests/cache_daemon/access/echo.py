@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 from kvsidecar.errors import CACHE_DOMAIN, Context, KVSidecarError, abort, unary
@@ -84,5 +85,5 @@ class Echo:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 
-def add_echo(server: grpc.aio.Server, principal_of: Resolver) -> None:
+def add_echo(server: grpc.aio.Server, principal_of: Resolver, at: Path | None) -> None:
     Echo(principal_of).add_to(server)

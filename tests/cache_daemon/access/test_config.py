@@ -61,11 +61,13 @@ def test_what_goes_together_is_accepted(given: dict[str, Any]) -> None:
     assert read_settings(DaemonConfig, given, None)
 
 
-def test_the_stores_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stores_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVSIDECAR_CACHE_STORE_KEY", "5ec2e7" * 10)
-    config = read_settings(DaemonConfig, {}, None)
-    assert config.store_key.get_secret_value() == "5ec2e7" * 10
-    assert "5ec2e7" not in repr(config)
+    file = tmp_path / "daemon.toml"
+    file.write_text('log-level = "warning"\n')
+    for config in (read_settings(DaemonConfig, {}, None), read_settings(DaemonConfig, {}, file)):
+        assert config.store_key.get_secret_value() == "5ec2e7" * 10
+        assert "5ec2e7" not in repr(config) + repr(config.model_dump()) + config.model_dump_json()
     with pytest.raises(ConfigurationError, match="the environment sets the key, too") as caught:
         read_settings(DaemonConfig, {"store_key_file": Path("k")}, None)
     assert "5ec2e7" not in str(caught.value)

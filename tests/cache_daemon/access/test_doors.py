@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvsidecar.connecting import explain
 from kvsidecar.errors import ConfigurationError, PermissionDenied, Unauthenticated, Unavailable
 from kvsidecar.serving import Limits
 
@@ -226,6 +227,30 @@ async def test_plain_tcp_at_a_tls_port_fails_and_disturbs_nobody(tls: Running, a
     call.cancel()
 
 
+async def test_who_forgot_tls_is_told_so(tls: Running) -> None:
+    await forgets_tls(tls)
+
+
+async def test_who_forgot_tls_is_told_so_where_certificates_are_asked_for(mtls: Running) -> None:
+    await forgets_tls(mtls)
+
+
+async def forgets_tls(running: Running) -> None:
+    address, closed = running.addresses[TCP], Unavailable("Socket closed")
+    told = await asyncio.to_thread(explain, closed, address, encrypted=False)
+    assert f"{address} speaks TLS and was called without" in str(told)
+    assert explain(closed, address, encrypted=True) is closed
+
+
+async def test_another_failure_is_not_blamed_on_tls(start: Callable[..., Any]) -> None:
+    running = await start(tcp="127.0.0.1:0", tcp_insecure=True)
+    failed = Unavailable("Socket closed")
+    for target in (running.addresses[TCP], running.addresses[PRIVATE], "127.0.0.1:1"):
+        assert await asyncio.to_thread(explain, failed, target, encrypted=False) is failed
+    other = Unauthenticated("no")
+    assert explain(other, running.addresses[TCP], encrypted=False) is other
+
+
 async def test_who_says_nothing_is_shown_out(
     start: Callable[..., Any], server_files: Issued, tenants_file: Path
 ) -> None:
@@ -248,16 +273,24 @@ async def test_connections_beyond_the_limit_are_closed(
         tcp="127.0.0.1:0", tls_cert=server_files.certificate, tls_key=server_files.key, tenants=tenants_file,
     )  # fmt: skip
     port = int(running.addresses[TCP].rpartition(":")[2])
-    flood = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+    assert await closed_of([socket.create_connection(("127.0.0.1", port)) for _ in range(8)]) == 4
+    private = [socket.socket(socket.AF_UNIX) for _ in range(8)]
+    for connection in private:
+        connection.connect(running.addresses[PRIVATE].removeprefix("unix:"))
+    assert await closed_of(private) == 0, "the owner's connections are not counted"
+
+
+async def closed_of(connections: list[socket.socket]) -> int:
+    """How many of these the other side has closed; closes all."""
     await asyncio.sleep(0.5)
     closed = 0
-    for connection in flood:
-        connection.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            closed += connection.recv(1) == b""
-        connection.close()
-    assert closed == 4
-    assert await running.call("Whoami", door=PRIVATE) == b"operator", "the private socket is not counted"
+    for connection in connections:
+        with connection, contextlib.suppress(BlockingIOError):
+            connection.setblocking(False)
+            while connection.recv(4096):  # HTTP/2's greeting
+                pass
+            closed += 1
+    return closed
 
 
 # ---- health and reflection ------------------------------------------------------------------------------------

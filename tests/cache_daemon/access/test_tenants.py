@@ -9,7 +9,8 @@ import pytest
 from kvsidecar.errors import ConfigurationError, PermissionDenied
 
 from cache_daemon.access.principal import GUEST, OPERATOR, Principal
-from cache_daemon.access.tenants import UNLIMITED, CurrentTenants, TenantLimits, Tenants, hash_token, load
+from cache_daemon.access.tenants import UNLIMITED, CurrentTenants, Tenants, hash_token, load
+from cache_daemon.limits import Priority, TenantLimits
 from tests.cache_daemon.access.conftest import tenant_id
 
 FULL = f"""
@@ -56,7 +57,7 @@ def tenants(file: Path) -> Tenants:
 
 
 def test_limits_are_a_tenants_own(tenants: Tenants) -> None:
-    expected = TenantLimits(256 << 20, 1_000_000, 5000, 7 * 86400, 16 << 20, "high")
+    expected = TenantLimits(256 << 20, 1_000_000, 5000, 7 * 86400, 16 << 20, Priority.HIGH)
     assert tenants.limits_for(b"salt-of-alice") == expected
     assert tenants.limits_of(tenant_id(b"salt-of-alice")) == expected
     assert tenants.limits_for(b"\x00\xff") == UNLIMITED

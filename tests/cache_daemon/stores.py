@@ -1,0 +1,126 @@
+"""A store in this process, with a durable tier that fails, waits and loses on command."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.layout import new_header
+
+from cache_daemon.durable.faulty import FaultyTier
+from cache_daemon.durable.memory import MemoryTier
+from cache_daemon.durable.tier import DurableTier
+from cache_daemon.eviction.gittins import Gittins
+from cache_daemon.eviction.policy import EvictionPolicy
+from cache_daemon.limits import TenantLimits
+from cache_daemon.memory.arena import MemoryArena
+from cache_daemon.store.facade import ChunkStore
+from cache_daemon.store.sessions import Session
+from cache_daemon.store.tenants import Accounts
+from cache_daemon.store.writing import Reserved
+from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
+
+
+@dataclass
+class FakeClock:
+    """Seconds that pass when they are told to."""
+
+    now: float = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Bench:
+    """A running store with one session, and what a worker does in short."""
+
+    store: ChunkStore
+    tier: FaultyTier
+    clock: FakeClock
+    session: Session = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.session = self.open()
+
+    def open(self) -> Session:
+        described = descriptor()
+        return self.store.open_session("s", described, keys.namespace_id(described))
+
+    @staticmethod
+    def root(salt: bytes = b"") -> bytes:
+        return keys.tenant_root(keys.namespace_id(descriptor()), salt)
+
+    @staticmethod
+    def header(ids: list[int], start: int = 0, parent: bytes = b"") -> ChunkHeader:
+        header = new_header(GEOMETRY, ids, start)
+        header.parent_prefix_hash = parent
+        return header
+
+    def fill(self, reserved: Reserved, ids: list[int], session: Session | None = None) -> tuple[bytes, int]:
+        """Writes the payload that belongs to the tokens. Returns what Commit wants."""
+        staging = (session or self.session).staging
+        assert staging is not None
+        assert reserved.staged is not None
+        with staging.view(reserved.staged) as view:
+            view[:] = payload_of(ids, len(view))
+            return reserved.reservation_id, keys.checksum(view)
+
+    async def put(
+        self, ids: list[int], start: int = 0, parent: bytes = b"", salt: bytes = b"", session: Session | None = None
+    ) -> tuple[bytes, int]:
+        """Stores a chunk. Returns its prefix hash and what became of it."""
+        session = session or self.session
+        reserved = self.store.reserve(session, salt, [self.header(ids, start, parent)])[0]
+        assert reserved.outcome == pb.RESERVE_OUTCOME_GRANTED, pb.ReserveOutcome.Name(reserved.outcome)
+        outcomes = await self.store.commit(session, self.store.epoch, [self.fill(reserved, ids, session)])
+        return reserved.prefix_hash, outcomes[0]
+
+    async def found(self, ids: list[int], salt: bytes = b"", session: Session | None = None) -> int:
+        """Matches, checks every byte of whole chunks, releases. Returns the tokens found."""
+        session = session or self.session
+        result = await self.store.match(session, salt, keys.token_bytes(ids))
+        at = 0
+        for m in result.matches:
+            assert m.chunk.slot is not None
+            if m.tokens == m.chunk.tokens:
+                view = self.store.arena.read(m.chunk.slot)
+                assert view == payload_of(ids[at : at + m.tokens], len(view)), "the bytes are not those of the tokens"
+            at += m.tokens
+        self.store.release(session, [result.lease_id])
+        return at
+
+
+@asynccontextmanager
+async def opened(
+    arena_bytes: int = 10 * 4096,
+    budget_bytes: int = 1 << 20,
+    *,
+    tier: DurableTier | None = None,
+    new_policy: Callable[[int], EvictionPolicy] = lambda _: Gittins(),
+    limits: dict[bytes, TenantLimits] | None = None,
+    staging_bytes: int = 1 << 20,
+) -> AsyncIterator[Bench]:
+    """``limits`` are by salt. The store is checked at the end; nothing may be held by then."""
+    by_id = {keys.tenant_id(salt): of for salt, of in (limits or {}).items()}
+    clock, faulty = FakeClock(), FaultyTier(tier or MemoryTier())
+    store = ChunkStore(
+        MemoryArena(arena_bytes),
+        faulty,
+        budget_bytes,
+        new_policy,
+        staging_bytes=staging_bytes,
+        accounts=Accounts(lambda account: by_id.get(account, TenantLimits())),
+        clock=clock,
+    )
+    await store.start()
+    try:
+        yield Bench(store, faulty, clock)
+        store.check_integrity()
+    finally:
+        faulty.let_go()
+        await store.close()
