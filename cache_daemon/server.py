@@ -16,7 +16,6 @@ import grpc
 import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2
-from kvsidecar.cache.v1.cache_pb2_grpc import add_CacheServiceServicer_to_server
 from kvsidecar.runtime import ensure_private_dir
 from kvsidecar.serving import Limits, listening_at, refuse_second, stop_on_signals
 
@@ -34,6 +33,7 @@ from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemo
 from cache_daemon.memory.handing_out import handing_out
 from cache_daemon.memory.shared import SharedMemory
 from cache_daemon.metrics import serve_metrics
+from cache_daemon.rpc.decoding import add_to_server
 from cache_daemon.rpc.door import Shared
 from cache_daemon.rpc.service import CacheService
 from cache_daemon.stalls import StallWatch
@@ -121,7 +121,7 @@ async def _serve(
 
     def add(server: grpc.aio.Server, principal_of: Resolver, at: Path | None) -> None:
         memory_socket = str(memory_sockets[at].absolute()) if at is not None else ""
-        add_CacheServiceServicer_to_server(CacheService(shared, principal_of, memory_socket), server)
+        add_to_server(CacheService(shared, principal_of, memory_socket), server)
 
     shares = _Shares(store, summary)
     async with AsyncExitStack() as stack:

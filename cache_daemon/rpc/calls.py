@@ -14,6 +14,8 @@ import structlog
 from kvsidecar.cache.v1.cache_pb2 import CallInfo
 from kvsidecar.errors import CACHE_DOMAIN, Context, KVSidecarError, LimitExceeded, QuotaExceeded, abort
 
+from cache_daemon.rpc.decoding import decoded
+
 log = structlog.get_logger("cache_daemon")
 
 _WINDOW_SECONDS = 60.0
@@ -77,7 +79,7 @@ def unary(method: Callable[[S, Q, Context], Awaitable[R]]) -> Callable[[S, Q, Co
     async def call(service: S, request: Q, context: Context) -> R:
         began, error = time.perf_counter(), None
         try:
-            return await method(service, request, context)
+            return await method(service, decoded(request), context)
         except BaseException as caught:
             error = caught
             await _end(method.__name__, caught, context)
@@ -95,7 +97,7 @@ def streaming(method: Callable[[S, Q, Context], AsyncIterator[R]]) -> Callable[[
     async def call(service: S, request: Q, context: Context) -> AsyncIterator[R]:
         began, error = time.perf_counter(), None
         try:
-            async with aclosing(method(service, request, context)) as answers:  # type: ignore[type-var]
+            async with aclosing(method(service, decoded(request), context)) as answers:  # type: ignore[type-var]
                 async for answer in answers:
                     yield answer
         except GeneratorExit:
