@@ -75,7 +75,7 @@ class Fuzzer:
             rng.shuffle(sent) if rng.random() < 0.1 else None
             self._read(method, [self.channel.stream_unary(path)(self._slowly(sent), timeout=timeout)])
         elif streams_out:
-            call = self.channel.unary_stream(path)(self._request(method), timeout=min(timeout, 0.3))
+            call = self.channel.unary_stream(path)(self._request(method), timeout=min(timeout, 0.1))
             self._read(method, self._some(call))
         elif rng.random() < 0.1:
             future = self.channel.unary_unary(path).future(self._request(method), timeout=timeout)
@@ -179,7 +179,9 @@ def fuzz(socket: Path, seconds: float, threads: int, seed: int, requests: int = 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.fuzzer", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.chaos.fuzzer", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--requests", type=int, default=0, help="stop after so many instead")

@@ -15,7 +15,22 @@ from kvsidecar.layout import layout_of
 
 from benchmarks.peer import descriptor, payload_of
 
-_EXTREME = (0, 1, 2, 127, 255, 4095, 4096, 65535, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 48, 1 << 63, (1 << 64) - 1)
+_EXTREME = (
+    0,
+    1,
+    2,
+    127,
+    255,
+    4095,
+    4096,
+    65535,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 48,
+    1 << 63,
+    (1 << 64) - 1,
+)
 _FLOATS = (0.0, -1.0, 1e-38, 1e38, math.inf, -math.inf, math.nan)
 _WIDTH = {
     FieldDescriptor.CPPTYPE_UINT32: 32, FieldDescriptor.CPPTYPE_INT32: 31,
@@ -128,7 +143,9 @@ class Messages:
             case "StatsRequest":
                 return pb.StatsRequest(namespace=rng.choice((b"", namespace)))
             case "PinRequest" | "UnpinRequest" | "DeleteRequest":
-                prefix = pb.PrefixRef(namespace=namespace, tenant_salt=salt, prefix_hash=known.take("prefix_hash") or b"")
+                prefix = pb.PrefixRef(
+                    namespace=namespace, tenant_salt=salt, prefix_hash=known.take("prefix_hash") or b""
+                )
                 made: Message = getattr(pb, kind.name)(prefix=prefix)
                 return made
             case "FetchRequest":
@@ -178,13 +195,13 @@ class Messages:
 
     def random(self, kind: Descriptor, depth: int) -> Message:
         """Every field present or not, of any value."""
-        message: Message = getattr(pb, kind.name, None) and getattr(pb, kind.name)() or self._other(kind)
+        message: Message = (getattr(pb, kind.name, None) and getattr(pb, kind.name)()) or self._other(kind)
         for field in kind.fields:
             if self._rng.random() < 0.35 or depth > 3:
                 continue
             if field.is_repeated:
                 target = getattr(message, field.name)
-                for _ in range(self._rng.choice((0, 1, 2, 5, 1100))):
+                for _ in range(self._rng.choice((0, 1, 1, 2, 2, 2, 5, 5, 5, 1100) if depth < 2 else (0, 1, 2))):
                     if field.message_type is None:
                         target.append(self._value(field))
                     else:
