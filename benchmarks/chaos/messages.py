@@ -36,7 +36,8 @@ _WIDTH = {
     FieldDescriptor.CPPTYPE_UINT32: 32, FieldDescriptor.CPPTYPE_INT32: 31,
     FieldDescriptor.CPPTYPE_UINT64: 64, FieldDescriptor.CPPTYPE_INT64: 63,
 }  # fmt: skip
-_MOST_KNOWN = 64
+# Sessions end soon: those that began last are probably open.
+_MOST_KNOWN, _NEWEST = 64, 4
 NAMES = ("m", "fuzz")
 
 
@@ -66,7 +67,10 @@ class Known:
         if self._rng.random() < 0.1:
             field = self._rng.choice(list(self._bytes))
         found = self._bytes.get(field)
-        return self._rng.choice(list(found)) if found else None
+        if not found:
+            return None
+        newest = min(len(found), _NEWEST if self._rng.random() < 0.8 else _MOST_KNOWN)
+        return found[-1 - self._rng.randrange(newest)]
 
     def learn(self, answer: Message) -> None:
         """Notes every name that an answer holds."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cache_daemon.durable.faulty import FaultyTier
 from cache_daemon.durable.memory import MemoryTier
-from cache_daemon.durable.tier import ReadResult
+from cache_daemon.durable.tier import Loaded, ReadResult
 from cache_daemon.eviction import POLICIES
 from cache_daemon.limits import Priority, TenantLimits
 from cache_daemon.memory.arena import Arena, MemoryArena
@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32, NamespaceDescriptor
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32, ChunkHeader, NamespaceDescriptor
 from kvsidecar.errors import ChunkNotFound, KVSidecarError, QuotaExceeded
 from kvsidecar.layout import Geometry, new_header
 
@@ -61,6 +61,13 @@ def namespace() -> NamespaceDescriptor:
 def payload_of(key: bytes, size: int) -> bytes:
     """A chunk's payload names the chunk, its context included."""
     return (key * (size // len(key) + 1))[:size]
+
+
+class Disk(MemoryTier):
+    """What outlives a daemon. Each load gives headers of their own, as a disk does."""
+
+    def load(self) -> list[Loaded]:
+        return [Loaded(ChunkHeader.FromString(found[0].SerializeToString()), *found[1:]) for found in super().load()]
 
 
 @dataclass(eq=False)
@@ -102,7 +109,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.policy = policy
         self.now = 1_000_000.0
-        self.disk = MemoryTier()
+        self.disk = Disk()
         self.alive: set[tuple[bytes, Tokens]] = set()  # paths that must be found
         self.paths: dict[bytes, tuple[bytes, Tokens, int]] = {}  # key -> root, path, where the chunk begins
         self.run(self._open())
@@ -125,6 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.calls: list[Call] = []
         self.events: list[pb.WatchResponse] = []
         self.following = asyncio.create_task(self._follow())
+        self.steps = 0
         await asyncio.sleep(0)
 
     async def _follow(self) -> None:
@@ -408,6 +416,7 @@ class StoreMachine(RuleBasedStateMachine):
 
         self.run(wait())
 
+    @precondition(lambda self: self.steps > 10)
     @rule()
     def restart(self) -> None:
         """An orderly end: what was durable is there again, with when it was used and whether it is pinned."""
@@ -432,6 +441,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert abs(after[key][0] - used_at) < 0.01, "when it was used is forgotten"
             assert after[key][1] == pinned, "a pin is forgotten"
 
+    @precondition(lambda self: self.steps > 10)
     @rule()
     def kill(self) -> None:
         """A sudden end: what was told durable is found, with whatever the disk was doing."""
@@ -489,6 +499,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         self.run(asyncio.sleep(0))
+        self.steps += 1
         self._note_events()
         self.store.check_integrity()
         for held in self.held:
