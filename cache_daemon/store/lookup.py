@@ -162,7 +162,7 @@ class Lookup:
                 slot = await self._room(chunk)
                 if chunk.in_arena is not Residency.ABSENT or not chunk.listed:  # somebody was faster
                     if slot is not None:
-                        self._tiers.arena.free(slot)
+                        self._tiers.give_back(slot)
                     if chunk.arrival is not None:
                         waits.append(chunk.arrival)
                     continue
@@ -215,7 +215,7 @@ class Lookup:
         if outcome is ReadResult.SOUND:
             self._tiers.arrived_in_arena(chunk, slot)
         else:
-            self._tiers.arena.free(slot)
+            self._tiers.give_back(slot)
             if outcome is not ReadResult.FAILED and chunk.listed:
                 self._tiers.counts.corrupt_chunks += 1
                 self._tiers.drop(chunk, EVENT_TYPE_DELETED)

@@ -8,6 +8,7 @@ token that was durable is lost.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 
 import structlog
@@ -17,10 +18,11 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_PERSISTED,
 )
 
-from cache_daemon.durable.tier import PutOutcome, PutResult
+from cache_daemon.durable.tier import PutOutcome, PutResult, whole_pages
 from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.shelf import Shelf
+from cache_daemon.store.tenants import Tenant
 from cache_daemon.store.tiers import Tiers
 
 # Evicting goes on to this share of the budget, so that it does not happen at every write; when the tier says that it is
@@ -28,6 +30,8 @@ from cache_daemon.store.tiers import Tiers
 _LOW_WATER, _FULL_WATER = 0.95, 0.9
 _RETRIED_AT_ONCE = 256
 _LOADED_AT_ONCE = 500
+# Of a stored header and its index entries, beside up to five bytes for each token.
+_HEADER_BYTES = 1024
 
 log = structlog.get_logger("cache_daemon")
 
@@ -39,6 +43,9 @@ class Persistence:
         self._tiers, self._cold, self._writer = tiers, cold, writer
         self.budget_bytes = budget_bytes
         self._arriving_bytes = 0
+        self._arriving_of: Counter[Tenant] = Counter()
+        self._replacing: dict[Chunk, list[Chunk]] = {}  # what a write that runs removes in its transaction
+        self._again: set[Chunk] = set()  # being written, and removed by a later write whose chunk is gone
         self._unsaved: dict[Chunk, None] = {}  # in the arena only, although they should be durable; oldest first
         self._progressed = asyncio.Event()
         tiers.on_unlisted.append(self._unlisted)
@@ -69,13 +76,18 @@ class Persistence:
         slot = chunk.slot
         assert slot is not None
         chunk.on_disk = Residency.ARRIVING
-        self._arriving_bytes += chunk.size_bytes
-        replaced = [old for old in chunk.supersedes if old.listed and old.on_disk is not Residency.ABSENT]
+        self._arriving(chunk, 1)
+        replaced = [
+            old
+            for old in chunk.supersedes
+            if old.listed and old.on_disk is not Residency.ABSENT and not self._tiers.index.has_children(old)
+        ]
+        self._replacing[chunk] = replaced
         self._writer.put(
             chunk.whole_header(),
             lambda: self._tiers.arena.read(slot),
             tuple(old.key for old in replaced),
-            lambda result: self._written(chunk, replaced, result),
+            lambda result: self._written(chunk, result),
         )
 
     def supersede(self, chunk: Chunk, old: Chunk) -> None:
@@ -84,7 +96,7 @@ class Persistence:
         if old.on_disk is Residency.ABSENT:
             self._tiers.drop(old)
         else:
-            old.superseded = True
+            old.superseded += 1
             chunk.supersedes.append(old)
 
     def seen_again(self, chunks: Iterable[Chunk]) -> None:
@@ -126,10 +138,17 @@ class Persistence:
             return False
         return True
 
-    def _written(self, chunk: Chunk, replaced: list[Chunk], result: PutResult) -> None:
+    def _arriving(self, chunk: Chunk, sign: int) -> None:
+        cost = sign * _cost(chunk)
+        self._arriving_bytes += cost
+        self._arriving_of[chunk.tenant] += cost
+
+    def _written(self, chunk: Chunk, result: PutResult) -> None:
         result = result if isinstance(result, PutResult) else PutResult(result, chunk.size_bytes)  # XXX
-        self._arriving_bytes -= chunk.size_bytes
+        self._arriving(chunk, -1)
         chunk.on_disk = Residency.ABSENT
+        replaced, removed_again = self._replacing.pop(chunk, []), chunk in self._again
+        self._again.discard(chunk)
         if result.outcome is PutOutcome.STORED and chunk.listed:
             self._tiers.arrived_on_disk(chunk, result.stored_bytes)
             for old in replaced:
@@ -137,6 +156,8 @@ class Persistence:
                     self._tiers.drop(old, on_disk_too=False)
             chunk.supersedes.clear()
             self._tiers.tell(EVENT_TYPE_PERSISTED, chunk)
+            if removed_again:
+                self._store_again(chunk)
         elif chunk.listed and result.outcome is not PutOutcome.CANCELLED:
             self._not_written(chunk, result.outcome)
         self._tiers.unused(chunk)
@@ -152,17 +173,32 @@ class Persistence:
     def _unlisted(self, chunk: Chunk) -> None:
         self._unsaved.pop(chunk, None)
         for old in chunk.supersedes:  # it never became durable: what it was to replace stays
-            old.superseded = False
+            old.superseded -= 1
         chunk.supersedes.clear()
+        for old in self._replacing.pop(chunk, []):
+            self._store_again(old)
+
+    def _store_again(self, chunk: Chunk) -> None:
+        """A write that was under way when its chunk went has removed this one from the tier, or will have."""
+        if not chunk.listed:
+            return
+        if chunk.on_disk is Residency.ARRIVING:
+            self._again.add(chunk)
+            return
+        self._tiers.left_disk(chunk)
+        if chunk.in_arena is Residency.PRESENT:
+            self._unsaved[chunk] = None
+        else:
+            self._tiers.drop(chunk)
 
     # ---- room -----------------------------------------------------------------------------------------------
 
     def _make_room(self, chunk: Chunk, parent: Chunk | None) -> bool:
         """Evicts for a newcomer, if the tier may and should have it."""
-        size = chunk.size_bytes
+        size = _cost(chunk)
         if size > self.budget_bytes:
             return False
-        while self._cold.over_quota(chunk.tenant, size):
+        while self._cold.over_quota(chunk.tenant, self._arriving_of[chunk.tenant] + size):
             if not self._evict(chunk, own=True):
                 return False
         if self._taken + size > self.budget_bytes:
@@ -205,6 +241,11 @@ class Persistence:
     def check_integrity(self) -> None:
         """Raises AssertionError unless what is being written is what the books say."""
         everything = [*self._tiers.index, *self._tiers.detached]
-        arriving = sum(c.size_bytes for c in everything if c.on_disk is Residency.ARRIVING)
-        assert arriving == self._arriving_bytes, "bytes being written do not add up"
+        arriving = sum(_cost(c) for c in everything if c.on_disk is Residency.ARRIVING)
+        assert arriving == self._arriving_bytes == self._arriving_of.total(), "bytes being written do not add up"
         assert all(c.listed for c in self._unsaved), "an unlisted chunk waits to be written"
+
+
+def _cost(chunk: Chunk) -> int:
+    """The most that a chunk can take in the tier; what it takes is known when it is there."""
+    return whole_pages(chunk.size_bytes) + whole_pages(_HEADER_BYTES + len(chunk.ids) * 5 // 4)

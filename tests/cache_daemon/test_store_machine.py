@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,8 @@ BY_TENANT = {keys.tenant_id(salt): limits for salt, limits in LIMITS.items()}
 salts = st.sampled_from(list(LIMITS))
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 who = st.integers(0, 1)
+few = st.sampled_from([frozenset[int]()] * 3 + [frozenset({0}), frozenset({1, 2})])
+rarely = st.sampled_from([False] * 4 + [True])
 Tokens = tuple[int, ...]
 
 
@@ -111,6 +113,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.now = 1_000_000.0
         self.disk = Disk()
         self.alive: set[tuple[bytes, Tokens]] = set()  # paths that must be found
+        self.removed: list[bytes] = []
         self.paths: dict[bytes, tuple[bytes, Tokens, int]] = {}  # key -> root, path, where the chunk begins
         self.run(self._open())
 
@@ -131,13 +134,20 @@ class StoreMachine(RuleBasedStateMachine):
         self.open: list[Open] = []
         self.calls: list[Call] = []
         self.events: list[pb.WatchResponse] = []
+        self.heard = 0
         self.following = asyncio.create_task(self._follow())
         self.steps = 0
         await asyncio.sleep(0)
 
     async def _follow(self) -> None:
         async for event in self.store.events.follow(0, 0):
-            self.events.append(event)
+            if event.sequence_number:
+                self.events.append(event)
+
+    async def _hear(self) -> None:
+        """Lets what was told arrive."""
+        while len(self.events) + self.heard < self.store.events._last[b""]:
+            await asyncio.sleep(0)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(work)
@@ -214,9 +224,17 @@ class StoreMachine(RuleBasedStateMachine):
                 self.paths[got.prefix_hash] = (root, tuple(ids[:end]), begin)
                 self.open.append(Open(session, root, tuple(ids[:end]), got))
 
+    @rule(n=who, salt=salts, many=st.lists(prompts, min_size=2, max_size=8), cut=st.integers(1, 8))
+    def save(self, n: int, salt: bytes, many: list[list[int]], cut: int) -> None:
+        """Stores prompts one after the other, as a worker does."""
+        for ids in many:
+            self.reserve(n, salt, ids, cut)
+            if any(o.session is self.sessions[n] for o in self.open):
+                self.commit(n, frozenset(), 4, True, False)
+
     @precondition(lambda self: self.open)
-    @rule(n=who, unsound=st.sets(st.integers(0, 3)), most=st.integers(1, 4), wait=st.booleans(), late=st.booleans())
-    def commit(self, n: int, unsound: set[int], most: int, wait: bool, late: bool) -> None:
+    @rule(n=who, unsound=few, most=st.integers(1, 4), wait=st.booleans(), late=rarely)
+    def commit(self, n: int, unsound: Set[int], most: int, wait: bool, late: bool) -> None:
         """Commits some of a session's reservations, oldest first; a ``late`` writer scribbles meanwhile."""
         session = self.sessions[n]
         chosen = [o for o in self.open if o.session is session][:most]
@@ -228,12 +246,16 @@ class StoreMachine(RuleBasedStateMachine):
             for i, (o, view) in enumerate(zip(chosen, views, strict=True))
         ]
 
+        before = len(self.removed)
+
         def done(outcomes: list[int]) -> None:
             for i, (one, outcome) in enumerate(zip(chosen, outcomes, strict=True)):
                 assert (outcome == pb.COMMIT_OUTCOME_CHECKSUM_MISMATCH) <= (i in unsound or late), "a sound one refused"
                 assert (outcome == pb.COMMIT_OUTCOME_COMMITTED) <= (i not in unsound), "an unsound one accepted"
                 if outcome == pb.COMMIT_OUTCOME_COMMITTED:
                     self.alive.add((one.root, one.path))
+            for key in self.removed[before:]:  # meanwhile
+                self._forget(key)
 
         async def begin() -> None:
             call = self.call(session, self.store.commit(session, self.store.epoch, items), done)
@@ -271,6 +293,15 @@ class StoreMachine(RuleBasedStateMachine):
                 done(await call.task)
 
         self.run(begin())
+
+    @rule(n=who, salt=salts, many=st.lists(prompts, min_size=2, max_size=8))
+    def read(self, n: int, salt: bytes, many: list[list[int]]) -> None:
+        """Reads prompts one after the other, as a worker does."""
+        for ids in many:
+            self.match(n, salt, ids, False, True)
+            if self.held and not self.tier_is_held:
+                self.held.remove(last := self.held[-1])
+                assert self.store.release(last.session, [last.result.lease_id]) == 1
 
     def _check_match(self, session: Session, root: bytes, ids: list[int], result: MatchResult) -> None:
         held, at, parent = Held(session, result), 0, root
@@ -436,7 +467,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.alive = {(r, p) for r, p in self.alive if self._ends_durably(r, p)}
         self.run(self._open())
         after = {c.key: (c.used_at, c.pins > 0) for c in self.store.tiers.index}
-        assert set(after) == set(before)
+        assert set(after) == set(before), "what was durable before an orderly end is not what is there after it"
         for key, (used_at, pinned) in before.items():
             assert abs(after[key][0] - used_at) < 0.01, "when it was used is forgotten"
             assert after[key][1] == pinned, "a pin is forgotten"
@@ -483,6 +514,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _gone(self, key: bytes) -> None:
         """A chunk was evicted or deleted: paths that lead through its tokens may end now."""
+        self.removed.append(key)
+        self._forget(key)
+
+    def _forget(self, key: bytes) -> None:
         root, path, begin = self.paths[key]
         self.alive = {(r, p) for r, p in self.alive if r != root or p[: begin + 1] != path[: begin + 1]}
 
@@ -492,13 +527,14 @@ class StoreMachine(RuleBasedStateMachine):
             key = event.chunk.prefix_hash
             if event.type == pb.EVENT_TYPE_EVICTED or (event.type == pb.EVENT_TYPE_DELETED and corrupt):
                 self._gone(key)
+        self.heard += len(self.events)
         self.events.clear()
 
     @invariant()
     def all_is_accounted_for(self) -> None:
         if not hasattr(self, "store"):
             return
-        self.run(asyncio.sleep(0))
+        self.run(self._hear())
         self.steps += 1
         self._note_events()
         self.store.check_integrity()
@@ -510,6 +546,8 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.calls:
             assert stats.leases == len(self.held), "leases that nobody holds"
             assert stats.reservations == len(self.open), "reservations that nobody holds"
+            kept = sum(c.leases for c in [*self.store.tiers.index, *self.store.tiers.detached])
+            assert kept == sum(len(held.seen) for held in self.held), "chunks that nobody keeps are kept"
 
     @invariant()
     def nobody_has_more_than_allowed(self) -> None:
@@ -533,7 +571,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         for root, path in self.alive:
             found = sum(n for _, n in self.store.probe(root, keys.token_bytes(path)))
-            assert found == len(path), f"{found} of {len(path)} tokens are found"
+            assert found == len(path), f"{found} of {len(path)} tokens are found of {path}"
 
 
 class DeviceStoreMachine(StoreMachine):
