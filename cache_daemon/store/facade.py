@@ -373,8 +373,7 @@ class ChunkStore:
                 log.exception("upkeep failed, going on")
 
     async def sweep(self) -> None:
-        """Drops what has passed its time to live, and accounts without chunks."""
-        self.accounts.drop_unused({c.tenant.id for c in self.tiers.detached})
+        """Drops what has passed its time to live."""
         if not self.accounts.any_ttl:
             return
         now = self.tiers.clock()

@@ -154,6 +154,8 @@ class Persistence:
             for old in replaced:
                 if old.listed:
                     self._tiers.drop(old, on_disk_too=False)
+            for old in chunk.supersedes:
+                old.superseded -= 1
             chunk.supersedes.clear()
             self._tiers.tell(EVENT_TYPE_PERSISTED, chunk)
             if removed_again:
