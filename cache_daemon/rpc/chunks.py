@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TypeVar
+
 import numpy as np
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import Context, FailedPrecondition
@@ -14,6 +18,17 @@ from cache_daemon.store.lookup import MatchResult, Usable
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.writing import Reserved
 
+# So many chunks are described before others have their turn.
+_SLICE = 512
+T = TypeVar("T")
+
+
+async def _in_turns(found: Sequence[T]) -> AsyncIterator[T]:
+    for n, one in enumerate(found):
+        if n % _SLICE == _SLICE - 1:
+            await asyncio.sleep(0)
+        yield one
+
 
 class Chunks(AtDoor):
     """Reading and writing by sessions."""
@@ -25,8 +40,10 @@ class Chunks(AtDoor):
         ids = np.array(request.token_ids, "<u4").tobytes()
         if not request.session_id:
             found = self.store.probe(self.root(context, request.namespace, request.tenant_salt), ids)
-            matches = [pb.ChunkMatch(header=c.header, matched_tokens=n) for c, n in found]
-            return pb.MatchResponse(matches=matches, matched_tokens=sum(n for _, n in found))
+            answer = pb.MatchResponse(matched_tokens=sum(n for _, n in found))
+            async for chunk, n in _in_turns(found):
+                answer.matches.add(matched_tokens=n).header.CopyFrom(chunk.header)
+            return answer
         session, salt = self._writer(context, request.session_id), self.salt(context, request.tenant_salt)
         probes = limits.stretches_of(request.contents, len(request.token_ids))
         limits.room_for("leases of this session", len(session.leases), limits.MAX_LEASES)
@@ -35,7 +52,7 @@ class Chunks(AtDoor):
         result = await self.store.match(session, salt, ids, probes)
         if result.lease_id:
             cancelled_later(context, lambda: self.store.release(session, [result.lease_id]))
-        return self._matched(result)
+        return await self._matched(result)
 
     @unary
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
@@ -75,20 +92,26 @@ class Chunks(AtDoor):
             )
         return session
 
-    def _matched(self, result: MatchResult) -> pb.MatchResponse:
-        return pb.MatchResponse(
-            matches=[self._chunk_match(m) for m in result.matches],
+    async def _matched(self, result: MatchResult) -> pb.MatchResponse:
+        answer = pb.MatchResponse(
             matched_tokens=sum(m.tokens for m in result.matches),
             promoted_tokens=result.promoted_tokens,
             promote_ms=result.promote_ms,
-            contents=[pb.ContentMatch(start=start, match=self._chunk_match(m)) for start, m in result.contents],
             lease_id=result.lease_id,
         )
+        # Now, since the session may end meanwhile, and its leases with it.
+        slots = {id(m.chunk): m.chunk.slot for m in (*result.matches, *(m for _, m in result.contents))}
+        async for match in _in_turns(result.matches):
+            self._describe(match, slots[id(match.chunk)], answer.matches.add())
+        async for start, match in _in_turns(result.contents):
+            self._describe(match, slots[id(match.chunk)], answer.contents.add(start=start).match)
+        return answer
 
-    def _chunk_match(self, match: Usable) -> pb.ChunkMatch:
-        slot = match.chunk.slot
+    def _describe(self, match: Usable, slot: Slot | None, answer: pb.ChunkMatch) -> None:
         assert slot is not None, "a leased chunk has a slot"
-        return pb.ChunkMatch(header=match.chunk.header, matched_tokens=match.tokens, slot=self._slot(slot))
+        answer.header.CopyFrom(match.chunk.header)
+        answer.matched_tokens = match.tokens
+        answer.slot.CopyFrom(self._slot(slot))
 
     def _slot(self, slot: Slot) -> pb.SlotRef:
         return pb.SlotRef(offset=slot.offset, size_bytes=slot.size_bytes, epoch=self.store.epoch)

@@ -26,6 +26,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_DELETED,
     EVENT_TYPE_EVICTED,
     CommitOutcome,
+    EventType,
     ReuseVerdict,
     StatsResponse,
 )
@@ -51,7 +52,7 @@ from cache_daemon.store.tiers import Clock, Tiers
 from cache_daemon.store.writing import Reserved, Writing
 
 _VERDICT = b"verdict:"
-_SLICE = 256
+_SLICE = 128
 _TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
 # Of the larger tier, so much may be pinned.
 _PINNED_SHARE = 0.5
@@ -302,7 +303,7 @@ class ChunkStore:
         many. Raises ChunkNotFound."""
         index = self.tiers.index
         if prefix_hash:
-            victims = await self._subtree(self.find(root, prefix_hash))
+            victims = [self.find(root, prefix_hash)]
         elif root:
             victims = index.of_root(root, b"", len(index))
         else:
@@ -318,11 +319,17 @@ class ChunkStore:
                 await asyncio.sleep(0)
         return found[::-1]
 
-    async def _drop_all(self, victims: Sequence[Chunk]) -> int:
+    async def _drop_all(self, victims: Sequence[Chunk], why: EventType.ValueType = EVENT_TYPE_DELETED) -> int:
+        """Drops each with all that continues it, leaves first, so that no piece of work is long."""
         dropped = 0
         for n, chunk in enumerate(victims):
-            if chunk.listed:
-                dropped += self.tiers.drop(chunk, EVENT_TYPE_DELETED)
+            if chunk.listed and self.tiers.index.has_children(chunk):
+                for m, member in enumerate(await self._subtree(chunk)):
+                    dropped += self.tiers.drop(member, why)
+                    if m % _SLICE == 0:
+                        await asyncio.sleep(0)
+            elif chunk.listed:
+                dropped += self.tiers.drop(chunk, why)
             if n % _SLICE == 0:
                 await asyncio.sleep(0)
         return dropped
@@ -379,7 +386,7 @@ class ChunkStore:
         now = self.tiers.clock()
         for n, chunk in enumerate(list(self.tiers.index)):
             if chunk.listed and not chunk.pins and chunk.tenant.expired(now - chunk.used_at):
-                self.counts.expired_chunks += self.tiers.drop(chunk, EVENT_TYPE_EVICTED)
+                self.counts.expired_chunks += await self._drop_all([chunk], EVENT_TYPE_EVICTED)
             if n % _SLICE == 0:
                 await asyncio.sleep(0)
 

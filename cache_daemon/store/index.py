@@ -15,6 +15,8 @@ from cache_daemon.store.summary import SummaryWriter
 
 # Copies of one text in different contexts that are looked at for the one to reuse.
 _MOST_COPIES = 16
+# Enough for 2^20 tokens in chunks of 128.
+MOST_MATCHED = 8192
 
 
 def _common_bytes(a: bytes, b: bytes) -> int:
@@ -160,20 +162,21 @@ class PrefixIndex:
         """The longest stored prefix of ``tokens`` (uint32 little-endian) as ``[(chunk, matched tokens), ...]``.
 
         All but the last chunk match wholly; the last may match only at its start, which is as good, because
-        attention is causal. Token ids are compared, never only hashes. Time is linear in what matches.
+        attention is causal. Token ids are compared, never only hashes. Time is linear in what matches; a prefix of
+        more than ``MOST_MATCHED`` chunks is found up to there.
         """
         best, last, shared_last = 0, None, 0
-        open_ends = [(root, 0)]
+        open_ends = [(root, 0, 0)]
         while open_ends:
-            parent, at = open_ends.pop()
+            parent, at, depth = open_ends.pop()
             siblings = self._children.get(parent)
-            if siblings is None or at == len(tokens):
+            if siblings is None or at == len(tokens) or depth == MOST_MATCHED:
                 continue
             for chunk, shared in self._continuations(siblings, tokens, at):
                 if at + shared > best:
                     best, last, shared_last = at + shared, chunk, shared
                 if shared == len(chunk.ids):
-                    open_ends.append((chunk.key, at + shared))
+                    open_ends.append((chunk.key, at + shared, depth + 1))
         if last is None:
             return []
         path = self.path(last)

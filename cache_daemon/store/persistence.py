@@ -144,7 +144,7 @@ class Persistence:
         self._arriving_of[chunk.tenant] += cost
 
     def _written(self, chunk: Chunk, result: PutResult) -> None:
-        result = result if isinstance(result, PutResult) else PutResult(result, chunk.size_bytes)  # XXX
+        result = result if isinstance(result, PutResult) else PutResult(result, whole_pages(chunk.size_bytes))  # XXX
         self._arriving(chunk, -1)
         chunk.on_disk = Residency.ABSENT
         replaced, removed_again = self._replacing.pop(chunk, []), chunk in self._again

@@ -530,7 +530,13 @@ class StoreMachine(RuleBasedStateMachine):
         corrupt = self.store.counts.corrupt_chunks
         for event in self.events:
             key = event.chunk.prefix_hash
-            self.told.append((event.sequence_number, pb.EventType.Name(event.type)[11:], (self.paths[key][0][:2].hex(), *self.paths[key][1:])))
+            self.told.append(
+                (
+                    event.sequence_number,
+                    pb.EventType.Name(event.type)[11:],
+                    (self.paths[key][0][:2].hex(), *self.paths[key][1:]),
+                )
+            )
             if event.type == pb.EVENT_TYPE_EVICTED or (event.type == pb.EVENT_TYPE_DELETED and corrupt):
                 self._gone(key)
         self.heard += len(self.events)
@@ -566,7 +572,9 @@ class StoreMachine(RuleBasedStateMachine):
             account = self.store.accounts.of(keys.tenant_id(salt))
             if limits.arena_bytes is not None and limits.store_bytes is not None:
                 assert tiers.hot.used_by(account) <= limits.arena_bytes, "a tenant's quota of the arena is exceeded"
-                assert tiers.cold.used_by(account) <= limits.store_bytes, f"a tenant's quota of the disk is exceeded after {self.told[-60:]}"
+                assert tiers.cold.used_by(account) <= limits.store_bytes, (
+                    f"a tenant's quota of the disk is exceeded after {self.told[-60:]}"
+                )
             assert limits.entries is None or account.entries <= limits.entries, (
                 f"a tenant has too many chunks after {self.told[-60:]}"
             )
