@@ -52,8 +52,8 @@ class DaemonConfig(BaseSettings):
     """Size of the host arena."""
     staging_bytes: int = 256 << 20
     """Size of the memory that each session writes into before the daemon copies what it commits."""
-    eviction: str = "auto"
-    """Policy that chooses what goes when room is needed."""
+    eviction: Literal["gittins", "lru", "lfu", "s3fifo", "gdsf"] = "gittins"
+    """Policy that chooses what goes when room is needed; gittins learns when text is read again."""
     gpu_arena: int = 0
     """Size of an arena in GPU memory that takes the place of the host arena; 0 for none. Needs cuda-bindings."""
     gpu_device: int = Field(default=0, ge=0)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import grp
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -21,12 +20,12 @@ from kvsidecar.serving import Limits, listening_at, refuse_second, stop_on_signa
 
 from cache_daemon.access.authenticate import Resolver
 from cache_daemon.access.doors import doors
-from cache_daemon.access.peercred import is_allowed, peer_credentials, peer_groups
+from cache_daemon.access.peercred import is_allowed, peer_credentials
 from cache_daemon.access.tenants import CurrentTenants
 from cache_daemon.config import DaemonConfig
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.seal import key_from_file, parse_key
-from cache_daemon.eviction.gittins import Gittins
+from cache_daemon.eviction import POLICIES
 from cache_daemon.memory.arena import ALIGNMENT, Arena, HostArena
 from cache_daemon.memory.device_arena import DeviceArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
@@ -71,7 +70,7 @@ async def _store(config: DaemonConfig, tenants: CurrentTenants, summary: SharedM
         _arena(config),
         tier,
         config.store_bytes if tier is not None else 0,
-        lambda _: Gittins(),
+        POLICIES[config.eviction],
         staging_bytes=config.staging_bytes,
         accounts=Accounts(lambda account: tenants().limits_of(account), lambda tenant: tenants().account_of(tenant)),
         summary=SummaryWriter(summary.memory),
@@ -113,33 +112,26 @@ async def _serve(
     config: DaemonConfig, tenants: CurrentTenants, shared: Shared, summary: SharedMemory, stop: asyncio.Event
 ) -> None:
     store = shared.store
-    memory_sockets = {
-        path: path.with_name(f"{path.name}.memory")
-        for path in (config.socket, config.shared_socket)
-        if path is not None
-    }
+    memory_socket = config.socket.with_name(f"{config.socket.name}.memory").absolute()
 
     def add(server: grpc.aio.Server, principal_of: Resolver, at: Path | None) -> None:
-        memory_socket = str(memory_sockets[at].absolute()) if at is not None else ""
-        add_to_server(CacheService(shared, principal_of, memory_socket), server)
+        # Only this user's own processes share memory: whoever has the arena can read every tenant's bytes.
+        shares = str(memory_socket) if at == config.socket else ""
+        add_to_server(CacheService(shared, principal_of, shares), server)
 
-    shares = _Shares(store, summary)
-    async with AsyncExitStack() as stack:
-        for door, path in memory_sockets.items():
-            group = _group_of(config) if door == config.shared_socket else None
-            mode = 0o600 if group is None else 0o660
-            await stack.enter_async_context(handing_out(path, shares, mode, _admits(group)))
-            if group is not None:
-                os.chown(path, -1, group)
-        await stack.enter_async_context(
-            listening_at(
-                SERVICE,
-                doors(config, tenants, add),
-                # Attached workers hold their streams: there is nothing to wait for.
-                lambda: 0.2 if len(store.sessions) else GRACE_SECONDS,
-                Limits(message_bytes=_MAX_MESSAGE_BYTES),
-            )
-        )
+    def admits(peer: socket.socket) -> bool:
+        return is_allowed(peer_credentials(peer), os.getuid())
+
+    async with (
+        handing_out(memory_socket, _Shares(store, summary), 0o600, admits),
+        listening_at(
+            SERVICE,
+            doors(config, tenants, add),
+            # Attached workers hold their streams: there is nothing to wait for.
+            lambda: 0.2 if len(store.sessions) else GRACE_SECONDS,
+            Limits(message_bytes=_MAX_MESSAGE_BYTES),
+        ),
+    ):
         if config.metrics_port:
             serve_metrics(shared, config.metrics_port)
         stats = store.stats()
@@ -154,20 +146,6 @@ async def _serve(
         )
         await stop.wait()
         log.info("stopping")
-
-
-def _group_of(config: DaemonConfig) -> int:
-    return grp.getgrnam(config.socket_group).gr_gid if config.socket_group else os.getgid()
-
-
-def _admits(group: int | None) -> Callable[[socket.socket], bool]:
-    """Who gets memory: the daemon's own user and root and, at the shared socket, members of its group."""
-
-    def admits(peer: socket.socket) -> bool:
-        groups = peer_groups(peer) if group is not None else frozenset[int]()
-        return is_allowed(peer_credentials(peer), os.getuid(), group, groups)
-
-    return admits
 
 
 class _Shares:

@@ -43,6 +43,7 @@ class Attaching(AtDoor):
                     message = decoded(await anext(messages, None))
                 if message is None:
                     return
+                self.principal_of(context)  # a token that was revoked ends the session
                 self.store.report(session, limits.check_beat(message.heartbeat))
                 verdict = self.store.verdict(session.namespace)
                 yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))

@@ -72,14 +72,13 @@ class ChunkStore:
         arena: Arena,
         durable: DurableTier | None,
         durable_budget_bytes: int,
-        new_policy: Callable[[int], EvictionPolicy],
+        new_policy: Callable[[], EvictionPolicy],
         *,
         staging_bytes: int = 64 << 20,
         accounts: Accounts | None = None,
         summary: SummaryWriter | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """``new_policy`` makes a policy for a tier of so many bytes."""
         self.epoch = secrets.randbits(63) + 1
         self.arena, self.summary, self.accounts = arena, summary, accounts if accounts is not None else Accounts()
         self.events, self.sessions, self.counts = EventLog(self.epoch), Sessions(), StatsResponse()
@@ -88,8 +87,8 @@ class ChunkStore:
         self._copying = ThreadPoolExecutor(_COPY_THREADS, "copy")
         self._reading = ThreadPoolExecutor(_READ_THREADS, "durable-read")
         self._verdicts: dict[bytes, ReuseVerdict] = {}
-        hot = Shelf(lambda: new_policy(arena.size_bytes), lambda limits: limits.arena_bytes)
-        cold = Shelf(lambda: new_policy(durable_budget_bytes), lambda limits: limits.store_bytes) if durable else None
+        hot = Shelf(new_policy, lambda limits: limits.arena_bytes)
+        cold = Shelf(new_policy, lambda limits: limits.store_bytes) if durable else None
         self._writer = DurableWriter(durable, asyncio.get_running_loop()) if durable is not None else None
         self.tiers = Tiers(
             arena, PrefixIndex(summary), hot, cold, self._writer, self.events, self.accounts, self.counts,

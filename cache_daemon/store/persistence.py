@@ -8,13 +8,11 @@ token that was durable is lost.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable
 
 import structlog
 from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_DELETED,
-    EVENT_TYPE_EVICTED,
     EVENT_TYPE_PERSISTED,
 )
 
@@ -22,7 +20,6 @@ from cache_daemon.durable.tier import PutOutcome, PutResult, whole_pages
 from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.shelf import Shelf
-from cache_daemon.store.tenants import Tenant
 from cache_daemon.store.tiers import Tiers
 
 # Evicting goes on to this share of the budget, so that it does not happen at every write; when the tier says that it is
@@ -42,8 +39,7 @@ class Persistence:
     def __init__(self, tiers: Tiers, cold: Shelf, writer: DurableWriter, budget_bytes: int) -> None:
         self._tiers, self._cold, self._writer = tiers, cold, writer
         self.budget_bytes = budget_bytes
-        self._arriving_bytes = 0
-        self._arriving_of: Counter[Tenant] = Counter()
+        self._arriving = 0
         self._replacing: dict[Chunk, list[Chunk]] = {}  # what a write that runs removes in its transaction
         self._again: set[Chunk] = set()  # being written, and removed by a later write whose chunk is gone
         self._unsaved: dict[Chunk, None] = {}  # in the arena only, although they should be durable; oldest first
@@ -75,8 +71,8 @@ class Persistence:
         self._unsaved.pop(chunk, None)
         slot = chunk.slot
         assert slot is not None
-        chunk.on_disk = Residency.ARRIVING
-        self._arriving(chunk, 1)
+        self._tiers.goes_to_disk(chunk, _cost(chunk))
+        self._arriving += 1
         replaced = [
             old
             for old in chunk.supersedes
@@ -108,7 +104,7 @@ class Persistence:
 
     def retry(self) -> None:
         """Tries again what could not be written, parents before children. Call it now and then."""
-        if self._unsaved and not self._arriving_bytes:
+        if self._unsaved and not self._arriving:
             # While nothing can be written, one is enough to see whether it can again.
             waiting = list(self._unsaved)[: 1 if self._writer.failing else _RETRIED_AT_ONCE]
             for chunk in waiting:
@@ -128,7 +124,7 @@ class Persistence:
 
     async def progress(self, seconds: float) -> bool:
         """Waits until something was written, at most so long. False when nothing is being written."""
-        if not self._arriving_bytes:
+        if not self._arriving:
             return False
         waited = self._progressed
         try:
@@ -138,17 +134,14 @@ class Persistence:
             return False
         return True
 
-    def _arriving(self, chunk: Chunk, sign: int) -> None:
-        cost = sign * _cost(chunk)
-        self._arriving_bytes += cost
-        self._arriving_of[chunk.tenant] += cost
-
     def _written(self, chunk: Chunk, result: PutResult) -> None:
-        result = result if isinstance(result, PutResult) else PutResult(result, whole_pages(chunk.size_bytes))  # XXX
-        self._arriving(chunk, -1)
-        chunk.on_disk = Residency.ABSENT
+        self._arriving -= 1
         replaced, removed_again = self._replacing.pop(chunk, []), chunk in self._again
         self._again.discard(chunk)
+        if not chunk.listed:
+            chunk.on_disk = Residency.ABSENT
+        elif result.outcome is not PutOutcome.STORED:
+            self._tiers.not_on_disk(chunk)
         if result.outcome is PutOutcome.STORED and chunk.listed:
             self._tiers.arrived_on_disk(chunk, result.stored_bytes)
             for old in replaced:
@@ -187,7 +180,7 @@ class Persistence:
         if chunk.on_disk is Residency.ARRIVING:
             self._again.add(chunk)
             return
-        self._tiers.left_disk(chunk)
+        self._tiers.not_on_disk(chunk)
         if chunk.in_arena is Residency.PRESENT:
             self._unsaved[chunk] = None
         else:
@@ -200,40 +193,34 @@ class Persistence:
         size = _cost(chunk)
         if size > self.budget_bytes:
             return False
-        while self._cold.over_quota(chunk.tenant, self._arriving_of[chunk.tenant] + size):
+        while self._cold.over_quota(chunk.tenant, size):
             if not self._evict(chunk, own=True):
                 return False
-        if self._taken + size > self.budget_bytes:
+        if self._cold.used_bytes + size > self.budget_bytes:
             if not self._cold.admits(chunk, parent):
                 return False
             target = self.budget_bytes * _LOW_WATER - size
-            while self._taken > target and self._evict(chunk, own=False):
+            while self._cold.used_bytes > target and self._evict(chunk, own=False):
                 pass
-        return self._taken + size <= self.budget_bytes
-
-    @property
-    def _taken(self) -> int:
-        return self._cold.used_bytes + self._arriving_bytes
+        return self._cold.used_bytes + size <= self.budget_bytes
 
     def _evict(self, newcomer: Chunk, own: bool) -> bool:
-        """Drops the worst chunk that may go for another one; not what that continues."""
+        """Gives up the worst chunk that may go for another one; not what that continues."""
         victims = self._cold.victims(newcomer.tenant, own)
         victim = next((c for c in victims if not c.in_use and c.key != newcomer.parent_key), None)
         if victim is None:
             return False
-        self._tiers.counts.durable_evictions += 1
-        self._tiers.drop(victim, EVENT_TYPE_EVICTED)
+        self._tiers.evict_from_disk(victim)
         return True
 
     def _shrink(self, target: float) -> None:
-        """Drops what is worth least, whosever it is, until the tier uses no more than ``target`` bytes."""
+        """Gives up what is worth least, whosever it is, until the tier uses no more than ``target`` bytes."""
         while self._cold.used_bytes > target:
             victim = next((c for c in self._cold.all_victims() if not c.in_use), None)
             if victim is None:
                 log.warning("the durable tier cannot shrink: all that it has is pinned or in use")
                 return
-            self._tiers.counts.durable_evictions += 1
-            self._tiers.drop(victim, EVENT_TYPE_EVICTED)
+            self._tiers.evict_from_disk(victim)
 
     def corrupt(self, chunk: Chunk) -> None:
         """Drops a chunk whose stored bytes are damaged."""
@@ -243,8 +230,8 @@ class Persistence:
     def check_integrity(self) -> None:
         """Raises AssertionError unless what is being written is what the books say."""
         everything = [*self._tiers.index, *self._tiers.detached]
-        arriving = sum(_cost(c) for c in everything if c.on_disk is Residency.ARRIVING)
-        assert arriving == self._arriving_bytes == self._arriving_of.total(), "bytes being written do not add up"
+        arriving = sum(c.on_disk is Residency.ARRIVING for c in everything)
+        assert arriving == self._arriving, "chunks being written do not add up"
         assert all(c.listed for c in self._unsaved), "an unlisted chunk waits to be written"
 
 

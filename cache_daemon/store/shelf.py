@@ -33,6 +33,9 @@ def _chunks(policy: EvictionPolicy) -> Iterator[Chunk]:
 class _Place:
     part: _Part
     size_bytes: int
+    parent: Chunk | None
+    children: int = 0  # in this tier
+    kept: bool = False  # whatever continues it
     parked: bool = False
 
 
@@ -55,10 +58,11 @@ class Shelf:
     def insert(self, chunk: Chunk, size_bytes: int, parent: Chunk | None) -> None:
         """A chunk came in, after its parent if that is here."""
         part = self._part_of(chunk.tenant)
-        self._places[chunk] = _Place(part, size_bytes)
+        self._places[chunk] = _Place(part, size_bytes, parent)
         part.used_bytes += size_bytes
         self.used_bytes += size_bytes
-        part.policy.insert(chunk, parent)
+        part.policy.insert(chunk, parent, chunk.hits)
+        self._adopt(parent, 1)
 
     def remove(self, chunk: Chunk) -> None:
         """A chunk left. Unknown ones are ignored."""
@@ -67,6 +71,14 @@ class Shelf:
             place.part.used_bytes -= place.size_bytes
             self.used_bytes -= place.size_bytes
             place.part.policy.remove(chunk)
+            self._adopt(place.parent, -1)
+
+    def resize(self, chunk: Chunk, size_bytes: int) -> None:
+        """A chunk takes another number of bytes than was thought."""
+        place = self._places[chunk]
+        more, place.size_bytes = size_bytes - place.size_bytes, size_bytes
+        place.part.used_bytes += more
+        self.used_bytes += more
 
     def touch(self, chunk: Chunk) -> None:
         """A chunk was used."""
@@ -74,10 +86,24 @@ class Shelf:
         if place is not None:
             place.part.policy.touch(chunk)
 
-    def park(self, chunk: Chunk, parked: bool) -> None:
-        """Says whether a chunk must stay (others build on it, or it is pinned). Idempotent."""
+    def keep(self, chunk: Chunk, kept: bool) -> None:
+        """Says whether a chunk must stay for other reasons than its children in this tier. Idempotent."""
         place = self._places.get(chunk)
-        if place is not None and place.parked is not parked:
+        if place is not None:
+            place.kept = kept
+            self._park(chunk, place)
+
+    def _adopt(self, parent: Chunk | None, by: int) -> None:
+        """A child came or left."""
+        place = self._places.get(parent) if parent is not None else None
+        if parent is not None and place is not None:
+            place.children += by
+            self._park(parent, place)
+
+    @staticmethod
+    def _park(chunk: Chunk, place: _Place) -> None:
+        parked = place.kept or place.children > 0
+        if parked is not place.parked:
             place.parked = parked
             (place.part.policy.park if parked else place.part.policy.unpark)(chunk)
 
@@ -95,8 +121,8 @@ class Shelf:
         return self._part_of(chunk.tenant).policy.admit(chunk, parent)
 
     def victims(self, tenant: Tenant, own: bool) -> Iterator[Chunk]:
-        """Chunks that may go for a tenant's newcomer, worst first; with ``own`` its own only. Parked ones are not among
-        them; the caller skips those in use, takes one, and asks anew."""
+        """Chunks that may go for a tenant's newcomer, worst first; with ``own`` its own only. What others build on is
+        not among them; the caller skips those in use, takes one, and asks anew."""
         if self.quota_of(tenant.limits) is not None:
             if not own:
                 yield from self._shared(tenant.limits.priority)

@@ -13,6 +13,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_DELETED,
     EVENT_TYPE_DEMOTED,
     EVENT_TYPE_EVICTED,
+    EVENT_TYPE_UNPERSISTED,
     EventType,
     StatsResponse,
 )
@@ -57,9 +58,9 @@ class Tiers:
         chunk.tenant.entries += 1
         if chunk.slot is not None:
             self.promised.pop(chunk.slot, None)
-            self.hot.insert(chunk, footprint(chunk.size_bytes), parent)
+            self.hot.insert(chunk, footprint(chunk.size_bytes), self._resident(parent))
         if self.cold is not None and chunk.on_disk is Residency.PRESENT:
-            self.cold.insert(chunk, chunk.stored_bytes, parent)
+            self.cold.insert(chunk, chunk.stored_bytes, self._durable(parent))
         if parent is not None:
             self.reconsider(parent)
 
@@ -68,24 +69,37 @@ class Tiers:
         self.promised.pop(slot, None)
         chunk.slot, chunk.in_arena = slot, Residency.PRESENT
         if chunk.listed:
-            self.hot.insert(chunk, footprint(chunk.size_bytes), self.parent_of(chunk))
+            self.hot.insert(chunk, footprint(chunk.size_bytes), self._resident(self.parent_of(chunk)))
             self.reconsider(chunk)
+
+    def goes_to_disk(self, chunk: Chunk, most_bytes: int) -> None:
+        """The chunk is being written; room for the most that it can take is taken."""
+        assert self.cold is not None
+        chunk.on_disk = Residency.ARRIVING
+        self.cold.insert(chunk, most_bytes, self._durable(self.parent_of(chunk)))
+        self.reconsider(chunk)
 
     def arrived_on_disk(self, chunk: Chunk, stored_bytes: int) -> None:
         """The durable tier has the chunk."""
         assert self.cold is not None
         chunk.on_disk, chunk.stored_bytes = Residency.PRESENT, stored_bytes
         self.used[chunk.key] = chunk.used_at
-        self.cold.insert(chunk, stored_bytes, self.parent_of(chunk))
+        self.cold.resize(chunk, stored_bytes)
         self.reconsider(chunk)
 
-    def left_disk(self, chunk: Chunk) -> None:
-        """The durable tier has the chunk no more, although nobody dropped it."""
+    def not_on_disk(self, chunk: Chunk) -> None:
+        """The durable tier did not take the chunk, or has removed it although nobody dropped it."""
         assert self.cold is not None
         chunk.on_disk, chunk.stored_bytes = Residency.ABSENT, 0
         self.cold.remove(chunk)
         self.used.pop(chunk.key, None)
         self.reconsider(chunk)
+
+    def _resident(self, parent: Chunk | None) -> Chunk | None:
+        return parent if parent is not None and parent in self.hot else None
+
+    def _durable(self, parent: Chunk | None) -> Chunk | None:
+        return parent if parent is not None and self.cold is not None and parent in self.cold else None
 
     def parent_of(self, chunk: Chunk) -> Chunk | None:
         return None if chunk.is_first else self.index.get(chunk.parent_key)
@@ -98,23 +112,24 @@ class Tiers:
                 continue
             chunk.used_at = now
             self.hot.touch(chunk)
-            if self.cold is not None and chunk.on_disk is Residency.PRESENT:
+            if self.cold is not None:
                 self.cold.touch(chunk)
+            if chunk.on_disk is Residency.PRESENT:
                 self.used[chunk.key] = now
 
     def reconsider(self, chunk: Chunk) -> None:
-        """Says to both tiers whether a chunk may go: pinned ones and parents stay, but a chunk that the durable tier
-        has may leave the arena whatever continues it."""
+        """Says to both tiers whether a chunk must stay: pinned ones do, and parents, without which what continues them
+        could not be found; but one tier may give up what the other has."""
         parent = self.index.has_children(chunk)
-        self.hot.park(chunk, chunk.pins > 0 or (parent and chunk.on_disk is not Residency.PRESENT))
+        self.hot.keep(chunk, chunk.pins > 0 or (parent and chunk.on_disk is not Residency.PRESENT))
         if self.cold is not None:
-            self.cold.park(chunk, chunk.pins > 0 or parent)
+            self.cold.keep(chunk, chunk.pins > 0 or (parent and chunk.in_arena is not Residency.PRESENT))
 
     # ---- room in the arena ----------------------------------------------------------------------------------
 
     def allocate(self, size_bytes: int, tenant: Tenant) -> Slot | None:
         """A slot for a chunk that arrives, evicting as long as it helps. None when all that could go is in use, pinned,
-        or not the tenant's. The slot goes to ``list_chunk`` or ``arrived_in_arena`` with its chunk, or to ``give_back``.
+        or not the tenant's. The slot goes to ``list_chunk``, ``arrived_in_arena`` or ``give_back``.
         """
         if size_bytes > self.arena.size_bytes:
             return None
@@ -154,6 +169,21 @@ class Tiers:
         else:
             self.drop(victim, EVENT_TYPE_EVICTED)
         return victim.size_bytes
+
+    def evict_from_disk(self, victim: Chunk) -> None:
+        """Takes a chunk that nothing durable continues out of the durable tier; it stays in the arena if there."""
+        assert self.cold is not None
+        assert self.writer is not None
+        self.counts.durable_evictions += 1
+        if victim.in_arena is not Residency.PRESENT:
+            self.drop(victim, EVENT_TYPE_EVICTED)
+            return
+        self.writer.remove([victim.key])
+        self.used.pop(victim.key, None)
+        self.cold.remove(victim)
+        victim.on_disk, victim.stored_bytes = Residency.ABSENT, 0
+        self.reconsider(victim)
+        self.tell(EVENT_TYPE_UNPERSISTED, victim)
 
     def make_entry_room(self, tenant: Tenant) -> bool:
         """Drops a tenant's own chunks until it may have one more. False when its others cannot go."""
@@ -212,6 +242,8 @@ class Tiers:
             self.hot.remove(chunk)
             self.arena.free(chunk.slot)
             chunk.slot, chunk.in_arena = None, Residency.ABSENT
+            if chunk.listed:
+                self.reconsider(chunk)
 
     def tell(self, kind: EventType.ValueType, chunk: Chunk) -> None:
         self.events.append(kind, chunk.info(self.clock()))
@@ -226,9 +258,8 @@ class Tiers:
         assert all((c in self.hot) == (c.in_arena is Residency.PRESENT) for c in self.index), "the arena's books differ"
         if self.cold is not None:
             self.cold.check_integrity()
-            assert all((c in self.cold) == (c.on_disk is Residency.PRESENT) for c in self.index), (
-                "the disk's books differ"
-            )
+            absent = Residency.ABSENT
+            assert all((c in self.cold) == (c.on_disk is not absent) for c in self.index), "the disk's books differ"
         assert all(c.listed for c in self.index), "an unlisted chunk in the index"
         assert all(c.in_use for c in self.detached), "a chunk that nobody uses keeps its slot"
         entries: dict[Tenant, int] = {}

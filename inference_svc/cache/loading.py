@@ -167,7 +167,9 @@ class Loading:
         return [
             pb.ContentProbe(start=a, tokens=b - a)
             for a, b in pairwise([0, *self._policy.chunker.ends(tokens, marks_of(sequence))])
-            if b > sequence.computed and b - a >= _LEAST_PLACED and session.may_hold_content(root, tokens[a:b])
+            if b > sequence.computed
+            and _LEAST_PLACED <= b - a <= session.max_chunk_tokens
+            and session.may_hold_content(root, tokens[a:b])
         ]
 
     def _content_pieces(

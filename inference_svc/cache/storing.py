@@ -49,7 +49,7 @@ class Storing:
         self, session: Session, root: bytes, sequence: Sequence, pool: KVPool, prefix: StoredPrefix
     ) -> int | None:
         """Stores the tokens after ``prefix``. Returns the tokens stored, or None when its last chunk is gone."""
-        headers = self._headers(sequence, prefix)
+        headers = self._headers(sequence, prefix, session.max_chunk_tokens)
         parent, stored = prefix.prefix_hash, prefix
         first = True
         while headers:
@@ -84,17 +84,18 @@ class Storing:
             count += 1
         return count
 
-    def _headers(self, sequence: Sequence, prefix: StoredPrefix) -> list[ChunkHeader]:
-        """Headers of the chunks to store after ``prefix``, with the tail."""
+    def _headers(self, sequence: Sequence, prefix: StoredPrefix, most_tokens: int) -> list[ChunkHeader]:
+        """Headers of the chunks to store after ``prefix``, with the tail; none longer than the daemon takes."""
         fresh = max(1, sequence.prompt_tokens - sequence.cached_tokens)
         per_token = sequence.timings.prefill_ms / 1e3 / fresh
         headers, start = list[ChunkHeader](), prefix.tokens
         for end in self._policy.chunker.ends(sequence.tokens[: sequence.reusable], marks_of(sequence)):
-            if end > start:
-                header = new_header(self._geometry, sequence.tokens[start:end], start)
-                header.prefill_seconds = per_token * (end - start)
+            while start < end:
+                stop = min(end, start + most_tokens)
+                header = new_header(self._geometry, sequence.tokens[start:stop], start)
+                header.prefill_seconds = per_token * (stop - start)
                 headers.append(header)
-                start = end
+                start = stop
         return headers
 
     def _write(

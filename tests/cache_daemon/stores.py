@@ -14,7 +14,7 @@ from kvsidecar.layout import new_header
 from cache_daemon.durable.faulty import FaultyTier
 from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.durable.tier import DurableTier
-from cache_daemon.eviction.gittins import Gittins
+from cache_daemon.eviction import DEFAULT, POLICIES
 from cache_daemon.eviction.policy import EvictionPolicy
 from cache_daemon.limits import TenantLimits
 from cache_daemon.memory.arena import MemoryArena
@@ -101,7 +101,7 @@ async def opened(
     budget_bytes: int = 1 << 20,
     *,
     tier: DurableTier | None = None,
-    new_policy: Callable[[int], EvictionPolicy] = lambda _: Gittins(),
+    new_policy: Callable[[], EvictionPolicy] = POLICIES[DEFAULT],
     limits: dict[bytes, TenantLimits] | None = None,
     staging_bytes: int = 1 << 20,
 ) -> AsyncIterator[Bench]:

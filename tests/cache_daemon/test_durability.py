@@ -49,6 +49,7 @@ def test_a_killed_daemon_leaves_no_memory_behind_even_if_a_hung_worker_maps_it(s
     before = set(Path("/dev/shm").iterdir())
     hung = Peer(node, heartbeats=False)
     hung.put([1, 2, 3])
+    node.settle()
     assert set(Path("/dev/shm").iterdir()) == before
     for _ in range(2):
         node.kill("daemon")

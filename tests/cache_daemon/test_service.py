@@ -153,7 +153,7 @@ def test_fetch_and_store_move_chunks_as_byte_streams(peer: Peer) -> None:
 
 
 def test_eviction_spares_leased_and_pinned_chunks(start: Callable[..., Node]) -> None:
-    node = start(arena_bytes="1MiB", store="none")
+    node = start(arena_bytes="1MiB", store="none", eviction="lru")
     peer = Peer(node)
     pinned = peer.put([1])
     peer.stub.Pin(pb.PinRequest(prefix=pb.PrefixRef(namespace=peer.namespace, prefix_hash=pinned)))

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from kvsidecar.runtime import socket_target
-from kvsidecar.summary import Summary
 
 from benchmarks.node import Node
-from inference_svc.cache.session import DaemonLink
+from inference_svc.cache.daemon import DaemonLink
 from tests.cache_daemon.conftest import descriptor
 from tests.inference_svc.test_exactness import prompt
 
@@ -51,10 +50,10 @@ def test_a_prompt_shorter_than_the_summary_tells_is_found(pair: Node) -> None:
 
 
 def test_a_worker_that_cannot_map_the_summary_asks(pair: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> Summary:
+    def refuse(_: object) -> memoryview:
         raise PermissionError("not in this container")
 
-    monkeypatch.setattr(Summary, "map", refuse)
+    monkeypatch.setattr("inference_svc.cache.daemon.map_summary", refuse)
     link = DaemonLink(socket_target(pair.cache_socket), "blind", descriptor())
     assert link.wait(5)
     session = link.session

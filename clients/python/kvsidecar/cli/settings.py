@@ -44,6 +44,8 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> 
     texts = describe_fields(settings)
     prefix = settings.model_config.get("env_prefix", "")
     for name, field in settings.model_fields.items():
+        if field.exclude:  # a secret: command lines are public
+            continue
         default = field.get_default(call_default_factory=True)
         text, shown = texts.get(name, ""), default if default not in ("", None) else "none"
         choices = [a for a in get_args(field.annotation) if isinstance(a, str)]

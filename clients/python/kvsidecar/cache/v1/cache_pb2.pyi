@@ -142,6 +142,8 @@ class _EventTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventType.V
     """It is gone: evicted."""
     EVENT_TYPE_DELETED: _EventType.ValueType  # 5
     """It is gone: deleted, superseded or corrupt."""
+    EVENT_TYPE_UNPERSISTED: _EventType.ValueType  # 6
+    """It left the durable tier and is in the arena."""
 
 class EventType(_EventType, metaclass=_EventTypeEnumTypeWrapper):
     """What happened to a chunk."""
@@ -158,6 +160,8 @@ EVENT_TYPE_EVICTED: EventType.ValueType  # 4
 """It is gone: evicted."""
 EVENT_TYPE_DELETED: EventType.ValueType  # 5
 """It is gone: deleted, superseded or corrupt."""
+EVENT_TYPE_UNPERSISTED: EventType.ValueType  # 6
+"""It left the durable tier and is in the arena."""
 Global___EventType: _TypeAlias = EventType  # noqa: Y015
 
 @_typing.final

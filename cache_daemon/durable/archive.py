@@ -1,0 +1,251 @@
+"""A portable archive of stored chunks: one file, for baking a warm cache into an image.
+
+::
+
+    "KVSIDECAR-ARCHIVE" 0x00 uint16 1
+    per chunk, parents first:
+        "C" uint32 header length, uint64 payload length, uint64 XXH3-64 of header and payload
+        ChunkHeader, payload
+    "E" uint64 number of chunks, uint64 XXH3-64 of everything before this field
+
+Integers are little-endian. Payloads are raw, whatever the store they came from does with them. What is read is
+believed only when it is checked: lengths before memory is taken for them, hashes of tokens, payload checksums, and
+that every parent came before its child.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import xxhash
+from google.protobuf.message import DecodeError
+from kvsidecar import keys
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.errors import InvalidRequest, KVSidecarError
+from kvsidecar.layout import MAX_CHUNK_TOKENS, layout_of
+
+from cache_daemon.durable.tier import DurableTier, Put, PutOutcome, ReadJob, ReadResult, WriteGroup
+
+_BEGIN = b"KVSIDECAR-ARCHIVE\0" + struct.pack("<H", 1)
+_CHUNK = struct.Struct("<IQQ")
+_END = struct.Struct("<Q")
+_DIGEST = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 64 << 10
+_GROUP_BYTES = 32 << 20
+Progress = Callable[[int, int], None]
+
+
+class Exporting(Protocol):
+    """A tier whose headers can be read one by one, such as ``LmdbTier`` after ``load``."""
+
+    def stored_keys(self) -> list[bytes]: ...
+
+    def header(self, prefix_hash: bytes) -> ChunkHeader | None: ...
+
+    def read(self, jobs: list[ReadJob]) -> list[ReadResult]: ...
+
+
+@dataclass(frozen=True)
+class Archived:
+    """``skipped`` are chunks that could not be read, or whose parent was not there."""
+
+    chunks: int
+    payload_bytes: int
+    skipped: int = 0
+
+
+def export_archive(
+    tier: Exporting, out: Path, roots: frozenset[bytes] | None = None, progress: Progress | None = None
+) -> Archived:
+    """Writes the sound chunks of some roots (None: of all) to ``out``, which is there only when it is complete.
+
+    Raises OSError.
+    """
+    names = tier.stored_keys()
+    exported: set[bytes] = set()
+    size = skipped = 0
+    with _replacing(out) as file:
+        writing = _Writing(file)
+        writing.write(_BEGIN)
+        for done, name in enumerate(names):
+            if progress is not None:
+                progress(done, len(names))
+            header = tier.header(name)
+            if header is not None and roots is not None and header.root not in roots:
+                continue
+            if header is None or not (
+                header.parent_prefix_hash == header.root or header.parent_prefix_hash in exported
+            ):
+                skipped += 1
+                continue
+            payload = bytearray(header.payload_bytes)
+            if tier.read([ReadJob(name, memoryview(payload), header.checksum)])[0] is not ReadResult.SOUND:
+                skipped += 1
+                continue
+            writing.chunk(header.SerializeToString(), payload)
+            exported.add(name)
+            size += len(payload)
+        writing.end(len(exported))
+    if progress is not None:
+        progress(len(names), len(names))
+    return Archived(len(exported), size, skipped)
+
+
+def import_archive(
+    tier: DurableTier, source: Path, max_payload_bytes: int = 1 << 30, progress: Progress | None = None
+) -> Archived:
+    """Stores an archive's chunks. What was stored before an error is found stays: each chunk is checked by itself.
+
+    ``progress`` hears bytes read and the file's length. Raises InvalidRequest when the file is no archive, is damaged
+    or holds what may not be stored; OSError, NoRoom, TierFailed.
+    """
+    total = source.stat().st_size
+    stored = size = skipped = 0
+    group: list[Put] = []
+    group_bytes = 0
+    with source.open("rb") as file:
+        for header, payload in _read_chunks(file, total, max_payload_bytes):
+            group.append(Put(header, memoryview(payload)))
+            group_bytes += len(payload)
+            if group_bytes >= _GROUP_BYTES:
+                outcomes = _store(tier, group)
+                stored, skipped = stored + outcomes[0], skipped + outcomes[1]
+                group, group_bytes = [], 0
+            size += len(payload)
+            if progress is not None:
+                progress(file.tell(), total)
+        outcomes = _store(tier, group)
+    return Archived(stored + outcomes[0], size, skipped + outcomes[1])
+
+
+def _store(tier: DurableTier, group: list[Put]) -> tuple[int, int]:
+    results = tier.apply(WriteGroup(put=tuple(group)))
+    stored = sum(result.outcome is PutOutcome.STORED for result in results)
+    return stored, len(results) - stored
+
+
+class _Writing:
+    """Writes what the digest at the end covers."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest = file, xxhash.xxh3_64()
+
+    def write(self, data: bytes | bytearray) -> None:
+        self._digest.update(data)
+        self._file.write(data)
+
+    def chunk(self, header: bytes, payload: bytearray) -> None:
+        checksum = _checksum(header, payload)
+        self.write(b"C" + _CHUNK.pack(len(header), len(payload), checksum))
+        self.write(header)
+        self.write(payload)
+
+    def end(self, chunks: int) -> None:
+        self.write(b"E" + _END.pack(chunks))
+        self._file.write(_DIGEST.pack(self._digest.intdigest()))
+
+
+def _checksum(header: bytes, payload: bytes | bytearray) -> int:
+    digest = xxhash.xxh3_64(header)
+    digest.update(payload)
+    return digest.intdigest()
+
+
+class _Reading:
+    """Reads exactly, never more than the file holds. Raises InvalidRequest."""
+
+    def __init__(self, file: BinaryIO, total: int) -> None:
+        self._file, self._left, self._digest = file, total, xxhash.xxh3_64()
+
+    def take(self, size: int) -> bytes:
+        if size > self._left:
+            raise InvalidRequest("the archive ends early; export it again")
+        data = self._file.read(size)
+        if len(data) != size:
+            raise InvalidRequest("the archive ends early; export it again")
+        self._left -= size
+        self._digest.update(data)
+        return data
+
+    def finish(self) -> None:
+        expected = self._digest.intdigest()
+        if _DIGEST.unpack(self.take(_DIGEST.size))[0] != expected:
+            raise InvalidRequest("the archive is damaged: its digest is another; export it again")
+        if self._left:
+            raise InvalidRequest(f"{self._left} bytes follow the archive's end")
+
+
+def _read_chunks(file: BinaryIO, total: int, max_payload_bytes: int) -> Iterator[tuple[ChunkHeader, bytes]]:
+    reading = _Reading(file, total)
+    if total < len(_BEGIN) or reading.take(len(_BEGIN)) != _BEGIN:
+        raise InvalidRequest("the file is no archive of this version (it must begin with KVSIDECAR-ARCHIVE 1)")
+    seen: set[bytes] = set()
+    while (kind := reading.take(1)) == b"C":
+        header_bytes, payload_bytes, checksum = _CHUNK.unpack(reading.take(_CHUNK.size))
+        if header_bytes > _MAX_HEADER_BYTES:
+            raise InvalidRequest(f"a header has {header_bytes} bytes; at most {_MAX_HEADER_BYTES} are allowed")
+        if payload_bytes > max_payload_bytes:
+            raise InvalidRequest(f"a payload has {payload_bytes} bytes; at most {max_payload_bytes} are allowed")
+        raw = reading.take(header_bytes)
+        payload = reading.take(payload_bytes)
+        if _checksum(raw, payload) != checksum:
+            raise InvalidRequest(f"chunk {len(seen)} of the archive is damaged; export it again")
+        header = _checked_header(raw, payload, len(seen))
+        if header.parent_prefix_hash != header.root and header.parent_prefix_hash not in seen:
+            raise InvalidRequest(f"chunk {len(seen)} of the archive comes before its parent")
+        seen.add(header.prefix_hash)
+        yield header, payload
+    if kind != b"E" or _END.unpack(reading.take(_END.size))[0] != len(seen):
+        raise InvalidRequest("the archive is damaged: its number of chunks is another; export it again")
+    reading.finish()
+
+
+def _checked_header(raw: bytes, payload: bytes, position: int) -> ChunkHeader:
+    """A header that says the truth about its hashes and its payload. Raises InvalidRequest."""
+    try:
+        header = ChunkHeader.FromString(raw)
+    except DecodeError as error:
+        raise InvalidRequest(f"chunk {position} of the archive has no readable header") from error
+    header.DiscardUnknownFields()
+    tokens = header.token_ids[:]
+    hashes = (header.root, header.parent_prefix_hash, header.prefix_hash, header.content_hash)
+    if any(len(value) != keys.HASH_BYTES for value in hashes) or not 1 <= len(tokens) <= MAX_CHUNK_TOKENS:
+        raise InvalidRequest(f"chunk {position} of the archive has impossible hashes or tokens")
+    if (
+        keys.prefix_hash(header.parent_prefix_hash, tokens) != header.prefix_hash
+        or keys.content_hash(header.root, tokens) != header.content_hash
+    ):
+        raise InvalidRequest(f"chunk {position} of the archive is not the one that its hash names")
+    if header.format_version != keys.FORMAT_VERSION:
+        raise InvalidRequest(
+            f"chunk {position} of the archive has format_version {header.format_version}, not {keys.FORMAT_VERSION}"
+        )
+    if header.payload_bytes != len(payload) or keys.checksum(payload) != header.checksum:
+        raise InvalidRequest(f"chunk {position} of the archive has another payload than its header says")
+    try:
+        expected = layout_of(header).size_bytes
+    except (KVSidecarError, ValueError, KeyError, ArithmeticError) as error:
+        raise InvalidRequest(f"chunk {position} of the archive has an impossible layout: {error}") from error
+    if expected != len(payload):
+        raise InvalidRequest(f"chunk {position} of the archive has {len(payload)} bytes; its layout has {expected}")
+    return header
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes its name when it is complete and on disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)

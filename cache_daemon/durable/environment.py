@@ -1,0 +1,105 @@
+"""LMDB as the durable tier uses it: for writing only.
+
+Reads go past it (``reader``), so there are no LMDB readers, no reader table and no lock file: one process has the
+folder, one thread at a time a transaction. The map is touched where keys are looked up for writing, never for payloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from cache_daemon.durable.pages import Damage
+from cache_daemon.durable.records import DATABASES, FORMAT, META, checked
+from cache_daemon.durable.seal import Seal
+from cache_daemon.durable.tier import NoRoom, TierFailed
+
+_CORRUPTED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """LMDB's errors as NoRoom, TierFailed or Damage."""
+    try:
+        yield
+    except (lmdb.MapFullError, lmdb.DiskError) as error:
+        raise NoRoom(f"the store is full: {error}") from error
+    except _CORRUPTED as error:
+        raise Damage(str(error)) from error
+    except lmdb.Error as error:
+        raise TierFailed(f"the store cannot be written: {error}") from error
+    except OSError as error:
+        raise TierFailed(f"the store cannot be written: {error}") from error
+
+
+class Environment:
+    """An LMDB environment with the store's databases. Raises what ``translated`` says."""
+
+    def __init__(self, folder: Path, map_bytes: int, metasync: bool = False, sync: bool = True) -> None:
+        # From py-lmdb 3 on there are two engines; LMDB 1.0 writes another data format.
+        options: dict[str, Any] = {"lib_version": 0} if int(lmdb.__version__.split(".")[0]) >= 3 else {}
+        with translated():
+            self._env: Any = lmdb.open(
+                str(folder),
+                map_size=map_bytes,
+                max_dbs=len(DATABASES),
+                metasync=metasync,
+                sync=sync,
+                readahead=False,
+                lock=False,
+                mode=0o600,
+                **options,
+            )
+        self.map_bytes = map_bytes
+        self.databases: dict[bytes, Any] = {}
+        try:
+            with translated(), self._env.begin(write=True) as txn:
+                for name in DATABASES:
+                    self.databases[name] = self._env.open_db(name, txn=txn)
+        except BaseException:
+            self._env.close()
+            raise
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """A write transaction, committed at the end unless something was raised."""
+        with translated(), self._env.begin(write=True) as txn:
+            changing = Transaction(txn, self.databases)
+            yield changing
+            changing.put(META, b"commit", checked(META, b"commit", txn.id().to_bytes(8, "little")))
+
+    def initialise(self, seal: Seal) -> None:
+        """Writes what says that this is a store, and whose key it has."""
+        with self.transaction() as txn:
+            txn.put(META, b"format", checked(META, b"format", FORMAT))
+            txn.put(META, b"key", checked(META, b"key", seal.check_value()))
+
+    def resize(self, map_bytes: int) -> None:
+        """Never smaller than what is used. There must be no transaction."""
+        with translated():
+            self._env.set_mapsize(map_bytes)
+        self.map_bytes = map_bytes
+
+    def sync(self) -> None:
+        with translated():
+            self._env.sync(True)
+
+    def close(self) -> None:
+        self._env.close()
+
+
+class Transaction:
+    """Changes that become visible together."""
+
+    def __init__(self, txn: Any, databases: dict[bytes, Any]) -> None:
+        self._txn, self._databases = txn, databases
+
+    def put(self, database: bytes, key: bytes, value: bytes | memoryview) -> None:
+        self._txn.put(key, value, db=self._databases[database])
+
+    def delete(self, database: bytes, key: bytes) -> None:
+        self._txn.delete(key, db=self._databases[database])

@@ -1,0 +1,87 @@
+"""The folder of a store: its lock, its data file, and how a new data file takes the old one's place.
+
+``data.mdb`` is the store, ``daemon.lock`` says that a daemon has it, ``rebuild/`` is a new data file that is not
+complete, ``data.mdb.damaged-N`` the last one that had to be replaced.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from kvsidecar.errors import StoreUnavailable
+
+_DAMAGED = "data.mdb.damaged-"
+
+
+class StoreFolder:
+    """A store's folder, locked for this process. Raises StoreUnavailable."""
+
+    def __init__(self, path: Path, create: bool = True) -> None:
+        self.path = path
+        self.data = path / "data.mdb"
+        self.rebuild = path / "rebuild"
+        try:
+            if create:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(path / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreUnavailable(
+                f"cannot open the store in {path}: {error}; repair or remove the folder, or choose another --store"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise StoreUnavailable(
+                f"another daemon uses the store in {path}; stop it, or choose another --store"
+            ) from error
+        shutil.rmtree(self.rebuild, ignore_errors=True)
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there is a data file with anything in it."""
+        return self.data.exists() and self.data.stat().st_size > 0
+
+    def keep_damaged(self) -> Path:
+        """A second name for the data file, in the place of an earlier damaged one. Raises OSError."""
+        earlier = sorted(self.path.glob(f"{_DAMAGED}*"), key=_number)
+        kept = self.path / f"{_DAMAGED}{_number(earlier[-1]) + 1 if earlier else 1}"
+        os.link(self.data, kept)
+        for old in earlier:
+            old.unlink()
+        return kept
+
+    def new_data_folder(self) -> Path:
+        """An empty folder for a new data file. Raises OSError."""
+        shutil.rmtree(self.rebuild, ignore_errors=True)
+        self.rebuild.mkdir(mode=0o700)
+        return self.rebuild
+
+    def install_rebuilt(self) -> None:
+        """The complete file in ``rebuild/`` becomes the data file, in one step. Raises OSError."""
+        os.rename(self.rebuild / "data.mdb", self.data)
+        self._sync()
+        shutil.rmtree(self.rebuild, ignore_errors=True)
+
+    def remove_data(self) -> None:
+        """Raises OSError."""
+        self.data.unlink(missing_ok=True)
+        self._sync()
+
+    def _sync(self) -> None:
+        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def release(self) -> None:
+        os.close(self._lock)
+
+
+def _number(path: Path) -> int:
+    text = path.name.removeprefix(_DAMAGED)
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,376 @@
+"""The durable tier on disk: written through LMDB, read past it, checked before it is opened, repaired when it must be.
+
+What it keeps of each chunk in memory is its entry (``reader.Entry``): place, length, checksum and parent. Headers are
+read once, at ``load``.
+
+The budget is the caller's: the sum of ``stored_bytes`` is to stay below it. The file stays within one and a half times
+the budget (at least 1 MiB): chunks that come and go at random leave it a quarter larger than what lives, and the rest
+is for removals, which must be possible when nothing else is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.errors import StoreUnavailable
+
+from cache_daemon.durable.changes import Changes, Kin, Packed, pack_puts, write_changes
+from cache_daemon.durable.environment import Environment
+from cache_daemon.durable.folder import StoreFolder
+from cache_daemon.durable.loading import Contents, collecting_later, contents_of, in_order
+from cache_daemon.durable.opening import open_data
+from cache_daemon.durable.packing import MEASURED_FROM_BYTES, Compression, Packing
+from cache_daemon.durable.pages import Damage, Finder, Node, PageFile, check_overflow
+from cache_daemon.durable.reader import Entry, PayloadReader, stored_is_sound
+from cache_daemon.durable.rebuild import rebuild
+from cache_daemon.durable.records import HEADERS, MINIMUM_VALUE_BYTES, PAYLOADS, Unsound, decode_record, open_header
+from cache_daemon.durable.seal import seal_of
+from cache_daemon.durable.space import Space
+from cache_daemon.durable.survey import strict_survey
+from cache_daemon.durable.tier import (
+    Loaded,
+    LoadReport,
+    NoRoom,
+    Put,
+    PutOutcome,
+    PutResult,
+    ReadJob,
+    ReadResult,
+    TierFailed,
+    Usage,
+    WriteGroup,
+)
+
+log = structlog.get_logger("cache_daemon")
+
+
+@dataclass(frozen=True)
+class ScrubStep:
+    """A slice of an online scrub: how much was read, which chunks are corrupt, and where to go on (None: done)."""
+
+    chunks: int
+    corrupt: tuple[bytes, ...]
+    next_key: bytes | None
+
+
+class LmdbTier:
+    """A ``DurableTier``. Raises StoreUnavailable when the store cannot be opened, ConfigurationError for a bad key.
+
+    ``strict`` flushes every transaction with its meta page; otherwise a power cut may undo the last one, never more.
+    ``key`` encrypts the store with AES-256-GCM; a store remembers whether it has one, and which.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        budget_bytes: int,
+        strict: bool = False,
+        compression: Compression = "auto",
+        key: bytes | None = None,
+    ) -> None:
+        self._seal, self._strict, self._space = seal_of(key), strict, Space(budget_bytes)
+        self._folder = StoreFolder(folder)
+        self._writing = threading.Lock()
+        self._entries: dict[bytes, Entry] = {}
+        self._kin = Kin({})
+        self._notes: dict[bytes, bytes] = {}
+        self._live_bytes = self._order = 0
+        self._report = LoadReport()
+        self._failed = self._distrust = self._closed = False
+        try:
+            self._contents: Contents | None = self._open()
+        except (OSError, NoRoom, TierFailed, Damage) as error:
+            self._folder.release()
+            raise StoreUnavailable(
+                f"cannot open the store in {folder}: {error}; repair or remove the folder, or choose another --store"
+            ) from error
+        except BaseException:
+            self._folder.release()
+            raise
+        self._packing = Packing(compression)
+        self._reader = PayloadReader(lambda prefix_hash: self._entries.get(prefix_hash), self._seal)
+
+    def _open(self) -> Contents:
+        """Checks, repairs and opens the data file. Raises StoreUnavailable, OSError, NoRoom, TierFailed, Damage."""
+        with collecting_later():
+            try:
+                return self._open_checked()
+            except Damage:  # LMDB knows of something that the survey does not
+                self._distrust = True
+                return self._open_checked()
+
+    def _open_checked(self) -> Contents:
+        survey = open_data(self._folder, self._seal, self._distrust)
+        contents = contents_of(survey, self._seal)
+        if survey.file.size_bytes > self._space.most_bytes and contents.live_bytes * 5 // 4 < survey.file.size_bytes:
+            log.info("compacting", file_bytes=survey.file.size_bytes, live_bytes=contents.live_bytes)
+            try:
+                rebuild(self._folder, survey, self._seal, keep_damaged=False)
+            except (OSError, NoRoom, TierFailed) as error:
+                log.warning("the store stays too large", error=str(error))
+            else:
+                survey = strict_survey(PageFile(self._folder.data))
+                contents = contents_of(survey, self._seal)
+        assert survey.meta is not None
+        self._file, self._meta = survey.file, survey.meta
+        self._env = Environment(
+            self._folder.path, self._space.map_bytes(self._meta.needed_bytes), metasync=self._strict
+        )
+        self._refresh_meta()
+        self._entries, self._kin = contents.entries, Kin(contents.entries)
+        self._live_bytes, self._order = contents.live_bytes, contents.last_order
+        self._notes = contents.notes
+        self._failed = self._distrust = False
+        return contents
+
+    # ---- load ----------------------------------------------------------------------------------------------
+
+    @property
+    def load_report(self) -> LoadReport:
+        return self._report
+
+    def load(self) -> Iterable[Loaded]:
+        contents, self._contents = self._contents, None
+        if contents is None:
+            raise RuntimeError("load was called before; it is called once, at start")
+        self._report = contents.report
+        if contents.useless:
+            log.warning("dropping stored chunks", corrupt=self._report.corrupt, orphaned=self._report.orphaned)
+            try:
+                self.apply(WriteGroup(remove=contents.useless, notes=dict.fromkeys(contents.useless_notes)))
+            except (NoRoom, TierFailed) as error:
+                log.warning("what is useless stays on disk", error=str(error))
+        return [
+            Loaded(header, contents.ticks.get(key, 0), self._entries[key].stored_bytes)
+            for key, header in in_order(contents)
+            if key in self._entries
+        ]
+
+    def header(self, prefix_hash: bytes) -> ChunkHeader | None:
+        """A stored chunk's header, read from disk; None when it is missing or damaged. Raises OSError."""
+        with self._writing:
+            try:
+                finder = Finder(self._file, self._meta)
+                node = finder.find(HEADERS, prefix_hash)
+                if node is None:
+                    return None
+                return open_header(self._seal, prefix_hash, decode_record(prefix_hash, finder.value(node)))
+            except (Unsound, Damage):
+                return None
+
+    def stored_keys(self) -> list[bytes]:
+        """The prefix hashes of all chunks, parents before children."""
+        found = [key for key, entry in list(self._entries.items()) if entry.parent not in self._entries]
+        for key in found:
+            found += self._kin.of(key)
+        return found
+
+    # ---- read ----------------------------------------------------------------------------------------------
+
+    def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
+        return self._reader.read(jobs)
+
+    def notes(self) -> dict[bytes, bytes]:
+        return dict(self._notes)
+
+    def usage(self) -> Usage:
+        return Usage(self._file.size_bytes, self._live_bytes, len(self._entries))
+
+    def scrub_step(self, after: bytes | None = None, most_bytes: int = 64 << 20) -> ScrubStep:
+        """Verifies a slice of the stored payloads in the order of their keys. Removing the corrupt is the caller's."""
+        order = sorted(key for key in list(self._entries) if after is None or key > after)
+        corrupt: list[bytes] = []
+        size = done = 0
+        for key in order:
+            entry = self._entries.get(key)
+            if size >= most_bytes:
+                return ScrubStep(done, tuple(corrupt), order[done - 1])
+            done += 1
+            if entry is None:
+                continue
+            size += entry.stored_length
+            try:
+                sound = stored_is_sound(entry)
+            except OSError:
+                sound = False
+            if not sound and self._entries.get(key) is entry:
+                corrupt.append(key)
+        return ScrubStep(done, tuple(corrupt), None)
+
+    # ---- write ---------------------------------------------------------------------------------------------
+
+    def apply(self, group: WriteGroup) -> list[PutResult]:
+        with self._writing:
+            self._make_ready()
+            packed = pack_puts(group.put, self._packing, self._seal, self._order)
+            self._order += len(packed)
+            changes = Changes(self._entries, self._kin)
+            for key in group.remove:
+                changes.remove(key)
+            for chunk in packed:
+                if chunk is not None:
+                    changes.put(chunk)
+            changes.remove_orphans()
+            self._write(group, changes)
+            self._settle(group, changes)
+            self._decide_packing(group)
+            return [self._result(put, chunk, changes) for put, chunk in zip(group.put, packed, strict=True)]
+
+    def _result(self, put: Put, chunk: Packed | None, changes: Changes) -> PutResult:
+        if chunk is None:
+            return PutResult(PutOutcome.FAILED)
+        if put.header.prefix_hash not in changes.stored:
+            return PutResult(PutOutcome.PARENT_MISSING)
+        return PutResult(PutOutcome.STORED, chunk.record.stored_bytes)
+
+    def _make_ready(self) -> None:
+        """Opens the store again when it failed, or when its file is not as long as it was. Raises TierFailed."""
+        try:
+            if not self._failed and self._folder.data.stat().st_size >= self._meta.needed_bytes:
+                return
+            if not self._failed:
+                self._fail()
+            self._open()
+            log.info("the store is open again", chunks=len(self._entries))
+        except (OSError, NoRoom, TierFailed, Damage, StoreUnavailable) as error:
+            self._failed = True
+            raise TierFailed(f"the store cannot be opened again: {error}") from error
+
+    def _fail(self, distrust: bool = False) -> None:
+        """Nothing more is written until the store was opened again; ``distrust`` has it rewritten then."""
+        if not self._failed:
+            self._env.close()
+        self._failed, self._distrust = True, self._distrust or distrust
+
+    def _write(self, group: WriteGroup, changes: Changes) -> None:
+        size = sum(packed.record.stored_bytes for packed in changes.stored.values())
+        try:
+            self._check_removals(changes)
+            if changes.stored:
+                self._space.make_room(self._folder.data, self._file, self._meta, size, self._env.map_bytes)
+            try:
+                self._transact(group, changes)
+            except NoRoom:
+                self._use_reserve(group, changes)
+        except NoRoom:
+            raise
+        except Damage as error:
+            self._fail(distrust=True)
+            raise TierFailed(f"the store is damaged: {error}") from error
+        except (TierFailed, OSError) as error:
+            self._fail()
+            raise TierFailed(str(error)) from error
+
+    def _use_reserve(self, group: WriteGroup, changes: Changes) -> None:
+        """Removals may use the part of the map that chunks may not.
+
+        Chunks get what the last transaction has freed: LMDB uses it only when another one lies between.
+        """
+        before = self._env.map_bytes
+        self._env.resize(before + self._space.reserve_bytes)
+        try:
+            if changes.stored:
+                self._transact(WriteGroup(), Changes(self._entries, self._kin))
+            else:
+                self._transact(group, changes)
+        finally:
+            self._env.resize(before)
+            self._refresh_meta()
+        if changes.stored:
+            self._transact(group, changes)
+
+    def _check_removals(self, changes: Changes) -> None:
+        """LMDB trusts the header of the pages that it frees. Raises Damage, OSError."""
+        finder = Finder(self._file, self._meta)
+        gone = (*changes.removed, *(key for key in changes.stored if key in self._entries))
+        for key in gone:
+            entry = self._entries.get(key)
+            node = finder.find(PAYLOADS, key) if entry is None else None
+            if entry is not None:
+                node = Node(key, max(entry.stored_length, MINIMUM_VALUE_BYTES), None, entry.offset)
+            if node is not None:
+                check_overflow(self._file, node)
+
+    def _transact(self, group: WriteGroup, changes: Changes) -> None:
+        with self._env.transaction() as txn:
+            write_changes(txn, self._seal, group, changes)
+
+    def _settle(self, group: WriteGroup, changes: Changes) -> None:
+        """What is in memory follows what is on disk."""
+        for key in (*changes.removed, *changes.stored):
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                self._kin.discard(key, entry.parent)
+                self._live_bytes -= entry.stored_bytes
+        for name, value in group.notes.items():
+            self._notes.pop(name, None)
+            if value is not None:
+                self._notes[name] = value
+        try:
+            self._refresh_meta()
+            self._find_places(changes)
+        except (Damage, OSError) as error:
+            self._fail(distrust=isinstance(error, Damage))
+            raise TierFailed(f"what was written cannot be read: {error}") from error
+
+    def _find_places(self, changes: Changes) -> None:
+        finder = Finder(self._file, self._meta)
+        for key, packed in changes.stored.items():
+            node = finder.find(PAYLOADS, key)
+            if node is None or node.value is not None:
+                raise Damage("a payload that was written is not there")
+            record = packed.record
+            entry = Entry(
+                self._file, node.offset, record.stored_length, record.stored_checksum, record.codec, packed.parent,
+                record.stored_bytes,
+            )  # fmt: skip
+            self._entries[key] = entry
+            self._kin.add(key, packed.parent)
+            self._live_bytes += record.stored_bytes
+
+    def _refresh_meta(self) -> None:
+        self._meta = self._file.metas()[0]
+
+    def _decide_packing(self, group: WriteGroup) -> None:
+        if self._packing.active is None and group.put and self._live_bytes >= MEASURED_FROM_BYTES:
+            self._packing.decide(self._folder.data, list(self._entries.values()), group.put)
+
+    # ---- compact, close ------------------------------------------------------------------------------------
+
+    def compact(self) -> None:
+        with self._writing:
+            self._make_ready()
+            before = self._file.size_bytes
+            try:
+                survey = strict_survey(self._file)
+                self._env.close()
+                self._failed = True
+                rebuild(self._folder, survey, self._seal, keep_damaged=False)
+                self._open()
+            except Damage as error:
+                self._fail(distrust=True)
+                raise TierFailed(f"the store is damaged: {error}") from error
+            except (OSError, StoreUnavailable) as error:
+                self._fail()
+                raise TierFailed(f"the store cannot be compacted: {error}") from error
+            log.info("compacted", before_bytes=before, after_bytes=self._file.size_bytes)
+
+    def close(self) -> None:
+        """Flushes and gives the folder back. Idempotent."""
+        with self._writing:
+            if self._closed:
+                return
+            self._closed = True
+            self._reader.close()
+            self._packing.close()
+            if not self._failed:
+                with contextlib.suppress(NoRoom, TierFailed, Damage):
+                    self._env.sync()
+                self._env.close()
+            self._folder.release()

@@ -1,0 +1,137 @@
+"""The reference durable tier: it keeps everything in memory, and every promise of ``tier``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvsidecar import keys
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+
+from cache_daemon.durable.tier import (
+    Loaded,
+    LoadReport,
+    NoRoom,
+    Put,
+    PutOutcome,
+    PutResult,
+    ReadJob,
+    ReadResult,
+    Usage,
+    WriteGroup,
+    whole_pages,
+)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    header: ChunkHeader
+    payload: bytes
+    last_use: int = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        return whole_pages(len(self.payload))
+
+
+class MemoryTier:
+    """A ``DurableTier`` for tests. ``most_bytes`` is what fits into it; 0 for no limit."""
+
+    def __init__(self, most_bytes: int = 0) -> None:
+        self._most_bytes = most_bytes
+        self._stored: dict[bytes, _Stored] = {}
+        self._notes: dict[bytes, bytes] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def load_report(self) -> LoadReport:
+        return LoadReport()
+
+    def load(self) -> Iterable[Loaded]:
+        waiting = sorted(self._stored.values(), key=lambda stored: stored.last_use)
+        given: set[bytes] = set()
+        found: list[Loaded] = []
+        while waiting:
+            stored = next(s for s in waiting if s.header.parent_prefix_hash in given | {s.header.root})
+            waiting.remove(stored)
+            given.add(stored.header.prefix_hash)
+            found.append(Loaded(stored.header, stored.last_use, stored.stored_bytes))
+        return found
+
+    def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
+        return [self._read(job) for job in jobs]
+
+    def _read(self, job: ReadJob) -> ReadResult:
+        found = self._stored.get(job.prefix_hash)
+        if found is None:
+            return ReadResult.MISSING
+        if len(found.payload) != len(job.target) or keys.checksum(found.payload) != job.checksum:
+            return ReadResult.CORRUPT
+        job.target[:] = found.payload
+        return ReadResult.SOUND
+
+    def apply(self, group: WriteGroup) -> list[PutResult]:
+        with self._lock:
+            stored = dict(self._stored)
+            for key in group.remove:
+                stored.pop(key, None)
+            accepted = [self._put(stored, put) for put in group.put]
+            _drop_orphans(stored)
+            if self._most_bytes and group.put and sum(s.stored_bytes for s in stored.values()) > self._most_bytes:
+                raise NoRoom(f"only {self._most_bytes} bytes fit")
+            for key, tick in group.used.items():
+                if key in stored:
+                    stored[key] = _Stored(stored[key].header, stored[key].payload, tick)
+            self._stored = stored
+            for name, value in group.notes.items():
+                self._notes.pop(name, None)
+                if value is not None:
+                    self._notes[name] = value
+            return [_result(put, done, stored) for put, done in zip(group.put, accepted, strict=True)]
+
+    @staticmethod
+    def _put(stored: dict[bytes, _Stored], put: Put) -> PutOutcome:
+        header, payload = put.header, bytes(put.payload)
+        if len(payload) != header.payload_bytes or keys.checksum(payload) != header.checksum:
+            return PutOutcome.FAILED
+        if header.parent_prefix_hash != header.root and header.parent_prefix_hash not in stored:
+            return PutOutcome.PARENT_MISSING
+        for key in put.replaces:
+            if key != header.prefix_hash:
+                stored.pop(key, None)
+        stored[header.prefix_hash] = _Stored(header, payload)
+        return PutOutcome.STORED
+
+    def notes(self) -> dict[bytes, bytes]:
+        return dict(self._notes)
+
+    def usage(self) -> Usage:
+        size = sum(stored.stored_bytes for stored in self._stored.values())
+        return Usage(size, size, len(self._stored))
+
+    def compact(self) -> None:
+        """There is nothing to give back."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def _drop_orphans(stored: dict[bytes, _Stored]) -> None:
+    while True:
+        orphans = [
+            key
+            for key, found in stored.items()
+            if found.header.parent_prefix_hash != found.header.root and found.header.parent_prefix_hash not in stored
+        ]
+        if not orphans:
+            return
+        for key in orphans:
+            del stored[key]
+
+
+def _result(put: Put, outcome: PutOutcome, stored: dict[bytes, _Stored]) -> PutResult:
+    found = stored.get(put.header.prefix_hash)
+    if outcome is PutOutcome.STORED and found is None:
+        outcome = PutOutcome.PARENT_MISSING
+    return PutResult(outcome, found.stored_bytes if outcome is PutOutcome.STORED and found else 0)

@@ -1,0 +1,137 @@
+"""Encryption at rest: AES-256-GCM over headers, notes and payloads (NIST SP 800-38D).
+
+Every value has its own random nonce of 96 bits, and names its database and key as associated data, so that values
+cannot be exchanged for each other. The keys of the databases stay as they are: hashes, which say nothing about tokens
+to those who cannot guess them. After compression, since what is encrypted cannot be compressed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvsidecar.errors import ConfigurationError
+
+KEY_BYTES = 32
+_NONCE_BYTES, _TAG_BYTES, _SALT_BYTES = 12, 16, 16
+
+
+class Unsealed(Exception):
+    """The value was not sealed with this key for this place."""
+
+
+class Seal(Protocol):
+    """How values are protected. ``place`` is the database's name and the value's key."""
+
+    overhead: int
+
+    def close_value(self, place: bytes, plain: bytes | memoryview) -> bytes | memoryview: ...
+
+    def open_value(self, place: bytes, sealed: memoryview, target: memoryview) -> None:
+        """Fills ``target``, ``overhead`` bytes shorter than ``sealed``. Raises Unsealed."""
+        ...
+
+    def check_value(self) -> bytes:
+        """A new record that ``knows`` accepts, for the store to remember its key by."""
+        ...
+
+    def knows(self, check: bytes) -> bool: ...
+
+
+class NoSeal:
+    """Values as they are."""
+
+    overhead = 0
+
+    def close_value(self, place: bytes, plain: bytes | memoryview) -> bytes | memoryview:
+        return plain
+
+    def open_value(self, place: bytes, sealed: memoryview, target: memoryview) -> None:
+        target[:] = sealed
+
+    def check_value(self) -> bytes:
+        return b"none"
+
+    def knows(self, check: bytes) -> bool:
+        return check == b"none"
+
+
+class AesSeal:
+    """AES-256-GCM. Raises ConfigurationError for a key of another length, or without the package ``cryptography``."""
+
+    overhead = _NONCE_BYTES + _TAG_BYTES
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != KEY_BYTES:
+            raise ConfigurationError(f"the store's key has {len(key)} bytes; AES-256 takes {KEY_BYTES}")
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError as error:
+            raise ConfigurationError(
+                "an encrypted store needs the package 'cryptography'; pip install 'kvsidecar[encryption]'"
+            ) from error
+        self._key, self._cipher, self._refused = key, AESGCM(key), InvalidTag
+
+    def close_value(self, place: bytes, plain: bytes | memoryview) -> bytes | memoryview:
+        sealed = bytearray(len(plain) + self.overhead)
+        sealed[:_NONCE_BYTES] = os.urandom(_NONCE_BYTES)
+        whole = memoryview(sealed)
+        self._cipher.encrypt_into(whole[:_NONCE_BYTES], plain, place, whole[_NONCE_BYTES:])
+        return whole
+
+    def open_value(self, place: bytes, sealed: memoryview, target: memoryview) -> None:
+        try:
+            self._cipher.decrypt_into(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], place, target)
+        except (self._refused, ValueError) as error:
+            raise Unsealed(f"a value of {len(sealed)} bytes is not sealed for this place with this key") from error
+
+    def check_value(self) -> bytes:
+        salt = os.urandom(_SALT_BYTES)
+        return salt + self._digest(salt)
+
+    def knows(self, check: bytes) -> bool:
+        return hmac.compare_digest(check[_SALT_BYTES:], self._digest(check[:_SALT_BYTES]))
+
+    def _digest(self, salt: bytes) -> bytes:
+        return hmac.digest(self._key, b"kvsidecar store key" + salt, hashlib.sha256)
+
+
+def seal_of(key: bytes | None) -> Seal:
+    """The seal for a key. Raises ConfigurationError."""
+    return NoSeal() if key is None else AesSeal(key)
+
+
+def parse_key(text: bytes, source: str) -> bytes:
+    """32 raw bytes, or 64 hexadecimal digits. Raises ConfigurationError."""
+    if len(text) == KEY_BYTES:
+        return text
+    try:
+        key = bytes.fromhex(text.decode("ascii").strip())
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ConfigurationError(f"{source} holds no key: it must be {KEY_BYTES} bytes, or {2 * KEY_BYTES} hex digits")
+    return key
+
+
+def key_from_file(path: Path) -> bytes:
+    """Reads a key that only its owner may read. Raises ConfigurationError."""
+    try:
+        with path.open("rb") as file:
+            mode: Any = os.fstat(file.fileno()).st_mode
+            if stat.S_IMODE(mode) & 0o077:
+                raise ConfigurationError(f"{path} has mode {stat.S_IMODE(mode):o}; a key must be private: chmod 600")
+            return parse_key(file.read(4096), str(path))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the store's key: {error}") from error
+
+
+def key_from_environment(name: str) -> bytes | None:
+    """The key in an environment variable as hex digits; None when it is not set. Raises ConfigurationError."""
+    text = os.environ.get(name)
+    return None if text is None else parse_key(text.encode(), f"the environment variable {name}")

@@ -1,0 +1,67 @@
+"""How large the data file may become, and room on the disk that is kept for removals."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from cache_daemon.durable.pages import Damage, Meta, PageFile
+from cache_daemon.durable.tier import PAGE_BYTES, NoRoom
+from cache_daemon.durable.walk import Walk
+
+_LEAST_FILE_BYTES = 1 << 20
+_LEAST_RESERVE_BYTES = 32 * PAGE_BYTES
+_DISK_RESERVE_BYTES = 64 * PAGE_BYTES  # some removals one by one; they free more than they take
+_TREE_PAGES = 16  # what a group needs beside its payloads; more than its path to the root
+
+
+class Space:
+    """``most_bytes`` is the file's limit; ``reserve_bytes`` of it are for removals only."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        most = max(_LEAST_FILE_BYTES, budget_bytes * 3 // 2)
+        self.most_bytes = most // PAGE_BYTES * PAGE_BYTES
+        self.reserve_bytes = max(_LEAST_RESERVE_BYTES, self.most_bytes // 64 // PAGE_BYTES * PAGE_BYTES)
+
+    def map_bytes(self, needed_bytes: int) -> int:
+        """The map for chunks: a file that is too large already stays as it is until it is compacted."""
+        return max(self.most_bytes - self.reserve_bytes, needed_bytes)
+
+    def make_room(self, data: Path, file: PageFile, meta: Meta, size_bytes: int, map_bytes: int) -> None:
+        """Makes the disk promise room for a group of chunks, and for removals after it. Raises NoRoom, OSError.
+
+        The file is made longer than LMDB has filled it: what is allocated cannot be refused later. On a full disk a
+        group may still use pages that are free in the file, if enough are left.
+        """
+        reserve = min(self.reserve_bytes, _DISK_RESERVE_BYTES)
+        wanted = min(meta.needed_bytes + size_bytes + _TREE_PAGES * PAGE_BYTES + reserve, map_bytes)
+        if file.size_bytes >= wanted:
+            return
+        try:
+            allocate(data, file.size_bytes, wanted)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            free = self._free_bytes(file, meta)
+            if free < size_bytes + reserve:
+                raise NoRoom(f"the disk is full: {size_bytes} bytes are to be stored, {free} are free") from error
+
+    @staticmethod
+    def _free_bytes(file: PageFile, meta: Meta) -> int:
+        try:
+            return sum(Walk(file, meta).free_pages()) * PAGE_BYTES
+        except Damage:
+            return 0
+
+
+def allocate(data: Path, begin: int, end: int) -> None:
+    """Allocates a range of the file on disk, lengthening it. Raises OSError; where it is not known, does nothing."""
+    handle = os.open(data, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(handle, begin, end - begin)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+    finally:
+        os.close(handle)

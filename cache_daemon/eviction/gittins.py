@@ -1,0 +1,303 @@
+"""The default policy: gives up what promises fewest seconds of prefill per byte and time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from sortedcontainers import SortedDict
+
+from cache_daemon.eviction.ghosts import Ghosts
+from cache_daemon.eviction.policy import Entry
+from cache_daemon.eviction.reuse import AGES, ReuseTimes
+from cache_daemon.eviction.worth import Worth
+
+# For how long an entry is followed after its last use, in the tier or not: at least until so many times the tier's
+# entries came in or were used, or until as many have left as there is memory for (8 bytes each).
+_LOOK_BACK = 8
+_MOST_GHOSTS = 1 << 20
+_SLICES_PER_FIT = 8
+# What more of them would tell apart no longer matters.
+_MOST_TURNS, _MOST_USES = 4, 63
+_TURN_KINDS, _USE_KINDS = _MOST_TURNS + 1, _MOST_USES.bit_length() + 1
+_WORTHS_PER_OCTAVE = 2
+# The slice of all entries that have reached the last age.
+_OLDEST = -1
+_Rank = tuple[float, int, int, int]
+
+
+@dataclass(slots=True)
+class _History:
+    """What tells entries apart. ``turn``: how many stretches of the prompt before it were used by other requests.
+    ``inner``: a chunk continues it."""
+
+    turn: int
+    uses: int
+    inner: bool
+
+    @property
+    def kind(self) -> int:
+        return (self.inner * _TURN_KINDS + self.turn) * _USE_KINDS + self.uses.bit_length()
+
+    @property
+    def note(self) -> int:
+        return (self.inner << 3 | self.turn) << 6 | self.uses
+
+    @classmethod
+    def of_note(cls, note: int) -> _History:
+        return cls(note >> 6 & 7, note & 63, bool(note >> 9))
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """Entries that are worth the same: of one kind, one worth, last used in one slice of time."""
+
+    kind: int
+    worth: int
+    slice: int
+    rank: _Rank = (0.0, 0, 0, 0)
+    members: dict[Entry, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Held:
+    history: _History
+    worth: int
+    tick: int
+    group: _Group | None = None  # None while parked
+
+
+def _reuse_times() -> ReuseTimes:
+    kinds = np.arange(2 * _TURN_KINDS * _USE_KINDS)
+    uses = kinds % _USE_KINDS
+    # As long as nothing is known: more uses and less age are better.
+    guess = (uses[:, None] + 1) / (8.0 * (np.arange(AGES) + 1))
+    pools = [np.zeros_like(kinds), uses, kinds % (_TURN_KINDS * _USE_KINDS), kinds]
+    return ReuseTimes([p.tolist() for p in pools], guess)
+
+
+class Gittins:
+    """See docs/eviction.md. Time is counted in ticks: a chunk that comes in, is refused or is used is one."""
+
+    def __init__(self) -> None:
+        self._held: dict[Entry, _Held] = {}
+        self._worth = Worth()
+        self._tick = 0
+        self._slice, self._slice_ticks = 0, 2
+        self._reuse = _reuse_times()
+        self._promise: list[list[float]] = self._reuse.promise().tolist()
+        self._groups: dict[tuple[int, int, int], _Group] = {}
+        self._ranked: SortedDict[_Rank, _Group] = SortedDict()
+        self._ghosts = Ghosts(_LOOK_BACK * AGES)
+        # Who came in or was refused last, and whether it is but taken to be an inner one: its child may come next.
+        self._newest: tuple[Entry, _Held] | None = None
+        self._presumed_inner = False
+
+    # ---- what the tier says ---------------------------------------------------------------------------------
+
+    def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
+        held = self._meet(entry, parent, 0)
+        self._haunt(entry, held)
+        if parent is not None and parent not in self._held:
+            return False
+        rank = self._rank(held.history.kind, held.worth, self._slice)
+        return not self._ranked or rank > self._ranked.peekitem(0)[0]
+
+    def insert(self, entry: Entry, parent: Entry | None = None, uses: int = 0) -> None:
+        if entry in self._held:
+            raise KeyError(f"{entry!r} is in the tier already")
+        if self._newest is not None and self._newest[0] is entry and self._ghosts.take(entry.key):
+            held = self._newest[1]
+        else:
+            held = self._meet(entry, parent, uses)
+        self._held[entry] = held
+        self._offer(entry, held)
+
+    def touch(self, entry: Entry) -> None:
+        held = self._held[entry]
+        self._settle_newest()
+        parked = held.group is None
+        if not parked:
+            self._withdraw(entry, held)
+        self._pass_time()
+        self._reuse.use(held.history.kind, self._age(held.tick))
+        held.history.uses = min(held.history.uses + 1, _MOST_USES)
+        held.tick = self._tick
+        self._reuse.begin(held.history.kind)
+        if not parked:
+            self._offer(entry, held)
+
+    def park(self, entry: Entry) -> None:
+        held = self._held[entry]
+        if held.group is None:
+            raise KeyError(f"{entry!r} is parked already")
+        self._withdraw(entry, held)
+
+    def unpark(self, entry: Entry) -> None:
+        held = self._held[entry]
+        if held.group is not None:
+            raise KeyError(f"{entry!r} is not parked")
+        self._offer(entry, held)
+
+    def remove(self, entry: Entry) -> None:
+        held = self._held.pop(entry)
+        if held.group is not None:
+            self._withdraw(entry, held)
+        self._haunt(entry, held)
+        if self._newest is not None and self._newest[0] is entry:
+            self._newest = None
+
+    def victims(self) -> Iterator[Entry]:
+        return (entry for group in self._ranked.values() for entry in group.members)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    # ---- histories ------------------------------------------------------------------------------------------
+
+    def _meet(self, entry: Entry, parent: Entry | None, uses: int) -> _Held:
+        """What is known of an entry that comes now; from now on it is waited for."""
+        if self._newest is not None and self._newest[0] is parent and self._newest[1].history.inner:
+            before: _History | None = self._newest[1].history
+        else:
+            self._settle_newest()
+            before = None if parent is None else self._set_inner(parent, True)
+        self._pass_time()
+        known = self._ghosts.take(entry.key)
+        if known is None:
+            turn = 0 if before is None else min(before.turn + (before.uses > 0), _MOST_TURNS)
+            history = _History(turn, min(uses, _MOST_USES), inner=True)
+        else:
+            history = _History.of_note(known[1])
+            self._reuse.use(history.kind, self._age(known[0]))
+            history.uses = min(max(history.uses + 1, uses), _MOST_USES)
+        self._reuse.begin(history.kind)
+        worth = round(_WORTHS_PER_OCTAVE * math.log2(self._worth.per_byte(entry)))
+        held = _Held(history, worth, self._tick)
+        self._newest, self._presumed_inner = (entry, held), known is None
+        return held
+
+    def _settle_newest(self) -> None:
+        """No child came: it was the last of its prompt."""
+        if self._newest is not None and self._presumed_inner:
+            self._set_inner(self._newest[0], False)
+        self._newest = None
+
+    def _set_inner(self, entry: Entry, inner: bool) -> _History | None:
+        """Corrects what is known of an entry, in the tier or not. Returns it."""
+        held = self._held.get(entry)
+        if held is None:
+            known = self._ghosts.take(entry.key)
+            if known is None:
+                return None
+            held = _Held(_History.of_note(known[1]), 0, known[0])
+            self._correct(held, inner)
+            self._ghosts.put(entry.key, held.tick, held.history.note)
+        elif held.history.inner != inner:
+            parked = held.group is None
+            if not parked:
+                self._withdraw(entry, held)
+            self._correct(held, inner)
+            if not parked:
+                self._offer(entry, held)
+        return held.history
+
+    def _correct(self, held: _Held, inner: bool) -> None:
+        age = self._age(held.tick)
+        self._reuse.lose(held.history.kind, age)
+        held.history.inner = inner
+        self._reuse.begin(held.history.kind, age)
+
+    def _haunt(self, entry: Entry, held: _Held) -> None:
+        lost = self._ghosts.put(entry.key, held.tick, held.history.note)
+        if lost is not None:
+            self._reuse.lose(_History.of_note(lost[1]).kind, self._age(lost[0]))
+
+    # ---- time and order -------------------------------------------------------------------------------------
+
+    def _age(self, tick: int) -> int:
+        return min(self._slice - tick // self._slice_ticks, AGES - 1)
+
+    def _pass_time(self) -> None:
+        self._tick += 1
+        if self._tick % self._slice_ticks:
+            return
+        self._slice += 1
+        self._reuse.advance()
+        if self._slice_ticks * AGES < _LOOK_BACK * len(self._held):
+            self._widen()
+        elif self._slice % _SLICES_PER_FIT == 0:
+            self._promise = self._reuse.promise().tolist()
+        self._close_oldest()
+        for group in self._groups.values():
+            group.rank = self._rank(group.kind, group.worth, group.slice)
+        self._ranked = SortedDict({g.rank: g for g in self._groups.values()})
+
+    def _widen(self) -> None:
+        """Makes slices twice as long, and the memory of ghosts as large as is needed then. A tier that still grows
+        has let go of little, so they may be forgotten."""
+        self._slice_ticks *= 2
+        self._slice = self._tick // self._slice_ticks
+        self._reuse.widen()
+        self._promise = self._reuse.promise().tolist()
+        self._ghosts = Ghosts(min(self._slice_ticks * AGES, _MOST_GHOSTS))
+        self._groups.clear()
+        self._ranked.clear()
+        for entry, held in self._held.items():
+            self._reuse.begin(held.history.kind, self._age(held.tick))
+            if held.group is not None:
+                self._offer(entry, held)
+
+    def _close_oldest(self) -> None:
+        """Entries that have reached the last age form one group for each kind and worth."""
+        for group in [g for g in self._groups.values() if g.slice != _OLDEST and self._is_oldest(g.slice)]:
+            del self._groups[group.kind, group.worth, group.slice]
+            oldest = self._groups.setdefault(
+                (group.kind, group.worth, _OLDEST), _Group(group.kind, group.worth, _OLDEST)
+            )
+            for entry in group.members:
+                oldest.members[entry] = None
+                self._held[entry].group = oldest
+
+    def _is_oldest(self, slice_: int) -> bool:
+        return self._slice - slice_ >= AGES - 1
+
+    def _rank(self, kind: int, worth: int, slice_: int) -> _Rank:
+        age = AGES - 1 if slice_ == _OLDEST else self._slice - slice_
+        return self._promise[kind][age] * 2.0 ** (worth / _WORTHS_PER_OCTAVE), slice_, kind, worth
+
+    def _offer(self, entry: Entry, held: _Held) -> None:
+        slice_ = held.tick // self._slice_ticks
+        if self._is_oldest(slice_):
+            slice_ = _OLDEST
+        key = held.history.kind, held.worth, slice_
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(*key, self._rank(*key))
+            self._ranked[group.rank] = group
+        group.members[entry] = None
+        held.group = group
+
+    def _withdraw(self, entry: Entry, held: _Held) -> None:
+        group, held.group = held.group, None
+        assert group is not None, "a parked entry is in no group"
+        del group.members[entry]
+        if not group.members:
+            del self._groups[group.kind, group.worth, group.slice]
+            del self._ranked[group.rank]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless groups, ranks and waits are those of the entries held and remembered."""
+        waiting = np.zeros_like(self._reuse.waiting)
+        for held in self._held.values():
+            waiting[held.history.kind, self._age(held.tick)] += 1
+        for tick, note in self._ghosts:
+            waiting[_History.of_note(note).kind, self._age(tick)] += 1
+        assert np.array_equal(waiting, self._reuse.waiting), "somebody is waited for who is not known, or the reverse"
+        offered = {entry: group for group in self._groups.values() for entry in group.members}
+        assert offered == {e: h.group for e, h in self._held.items() if h.group is not None}, "a group is wrong"
+        assert {id(g) for g in self._ranked.values()} == {id(g) for g in self._groups.values()}, "a group has no rank"
+        for rank, group in self._ranked.items():
+            assert rank == group.rank == self._rank(group.kind, group.worth, group.slice), "a rank is not today's"

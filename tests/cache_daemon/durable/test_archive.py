@@ -1,0 +1,154 @@
+"""Archives: what goes out comes in, and nothing that is not what it says does."""
+
+from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
+
+import pytest
+import xxhash
+from kvsidecar.errors import InvalidRequest
+
+from cache_daemon.durable.archive import export_archive, import_archive
+from cache_daemon.durable.memory import MemoryTier
+from cache_daemon.durable.tier import Put, ReadResult, WriteGroup
+from tests.cache_daemon.durable.chunks import ROOT, chain, chunk, key_of, opened, read, store
+
+OTHER_ROOT = bytes(32)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    tier = opened(tmp_path / "store")
+    store(tier, *chain(6), *chain(3, seed=9), chunk([1, 2, 3], root=OTHER_ROOT))
+    export_archive(tier, tmp_path / "archive")
+    tier.close()
+    return tmp_path / "archive"
+
+
+def test_what_goes_out_comes_in(archive: Path, tmp_path: Path) -> None:
+    heard: list[tuple[int, int]] = []
+    tier = opened(tmp_path / "other", key=b"k" * 32)
+    done = import_archive(tier, archive, progress=lambda at, of: heard.append((at, of)))
+    assert (done.chunks, done.skipped) == (10, 0)
+    puts = [*chain(6), *chain(3, seed=9), chunk([1, 2, 3], root=OTHER_ROOT)]
+    assert read(tier, *puts) == [ReadResult.SOUND] * 10
+    assert heard
+    tier.close()
+
+
+def test_only_the_roots_asked_for_go_out(archive: Path, tmp_path: Path) -> None:
+    tier = opened(tmp_path / "store")
+    done = export_archive(tier, tmp_path / "one", frozenset([OTHER_ROOT]))
+    tier.close()
+    assert done.chunks == 1
+    memory = MemoryTier()
+    import_archive(memory, tmp_path / "one")
+    assert [loaded.header.root for loaded in memory.load()] == [OTHER_ROOT]
+    assert ROOT not in (tmp_path / "one").read_bytes()
+
+
+def test_corrupt_chunks_and_their_children_stay_behind(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    puts = chain(4)
+    store(tier, *puts)
+    data = tmp_path / "data.mdb"
+    at = data.read_bytes().index(bytes(puts[1].payload))
+    with data.open("r+b") as file:
+        file.seek(at)
+        file.write(b"?")
+    done = export_archive(tier, tmp_path / "archive")
+    assert (done.chunks, done.skipped) == (1, 3)
+    tier.close()
+
+
+def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    class Broken(MemoryTier):
+        def stored_keys(self) -> list[bytes]:
+            return [b"x" * 32]
+
+        def header(self, prefix_hash: bytes) -> None:
+            raise OSError("the disk does not answer")
+
+    with pytest.raises(OSError, match="does not answer"):
+        export_archive(Broken(), tmp_path / "archive")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_changed_byte_is_refused(archive: Path, tmp_path: Path) -> None:
+    content = archive.read_bytes()
+    rng = random.Random(5)
+    for offset in {*range(60), *(rng.randrange(len(content)) for _ in range(150)), len(content) - 1}:
+        broken = bytearray(content)
+        broken[offset] ^= 1 << rng.randrange(8)
+        archive.write_bytes(broken)
+        with pytest.raises(InvalidRequest):
+            import_archive(MemoryTier(), archive)
+
+
+def test_every_truncation_is_refused(archive: Path) -> None:
+    content = archive.read_bytes()
+    rng = random.Random(5)
+    for size in {*range(40), *(rng.randrange(len(content)) for _ in range(100)), len(content) - 1}:
+        archive.write_bytes(content[:size])
+        with pytest.raises(InvalidRequest):
+            import_archive(MemoryTier(), archive)
+    archive.write_bytes(content + b"x")
+    with pytest.raises(InvalidRequest, match="1 bytes follow"):
+        import_archive(MemoryTier(), archive)
+
+
+def forged(*puts: Put, header_bytes: int | None = None, payload_bytes: int | None = None) -> bytes:
+    """An archive as an attacker would write it: every checksum is right."""
+    body = b"KVSIDECAR-ARCHIVE\0" + struct.pack("<H", 1)
+    for put in puts:
+        header, payload = put.header.SerializeToString(), bytes(put.payload)
+        sizes = header_bytes or len(header), payload_bytes or len(payload)
+        body += b"C" + struct.pack("<IQQ", *sizes, xxhash.xxh3_64_intdigest(header + payload)) + header + payload
+    body += b"E" + struct.pack("<Q", len(puts))
+    return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+def changed(**fields: object) -> Put:
+    put = chunk([1, 2, 3])
+    for name, value in fields.items():
+        setattr(put.header, name, value)
+    return put
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (forged(changed(prefix_hash=b"x" * 32)), "not the one that its hash names"),
+        (forged(changed(content_hash=b"x" * 32)), "not the one that its hash names"),
+        (forged(changed(prefix_hash=b"")), "impossible hashes or tokens"),
+        (forged(changed(checksum=1)), "another payload than its header says"),
+        (forged(changed(layers=77)), "its layout has"),
+        (forged(changed(layers=0)), "impossible layout"),
+        (forged(changed(layers=2**32 - 1, kv_heads=2**32 - 1, head_dim=2**32 - 2)), "its layout has|impossible layout"),
+        (forged(changed(bits=8)), "layout"),
+        (forged(changed(format_version=9)), "format_version 9"),
+        (forged(chunk([2], parent=chunk([1]))), "comes before its parent"),
+        (forged(chunk([1]), payload_bytes=2**63), "at most"),
+        (forged(chunk([1]), payload_bytes=10**8), "ends early"),
+        (forged(chunk([1]), header_bytes=2**31), "at most 65536"),
+        (b"", "is no archive"),
+        (b"PK\3\4" + bytes(100), "is no archive"),
+    ],
+)
+def test_forgeries_are_refused_with_a_sentence(tmp_path: Path, content: bytes, text: str) -> None:
+    (tmp_path / "archive").write_bytes(content)
+    tier = MemoryTier()
+    with pytest.raises(InvalidRequest, match=text):
+        import_archive(tier, tmp_path / "archive")
+    assert tier.usage().entries == 0
+
+
+def test_a_true_forgery_would_be_imported(tmp_path: Path) -> None:
+    """The forger of these tests writes what the importer reads: it is refused for the lie alone."""
+    (tmp_path / "archive").write_bytes(forged(chunk([1]), chunk([2], parent=chunk([1]))))
+    tier = MemoryTier()
+    assert import_archive(tier, tmp_path / "archive").chunks == 2
+    tier.apply(WriteGroup(remove=(key_of(chunk([1])),)))
+    assert tier.usage().entries == 0

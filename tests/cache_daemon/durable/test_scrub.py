@@ -1,0 +1,91 @@
+"""Verifying a whole store, offline and online."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kvsidecar.errors import StoreUnavailable
+
+from cache_daemon.durable.scrub import scrub
+from cache_daemon.durable.tier import ReadResult, WriteGroup
+from tests.cache_daemon.durable.chunks import chain, chunk, key_of, opened, read, store
+
+
+def flip(folder: Path, content: bytes) -> None:
+    """One bit in a payload."""
+    data = folder / "data.mdb"
+    at = data.read_bytes().index(content)
+    with data.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([content[0] ^ 1]))
+
+
+def test_a_sound_store_is_clean(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    store(tier, *chain(8))
+    tier.close()
+    heard: list[tuple[int, int]] = []
+    found = scrub(tmp_path, repair=True, progress=lambda done, of: heard.append((done, of)))
+    assert found.is_clean
+    assert found.sound == 8
+    assert heard[-1] == (8, 8)
+
+
+def test_what_is_corrupt_is_counted_and_removed_with_its_descendants(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    puts = chain(5)
+    store(tier, *puts)
+    tier.close()
+    flip(tmp_path, bytes(puts[2].payload))
+    found = scrub(tmp_path, repair=False)
+    assert (found.sound, found.corrupt, found.orphaned, found.repaired) == (2, 1, 2, False)
+    assert scrub(tmp_path, repair=True).corrupt == 1
+    assert scrub(tmp_path, repair=False).is_clean
+    tier = opened(tmp_path)
+    assert read(tier, *puts) == [ReadResult.SOUND] * 2 + [ReadResult.MISSING] * 3
+    tier.close()
+    assert not list(tmp_path.glob("*.damaged-*")), "no page was damaged, nothing is set aside"
+
+
+def test_a_damaged_page_is_reported_and_the_file_set_aside(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    store(tier, *chain(5))
+    tier.close()
+    with (tmp_path / "data.mdb").open("r+b") as file:
+        file.write(bytes(100))
+    assert scrub(tmp_path, repair=True).problems
+    assert scrub(tmp_path, repair=False).is_clean
+    assert list(tmp_path.glob("*.damaged-1"))
+
+
+def test_a_store_in_use_or_not_there_is_refused(tmp_path: Path) -> None:
+    tier = opened(tmp_path / "a")
+    with pytest.raises(StoreUnavailable, match="another daemon uses"):
+        scrub(tmp_path / "a", repair=True)
+    tier.close()
+    with pytest.raises(StoreUnavailable, match="cannot open the store"):
+        scrub(tmp_path / "b", repair=True)
+
+
+def test_an_open_store_is_verified_in_slices(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    puts = [chunk([i], payload=bytes([i]) * 3000) for i in range(40)]
+    store(tier, *puts)
+    flip(tmp_path, bytes([17]) * 3000)
+    corrupt: list[bytes] = []
+    checked = steps = 0
+    after = None
+    while True:
+        step = tier.scrub_step(after, most_bytes=20_000)
+        corrupt += step.corrupt
+        checked += step.chunks
+        steps += 1
+        if step.next_key is None:
+            break
+        after = step.next_key
+        tier.apply(WriteGroup(used={key_of(puts[0]): steps}))
+    assert corrupt == [key_of(puts[17])]
+    assert checked == 40
+    assert steps > 4
+    tier.close()

@@ -1,0 +1,122 @@
+"""The worker's link to the daemon: when it may trust what it copied, and what a slow daemon costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.runtime import socket_target
+
+from benchmarks.node import Node
+from inference_svc.cache import daemon as daemon_module
+from inference_svc.cache.daemon import DaemonLink
+from inference_svc.cache.session import Served, Session
+from tests.cache_daemon.conftest import descriptor
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with Node(workers=0, arena_bytes="4MiB", daemon_flags={"heartbeat_ms": 300}) as running:
+        yield running
+
+
+def session(heartbeat_seconds: float = 1.0) -> Session:
+    return Session(1, b"s" * 16, None, heartbeat_seconds, 4096)  # type: ignore[arg-type]
+
+
+def test_what_counts_is_when_the_heartbeat_was_sent_not_when_its_answer_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that took two intervals says nothing of the last two: the daemon may have ended the session since."""
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    held = session()
+    held.beat(Served())
+    now = 101.9
+    held.answered(pb.HeartbeatAck())
+    assert held.trusted
+    now = 102.1
+    assert not held.trusted, "it was sent more than two intervals ago"
+
+
+def test_answers_belong_to_the_oldest_unanswered_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    held = session()
+    held.beat(Served())
+    now = 11.0
+    held.beat(Served())
+    held.answered(pb.HeartbeatAck())
+    assert held.acknowledged == 10.0
+    held.answered(pb.HeartbeatAck())
+    assert held.acknowledged == 11.0
+
+
+def test_heartbeats_go_on_while_a_large_arena_is_mapped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapping and registering took longer than the daemon waits for a heartbeat, at every attempt, for ever."""
+    real, attempts = daemon_module.map_arena, []
+
+    def slowly(welcome: pb.Welcome) -> memoryview:
+        attempts.append(time.monotonic())
+        time.sleep(1.5)
+        return real(welcome)
+
+    monkeypatch.setattr(daemon_module, "map_arena", slowly)
+    link = DaemonLink(socket_target(node.cache_socket), "slow", descriptor())
+    try:
+        assert link.wait(10)
+        time.sleep(0.5)
+        assert link.session is not None
+        assert len(attempts) == 1
+    finally:
+        link.close()
+
+
+def test_a_call_that_was_not_answered_is_followed_by_a_question_and_not_by_another_call(node: Node) -> None:
+    link = DaemonLink(socket_target(node.cache_socket), "patient", descriptor())
+    try:
+        assert link.wait(10)
+        held = link.session
+        assert held is not None
+        held.doubt()
+        assert link.session is None or held.answers
+        deadline = time.monotonic() + 5
+        while link.session is not held:
+            assert time.monotonic() < deadline, "the daemon answered, and is not asked again"
+            time.sleep(0.01)
+    finally:
+        link.close()
+
+
+def test_an_end_of_one_session_does_not_end_the_next(node: Node) -> None:
+    link = DaemonLink(socket_target(node.cache_socket), "often", descriptor())
+    try:
+        seen = set()
+        for _ in range(5):
+            assert link.wait(10)
+            held = link.session
+            assert held is not None
+            seen.add(held.id)
+            link.drop(held)
+            while link.session is held:
+                time.sleep(0.001)
+        assert len(seen) == 5
+        assert link.wait(10)
+        time.sleep(1.0)
+        assert link.session is not None
+    finally:
+        link.close()
+
+
+def test_the_daemon_is_told_what_the_worker_served(node: Node) -> None:
+    link = DaemonLink(socket_target(node.cache_socket), "counts", descriptor())
+    try:
+        link.served = lambda: Served(prompts=3, prompt_tokens=100, cached_tokens=60, pool_tokens=20)
+        assert link.wait(10)
+        deadline = time.monotonic() + 5
+        while (stats := node.cache_stats()).prompt_tokens < 100:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert (stats.prompts, stats.cached_tokens, stats.pool_tokens) == (3, 60, 20)
+    finally:
+        link.close()
