@@ -108,7 +108,7 @@ async def opened(folder: Path, arena_bytes: int = 512 << 20) -> AsyncIterator[Be
     Bench.__init__(bench, None, f"unix:{folder / 's'}")  # type: ignore[arg-type]
     accounts = Accounts(lambda _: TenantLimits(ttl_seconds=bench.ttl))
     bench.store = ChunkStore(
-        HostArena(arena_bytes), None, 0, lambda _: Gittins(), accounts=accounts, staging_bytes=16 << 20,
+        HostArena(arena_bytes), None, 0, Gittins, accounts=accounts, staging_bytes=16 << 20,
         summary=SummaryWriter(summary.memory), clock=lambda: 1e9 + bench.passed,
     )  # fmt: skip
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 << 20)])

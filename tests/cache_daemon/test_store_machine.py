@@ -127,7 +127,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.bits = memoryview(bytearray(64))
         accounts = Accounts(lambda tenant: BY_TENANT[tenant])
         self.store = ChunkStore(
-            self.arena(), self.tier, DURABLE_BYTES, lambda _: POLICIES[self.policy](), staging_bytes=STAGING_BYTES,
+            self.arena(), self.tier, DURABLE_BYTES, POLICIES[self.policy], staging_bytes=STAGING_BYTES,
             accounts=accounts, summary=SummaryWriter(self.bits), clock=lambda: self.now,
         )  # fmt: skip
         await self.store.start()
