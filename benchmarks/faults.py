@@ -1,9 +1,9 @@
-"""Faults, for real: processes killed and stopped under load, damaged stores, full disks and arenas, clients that misbehave.
+"""Faults, for real: processes killed and stopped under load, damaged stores, full disks, clients that misbehave.
 
 A row per kind. ``wrong_answers`` counts reads with other bytes than were committed and refusals that did not come;
 ``leaked_slots`` leases, reservations and arena pages that nobody accounts for afterwards; ``lost_durable_chunks`` those
 that were told durable and cannot be found after a kill; ``failed_requests`` those that failed although nothing that
-they need was down. ``recovery_ms`` runs from the kill to the first Match that succeeds, the start of the process included.
+they need was down. ``recovery_ms`` runs from the kill to the first Match that succeeds, with the start of the process.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, Outcome]]:
         prompts = [[rng.randrange(16, 4000) for _ in range(_WORKER_PROMPT)] for _ in range(4)]
 
         def answers() -> list[list[int]]:
-            return [list(node.client().generate(p, max_tokens=_WORKER_TOKENS, temperature=0).token_ids) for p in prompts]
+            made = [node.client().generate(p, max_tokens=_WORKER_TOKENS, temperature=0) for p in prompts]
+            return [list(one.token_ids) for one in made]
 
         expected = answers()
         for n in range(rounds):

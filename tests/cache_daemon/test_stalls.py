@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,14 @@ from typing import Any
 
 import grpc
 import pytest
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.errors import from_rpc
+from kvsidecar.layout import new_header
+
+from benchmarks.node import Node
+from benchmarks.peer import GEOMETRY, Peer, descriptor
 from cache_daemon.access.principal import OPERATOR
 from cache_daemon.eviction.gittins import Gittins
 from cache_daemon.limits import TenantLimits
@@ -32,14 +40,6 @@ from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.facade import ChunkStore
 from cache_daemon.store.summary import SUMMARY_BYTES, SummaryWriter
 from cache_daemon.store.tenants import Accounts
-from kvsidecar import keys
-from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
-from kvsidecar.errors import from_rpc
-from kvsidecar.layout import new_header
-
-from benchmarks.node import Node
-from benchmarks.peer import GEOMETRY, Peer, descriptor, payload_of
 
 ALLOWED_MS = 50.0
 CHUNKS = 100_000
@@ -158,3 +158,226 @@ async def stall_of(bench: Bench, method: str, request: Any) -> tuple[float, Any]
     async with measured() as turns:
         answer = await asyncio.to_thread(call)
     return max(turns), answer
+
+
+MILLION = list(range(limits.MAX_TOKENS))
+Case = tuple[Callable[[Bench], Any], str, Callable[[Bench, Any], Any]]
+
+
+def prefix(bench: Bench, key: bytes = b"") -> pb.PrefixRef:
+    return pb.PrefixRef(root=bench.root, prefix_hash=key)
+
+
+def probes(bench: Bench, _: Any) -> pb.MatchRequest:
+    """A prompt that is nowhere stored as a prefix, and all of it by content."""
+    each = limits.MAX_TOKENS // limits.MAX_PROBES
+    found = [pb.ContentProbe(start=1 + n * each, tokens=each) for n in range(limits.MAX_PROBES - 1)]
+    return pb.MatchRequest(session_id=bench.session.id, token_ids=[5, *MILLION[:-1]], contents=found)
+
+
+def many_tenants(bench: Bench) -> None:
+    for n in range(CHUNKS // 4):
+        bench.star(1, n.to_bytes(32, "big"))
+
+
+def watched(bench: Bench) -> Chunk:
+    first = bench.star(12_000)
+    for chunk in list(bench.store.tiers.index):
+        bench.store.tiers.tell(pb.EVENT_TYPE_COMMITTED, chunk)
+    return first
+
+
+CASES: dict[str, Case] = {
+    "a prompt of 2^20 tokens that is stored": (
+        lambda b: b.chain(limits.MAX_TOKENS, 128),
+        "Match",
+        lambda b, _: pb.MatchRequest(session_id=b.session.id, token_ids=MILLION),
+    ),
+    "a prompt that is stored one token at a time": (
+        lambda b: b.chain(CHUNKS, 1),
+        "Match",
+        lambda b, _: pb.MatchRequest(session_id=b.session.id, token_ids=MILLION),
+    ),
+    "a prompt of 2^20 tokens that is not stored": (
+        lambda b: b.star(1000),
+        "Match",
+        lambda b, _: pb.MatchRequest(session_id=b.session.id, token_ids=MILLION[::-1]),
+    ),
+    "a probe of 2^20 tokens": (
+        lambda b: b.chain(limits.MAX_TOKENS, 128),
+        "Match",
+        lambda b, _: pb.MatchRequest(namespace=b.session.namespace, token_ids=MILLION),
+    ),
+    "4096 content probes": (lambda b: b.chain(limits.MAX_TOKENS, 256), "Match", probes),
+    "deleting a chunk that 100,000 continue": (
+        lambda b: b.star(CHUNKS),
+        "Delete",
+        lambda b, first: pb.DeleteRequest(prefix=prefix(b, first.key)),
+    ),
+    "deleting a tenant of 100,000 chunks": (
+        lambda b: b.star(CHUNKS),
+        "Delete",
+        lambda b, _: pb.DeleteRequest(prefix=prefix(b)),
+    ),
+    "deleting one prompt of 100,000 chunks": (
+        lambda b: b.chain(CHUNKS, 1),
+        "Delete",
+        lambda b, _: pb.DeleteRequest(),
+    ),
+    "a page of 100,000 chunks": (lambda b: b.star(CHUNKS), "List", lambda b, _: pb.ListRequest(page_size=1000)),
+    "a page of 25,000 tenants": (many_tenants, "List", lambda b, _: pb.ListRequest(page_size=1000)),
+    "a tenant's statistics over 100,000 chunks": (
+        lambda b: b.star(CHUNKS),
+        "Stats",
+        lambda b, _: pb.StatsRequest(namespace=b.session.namespace),
+    ),
+    "all statistics of 100,000 chunks": (lambda b: b.star(CHUNKS), "Stats", lambda b, _: pb.StatsRequest()),
+    "1024 headers": (
+        lambda b: None,
+        "Reserve",
+        lambda b, _: pb.ReserveRequest(
+            session_id=b.session.id, headers=[new_header(GEOMETRY, [n] * 1024, 0) for n in range(limits.MAX_ITEMS)]
+        ),
+    ),
+    "a verdict": (
+        lambda b: b.star(1000),
+        "SetVerdict",
+        lambda b, _: pb.SetVerdictRequest(
+            session_id=b.session.id, verdict=pb.ReuseVerdict(strategy="x" * 4000, passed=True)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_no_request_keeps_the_loop_for_long(tmp_path: Path, case: str) -> None:
+    prepare, method, request = CASES[case]
+    async with opened(tmp_path) as bench:
+        made = prepare(bench)
+        gc.freeze()  # what was made here is not the request's to look through
+        try:
+            stall_ms, _ = await stall_of(bench, method, request(bench, made))
+        finally:
+            gc.unfreeze()
+    print(f"{case}: {stall_ms:.1f} ms")
+    assert stall_ms <= ALLOWED_MS * slowness()
+
+
+async def test_a_commit_of_1024_chunks_does_not_keep_the_loop(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        headers = [new_header(GEOMETRY, [n], 0) for n in range(limits.MAX_ITEMS)]
+        reserved = bench.store.reserve(bench.session, b"", headers)
+        items = [pb.CommitItem(reservation_id=r.reservation_id, checksum=keys.checksum(bytes(128))) for r in reserved]
+        request = pb.CommitRequest(session_id=bench.session.id, epoch=bench.store.epoch, items=items)
+        stall_ms, answer = await stall_of(bench, "Commit", request)
+        assert answer.committed == limits.MAX_ITEMS
+    assert stall_ms <= ALLOWED_MS * slowness()
+
+
+async def test_a_sweep_of_100_000_expired_chunks_does_not_keep_the_loop(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        bench.ttl = 100.0
+        bench.star(CHUNKS)
+        bench.passed = 200.0
+        async with measured() as turns:
+            await bench.store.sweep()
+        assert len(bench.store.tiers.index) == 0
+    assert max(turns) <= ALLOWED_MS * slowness()
+
+
+async def test_64_watchers_of_10_000_events_do_not_keep_the_loop(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        watched(bench)
+        request = pb.WatchRequest(epoch=bench.store.epoch, after_sequence=4_000)
+
+        def watch() -> int:
+            with grpc.insecure_channel(bench.address) as channel:
+                stub: Any = CacheServiceStub(channel)
+                calls = [stub.Watch(request, timeout=60) for _ in range(limits.MAX_WATCHERS)]
+                return sum(1 for call in calls for _ in zip(range(200), call, strict=False))
+
+        async with measured() as turns:
+            assert await asyncio.to_thread(watch) == 200 * limits.MAX_WATCHERS
+    assert max(turns) <= ALLOWED_MS * slowness()
+
+
+# ---- limits -------------------------------------------------------------------------------------------------
+
+Refused = tuple[Callable[[Peer], Any], str]
+LIMITS: dict[str, Refused] = {
+    "tokens": (
+        lambda p: p.stub.Match(pb.MatchRequest(session_id=p.session, token_ids=[0] * (limits.MAX_TOKENS + 1))),
+        "the number of token_ids",
+    ),
+    "probes": (
+        lambda p: p.stub.Match(
+            pb.MatchRequest(session_id=p.session, token_ids=[0] * 5000, contents=[pb.ContentProbe(tokens=1)] * 4097)
+        ),
+        "the number of content probes",
+    ),
+    "headers": (lambda p: p.reserve(*[p.header([1])] * (limits.MAX_ITEMS + 1)), "the number of headers"),
+    "items": (
+        lambda p: p.stub.Commit(pb.CommitRequest(session_id=p.session, items=[pb.CommitItem()] * 1025)),
+        "the number of items",
+    ),
+    "page": (lambda p: p.stub.List(pb.ListRequest(page_size=limits.MAX_PAGE + 1)), "page_size"),
+    "salt": (lambda p: p.match([1], salt=b"x" * 257), "tenant_salt"),
+    "verdict": (
+        lambda p: p.stub.SetVerdict(
+            pb.SetVerdictRequest(session_id=p.session, verdict=pb.ReuseVerdict(strategy="x" * 5000))
+        ),
+        "the length of the verdict",
+    ),
+    "chunk": (lambda p: p.reserve(p.header([1] * 4097)), "4097 tokens"),
+    "position": (lambda p: p.reserve(p.header([1], start=(1 << 31) + 1)), "start_position"),
+    "message": (
+        lambda p: p.stub.Store(
+            iter(
+                [
+                    pb.StoreRequest(start=pb.StoreStart(descriptor=p.descriptor, header=p.header([1] * 4000))),
+                    pb.StoreRequest(data=bytes(limits.MESSAGE_BYTES + 1)),
+                ]
+            )
+        ),
+        "the size of a data message",
+    ),
+    "leases": (lambda p: [p.match([7]) for _ in range(limits.MAX_LEASES + 1)], "leases of this session"),
+    "reservations": (
+        lambda p: [p.reserve(*[p.header([n, m]) for m in range(1024)]) for n in range(5)],
+        "reservations of this session",
+    ),
+    "watchers": (
+        lambda p: [next(p.stub.Watch(pb.WatchRequest())) for _ in range(limits.MAX_WATCHERS + 1)],
+        "open Watch calls",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_every_limit_is_refused_by_name(limited: Peer, name: str) -> None:
+    ask, named = LIMITS[name]
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(limited)
+    error = from_rpc(caught.value)
+    assert named in str(error)
+    assert error.reason in ("INVALID_REQUEST", "LIMIT_EXCEEDED")
+
+
+@pytest.fixture
+def limited(daemon: Node) -> Any:
+    peer = Peer(daemon)
+    peer.put([7])
+    yield peer
+    peer.close()
+
+
+def test_sessions_are_limited(daemon: Node) -> None:
+    peers: list[Peer] = []
+    try:
+        with pytest.raises(grpc.RpcError) as caught:
+            for _ in range(limits.MAX_SESSIONS + 1):
+                peers.append(Peer(daemon))
+        assert "sessions" in str(from_rpc(caught.value))
+    finally:
+        for peer in peers:
+            peer.close()
