@@ -75,8 +75,8 @@ class Peer:
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
-    def view(self, slot: pb.SlotRef) -> memoryview:
-        return self.arena[slot.offset : slot.offset + slot.size_bytes]
+    def view(self, match: pb.ChunkMatch) -> memoryview:
+        return self.arena[match.offset : match.offset + match.payload_bytes]
 
     def staged(self, place: pb.StagingRef) -> memoryview:
         return self.staging[place.offset : place.offset + place.size_bytes]
@@ -113,9 +113,9 @@ class Peer:
         found = self.stub.Match(
             pb.MatchRequest(namespace=self.namespace, token_ids=ids, tenant_salt=salt), timeout=self.timeout
         )
-        whole = [m for m in found.matches if m.matched_tokens == m.header.token_count]
+        whole = [m for m in found.matches if m.matched_tokens == m.tokens]
         at = sum(m.matched_tokens for m in whole)
-        parent = whole[-1].header.prefix_hash if whole else keys.tenant_root(self.namespace, salt)
+        parent = whole[-1].prefix_hash if whole else keys.tenant_root(self.namespace, salt)
         headers, cuts = [], []
         for begin in range(at, len(ids), tokens_of_a_chunk):
             cut = ids[begin : begin + tokens_of_a_chunk]
@@ -147,12 +147,12 @@ class Peer:
         the asker knows, and its first bytes are checked alone."""
         at = 0
         for m in found.matches:
-            size = m.slot.size_bytes
-            if m.matched_tokens == m.header.token_count:
+            size = m.payload_bytes
+            if m.matched_tokens == m.tokens:
                 expected = payload_of(ids[at : at + m.matched_tokens], size)
-                if self.view(m.slot) != expected:
+                if self.view(m) != expected:
                     return False
-            elif self.view(m.slot)[: m.matched_tokens * keys.TOKEN_BYTES] != keys.token_bytes(
+            elif self.view(m)[: m.matched_tokens * keys.TOKEN_BYTES] != keys.token_bytes(
                 ids[at : at + m.matched_tokens]
             ):
                 return False

@@ -238,7 +238,7 @@ def slow_reader(scene: Scene) -> Outcome:
     found = peer.stub.Match(pb.MatchRequest(namespace=peer.namespace, token_ids=ids))
     wrong, calls = 0, []
     for m in found.matches:
-        request = pb.FetchRequest(namespace=peer.namespace, prefix_hash=m.header.prefix_hash)
+        request = pb.FetchRequest(namespace=peer.namespace, prefix_hash=m.prefix_hash)
         calls = [peer.stub.Fetch(request) for _ in range(8)]
     for call in calls:
         next(call)

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import TypeVar
 
 import numpy as np
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import Context, FailedPrecondition
 
-from cache_daemon.memory.arena import Slot
 from cache_daemon.rpc import limits
 from cache_daemon.rpc.calls import cancelled_later, unary
 from cache_daemon.rpc.door import AtDoor
+from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.lookup import MatchResult, Usable
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.writing import Reserved
 
-# So many chunks are described before others have their turn.
+# Long answers are put together in slices, between which others have their turn.
 _SLICE = 512
-T = TypeVar("T")
-
-
-async def _in_turns(found: Sequence[T]) -> AsyncIterator[T]:
-    for n, one in enumerate(found):
-        if n % _SLICE == _SLICE - 1:
-            await asyncio.sleep(0)
-        yield one
 
 
 class Chunks(AtDoor):
@@ -40,10 +30,11 @@ class Chunks(AtDoor):
         ids = np.array(request.token_ids, "<u4").tobytes()
         if not request.session_id:
             found = self.store.probe(self.root(context, request.namespace, request.tenant_salt), ids)
-            answer = pb.MatchResponse(matched_tokens=sum(n for _, n in found))
-            async for chunk, n in _in_turns(found):
-                answer.matches.add(matched_tokens=n).header.CopyFrom(chunk.header)
-            return answer
+            return pb.MatchResponse(
+                matches=[_chunk_match(c, n, 0) for c, n in found],
+                matched_tokens=sum(n for _, n in found),
+                epoch=self.store.epoch,
+            )
         session, salt = self._writer(context, request.session_id), self.salt(context, request.tenant_salt)
         probes = limits.stretches_of(request.contents, len(request.token_ids))
         limits.room_for("leases of this session", len(session.leases), limits.MAX_LEASES)
@@ -93,28 +84,39 @@ class Chunks(AtDoor):
         return session
 
     async def _matched(self, result: MatchResult) -> pb.MatchResponse:
-        answer = pb.MatchResponse(
+        out = pb.MatchResponse(
             matched_tokens=sum(m.tokens for m in result.matches),
             promoted_tokens=result.promoted_tokens,
             promote_ms=result.promote_ms,
             lease_id=result.lease_id,
+            epoch=self.store.epoch,
         )
-        # Now, since the session may end meanwhile, and its leases with it.
-        slots = {id(m.chunk): m.chunk.slot for m in (*result.matches, *(m for _, m in result.contents))}
-        async for match in _in_turns(result.matches):
-            self._describe(match, slots[id(match.chunk)], answer.matches.add())
-        async for start, match in _in_turns(result.contents):
-            self._describe(match, slots[id(match.chunk)], answer.contents.add(start=start).match)
-        return answer
+        for at in range(0, len(result.matches), _SLICE):
+            if at:
+                await asyncio.sleep(0)
+            out.matches.extend(_leased(m) for m in result.matches[at : at + _SLICE])
+        out.contents.extend(pb.ContentMatch(start=start, match=_leased(m)) for start, m in result.contents)
+        return out
 
-    def _describe(self, match: Usable, slot: Slot | None, answer: pb.ChunkMatch) -> None:
-        assert slot is not None, "a leased chunk has a slot"
-        answer.header.CopyFrom(match.chunk.header)
-        answer.matched_tokens = match.tokens
-        answer.slot.CopyFrom(self._slot(slot))
 
-    def _slot(self, slot: Slot) -> pb.SlotRef:
-        return pb.SlotRef(offset=slot.offset, size_bytes=slot.size_bytes, epoch=self.store.epoch)
+def _leased(match: Usable) -> pb.ChunkMatch:
+    slot = match.chunk.slot
+    assert slot is not None, "a leased chunk has a slot"
+    return _chunk_match(match.chunk, match.tokens, slot.offset)
+
+
+def _chunk_match(chunk: Chunk, tokens: int, offset: int) -> pb.ChunkMatch:
+    header = chunk.header
+    return pb.ChunkMatch(
+        prefix_hash=header.prefix_hash,
+        start_position=header.start_position,
+        tokens=header.token_count,
+        matched_tokens=tokens,
+        key_group_tokens=header.key_group_tokens,
+        sink_tokens=header.sink_tokens,
+        offset=offset,
+        payload_bytes=header.payload_bytes,
+    )
 
 
 def _reservation(reserved: Reserved) -> pb.Reservation:

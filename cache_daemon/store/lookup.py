@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ class Lookup:
         progress: Callable[[float], Awaitable[bool]],
     ) -> None:
         self._tiers, self._durable, self._in_thread, self._progress = tiers, durable, in_thread, progress
-        self._touched: list[list[Chunk]] = []
+        self._touched: deque[Chunk] = deque()
 
     def probe(self, root: bytes, ids: bytes) -> list[tuple[Chunk, int]]:
         """The longest stored prefix without leases."""
@@ -238,14 +239,16 @@ class Lookup:
         for chunk in (*path, *elsewhere):
             chunk.hits += 1
         if not self._touched:
-            asyncio.get_running_loop().call_soon(self._touch_now)
-        self._touched.append(path)
-        self._touched.extend([c] for c in elsewhere)
+            asyncio.get_running_loop().call_soon(self._touch_some)
+        # Parents count as used after their children, which they outlive.
+        self._touched.extend(reversed(path))
+        self._touched.extend(elsewhere)
 
-    def _touch_now(self) -> None:
-        touched, self._touched = self._touched, []
-        for path in touched:
-            self._tiers.touch(path)
+    def _touch_some(self) -> None:
+        for _ in range(min(_SLICE, len(self._touched))):
+            self._tiers.touch(self._touched.popleft())
+        if self._touched:
+            asyncio.get_running_loop().call_soon(self._touch_some)
 
 
 def _readable(chunk: Chunk) -> bool:

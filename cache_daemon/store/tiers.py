@@ -6,7 +6,7 @@ The one place that changes the index, the arena and the books of both tiers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvsidecar.cache.v1.cache_pb2 import (
@@ -104,18 +104,16 @@ class Tiers:
     def parent_of(self, chunk: Chunk) -> Chunk | None:
         return None if chunk.is_first else self.index.get(chunk.parent_key)
 
-    def touch(self, chunks: Sequence[Chunk]) -> None:
-        """A path was used: parents count as used after their children, which they outlive."""
-        now = self.clock()
-        for chunk in reversed(chunks):
-            if not chunk.listed:
-                continue
-            chunk.used_at = now
-            self.hot.touch(chunk)
-            if self.cold is not None:
-                self.cold.touch(chunk)
-            if chunk.on_disk is Residency.PRESENT:
-                self.used[chunk.key] = now
+    def touch(self, chunk: Chunk) -> None:
+        """A chunk was used. Of a path, the last chunk first: parents outlive their children."""
+        if not chunk.listed:
+            return
+        chunk.used_at = self.clock()
+        self.hot.touch(chunk)
+        if self.cold is not None:
+            self.cold.touch(chunk)
+        if chunk.on_disk is Residency.PRESENT:
+            self.used[chunk.key] = chunk.used_at
 
     def reconsider(self, chunk: Chunk) -> None:
         """Says to both tiers whether a chunk must stay: pinned ones do, and parents, without which what continues them

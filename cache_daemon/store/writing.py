@@ -46,6 +46,7 @@ from cache_daemon.store.tiers import Tiers
 _PIECE_BYTES = 16 << 20
 # A full arena may be full of chunks that are being written to disk: so long a commit waits for that, in all.
 _PATIENCE_SECONDS, _STEP_SECONDS = 2.0, 0.25
+_MOMENT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -289,13 +290,13 @@ class Writing:
             above.leases -= 1
 
     def _touch(self, committed: Sequence[Reservation]) -> None:
-        """The path of each chunk that none of the others continues was used."""
-        parents = {r.header.parent_prefix_hash for r in committed}
+        """What the new chunks continue was used, unless a Match has said so a moment ago."""
+        since = self._tiers.clock() - _MOMENT_SECONDS
         for reservation in committed:
-            key = reservation.header.prefix_hash
-            chunk = self._tiers.index.get(key) if key not in parents else None
-            if chunk is not None:
-                self._tiers.touch(self._tiers.index.path(chunk))
+            chunk = self._tiers.index.get(reservation.header.parent_prefix_hash)
+            while chunk is not None and chunk.used_at < since:
+                self._tiers.touch(chunk)
+                chunk = self._tiers.parent_of(chunk)
 
     # ---- giving up ------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from kvkernels import Payload, unpack_chunk
+from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import SINK_TOKENS, Geometry, layout_of
@@ -84,6 +85,8 @@ class Loading:
         )
         found = session.stub.Match(request, timeout=self._patience(len(sequence.tokens)))
         looked_up = time.perf_counter()
+        if found.epoch != session.epoch:
+            raise ValueError(f"an answer of epoch {found.epoch:x} in a session of epoch {session.epoch:x}")
         gate: LayerGate | None = None
         try:
             pieces, tokens = self._prefix_pieces(session, sequence, pool, found.matches)
@@ -140,8 +143,8 @@ class Loading:
             take = min(match.matched_tokens, most - tokens)
             if take <= 0:
                 break
-            if match.header.start_position != tokens:
-                raise ValueError(f"a chunk at {match.header.start_position} does not continue {tokens} tokens")
+            if match.start_position != tokens:
+                raise ValueError(f"a chunk at {match.start_position} does not continue {tokens} tokens")
             if tokens + take > sequence.computed:
                 slots = torch.from_numpy(sequence.table.slots(tokens, tokens + take))
                 # What the pool has already stays as it is; others may be reading it.
@@ -151,12 +154,21 @@ class Loading:
         return out, tokens
 
     def _piece(self, session: Session, match: pb.ChunkMatch, slots: Tensor, rotation: Rotation | None) -> _Piece:
-        header = match.header
-        if Geometry.of(header) != self._geometry:
-            raise ValueError(f"a chunk of {Geometry.of(header)} in a worker of {self._geometry}")
-        if match.slot.size_bytes != layout_of(header).size_bytes:
-            raise ValueError(f"a slot of {match.slot.size_bytes} bytes does not hold its chunk")
-        return _Piece(header, session.payload(match.slot), slots, rotation)
+        g = self._geometry
+        header = ChunkHeader(
+            layers=g.layers,
+            kv_heads=g.kv_heads,
+            head_dim=g.head_dim,
+            dtype=g.dtype,
+            bits=g.bits,
+            token_count=match.tokens,
+            key_group_tokens=match.key_group_tokens,
+            sink_tokens=match.sink_tokens,
+            format_version=keys.FORMAT_VERSION,
+        )
+        if match.payload_bytes != layout_of(header).size_bytes:
+            raise ValueError(f"{match.payload_bytes} bytes are not a chunk of {match.tokens} tokens of this model")
+        return _Piece(header, session.payload(match), slots, rotation)
 
     def _probes(self, session: Session, root: bytes, sequence: Sequence) -> list[pb.ContentProbe]:
         """The chunks of a prompt that might have been read elsewhere, where such may be reused."""
@@ -180,18 +192,18 @@ class Loading:
         out: list[_Piece] = []
         stretches: list[Stretch] = []
         for found in contents:
-            header = found.match.header
-            end = found.start + header.token_count
+            match = found.match
+            end = found.start + match.tokens
             # The first tokens of all attract attention whatever they say; elsewhere they must not.
-            start = max(found.start + (SINK_TOKENS if header.start_position == 0 else 0), exact)
+            start = max(found.start + (SINK_TOKENS if match.start_position == 0 else 0), exact)
             if end - start < _LEAST_PLACED:
                 continue
             slots = torch.from_numpy(sequence.table.slots(found.start, end))
             slots[: start - found.start] = pool.padding_slot
-            delta = found.start - header.start_position
+            delta = found.start - match.start_position
             assert self._policy.rotary is not None
             rotation = self._policy.rotary.by(delta) if delta else None
-            out.append(self._piece(session, found.match, slots, rotation))
+            out.append(self._piece(session, match, slots, rotation))
             stretches.append(Stretch(start, end))
         return out, stretches
 
@@ -225,6 +237,6 @@ def _stored_prefix(matches: Any) -> StoredPrefix:
     tokens, last, covered = 0, b"", 0
     for match in matches:
         covered += match.matched_tokens
-        if match.matched_tokens == match.header.token_count:
-            tokens, last = covered, match.header.prefix_hash
+        if match.matched_tokens == match.tokens:
+            tokens, last = covered, match.prefix_hash
     return StoredPrefix(tokens, last, covered)

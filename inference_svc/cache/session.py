@@ -144,16 +144,14 @@ class Session:
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
-    def payload(self, slot: pb.SlotRef) -> Payload:
-        """A slot's bytes, for reading. Raises ValueError for a reference that cannot be this session's."""
-        if slot.epoch != self.epoch:
-            raise ValueError(f"slot of epoch {slot.epoch:x} in a session of epoch {self.epoch:x}")
-        end = slot.offset + slot.size_bytes
+    def payload(self, match: pb.ChunkMatch) -> Payload:
+        """A leased chunk's bytes, for reading. Raises ValueError for a place outside the arena."""
+        end = match.offset + match.payload_bytes
         if end > len(self.arena):
-            raise ValueError(f"slot {slot.offset}+{slot.size_bytes} is outside the arena")
+            raise ValueError(f"a payload at {match.offset}+{match.payload_bytes} is outside the arena")
         if isinstance(self.arena, CudaArena):
-            return self.arena.part(slot.offset, slot.size_bytes)
-        return self.arena[slot.offset : end]
+            return self.arena.part(match.offset, match.payload_bytes)
+        return self.arena[match.offset : end]
 
     def staged(self, place: pb.StagingRef) -> memoryview:
         """Staging memory, for writing. Raises ValueError for a reference that cannot be this session's."""

@@ -57,7 +57,7 @@ def test_bytes_are_streamed_to_and_from_it(node: Node) -> None:
     peer = Peer(node)
     key = peer.put(list(range(24)))
     whole = peer.match(list(range(24)))
-    stored = bytes(peer.view(whole.matches[0].slot))
+    stored = bytes(peer.view(whole.matches[0]))
     request = pb.FetchRequest(namespace=peer.namespace, prefix_hash=key)
     fetched = b"".join(part.data for part in peer.stub.Fetch(request))
     assert fetched == stored

@@ -54,12 +54,12 @@ def test_a_longer_sibling_supersedes_its_prefix(peer: Peer) -> None:
 def test_a_leased_slot_survives_supersession_and_deletion(peer: Peer) -> None:
     peer.put([1, 2])
     held = peer.match([1, 2])
-    before = bytes(peer.view(held.matches[0].slot))
+    before = bytes(peer.view(held.matches[0]))
     peer.put([1, 2, 3])
     peer.stub.Delete(pb.DeleteRequest())
     for i in range(50):  # would take the slot if it were free
         peer.put([100 + i])
-    assert bytes(peer.view(held.matches[0].slot)) == before
+    assert bytes(peer.view(held.matches[0])) == before
     used = peer.stats().arena_used_bytes
     assert peer.release(held) == 1
     assert peer.stats().arena_used_bytes < used
@@ -181,7 +181,7 @@ def test_a_full_arena_refuses_and_disturbs_nobody(start: Callable[..., Node]) ->
         held.append(peer.match([i]))
     reserved = peer.reserve(peer.header([999]))[0]
     assert list(peer.commit(reserved).outcomes) == [pb.COMMIT_OUTCOME_ARENA_FULL]
-    assert all(peer.view(h.matches[0].slot) for h in held)
+    assert all(peer.view(h.matches[0]) for h in held)
     peer.release(held[0])
     peer.put([999])
     peer.close()

@@ -324,7 +324,7 @@ class Welcome(_message.Message):
     MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Random for every start of the daemon; part of every slot reference."""
+    """Random for every start of the daemon; part of every answer to Match."""
     session_id: _builtins.bytes
     """Secret that names the session in other calls; 16 bytes."""
     memory_socket: _builtins.str
@@ -339,7 +339,7 @@ class Welcome(_message.Message):
     """Most tokens in one chunk; longer ones are refused by Reserve and Store."""
     @_builtins.property
     def arena(self) -> Global___ArenaDescriptor:
-        """The memory that slots lie in, for reading."""
+        """The memory that chunks lie in, for reading."""
 
     @_builtins.property
     def staging(self) -> Global___StagingDescriptor:
@@ -573,36 +573,6 @@ class StagingDescriptor(_message.Message):
 Global___StagingDescriptor: _TypeAlias = StagingDescriptor  # noqa: Y015
 
 @_typing.final
-class SlotRef(_message.Message):
-    """A piece of the arena, valid while the lease that came with it is held."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OFFSET_FIELD_NUMBER: _builtins.int
-    SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    offset: _builtins.int
-    """Start in bytes from the arena's start; a multiple of 4096."""
-    size_bytes: _builtins.int
-    """Length of the payload in bytes."""
-    epoch: _builtins.int
-    """The daemon's epoch when the slot was given out; another epoch means the slot is gone."""
-    def __init__(
-        self,
-        *,
-        offset: _builtins.int = ...,
-        size_bytes: _builtins.int = ...,
-        epoch: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "offset", b"offset", "size_bytes", b"size_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SlotRef: _TypeAlias = SlotRef  # noqa: Y015
-
-@_typing.final
 class StagingRef(_message.Message):
     """A piece of the session's staging memory."""
 
@@ -701,33 +671,53 @@ Global___ContentProbe: _TypeAlias = ContentProbe  # noqa: Y015
 
 @_typing.final
 class ChunkMatch(_message.Message):
-    """A chunk, wholly or partly usable."""
+    """A chunk, wholly or partly usable: what of its header the asker does not know. Geometry, dtype and bits are those of the
+    namespace.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    HEADER_FIELD_NUMBER: _builtins.int
+    PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    START_POSITION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
-    SLOT_FIELD_NUMBER: _builtins.int
+    KEY_GROUP_TOKENS_FIELD_NUMBER: _builtins.int
+    SINK_TOKENS_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    prefix_hash: _builtins.bytes
+    """Identity of the chunk."""
+    start_position: _builtins.int
+    """Position of its first token in the sequence that its keys were rotated for."""
+    tokens: _builtins.int
+    """Tokens that the chunk has."""
     matched_tokens: _builtins.int
-    """Leading tokens of the chunk that match; less than its token count only in the last match."""
-    @_builtins.property
-    def header(self) -> _chunk_pb2.ChunkHeader:
-        """The chunk, without token_ids: the asker has them."""
-
-    @_builtins.property
-    def slot(self) -> Global___SlotRef:
-        """Where the payload lies; absent in probes."""
-
+    """Leading tokens of the chunk that match; less than it has only in the last match."""
+    key_group_tokens: _builtins.int
+    """As in ChunkHeader."""
+    sink_tokens: _builtins.int
+    """As in ChunkHeader."""
+    offset: _builtins.int
+    """Where the payload lies: start in bytes from the arena's start, a multiple of 4096. Valid while the answer's lease is
+    held. 0 in probes.
+    """
+    payload_bytes: _builtins.int
+    """Length of the payload in bytes."""
     def __init__(
         self,
         *,
-        header: _chunk_pb2.ChunkHeader | None = ...,
+        prefix_hash: _builtins.bytes = ...,
+        start_position: _builtins.int = ...,
+        tokens: _builtins.int = ...,
         matched_tokens: _builtins.int = ...,
-        slot: Global___SlotRef | None = ...,
+        key_group_tokens: _builtins.int = ...,
+        sink_tokens: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        payload_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "slot", b"slot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "matched_tokens", b"matched_tokens", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_group_tokens", b"key_group_tokens", "matched_tokens", b"matched_tokens", "offset", b"offset", "payload_bytes", b"payload_bytes", "prefix_hash", b"prefix_hash", "sink_tokens", b"sink_tokens", "start_position", b"start_position", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -745,6 +735,7 @@ class MatchResponse(_message.Message):
     PROMOTE_MS_FIELD_NUMBER: _builtins.int
     CONTENTS_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     matched_tokens: _builtins.int
     """Sum of matched_tokens."""
     promoted_tokens: _builtins.int
@@ -752,7 +743,9 @@ class MatchResponse(_message.Message):
     promote_ms: _builtins.float
     """Milliseconds that bringing them in took."""
     lease_id: _builtins.bytes
-    """The lease on all slots of this answer; empty when it has none."""
+    """The lease on all payloads of this answer; empty when it has none."""
+    epoch: _builtins.int
+    """The daemon's epoch; another than that of the session's Welcome means that the offsets are of another arena."""
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkMatch]:
         """Chunks in order from the first token; empty when nothing matches."""
@@ -772,10 +765,11 @@ class MatchResponse(_message.Message):
         promote_ms: _builtins.float = ...,
         contents: _abc.Iterable[Global___ContentMatch] | None = ...,
         lease_id: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "lease_id", b"lease_id", "matched_tokens", b"matched_tokens", "matches", b"matches", "promote_ms", b"promote_ms", "promoted_tokens", b"promoted_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "epoch", b"epoch", "lease_id", b"lease_id", "matched_tokens", b"matched_tokens", "matches", b"matches", "promote_ms", b"promote_ms", "promoted_tokens", b"promoted_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
