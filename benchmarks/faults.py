@@ -109,7 +109,7 @@ def p99(values: list[float]) -> float:
 
 
 def full_disk() -> list[Outcome]:
-    """A disk that is full goes on serving from the arena, and everything becomes durable once there is room."""
+    """A full disk: the arena goes on serving, what comes once there is room is durable, and what is durable stays."""
     node = Node(workers=0, arena_bytes="64MiB")
     with small_disk(node.folder / "small", "2m") as mounted:
         if not mounted:
@@ -126,14 +126,18 @@ def full_disk() -> list[Outcome]:
             outcome.wrong += sum(peer.read(ids) != 400 for ids in stored)
             began = time.monotonic()
             subprocess.run(["mount", "-o", "remount,size=256m", str(node.folder / "small")], check=True)
-            until(lambda: all(c.durable for c in peer.list_all()), 60)
+            fresh = peer.put([1000] * 400)
+            until(lambda: any(c.durable for c in peer.list_all() if c.prefix_hash == fresh), 60)
             outcome.recovery_ms = (time.monotonic() - began) * 1e3
             outcome.wrong += bool(peer.stats().durable_failing) + sum(peer.read(ids) != 400 for ids in stored)
+            node.settle()
+            durable = {c.prefix_hash for c in peer.list_all() if c.durable}
             peer.close()
             node.kill("daemon")
             node.start_daemon()
             peer = Peer(node)
-            outcome.lost = len(stored) - sum(peer.read(ids) == 400 for ids in stored)
+            outcome.lost = len(durable - {c.prefix_hash for c in peer.list_all()})
+            outcome.wrong += sum(peer.read(ids) not in (0, 400) for ids in stored)
             peer.close()
             return [outcome]
 
