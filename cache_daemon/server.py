@@ -31,7 +31,6 @@ from cache_daemon.memory.device_arena import DeviceArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
 from cache_daemon.memory.handing_out import handing_out
 from cache_daemon.memory.shared import SharedMemory
-from cache_daemon.metrics import serve_metrics
 from cache_daemon.rpc.decoding import add_to_server
 from cache_daemon.rpc.door import Shared
 from cache_daemon.rpc.service import CacheService
@@ -133,6 +132,9 @@ async def _serve(
         ),
     ):
         if config.metrics_port:
+            # Only then: what it needs takes time to import, which a daemon that starts again has not.
+            from cache_daemon.metrics import serve_metrics
+
             serve_metrics(shared, config.metrics_port)
         stats = store.stats()
         log.info(

@@ -151,7 +151,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     async def _hear(self) -> None:
         """Lets what was told arrive."""
-        while len(self.events) + self.heard < self.store.events._last[b""]:
+        while len(self.events) + self.heard < self.store.events._last[b""]:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:

@@ -86,10 +86,9 @@ async def test_nothing_continues_a_chunk_that_is_about_to_be_superseded() -> Non
 
 async def test_deleting_a_tree_is_done_in_pieces() -> None:
     async with opened(arena_bytes=4 << 20) as bench:
-        parent, start = b"", 0
+        parent = b""
         for n in range(300):
-            parent, _ = await bench.put([n], start, parent)
-            start += 1
+            parent, _ = await bench.put([n], n, parent)
         turns = 0
 
         async def others() -> None:
