@@ -75,6 +75,8 @@ class Lookup:
         covered = sum(n for _, n in prefix)
         hold = Hold([c for c, _ in prefix], self._tiers.unused)
         try:
+            if len(prefix) > _SLICE:
+                await asyncio.sleep(0)
             elsewhere = await self._by_content(root, ids, contents, covered)
             hold.add([c for _, c, _ in elsewhere])
             wanted = dict.fromkeys(hold.chunks)
@@ -82,6 +84,8 @@ class Lookup:
             began = time.perf_counter()
             if missing:
                 await self._bring(missing)
+            if len(prefix) > _SLICE:
+                await asyncio.sleep(0)
             promote_ms = (time.perf_counter() - began) * 1e3 if missing else 0.0
             if session.closed:
                 raise UnknownSession("the session ended while its request was served; call Attach again")
