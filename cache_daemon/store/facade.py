@@ -304,7 +304,11 @@ class ChunkStore:
         if prefix_hash:
             victims = [self.find(root, prefix_hash)]
         elif root:
-            victims = index.of_root(root, b"", len(index))
+            dropped, page = 0, index.of_root(root, b"", _SLICE)
+            while page:
+                dropped += await self._drop_all(page)
+                page = index.of_root(root, page[-1].key, _SLICE)
+            return dropped
         else:
             victims = list(index)
         return await self._drop_all(victims)
@@ -431,8 +435,7 @@ class ChunkStore:
     async def stats_of(self, root: bytes) -> StatsResponse:
         """Of one tenant's chunks in a namespace."""
         out = StatsResponse(epoch=self.epoch)
-        mine = self.tiers.index.of_root(root, b"", len(self.tiers.index))
-        for n, chunk in enumerate(mine):
+        async for chunk in self._of_root(root):
             resident, durable = chunk.in_arena is Residency.PRESENT, chunk.on_disk is Residency.PRESENT
             out.chunks += 1
             out.tokens += chunk.tokens
@@ -441,9 +444,16 @@ class ChunkStore:
             out.durable_chunks += durable
             out.durable_bytes += chunk.stored_bytes * durable
             out.pinned_bytes += chunk.size_bytes * (chunk.pins > 0)
-            if n % _SLICE == 0:
-                await asyncio.sleep(0)
         return out
+
+    async def _of_root(self, root: bytes) -> AsyncIterator[Chunk]:
+        """A tenant's chunks, a page at a time, between which others have their turn."""
+        page = self.tiers.index.of_root(root, b"", _SLICE)
+        while page:
+            for chunk in page:
+                yield chunk
+            await asyncio.sleep(0)
+            page = self.tiers.index.of_root(root, page[-1].key, _SLICE)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot and byte is accounted for exactly once, and every lease is kept."""
