@@ -30,7 +30,8 @@ def decoded(request: T | Undecodable) -> T:
 
 def add_to_server(servicer: Any, server: grpc.aio.Server) -> None:
     """Adds a servicer whose methods are given Undecodable for what is no message, and ask ``decoded``."""
-    add_CacheServiceServicer_to_server(servicer, _Lenient(server))
+    lenient: Any = _Lenient(server)
+    add_CacheServiceServicer_to_server(servicer, lenient)
 
 
 class _Lenient:
