@@ -9,8 +9,8 @@ from pathlib import Path
 
 from benchmarks import report
 
-NAMES = ("replay", "ttft", "overhead", "decode", "quality", "rag", "kernels", "cpu_kernels")
-_WITHOUT_MODEL = ("kernels", "cpu_kernels")
+NAMES = ("replay", "ttft", "overhead", "decode", "quality", "rag", "kernels", "cpu_kernels", "store", "faults", "soak")
+_WITHOUT_MODEL = ("kernels", "cpu_kernels", "store", "faults", "soak")
 
 
 def main() -> None:

@@ -84,8 +84,10 @@ class Node:
 
     # ---- processes ------------------------------------------------------------------------------------------
 
-    def start_daemon(self) -> None:
+    def start_daemon(self, wait: bool = True) -> None:
         self._start("a-daemon", ["cache_daemon"], self._daemon_flags)
+        if not wait:
+            return
         deadline = time.monotonic() + _START_SECONDS
         while True:
             try:

@@ -16,7 +16,6 @@ import structlog
 from grpc_health.v1.health import aio as health_aio
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2
-from kvsidecar.cache.v1.cache_pb2_grpc import add_CacheServiceServicer_to_server
 from kvsidecar.runtime import ensure_private_dir
 from kvsidecar.serving import Limits, listening_at, refuse_second, stop_on_signals
 
@@ -39,6 +38,7 @@ from cache_daemon.observe.snapshot import Snapshots
 from cache_daemon.observe.telemetry import Telemetry, telemetry
 from cache_daemon.observe.traffic import recording
 from cache_daemon.rpc.calls import Calls
+from cache_daemon.rpc.decoding import add_to_server
 from cache_daemon.rpc.door import Shared
 from cache_daemon.rpc.service import CacheService
 from cache_daemon.stalls import StallWatch
@@ -135,7 +135,7 @@ async def _serve(
     def add(server: grpc.aio.Server, principal_of: Resolver, at: Path | None) -> None:
         # Only this user's own processes share memory: whoever has the arena can read every tenant's bytes.
         shares = str(memory_socket) if at == config.socket else ""
-        add_CacheServiceServicer_to_server(CacheService(shared, principal_of, shares), server)
+        add_to_server(CacheService(shared, principal_of, shares), server)
 
     def admits(peer: socket.socket) -> bool:
         return is_allowed(peer_credentials(peer), os.getuid())

@@ -13,6 +13,7 @@ from kvsidecar.layout import MAX_CHUNK_TOKENS
 
 from cache_daemon.rpc import limits
 from cache_daemon.rpc.calls import unary
+from cache_daemon.rpc.decoding import decoded
 from cache_daemon.rpc.door import AtDoor
 from cache_daemon.store.sessions import Session
 
@@ -33,13 +34,13 @@ class Attaching(AtDoor):
         patience = self.shared.heartbeat_ms * _MISSED_HEARTBEATS / 1000
         try:
             async with asyncio.timeout(patience):
-                first = await anext(messages, None)
+                first = decoded(await anext(messages, None))
             session = self._open(first, context)
             log.info("session opened", client=session.name, namespace=session.namespace.hex()[:12])
             yield pb.AttachResponse(welcome=self._welcome(session))
             while True:
                 async with asyncio.timeout(patience):
-                    message = await anext(messages, None)
+                    message = decoded(await anext(messages, None))
                 if message is None:
                     return
                 self.principal_of(context)  # a token that was revoked ends the session

@@ -15,6 +15,7 @@ from kvsidecar.cache.v1.cache_pb2 import CallInfo
 from kvsidecar.errors import CACHE_DOMAIN, Context, KVSidecarError, LimitExceeded, QuotaExceeded, abort
 
 from cache_daemon.observe.spans import CallSpan
+from cache_daemon.rpc.decoding import decoded
 
 log = structlog.get_logger("cache_daemon")
 
@@ -82,9 +83,9 @@ def unary(method: Callable[[S, Q, Context], Awaitable[R]]) -> Callable[[S, Q, Co
         began, error = time.perf_counter(), None
         try:
             if service.calls.span is None:
-                return await method(service, request, context)
+                return await method(service, decoded(request), context)
             with service.calls.span(method.__name__, context):
-                return await method(service, request, context)
+                return await method(service, decoded(request), context)
         except BaseException as caught:
             error = caught
             await _end(method.__name__, caught, context)
@@ -102,7 +103,7 @@ def streaming(method: Callable[[S, Q, Context], AsyncIterator[R]]) -> Callable[[
     async def call(service: S, request: Q, context: Context) -> AsyncIterator[R]:
         began, error = time.perf_counter(), None
         try:
-            async with aclosing(method(service, request, context)) as answers:  # type: ignore[type-var]
+            async with aclosing(method(service, decoded(request), context)) as answers:  # type: ignore[type-var]
                 async for answer in answers:
                     yield answer
         except GeneratorExit:

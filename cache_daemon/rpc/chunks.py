@@ -19,6 +19,8 @@ from cache_daemon.store.writing import Reserved
 
 # Long answers are put together in slices, between which others have their turn.
 _SLICE = 512
+# Others have their turn between the parts of what such a prompt needs.
+_LONG_TOKENS = 1 << 16
 
 
 class Chunks(AtDoor):
@@ -29,13 +31,15 @@ class Chunks(AtDoor):
         limits.at_most("the number of token_ids", len(request.token_ids), limits.MAX_TOKENS)
         # Fast where it matters: a repeated field gives its numbers to NumPy at once.
         ids = np.array(request.token_ids, "<u4").tobytes()
+        if len(request.token_ids) > _LONG_TOKENS:
+            await asyncio.sleep(0)
         if not request.session_id:
             found = self.store.probe(self.root(context, request.namespace, request.tenant_salt), ids)
-            return pb.MatchResponse(
-                matches=[_chunk_match(c, n, 0) for c, n in found],
-                matched_tokens=sum(n for _, n in found),
-                epoch=self.store.epoch,
-            )
+            answer = pb.MatchResponse(matched_tokens=sum(n for _, n in found), epoch=self.store.epoch)
+            for at in range(0, len(found), _SLICE):
+                await asyncio.sleep(0)
+                answer.matches.extend(_chunk_match(c, n, 0) for c, n in found[at : at + _SLICE])
+            return answer
         session, salt = self._writer(context, request.session_id), self.salt(context, request.tenant_salt)
         probes = limits.stretches_of(request.contents, len(request.token_ids))
         limits.room_for("leases of this session", len(session.leases), limits.MAX_LEASES)

@@ -22,6 +22,7 @@ from kvsidecar.errors import (
 from cache_daemon.memory.arena import Slot
 from cache_daemon.rpc import limits
 from cache_daemon.rpc.calls import streaming, unary
+from cache_daemon.rpc.decoding import decoded
 from cache_daemon.rpc.door import AtDoor
 from cache_daemon.store.sessions import Session
 
@@ -102,7 +103,7 @@ async def _written(context: Context, answer: pb.FetchResponse) -> None:
 async def _next(messages: AsyncIterator[pb.StoreRequest]) -> pb.StoreRequest | None:
     try:
         async with asyncio.timeout(STALL_SECONDS):
-            return await anext(messages, None)
+            return decoded(await anext(messages, None))
     except TimeoutError:
         raise DeadlineExceeded(f"the caller sent nothing for {STALL_SECONDS:g} s; store the chunk again") from None
 

@@ -42,7 +42,7 @@ class Chunk:
     hits: int = 0
     used_at: float = 0.0  # seconds, on the store's clock
     stored_bytes: int = 0  # in the durable tier
-    superseded: bool = False  # a longer sibling takes its place as soon as that is durable
+    superseded: int = 0  # longer siblings that take its place as soon as they are durable
     supersedes: list[Chunk] = field(default_factory=list, repr=False)
     arrival: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING
 

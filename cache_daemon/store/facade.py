@@ -26,6 +26,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_DELETED,
     EVENT_TYPE_EVICTED,
     CommitOutcome,
+    EventType,
     ReuseVerdict,
     StatsResponse,
 )
@@ -51,7 +52,7 @@ from cache_daemon.store.tiers import Clock, Tiers
 from cache_daemon.store.writing import Reserved, Writing
 
 _VERDICT = b"verdict:"
-_SLICE = 256
+_SLICE = 128
 _TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
 # Of the larger tier, so much may be pinned.
 _PINNED_SHARE = 0.5
@@ -124,13 +125,16 @@ class ChunkStore:
         ids = keys.token_bytes(item.header.token_ids)
         item.header.ClearField("token_ids")
         tenant = self.accounts.of(item.header.tenant)
+        used_at = min(now, item.last_use / 1000)
+        if not item.last_use:  # it came in shortly before a sudden end: from now on that is known
+            used_at = self.tiers.used[item.header.prefix_hash] = now
         return Chunk(
             item.header,
             ids,
             tenant,
             on_disk=Residency.PRESENT,
             stored_bytes=item.stored_bytes,
-            used_at=min(now, item.last_use / 1000) if item.last_use else now,
+            used_at=used_at,
         )
 
     def _take_up(self, notes: dict[bytes, bytes]) -> None:
@@ -300,9 +304,13 @@ class ChunkStore:
         many. Raises ChunkNotFound."""
         index = self.tiers.index
         if prefix_hash:
-            victims = await self._subtree(self.find(root, prefix_hash))
+            victims = [self.find(root, prefix_hash)]
         elif root:
-            victims = index.of_root(root, b"", len(index))
+            dropped, page = 0, index.of_root(root, b"", _SLICE)
+            while page:
+                dropped += await self._drop_all(page)
+                page = index.of_root(root, page[-1].key, _SLICE)
+            return dropped
         else:
             victims = list(index)
         return await self._drop_all(victims)
@@ -316,11 +324,17 @@ class ChunkStore:
                 await asyncio.sleep(0)
         return found[::-1]
 
-    async def _drop_all(self, victims: Sequence[Chunk]) -> int:
+    async def _drop_all(self, victims: Sequence[Chunk], why: EventType.ValueType = EVENT_TYPE_DELETED) -> int:
+        """Drops each with all that continues it, leaves first, so that no piece of work is long."""
         dropped = 0
         for n, chunk in enumerate(victims):
-            if chunk.listed:
-                dropped += self.tiers.drop(chunk, EVENT_TYPE_DELETED)
+            if chunk.listed and self.tiers.index.has_children(chunk):
+                for m, member in enumerate(await self._subtree(chunk)):
+                    dropped += self.tiers.drop(member, why)
+                    if m % _SLICE == 0:
+                        await asyncio.sleep(0)
+            elif chunk.listed:
+                dropped += self.tiers.drop(chunk, why)
             if n % _SLICE == 0:
                 await asyncio.sleep(0)
         return dropped
@@ -371,14 +385,13 @@ class ChunkStore:
                 log.exception("upkeep failed, going on")
 
     async def sweep(self) -> None:
-        """Drops what has passed its time to live, and accounts without chunks."""
-        self.accounts.drop_unused({c.tenant.id for c in self.tiers.detached})
+        """Drops what has passed its time to live."""
         if not self.accounts.any_ttl:
             return
         now = self.tiers.clock()
         for n, chunk in enumerate(list(self.tiers.index)):
             if chunk.listed and not chunk.pins and chunk.tenant.expired(now - chunk.used_at):
-                self.counts.expired_chunks += self.tiers.drop(chunk, EVENT_TYPE_EVICTED)
+                self.counts.expired_chunks += await self._drop_all([chunk], EVENT_TYPE_EVICTED)
             if n % _SLICE == 0:
                 await asyncio.sleep(0)
 
@@ -427,8 +440,7 @@ class ChunkStore:
     async def stats_of(self, root: bytes) -> StatsResponse:
         """Of one tenant's chunks in a namespace."""
         out = StatsResponse(epoch=self.epoch)
-        mine = self.tiers.index.of_root(root, b"", len(self.tiers.index))
-        for n, chunk in enumerate(mine):
+        async for chunk in self._of_root(root):
             resident, durable = chunk.in_arena is Residency.PRESENT, chunk.on_disk is Residency.PRESENT
             out.chunks += 1
             out.tokens += chunk.tokens
@@ -437,22 +449,30 @@ class ChunkStore:
             out.durable_chunks += durable
             out.durable_bytes += chunk.stored_bytes * durable
             out.pinned_bytes += chunk.size_bytes * (chunk.pins > 0)
-            if n % _SLICE == 0:
-                await asyncio.sleep(0)
         return out
 
+    async def _of_root(self, root: bytes) -> AsyncIterator[Chunk]:
+        """A tenant's chunks, a page at a time, between which others have their turn."""
+        page = self.tiers.index.of_root(root, b"", _SLICE)
+        while page:
+            for chunk in page:
+                yield chunk
+            await asyncio.sleep(0)
+            page = self.tiers.index.of_root(root, page[-1].key, _SLICE)
+
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every slot, lease and byte is accounted for exactly once."""
+        """Raises AssertionError unless every slot and byte is accounted for exactly once, and every lease is kept."""
         tiers = self.tiers
         tiers.check_integrity()
         if self._persistence is not None:
             self._persistence.check_integrity()
         chunks = [*tiers.index, *tiers.detached]
-        pages = sum(footprint(c.slot.size_bytes) for c in chunks if c.slot is not None)
-        busy = any(c.arrival is not None for c in chunks) or any(s.committing for s in self.sessions)
-        assert busy or pages == self.arena.used_bytes, f"slots hold {pages} bytes, the arena {self.arena.used_bytes}"
+        slots = [*(c.slot for c in chunks if c.slot is not None), *tiers.promised]
+        pages = sum(footprint(slot.size_bytes) for slot in slots)
+        assert pages == self.arena.used_bytes, f"slots hold {pages} bytes, the arena {self.arena.used_bytes}"
         held: Counter[int] = Counter(id(c) for s in self.sessions for hold in s.leases.values() for c in hold.chunks)
-        assert busy or all(c.leases == held[id(c)] for c in chunks), "leases and holders differ"
+        # Calls that run now keep chunks, too.
+        assert all(c.leases >= held[id(c)] for c in chunks), "a lease on a chunk that is not kept"
         for session in self.sessions:
             staged = sum(footprint(r.staged.size_bytes) for r in session.reservations.values())
             used = session.staging.used_bytes if session.staging is not None else 0

@@ -15,6 +15,8 @@ from cache_daemon.store.summary import SummaryWriter
 
 # Copies of one text in different contexts that are looked at for the one to reuse.
 _MOST_COPIES = 16
+# Enough for 2^20 tokens in chunks of 128.
+MOST_MATCHED = 8192
 
 
 def _common_bytes(a: bytes, b: bytes) -> int:
@@ -118,7 +120,8 @@ class PrefixIndex:
         found = self._children.get(parent)
         if found is None:
             return []
-        return [found] if isinstance(found, Chunk) else list(found.by_tokens.values())
+        # In any order, which costs a thirtieth of theirs.
+        return [found] if isinstance(found, Chunk) else list(dict.values(found.by_tokens))
 
     def subtree(self, chunk: Chunk) -> list[Chunk]:
         """The chunk and all that continue it, parents before children."""
@@ -160,27 +163,28 @@ class PrefixIndex:
         """The longest stored prefix of ``tokens`` (uint32 little-endian) as ``[(chunk, matched tokens), ...]``.
 
         All but the last chunk match wholly; the last may match only at its start, which is as good, because
-        attention is causal. Token ids are compared, never only hashes. Time is linear in what matches.
+        attention is causal. Token ids are compared, never only hashes. Time is linear in what matches; a prefix of
+        more than ``MOST_MATCHED`` chunks is found up to there.
         """
         best, last, shared_last = 0, None, 0
-        open_ends = [(root, 0)]
+        open_ends = [(root, 0, 0)]
         while open_ends:
-            parent, at = open_ends.pop()
+            parent, at, depth = open_ends.pop()
             siblings = self._children.get(parent)
             # Most of a path has one child at each step: this loop is what a long prompt's time goes into.
             only: Chunk | None = None
-            while isinstance(siblings, Chunk) and tokens.startswith(siblings.ids, at):
-                only, at = siblings, at + len(siblings.ids)
+            while isinstance(siblings, Chunk) and depth < MOST_MATCHED and tokens.startswith(siblings.ids, at):
+                only, at, depth = siblings, at + len(siblings.ids), depth + 1
                 siblings = self._children.get(only.key)
             if only is not None and at > best:
                 best, last, shared_last = at, only, len(only.ids)
-            if siblings is None or at == len(tokens):
+            if siblings is None or at == len(tokens) or depth == MOST_MATCHED:
                 continue
             for chunk, shared in self._continuations(siblings, tokens, at):
                 if at + shared > best:
                     best, last, shared_last = at + shared, chunk, shared
                 if shared == len(chunk.ids):
-                    open_ends.append((chunk.key, at + shared))
+                    open_ends.append((chunk.key, at + shared, depth + 1))
         if last is None:
             return []
         path = self.path(last)

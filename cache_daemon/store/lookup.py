@@ -75,6 +75,8 @@ class Lookup:
         covered = sum(n for _, n in prefix)
         hold = Hold([c for c, _ in prefix], self._tiers.unused)
         try:
+            if len(prefix) > _SLICE:
+                await asyncio.sleep(0)
             elsewhere = await self._by_content(root, ids, contents, covered)
             hold.add([c for _, c, _ in elsewhere])
             wanted = dict.fromkeys(hold.chunks)
@@ -82,6 +84,8 @@ class Lookup:
             began = time.perf_counter()
             if missing:
                 await self._bring(missing)
+            if len(prefix) > _SLICE:
+                await asyncio.sleep(0)
             promote_ms = (time.perf_counter() - began) * 1e3 if missing else 0.0
             if session.closed:
                 raise UnknownSession("the session ended while its request was served; call Attach again")
@@ -163,7 +167,7 @@ class Lookup:
                 slot = await self._room(chunk)
                 if chunk.in_arena is not Residency.ABSENT or not chunk.listed:  # somebody was faster
                     if slot is not None:
-                        self._tiers.arena.free(slot)
+                        self._tiers.give_back(slot)
                     if chunk.arrival is not None:
                         waits.append(chunk.arrival)
                     continue
@@ -216,7 +220,7 @@ class Lookup:
         if outcome is ReadResult.SOUND:
             self._tiers.arrived_in_arena(chunk, slot)
         else:
-            self._tiers.arena.free(slot)
+            self._tiers.give_back(slot)
             if outcome is not ReadResult.FAILED and chunk.listed:
                 self._tiers.counts.corrupt_chunks += 1
                 self._tiers.drop(chunk, EVENT_TYPE_DELETED)

@@ -16,7 +16,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_PERSISTED,
 )
 
-from cache_daemon.durable.tier import PutOutcome, PutResult
+from cache_daemon.durable.tier import PutOutcome, PutResult, whole_pages
 from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.shelf import Shelf
@@ -27,6 +27,8 @@ from cache_daemon.store.tiers import Tiers
 _LOW_WATER, _FULL_WATER = 0.95, 0.9
 _RETRIED_AT_ONCE = 256
 _LOADED_AT_ONCE = 500
+# Of a stored header and its index entries, beside up to five bytes for each token.
+_HEADER_BYTES = 1024
 
 log = structlog.get_logger("cache_daemon")
 
@@ -38,6 +40,8 @@ class Persistence:
         self._tiers, self._cold, self._writer = tiers, cold, writer
         self.budget_bytes = budget_bytes
         self._arriving = 0
+        self._replacing: dict[Chunk, list[Chunk]] = {}  # what a write that runs removes in its transaction
+        self._again: set[Chunk] = set()  # being written, and removed by a later write whose chunk is gone
         self._unsaved: dict[Chunk, None] = {}  # in the arena only, although they should be durable; oldest first
         self._progressed = asyncio.Event()
         tiers.on_unlisted.append(self._unlisted)
@@ -67,14 +71,19 @@ class Persistence:
         self._unsaved.pop(chunk, None)
         slot = chunk.slot
         assert slot is not None
-        self._tiers.goes_to_disk(chunk)
+        self._tiers.goes_to_disk(chunk, _cost(chunk))
         self._arriving += 1
-        replaced = [old for old in chunk.supersedes if old.listed and old.on_disk is not Residency.ABSENT]
+        replaced = [
+            old
+            for old in chunk.supersedes
+            if old.listed and old.on_disk is not Residency.ABSENT and not self._tiers.index.has_children(old)
+        ]
+        self._replacing[chunk] = replaced
         self._writer.put(
             chunk.whole_header(),
             lambda: self._tiers.arena.read(slot),
             tuple(old.key for old in replaced),
-            lambda result: self._written(chunk, replaced, result),
+            lambda result: self._written(chunk, result),
         )
 
     def supersede(self, chunk: Chunk, old: Chunk) -> None:
@@ -83,7 +92,7 @@ class Persistence:
         if old.on_disk is Residency.ABSENT:
             self._tiers.drop(old)
         else:
-            old.superseded = True
+            old.superseded += 1
             chunk.supersedes.append(old)
 
     def seen_again(self, chunks: Iterable[Chunk]) -> None:
@@ -125,8 +134,10 @@ class Persistence:
             return False
         return True
 
-    def _written(self, chunk: Chunk, replaced: list[Chunk], result: PutResult) -> None:
+    def _written(self, chunk: Chunk, result: PutResult) -> None:
         self._arriving -= 1
+        replaced, removed_again = self._replacing.pop(chunk, []), chunk in self._again
+        self._again.discard(chunk)
         if not chunk.listed:
             chunk.on_disk = Residency.ABSENT
         elif result.outcome is not PutOutcome.STORED:
@@ -136,8 +147,12 @@ class Persistence:
             for old in replaced:
                 if old.listed:
                     self._tiers.drop(old, on_disk_too=False)
+            for old in chunk.supersedes:
+                old.superseded -= 1
             chunk.supersedes.clear()
             self._tiers.tell(EVENT_TYPE_PERSISTED, chunk)
+            if removed_again:
+                self._store_again(chunk)
         elif chunk.listed and result.outcome is not PutOutcome.CANCELLED:
             self._not_written(chunk, result.outcome)
         self._tiers.unused(chunk)
@@ -153,14 +168,29 @@ class Persistence:
     def _unlisted(self, chunk: Chunk) -> None:
         self._unsaved.pop(chunk, None)
         for old in chunk.supersedes:  # it never became durable: what it was to replace stays
-            old.superseded = False
+            old.superseded -= 1
         chunk.supersedes.clear()
+        for old in self._replacing.pop(chunk, []):
+            self._store_again(old)
+
+    def _store_again(self, chunk: Chunk) -> None:
+        """A write that was under way when its chunk went has removed this one from the tier, or will have."""
+        if not chunk.listed:
+            return
+        if chunk.on_disk is Residency.ARRIVING:
+            self._again.add(chunk)
+            return
+        self._tiers.not_on_disk(chunk)
+        if chunk.in_arena is Residency.PRESENT:
+            self._unsaved[chunk] = None
+        else:
+            self._tiers.drop(chunk)
 
     # ---- room -----------------------------------------------------------------------------------------------
 
     def _make_room(self, chunk: Chunk, parent: Chunk | None) -> bool:
         """Evicts for a newcomer, if the tier may and should have it."""
-        size = chunk.size_bytes
+        size = _cost(chunk)
         if size > self.budget_bytes:
             return False
         while self._cold.over_quota(chunk.tenant, size):
@@ -203,3 +233,8 @@ class Persistence:
         arriving = sum(c.on_disk is Residency.ARRIVING for c in everything)
         assert arriving == self._arriving, "chunks being written do not add up"
         assert all(c.listed for c in self._unsaved), "an unlisted chunk waits to be written"
+
+
+def _cost(chunk: Chunk) -> int:
+    """The most that a chunk can take in the tier; what it takes is known when it is there."""
+    return whole_pages(chunk.size_bytes) + whole_pages(_HEADER_BYTES + len(chunk.ids) * 5 // 4)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from cache_daemon.limits import TenantLimits
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Tenant:
     """One tenant's account, over all namespaces."""
 
@@ -24,7 +25,7 @@ class Tenant:
 
 
 class Accounts:
-    """The tenants that have chunks.
+    """The tenants that have chunks, or are about to: each is here as long as anything is on its account.
 
     ``limits_of`` knows the limits of an account, ``account_of`` the account of a tenant id: tenants that nobody named
     share one, or each new salt would come with a new quota.
@@ -37,7 +38,7 @@ class Accounts:
     ) -> None:
         self._limits_of = limits_of or (lambda _: TenantLimits())
         self._account_of = account_of or (lambda tenant: tenant)
-        self._tenants: dict[bytes, Tenant] = {}
+        self._tenants: WeakValueDictionary[bytes, Tenant] = WeakValueDictionary()
 
     def of(self, tenant_id: bytes) -> Tenant:
         """The account of a tenant."""
@@ -49,17 +50,13 @@ class Accounts:
 
     def reload(self) -> None:
         """Asks for everybody's limits anew. Chunks that are stored stay on the account that they are on."""
-        for tenant in self._tenants.values():
+        for tenant in list(self._tenants.values()):
             tenant.limits = self._limits_of(tenant.id)
-
-    def drop_unused(self, used: set[bytes]) -> None:
-        """Forgets accounts that have no chunks and are not among ``used``."""
-        self._tenants = {k: t for k, t in self._tenants.items() if t.entries or k in used}
 
     @property
     def any_ttl(self) -> bool:
         """Whether any chunk can expire."""
-        return any(t.limits.ttl_seconds is not None for t in self._tenants.values())
+        return any(t.limits.ttl_seconds is not None for t in list(self._tenants.values()))
 
     def __len__(self) -> int:
         return len(self._tenants)

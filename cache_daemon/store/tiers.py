@@ -46,6 +46,7 @@ class Tiers:
     clock: Callable[[], float]
     detached: set[Chunk] = field(default_factory=set)  # not listed, but in use
     on_unlisted: list[Callable[[Chunk], None]] = field(default_factory=list)
+    promised: dict[Slot, Tenant] = field(default_factory=dict)  # slots that no chunk has yet
     used: dict[bytes, float] = field(default_factory=dict)  # durable chunks used since that was last written down
 
     # ---- arrivals -------------------------------------------------------------------------------------------
@@ -55,7 +56,8 @@ class Tiers:
         parent = self.parent_of(chunk)
         self.index.add(chunk)
         chunk.tenant.entries += 1
-        if chunk.in_arena is Residency.PRESENT:
+        if chunk.slot is not None:
+            self.promised.pop(chunk.slot, None)
             self.hot.insert(chunk, footprint(chunk.size_bytes), self._resident(parent))
         if self.cold is not None and chunk.on_disk is Residency.PRESENT:
             self.cold.insert(chunk, chunk.stored_bytes, self._durable(parent))
@@ -64,30 +66,33 @@ class Tiers:
 
     def arrived_in_arena(self, chunk: Chunk, slot: Slot) -> None:
         """The slot holds the chunk's payload."""
+        self.promised.pop(slot, None)
         chunk.slot, chunk.in_arena = slot, Residency.PRESENT
         if chunk.listed:
             self.hot.insert(chunk, footprint(chunk.size_bytes), self._resident(self.parent_of(chunk)))
             self.reconsider(chunk)
 
-    def goes_to_disk(self, chunk: Chunk) -> None:
-        """The chunk is being written; room for it is taken."""
+    def goes_to_disk(self, chunk: Chunk, most_bytes: int) -> None:
+        """The chunk is being written; room for the most that it can take is taken."""
         assert self.cold is not None
         chunk.on_disk = Residency.ARRIVING
-        self.cold.insert(chunk, chunk.size_bytes, self._durable(self.parent_of(chunk)))
+        self.cold.insert(chunk, most_bytes, self._durable(self.parent_of(chunk)))
         self.reconsider(chunk)
 
     def arrived_on_disk(self, chunk: Chunk, stored_bytes: int) -> None:
         """The durable tier has the chunk."""
         assert self.cold is not None
         chunk.on_disk, chunk.stored_bytes = Residency.PRESENT, stored_bytes
+        self.used[chunk.key] = chunk.used_at
         self.cold.resize(chunk, stored_bytes)
         self.reconsider(chunk)
 
     def not_on_disk(self, chunk: Chunk) -> None:
-        """The durable tier did not take the chunk."""
+        """The durable tier did not take the chunk, or has removed it although nobody dropped it."""
         assert self.cold is not None
-        chunk.on_disk = Residency.ABSENT
+        chunk.on_disk, chunk.stored_bytes = Residency.ABSENT, 0
         self.cold.remove(chunk)
+        self.used.pop(chunk.key, None)
         self.reconsider(chunk)
 
     def _resident(self, parent: Chunk | None) -> Chunk | None:
@@ -121,10 +126,12 @@ class Tiers:
     # ---- room in the arena ----------------------------------------------------------------------------------
 
     def allocate(self, size_bytes: int, tenant: Tenant) -> Slot | None:
-        """A slot, evicting as long as it helps. None when all that could go is in use, pinned, or not the tenant's."""
+        """A slot for a chunk that arrives, evicting as long as it helps. None when all that could go is in use, pinned,
+        or not the tenant's. The slot goes to ``list_chunk``, ``arrived_in_arena`` or ``give_back``.
+        """
         if size_bytes > self.arena.size_bytes:
             return None
-        while self.hot.over_quota(tenant, footprint(size_bytes)):
+        while self.over_quota(tenant, size_bytes):
             if not self._evict_from_arena(tenant, own=True):
                 return None
         evicted = 0
@@ -135,7 +142,18 @@ class Tiers:
             if not gone:
                 return None
             evicted += gone
+        self.promised[slot] = tenant
         return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Frees a slot that no chunk came to have."""
+        del self.promised[slot]
+        self.arena.free(slot)
+
+    def over_quota(self, tenant: Tenant, size_bytes: int) -> bool:
+        """Whether a payload more is beyond the tenant's quota of the arena, with those that are being copied."""
+        promised = sum(footprint(slot.size_bytes) for slot, owner in self.promised.items() if owner is tenant)
+        return self.hot.over_quota(tenant, promised + footprint(size_bytes))
 
     def _evict_from_arena(self, tenant: Tenant, own: bool) -> int:
         """Returns the bytes that became free; 0 when nothing can go."""
@@ -184,7 +202,8 @@ class Tiers:
         itself already. Returns how many."""
         members = self.index.subtree(chunk) if chunk.listed else []
         for member in reversed(members):
-            self.unlist(member, why, on_disk_too=on_disk_too or member is not chunk)
+            if member.listed:  # one may take another along
+                self.unlist(member, why, on_disk_too=on_disk_too or member is not chunk)
         return len(members)
 
     def unlist(self, chunk: Chunk, why: EventType.ValueType, *, on_disk_too: bool = True) -> None:

@@ -208,7 +208,7 @@ class Writing:
             if slot is None:
                 if copies:
                     break
-                over = self._tiers.hot.over_quota(tenant, footprint(header.payload_bytes))
+                over = self._tiers.over_quota(tenant, header.payload_bytes)
                 return copies, COMMIT_OUTCOME_QUOTA_EXCEEDED if over else COMMIT_OUTCOME_ARENA_FULL, patience
             copies.append(_Copy(reservation, slot, checksum))
             size += header.payload_bytes
@@ -231,7 +231,7 @@ class Writing:
             return await self._in_thread(work)
         except BaseException:
             for copy in copies:
-                arena.free(copy.slot)
+                self._tiers.give_back(copy.slot)
             raise
         finally:
             for view in views:
@@ -244,12 +244,12 @@ class Writing:
         outcome = COMMIT_OUTCOME_COMMITTED
         if not sound:
             outcome = COMMIT_OUTCOME_CHECKSUM_MISMATCH
-        elif parent != header.root and tiers.index.get(parent) is None:  # evicted meanwhile
+        elif parent != header.root and not self._continues(parent):
             outcome = COMMIT_OUTCOME_PARENT_MISSING
         elif not self._entry_room(copy.reservation):
             outcome = COMMIT_OUTCOME_QUOTA_EXCEEDED
         if outcome != COMMIT_OUTCOME_COMMITTED:
-            tiers.arena.free(copy.slot)
+            tiers.give_back(copy.slot)
             return outcome
         header.checksum = copy.checksum
         chunk = Chunk(
@@ -271,6 +271,11 @@ class Writing:
         if self._persistence is not None:
             self._persistence.persist(chunk)
         return outcome
+
+    def _continues(self, parent: bytes) -> bool:
+        """Whether a parent is there still, and will stay: it may have been evicted meanwhile, or superseded."""
+        chunk = self._tiers.index.get(parent)
+        return chunk is not None and not chunk.superseded
 
     def _entry_room(self, reservation: Reservation) -> bool:
         """Whether the tenant may have one chunk more; its own others go, but not those that this one continues."""

@@ -30,8 +30,8 @@ async def main():
     for length in range(1, 100_000):
         put = chunk(list(range(length)), replaces=before, payload=bytes([length % 251]) * 20_000)
         done = asyncio.Event()
-        def hear(outcome, length=length, done=done):
-            print(length, outcome.value, flush=True)
+        def hear(result, length=length, done=done):
+            print(length, result.outcome.value, flush=True)
             done.set()
         view = memoryview(bytes(put.payload))
         writer.put(put.header, lambda view=view: view, put.replaces, hear)

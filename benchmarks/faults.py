@@ -1,0 +1,198 @@
+"""Faults, for real: processes killed and stopped under load, damaged stores, full disks, clients that misbehave.
+
+A row per kind. ``wrong_answers`` counts reads with other bytes than were committed and refusals that did not come;
+``leaked_slots`` leases, reservations and arena pages that nobody accounts for afterwards; ``lost_durable_chunks`` those
+that were told durable and cannot be found after a kill; ``failed_requests`` those that failed although nothing that
+they need was down. ``recovery_ms`` runs from the kill to the first Match that succeeds, with the start of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import time
+from collections import defaultdict
+from typing import Any
+
+from kvsidecar.errors import KVSidecarError
+from rich.progress import Progress
+
+from benchmarks import report
+from benchmarks.chaos.kinds import KINDS, PROMPTS, Outcome, Scene, small_disk, until
+from benchmarks.chaos.load import Load
+from benchmarks.node import Node
+from benchmarks.peer import Peer
+
+# Kills are what most can go wrong with.
+_SHARES = {"kill_daemon": 10, "stop_writer": 4, "kill_client": 3, "stop_daemon": 3}
+_ROUNDS_OF_A_NODE = 40
+_WORKER_PROMPT, _WORKER_TOKENS = 300, 16
+
+
+def rounds_of(total: int) -> list[str]:
+    """The kinds, in turns, each as often as its share says and at least once."""
+    weights = {kind: _SHARES.get(kind, 1) for kind in KINDS}
+    whole = sum(weights.values())
+    out = [kind for kind, weight in weights.items() for _ in range(max(1, round(total * weight / whole)))]
+    random.Random(1).shuffle(out)
+    return out
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(options.seed)
+    found: dict[str, list[Outcome]] = defaultdict(list)
+    reasons: list[str] = []
+    todo = rounds_of(options.rounds)
+    with Progress(console=report.console, transient=True) as progress:
+        task = progress.add_task("rounds", total=len(todo) + 1 + options.worker_rounds)
+        for begin in range(0, len(todo), _ROUNDS_OF_A_NODE):
+            # An evicting node has a store that is smaller than what the load stores; the other one loses nothing.
+            evicting = begin // _ROUNDS_OF_A_NODE % 2 == 1
+            flags = {"heartbeat_ms": 200, "store_bytes": "4MiB" if evicting else "256MiB", "staging_bytes": "4MiB"}
+            with Node(workers=0, arena_bytes="6MiB", daemon_flags=flags) as node:
+                load = Load(node, options.peers, PROMPTS, rng.randrange(1 << 30))
+                scene = Scene(node, load, rng)
+                try:
+                    for kind in todo[begin : begin + _ROUNDS_OF_A_NODE]:
+                        found[kind].append(one(kind, scene))
+                        progress.advance(task)
+                finally:
+                    load.close()
+                    reasons += load.reasons
+                    if scene.writer is not None:
+                        scene.writer.kill()
+                        scene.writer.wait()
+        found["full_disk_heals"] += full_disk()
+        progress.advance(task)
+        for kind, outcome in of_workers(options.worker_rounds, rng):
+            found[kind].append(outcome)
+            progress.advance(task)
+    rows = [row(kind, outcomes) for kind, outcomes in found.items()]
+    summary: dict[str, Any] = {
+        name: sum(r[name] for r in rows)
+        for name in ("rounds", "wrong_answers", "leaked_slots", "lost_durable_chunks", "failed_requests")
+    }
+    kills = [o.recovery_ms for o in found["kill_daemon"] if o.recovery_ms is not None]
+    summary["recovery_ms_p50"] = report.median(kills)
+    summary["recovery_ms_p99"] = round(p99(kills), 1)
+    summary["reasons"] = sorted(set(reasons))[:5]
+    return report.write(options, "faults", rows, summary)
+
+
+def one(kind: str, scene: Scene) -> Outcome:
+    """One round, and what the load saw of it."""
+    wrong, failed = scene.load.wrong, scene.load.failed
+    outcome = KINDS[kind](scene)
+    scene.let_run()
+    outcome.leaked += scene.leaked()
+    outcome.wrong += scene.load.wrong - wrong
+    outcome.failed += scene.load.failed - failed
+    return outcome
+
+
+def row(kind: str, outcomes: list[Outcome]) -> dict[str, Any]:
+    recoveries = [o.recovery_ms for o in outcomes if o.recovery_ms is not None]
+    return {
+        "fault": kind,
+        "rounds": len(outcomes),
+        "wrong_answers": sum(o.wrong for o in outcomes),
+        "leaked_slots": sum(o.leaked for o in outcomes),
+        "lost_durable_chunks": sum(o.lost for o in outcomes),
+        "failed_requests": sum(o.failed for o in outcomes),
+        "recovery_ms_p99": round(p99(recoveries), 1) if recoveries else None,
+    }
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, len(values) * 99 // 100)]
+
+
+def full_disk() -> list[Outcome]:
+    """A full disk: the arena goes on serving, what comes once there is room is durable, and what is durable stays."""
+    node = Node(workers=0, arena_bytes="64MiB")
+    with small_disk(node.folder / "small", "2m") as mounted:
+        if not mounted:
+            report.console.print("full_disk_heals is left out: mounting a small tmpfs needs root")
+            node.log.close()
+            return []
+        node._daemon_flags["store"] = node.folder / "small" / "store"
+        with node:
+            peer, outcome = Peer(node), Outcome()
+            stored = [[n] * 400 for n in range(100)]
+            for ids in stored:
+                peer.try_put(ids, 400)
+            until(lambda: bool(peer.stats().failed_writes))
+            outcome.wrong += sum(peer.read(ids) != 400 for ids in stored)
+            began = time.monotonic()
+            subprocess.run(["mount", "-o", "remount,size=256m", str(node.folder / "small")], check=True)
+            fresh = peer.put([1000] * 400)
+            until(lambda: any(c.durable for c in peer.list_all() if c.prefix_hash == fresh), 60)
+            outcome.recovery_ms = (time.monotonic() - began) * 1e3
+            outcome.wrong += bool(peer.stats().durable_failing) + sum(peer.read(ids) != 400 for ids in stored)
+            node.settle()
+            durable = {c.prefix_hash for c in peer.list_all() if c.durable}
+            peer.close()
+            node.kill("daemon")
+            node.start_daemon()
+            peer = Peer(node)
+            outcome.lost = len(durable - {c.prefix_hash for c in peer.list_all()})
+            outcome.wrong += sum(peer.read(ids) not in (0, 400) for ids in stored)
+            peer.close()
+            return [outcome]
+
+
+def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, Outcome]]:
+    """A real worker, the daemon, or both are killed; greedy answers stay as they were."""
+    if not rounds:
+        return []
+    out = []
+    with Node("demo", arena_bytes="128MiB", pool_bytes="64MiB") as node:
+        prompts = [[rng.randrange(16, 4000) for _ in range(_WORKER_PROMPT)] for _ in range(4)]
+
+        def answers() -> list[list[int]]:
+            made = [node.client().generate(p, max_tokens=_WORKER_TOKENS, temperature=0) for p in prompts]
+            return [list(one.token_ids) for one in made]
+
+        expected = answers()
+        for n in range(rounds):
+            kind = ("kill_worker", "kill_worker_and_daemon", "kill_daemon_of_worker")[n % 3]
+            node.settle()
+            outcome, began = Outcome(), time.monotonic()
+            if kind != "kill_daemon_of_worker":
+                node.kill("worker-0")
+            if kind != "kill_worker":
+                node.kill("daemon")
+            try:
+                if kind == "kill_daemon_of_worker":  # the cache is never a reason to fail
+                    outcome.wrong += answers() != expected
+                if kind != "kill_worker":
+                    node.start_daemon()
+                if kind != "kill_daemon_of_worker":
+                    node.start_worker(0)
+                node.wait_attached(0)
+                outcome.recovery_ms = (time.monotonic() - began) * 1e3
+                outcome.wrong += answers() != expected
+            except KVSidecarError:
+                outcome.failed += 1
+            node.settle()
+            stats = node.cache_stats()
+            outcome.leaked = int(stats.leases + stats.reservations)
+            out.append((kind, outcome))
+    return out
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("faults", __doc__ or "")
+    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--worker-rounds", type=int, default=12, help="of these, with real workers beside them")
+    parser.add_argument("--peers", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds, options.worker_rounds = 30, 3
+    return run(options)
+
+
+if __name__ == "__main__":
+    main()
