@@ -27,6 +27,7 @@ from cache_daemon.config import DaemonConfig
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.seal import key_from_file, parse_key
 from cache_daemon.eviction import POLICIES
+from cache_daemon.garbage import short_collections
 from cache_daemon.memory.arena import ALIGNMENT, Arena, HostArena
 from cache_daemon.memory.device_arena import DeviceArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
@@ -67,6 +68,7 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
             telemetry(config.otlp_endpoint) as telling,
             _store(config, tenants, summary, telling) as store,
             StallWatch() as stalls,
+            short_collections(),
         ):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: _reload(tenants, store.accounts))
             with recording(config.trace, config.trace_bytes) as traffic:

@@ -56,7 +56,9 @@ class MemoryTier:
             stored = next(s for s in waiting if s.header.parent_prefix_hash in given | {s.header.root})
             waiting.remove(stored)
             given.add(stored.header.prefix_hash)
-            found.append(Loaded(stored.header, stored.last_use, stored.stored_bytes))
+            header = ChunkHeader()
+            header.CopyFrom(stored.header)  # whoever loads it may change it
+            found.append(Loaded(header, stored.last_use, stored.stored_bytes))
         return found
 
     def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.errors import Context, FailedPrecondition
+from kvsidecar.errors import Context, FailedPrecondition, UnknownSession
 
 from cache_daemon.rpc import limits
 from cache_daemon.rpc.calls import cancelled_later, unary
@@ -15,10 +15,11 @@ from cache_daemon.rpc.door import AtDoor
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.lookup import MatchResult, Usable
 from cache_daemon.store.sessions import Session
+from cache_daemon.store.turns import Turns
 from cache_daemon.store.writing import Reserved
 
 # Long answers are put together in slices, between which others have their turn.
-_SLICE = 512
+_SLICE, _HEADERS = 512, 16
 # Others have their turn between the parts of what such a prompt needs.
 _LONG_TOKENS = 1 << 16
 
@@ -62,10 +63,22 @@ class Chunks(AtDoor):
         session, salt = self._writer(context, request.session_id), self.salt(context, request.tenant_salt)
         limits.check_headers(request.headers)
         limits.room_for("reservations of this session", len(session.reservations), limits.MAX_RESERVATIONS)
-        reserved = self.store.reserve(session, salt, request.headers)
-        granted = [r.reservation_id for r in reserved if r.reservation_id]
-        if granted:
-            cancelled_later(context, lambda: self.store.abort(session, granted))
+        reserved: list[Reserved] = []
+
+        def give_back() -> None:
+            self.store.abort(session, [r.reservation_id for r in reserved if r.reservation_id])
+
+        turns = Turns()
+        try:
+            for at in range(0, len(request.headers), _HEADERS):
+                reserved.extend(self.store.reserve(session, salt, request.headers[at : at + _HEADERS]))
+                await turns.give_way()
+                if session.closed:
+                    raise UnknownSession("the session ended while its request was served; call Attach again")
+        except BaseException:
+            give_back()
+            raise
+        cancelled_later(context, give_back)
         return pb.ReserveResponse(reservations=[_reservation(r) for r in reserved])
 
     @unary

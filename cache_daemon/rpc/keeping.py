@@ -51,7 +51,7 @@ class Keeping(AtDoor):
             root = b""
         if len(request.page_token) not in (0, 2 * HASH_BYTES):
             raise InvalidRequest(f"page_token has {len(request.page_token)} bytes; use that of the previous answer")
-        chunks = self.store.list_chunks(root, request.page_token, size + 1)
+        chunks = self.store.walks.page(root, request.page_token, size + 1)
         last = chunks[size - 1] if len(chunks) > size else None
         now = self.store.tiers.clock()
         return pb.ListResponse(

@@ -12,6 +12,8 @@ from kvsidecar.errors import EventsLost, InvalidRequest
 
 KEPT = 10_000
 _ALL = b""
+# Tenants whose numbers are remembered after their last event was forgotten.
+_MOST_ROOTS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class EventLog:
             of_root.popleft()
             if not of_root:
                 del self._kept[root]
+        if len(self._last) > _MOST_ROOTS:
+            self._last = Counter({r: n for r, n in self._last.items() if r in self._kept})
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -55,6 +59,8 @@ class EventLog:
             after = self._last[root]
         elif epoch != self._epoch:
             raise EventsLost(f"epoch {epoch} has ended (now {self._epoch}); read the state with List, then watch anew")
+        if root != _ALL and root not in self._last and after:
+            raise EventsLost(f"nothing is known of events up to {after}; read the state with List, then watch anew")
         if after > self._last[root]:
             raise InvalidRequest(f"after_sequence is {after}; the last event of this epoch is {self._last[root]}")
         yield WatchResponse(epoch=self._epoch)

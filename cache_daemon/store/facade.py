@@ -23,10 +23,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import (
-    EVENT_TYPE_DELETED,
-    EVENT_TYPE_EVICTED,
     CommitOutcome,
-    EventType,
     ReuseVerdict,
     StatsResponse,
 )
@@ -49,6 +46,7 @@ from cache_daemon.store.shelf import Shelf
 from cache_daemon.store.summary import SummaryWriter
 from cache_daemon.store.tenants import Accounts
 from cache_daemon.store.tiers import Clock, Tiers
+from cache_daemon.store.walks import Walks
 from cache_daemon.store.writing import Reserved, Writing
 
 _VERDICT = b"verdict:"
@@ -100,9 +98,9 @@ class ChunkStore:
         if cold is not None and self._writer is not None:
             self._persistence = Persistence(self.tiers, cold, self._writer, durable_budget_bytes)
         self._lookup = Lookup(self.tiers, durable, self._on(self._reading, "durable read"), self._progress)
-        larger = max(arena.size_bytes, durable_budget_bytes)
-        self._pins = Pins(self.tiers, int(larger * _PINNED_SHARE), self._note)
+        self._pins = Pins(self.tiers, int(max(arena.size_bytes, durable_budget_bytes) * _PINNED_SHARE), self._note)
         self._writing = Writing(self.tiers, self._persistence, self._pins, self.epoch, self._on(self._copying, "copy"))
+        self.walks = Walks(self.tiers)
         self._upkeep: asyncio.Task[None] | None = None
 
     # ---- beginning and end ----------------------------------------------------------------------------------
@@ -146,7 +144,7 @@ class ChunkStore:
                 self._pins.restore(name, value)
 
     async def close(self) -> None:
-        """Writes what is queued and closes the tiers. No session may be open any more."""
+        """Writes what is queued and closes the tiers."""
         if self._upkeep is not None:
             self._upkeep.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -302,56 +300,7 @@ class ChunkStore:
     async def delete(self, root: bytes, prefix_hash: bytes) -> int:
         """Removes a chunk with all that continues it, a tenant's chunks, or with neither named everything. Returns how
         many. Raises ChunkNotFound."""
-        index = self.tiers.index
-        if prefix_hash:
-            victims = [self.find(root, prefix_hash)]
-        elif root:
-            dropped, page = 0, index.of_root(root, b"", _SLICE)
-            while page:
-                dropped += await self._drop_all(page)
-                page = index.of_root(root, page[-1].key, _SLICE)
-            return dropped
-        else:
-            victims = list(index)
-        return await self._drop_all(victims)
-
-    async def _subtree(self, chunk: Chunk) -> list[Chunk]:
-        """A chunk and all that continues it, children before parents."""
-        found = [chunk]
-        for n, member in enumerate(found):
-            found.extend(self.tiers.index.children(member.key))
-            if n % _SLICE == 0:
-                await asyncio.sleep(0)
-        return found[::-1]
-
-    async def _drop_all(self, victims: Sequence[Chunk], why: EventType.ValueType = EVENT_TYPE_DELETED) -> int:
-        """Drops each with all that continues it, leaves first, so that no piece of work is long."""
-        dropped = 0
-        for n, chunk in enumerate(victims):
-            if chunk.listed and self.tiers.index.has_children(chunk):
-                for m, member in enumerate(await self._subtree(chunk)):
-                    dropped += self.tiers.drop(member, why)
-                    if m % _SLICE == 0:
-                        await asyncio.sleep(0)
-            elif chunk.listed:
-                dropped += self.tiers.drop(chunk, why)
-            if n % _SLICE == 0:
-                await asyncio.sleep(0)
-        return dropped
-
-    def list_chunks(self, root: bytes, after: bytes, limit: int) -> list[Chunk]:
-        """Chunks of a tenant ordered by prefix hash, or with an empty root of all, ordered by root and prefix hash;
-        ``after`` is the last one's root and prefix hash."""
-        index = self.tiers.index
-        if root:
-            return index.of_root(root, after[keys.HASH_BYTES :], limit)
-        out: list[Chunk] = []
-        for name in index.roots_from(after[: keys.HASH_BYTES]):
-            begun = after[keys.HASH_BYTES :] if name == after[: keys.HASH_BYTES] else b""
-            out += index.of_root(name, begun, limit - len(out))
-            if len(out) >= limit:
-                break
-        return out
+        return await self.walks.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
@@ -386,14 +335,7 @@ class ChunkStore:
 
     async def sweep(self) -> None:
         """Drops what has passed its time to live."""
-        if not self.accounts.any_ttl:
-            return
-        now = self.tiers.clock()
-        for n, chunk in enumerate(list(self.tiers.index)):
-            if chunk.listed and not chunk.pins and chunk.tenant.expired(now - chunk.used_at):
-                self.counts.expired_chunks += await self._drop_all([chunk], EVENT_TYPE_EVICTED)
-            if n % _SLICE == 0:
-                await asyncio.sleep(0)
+        self.counts.expired_chunks += await self.walks.expire()
 
     async def settle(self) -> None:
         """Waits until all that should be durable is. For tests and for orderly ends."""
@@ -439,26 +381,9 @@ class ChunkStore:
 
     async def stats_of(self, root: bytes) -> StatsResponse:
         """Of one tenant's chunks in a namespace."""
-        out = StatsResponse(epoch=self.epoch)
-        async for chunk in self._of_root(root):
-            resident, durable = chunk.in_arena is Residency.PRESENT, chunk.on_disk is Residency.PRESENT
-            out.chunks += 1
-            out.tokens += chunk.tokens
-            out.arena_chunks += resident
-            out.arena_used_bytes += chunk.size_bytes * resident
-            out.durable_chunks += durable
-            out.durable_bytes += chunk.stored_bytes * durable
-            out.pinned_bytes += chunk.size_bytes * (chunk.pins > 0)
+        out = await self.walks.count(root)
+        out.epoch = self.epoch
         return out
-
-    async def _of_root(self, root: bytes) -> AsyncIterator[Chunk]:
-        """A tenant's chunks, a page at a time, between which others have their turn."""
-        page = self.tiers.index.of_root(root, b"", _SLICE)
-        while page:
-            for chunk in page:
-                yield chunk
-            await asyncio.sleep(0)
-            page = self.tiers.index.of_root(root, page[-1].key, _SLICE)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot and byte is accounted for exactly once, and every lease is kept."""
@@ -473,7 +398,4 @@ class ChunkStore:
         held: Counter[int] = Counter(id(c) for s in self.sessions for hold in s.leases.values() for c in hold.chunks)
         # Calls that run now keep chunks, too.
         assert all(c.leases >= held[id(c)] for c in chunks), "a lease on a chunk that is not kept"
-        for session in self.sessions:
-            staged = sum(footprint(r.staged.size_bytes) for r in session.reservations.values())
-            used = session.staging.used_bytes if session.staging is not None else 0
-            assert session.committing or staged == used, "staging and reservations differ"
+        self.sessions.check_integrity()

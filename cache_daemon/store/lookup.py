@@ -17,6 +17,7 @@ from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.sessions import Hold, Session
 from cache_daemon.store.tiers import Tiers
+from cache_daemon.store.turns import Turns
 
 # A full arena may be full of chunks that are being written to disk: so long a reader waits for that.
 _PATIENCE_SECONDS = 0.25
@@ -134,10 +135,10 @@ class Lookup:
     async def _by_content(
         self, root: bytes, ids: bytes, contents: Sequence[tuple[int, int]], covered: int
     ) -> list[tuple[int, Chunk, int]]:
+        turns = Turns()
         found = []
-        for i, (start, count) in enumerate(contents):
-            if i % _SLICE == _SLICE - 1:
-                await asyncio.sleep(0)
+        for start, count in contents:
+            await turns.give_way()
             if start + count > covered:
                 stretch = ids[start * keys.TOKEN_BYTES : (start + count) * keys.TOKEN_BYTES]
                 chunk = self._tiers.index.find_content(keys.content_hash(root, stretch), stretch)

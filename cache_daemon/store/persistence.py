@@ -24,7 +24,7 @@ from cache_daemon.store.tiers import Tiers
 
 # Evicting goes on to this share of the budget, so that it does not happen at every write; when the tier says that it is
 # full although the books say otherwise, a little more goes.
-_LOW_WATER, _FULL_WATER = 0.95, 0.9
+_LOW_WATER, _FULL_WATER, _GROWTH = 0.95, 0.9, 1.02
 _RETRIED_AT_ONCE = 256
 _LOADED_AT_ONCE = 500
 # Of a stored header and its index entries, beside up to five bytes for each token.
@@ -44,6 +44,8 @@ class Persistence:
         self._again: set[Chunk] = set()  # being written, and removed by a later write whose chunk is gone
         self._unsaved: dict[Chunk, None] = {}  # in the arena only, although they should be durable; oldest first
         self._progressed = asyncio.Event()
+        # What the tier was seen to hold when it had no more room, although the budget says otherwise; it grows back.
+        self._ceiling = float(budget_bytes)
         tiers.on_unlisted.append(self._unlisted)
 
     # ---- at start -------------------------------------------------------------------------------------------
@@ -97,13 +99,13 @@ class Persistence:
 
     def seen_again(self, chunks: Iterable[Chunk]) -> None:
         """Chunks that were used: those that the tier had no place for are worth another try."""
-        if self._unsaved:
-            for chunk in chunks:
-                if chunk in self._unsaved:
-                    self.persist(chunk)
+        for chunk in chunks:
+            if chunk.on_disk is Residency.ABSENT:
+                self.persist(chunk)
 
     def retry(self) -> None:
-        """Tries again what could not be written, parents before children. Call it now and then."""
+        """Tries again what could not be written, parents before children. Call it once a second."""
+        self._ceiling = min(self.budget_bytes, self._ceiling * _GROWTH)
         if self._unsaved and not self._arriving:
             # While nothing can be written, one is enough to see whether it can again.
             waiting = list(self._unsaved)[: 1 if self._writer.failing else _RETRIED_AT_ONCE]
@@ -161,8 +163,9 @@ class Persistence:
 
     def _not_written(self, chunk: Chunk, outcome: PutOutcome) -> None:
         self._tiers.counts.failed_writes += 1
-        if outcome is PutOutcome.NO_ROOM:
-            self._shrink(self._cold.used_bytes * _FULL_WATER)
+        if outcome is PutOutcome.NO_ROOM and self._cold.used_bytes <= self._ceiling:
+            self._ceiling = self._cold.used_bytes * _FULL_WATER
+            self._shrink(self._ceiling)
         self._unsaved[chunk] = None
 
     def _unlisted(self, chunk: Chunk) -> None:
@@ -190,19 +193,19 @@ class Persistence:
 
     def _make_room(self, chunk: Chunk, parent: Chunk | None) -> bool:
         """Evicts for a newcomer, if the tier may and should have it."""
-        size = _cost(chunk)
-        if size > self.budget_bytes:
+        size, most = _cost(chunk), min(self.budget_bytes, self._ceiling)
+        if size > most:
             return False
         while self._cold.over_quota(chunk.tenant, size):
             if not self._evict(chunk, own=True):
                 return False
-        if self._cold.used_bytes + size > self.budget_bytes:
+        if self._cold.used_bytes + size > most:
             if not self._cold.admits(chunk, parent):
                 return False
-            target = self.budget_bytes * _LOW_WATER - size
+            target = most * _LOW_WATER - size
             while self._cold.used_bytes > target and self._evict(chunk, own=False):
                 pass
-        return self._cold.used_bytes + size <= self.budget_bytes
+        return self._cold.used_bytes + size <= most
 
     def _evict(self, newcomer: Chunk, own: bool) -> bool:
         """Gives up the worst chunk that may go for another one; not what that continues."""

@@ -11,7 +11,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
 from kvsidecar.errors import UnknownSession
 from kvsidecar.layout import Geometry
 
-from cache_daemon.memory.arena import Slot
+from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.handing_out import ID_BYTES
 from cache_daemon.memory.staging import Staging
 from cache_daemon.store.chunk import Chunk
@@ -125,3 +125,10 @@ class Sessions:
                 "the session has ended or never was; call Attach and use the session_id of its Welcome"
             )
         return found
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless each session's staging is what it has reserved."""
+        for session in self:
+            staged = sum(footprint(r.staged.size_bytes) for r in session.reservations.values())
+            used = session.staging.used_bytes if session.staging is not None else 0
+            assert session.committing or staged == used, "staging and reservations differ"

@@ -41,9 +41,10 @@ from cache_daemon.store.pins import Pins
 from cache_daemon.store.sessions import Reservation, Session
 from cache_daemon.store.tenants import Tenant
 from cache_daemon.store.tiers import Tiers
+from cache_daemon.store.turns import Turns
 
-# A copy of so many bytes is one piece of work on the copying threads.
-_PIECE_BYTES = 16 << 20
+# A copy of so many bytes or chunks is one piece of work on the copying threads.
+_PIECE_BYTES, _PIECE_CHUNKS = 16 << 20, 32
 # A full arena may be full of chunks that are being written to disk: so long a commit waits for that, in all.
 _PATIENCE_SECONDS, _STEP_SECONDS = 2.0, 0.25
 _MOMENT_SECONDS = 30.0
@@ -90,7 +91,7 @@ class Writing:
         for header in headers:
             self._check_header(header, session.geometry)
         account = self._tiers.accounts.of(tenant)
-        return [self._reserve_one(session, root, account, header) for header in headers]
+        return [self._reserve_one(session, root, tenant, account, header) for header in headers]
 
     @staticmethod
     def _check_header(header: ChunkHeader, expected: Geometry) -> None:
@@ -105,7 +106,9 @@ class Writing:
         if not 0 <= header.prefill_seconds < float("inf"):
             raise InvalidRequest(f"prefill_seconds is {header.prefill_seconds}; a number from 0 is needed")
 
-    def _reserve_one(self, session: Session, root: bytes, tenant: Tenant, header: ChunkHeader) -> Reserved:
+    def _reserve_one(
+        self, session: Session, root: bytes, tenant: bytes, account: Tenant, header: ChunkHeader
+    ) -> Reserved:
         parent = header.parent_prefix_hash or root
         ids = keys.token_bytes(header.token_ids)
         key = keys.prefix_hash(parent, ids)
@@ -116,7 +119,7 @@ class Writing:
         if not self._parent_known(session, root, parent, header.start_position):
             return Reserved(RESERVE_OUTCOME_PARENT_MISSING, key)
         assert session.staging is not None
-        if self._too_large(session.staging.size_bytes, tenant, header.payload_bytes):
+        if self._too_large(session.staging.size_bytes, account, header.payload_bytes):
             return Reserved(RESERVE_OUTCOME_TOO_LARGE, key)
         staged = session.staging.allocate(header.payload_bytes)
         if staged is None:
@@ -125,10 +128,10 @@ class Writing:
         kept.CopyFrom(header)
         kept.DiscardUnknownFields()
         kept.ClearField("token_ids")
-        kept.root, kept.tenant, kept.parent_prefix_hash, kept.prefix_hash = root, tenant.id, parent, key
+        kept.root, kept.tenant, kept.parent_prefix_hash, kept.prefix_hash = root, tenant, parent, key
         kept.content_hash = keys.content_hash(root, ids)
         reservation_id = secrets.token_bytes(ID_BYTES)
-        session.reservations[reservation_id] = Reservation(kept, ids, tenant, staged)
+        session.reservations[reservation_id] = Reservation(kept, ids, account, staged)
         self._in_progress[key] = session
         return Reserved(RESERVE_OUTCOME_GRANTED, key, reservation_id, staged)
 
@@ -172,12 +175,13 @@ class Writing:
 
     async def _commit(self, session: Session, taken: list[tuple[Reservation, int]]) -> list[CommitOutcome.ValueType]:
         outcomes: list[CommitOutcome.ValueType] = []
-        patience = _PATIENCE_SECONDS
+        patience, turns = _PATIENCE_SECONDS, Turns()
         try:
             while len(outcomes) < len(taken):
                 copies, refusal, patience = await self._rooms(taken[len(outcomes) :], patience)
                 sound = await self._copied(session, copies)
                 outcomes += [self._publish(c, ok) for c, ok in zip(copies, sound, strict=True)]
+                await turns.give_way()
                 if refusal is not None and len(outcomes) < len(taken):
                     outcomes.append(refusal)
         finally:
@@ -197,7 +201,7 @@ class Writing:
         size = 0
         for reservation, checksum in taken:
             header, tenant = reservation.header, reservation.tenant
-            if size and size + header.payload_bytes > _PIECE_BYTES:
+            if len(copies) == _PIECE_CHUNKS or (size and size + header.payload_bytes > _PIECE_BYTES):
                 break
             slot = self._tiers.allocate(header.payload_bytes, tenant)
             while slot is None and not copies and patience > 0 and self._persistence is not None:

@@ -1,0 +1,93 @@
+"""Walks over many chunks: deleting, expiring, counting. They take turns with everything else on the event loop, so what
+they walk over may change under them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from kvsidecar import keys
+from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED, EventType, StatsResponse
+
+from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.tiers import Tiers
+from cache_daemon.store.turns import Turns
+
+_PAGE = 256
+
+
+class Walks:
+    """Over a store's index."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+
+    async def delete(self, root: bytes, chunk: Chunk | None) -> int:
+        """Removes a chunk with all that continues it, without one a tenant's chunks, with no root everything. Returns
+        how many."""
+        if chunk is not None:
+            return await self._drop_branch(chunk, EVENT_TYPE_DELETED, Turns())
+        dropped, turns = 0, Turns()
+        async for found in self._all(root):
+            if found.listed:
+                dropped += await self._drop_branch(found, EVENT_TYPE_DELETED, turns)
+        return dropped
+
+    async def expire(self) -> int:
+        """Drops what has passed its time to live. Returns how many."""
+        if not self._tiers.accounts.any_ttl:
+            return 0
+        dropped, now, turns = 0, self._tiers.clock(), Turns()
+        async for chunk in self._all(b""):
+            if chunk.listed and not chunk.pins and chunk.tenant.expired(now - chunk.used_at):
+                dropped += await self._drop_branch(chunk, EVENT_TYPE_EVICTED, turns)
+        return dropped
+
+    async def count(self, root: bytes) -> StatsResponse:
+        """What a tenant has in a namespace."""
+        out = StatsResponse()
+        async for chunk in self._all(root):
+            resident, durable = chunk.in_arena is Residency.PRESENT, chunk.on_disk is Residency.PRESENT
+            out.chunks += 1
+            out.tokens += chunk.tokens
+            out.arena_chunks += resident
+            out.arena_used_bytes += chunk.size_bytes * resident
+            out.durable_chunks += durable
+            out.durable_bytes += chunk.stored_bytes * durable
+            out.pinned_bytes += chunk.size_bytes * (chunk.pins > 0)
+        return out
+
+    def page(self, root: bytes, after: bytes, limit: int) -> Sequence[Chunk]:
+        """Chunks of a tenant ordered by prefix hash, or with an empty root of all, ordered by root and prefix hash;
+        ``after`` is the last one's root and prefix hash."""
+        index = self._tiers.index
+        if root:
+            return index.of_root(root, after[keys.HASH_BYTES :], limit)
+        out: list[Chunk] = []
+        for name in index.roots_from(after[: keys.HASH_BYTES]):
+            begun = after[keys.HASH_BYTES :] if name == after[: keys.HASH_BYTES] else b""
+            out += index.of_root(name, begun, limit - len(out))
+            if len(out) >= limit:
+                break
+        return out
+
+    async def _all(self, root: bytes) -> AsyncIterator[Chunk]:
+        after, turns = b"", Turns()
+        while page := self.page(root, after, _PAGE):
+            after = page[-1].root + page[-1].key
+            for chunk in page:
+                yield chunk
+                await turns.give_way()
+
+    async def _drop_branch(self, chunk: Chunk, why: EventType.ValueType, turns: Turns) -> int:
+        """Drops a chunk and all that continues it, leaves first. Returns how many."""
+        branch = [chunk]
+        for member in branch:
+            branch.extend(self._tiers.index.children(member.key))
+            await turns.give_way()
+        dropped = 0
+        while branch:
+            member = branch.pop()
+            if member.listed:
+                dropped += self._tiers.drop(member, why)
+            await turns.give_way()
+        return dropped
