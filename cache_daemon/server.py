@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -34,7 +34,6 @@ from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemo
 from cache_daemon.memory.handing_out import handing_out
 from cache_daemon.memory.shared import SharedMemory
 from cache_daemon.observe.health import reporting_durable
-from cache_daemon.observe.prometheus import serving_metrics
 from cache_daemon.observe.snapshot import Snapshots
 from cache_daemon.observe.telemetry import Telemetry, telemetry
 from cache_daemon.observe.traffic import recording
@@ -75,7 +74,7 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
                 asked = traffic.asked if traffic is not None else None
                 shared = Shared(store, config.heartbeat_ms, Calls(telling.call_span), stalls.worst_ms, asked=asked)
                 telling.observe(Snapshots(shared, asyncio.get_running_loop()))
-                with serving_metrics(shared, config.metrics_port):
+                with _metrics(shared, config.metrics_port):
                     await _serve(config, tenants, shared, summary, stop)
 
 
@@ -109,6 +108,18 @@ def _tier(config: DaemonConfig, folder: Path) -> LmdbTier:
     elif given := config.store_key.get_secret_value():
         key = parse_key(given.encode(), "the environment variable KVSIDECAR_CACHE_STORE_KEY")
     return LmdbTier(folder, config.store_bytes, config.durability == "strict", config.compression, key)
+
+
+@contextlib.contextmanager
+def _metrics(shared: Shared, port: int) -> Iterator[None]:
+    if not port:
+        yield
+        return
+    # Only then: what it needs takes a while to import, which a daemon that starts again has not.
+    from cache_daemon.observe.prometheus import serving_metrics
+
+    with serving_metrics(shared, port):
+        yield
 
 
 def _reload(tenants: CurrentTenants, accounts: Accounts) -> None:

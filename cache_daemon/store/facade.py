@@ -151,16 +151,21 @@ class ChunkStore:
                 await self._upkeep
         for session in self.sessions:
             self.close_session(session)
-        loop = asyncio.get_running_loop()
+        in_thread = asyncio.get_running_loop().run_in_executor
         if self._persistence is not None and self._writer is not None:
+            with contextlib.suppress(TimeoutError):  # what is written meanwhile has a time of last use, too
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await self.settle()
             self._persistence.write_recency()
-            written = await loop.run_in_executor(None, self._writer.stop, _STOP_SECONDS)
-            if not written:
+            if not await in_thread(None, self._writer.stop, _STOP_SECONDS):
                 log.error("the durable tier did not take all that was queued in time", failing=self._writer.failing)
-        await loop.run_in_executor(None, self._copying.shutdown)
-        await loop.run_in_executor(None, self._reading.shutdown)
-        if self._durable is not None:
-            await loop.run_in_executor(None, self._durable.close)
+        for blocking in (
+            self._copying.shutdown,
+            self._reading.shutdown,
+            self._durable.close if self._durable else None,
+        ):
+            if blocking is not None:
+                await in_thread(None, blocking)
         self.arena.close()
 
     # ---- sessions -------------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class Tiers:
         chunk.on_disk, chunk.stored_bytes = Residency.PRESENT, stored_bytes
         self.used[chunk.key] = chunk.used_at
         self.cold.resize(chunk, stored_bytes)
+        self.used[chunk.key] = chunk.used_at
         self.reconsider(chunk)
 
     def not_on_disk(self, chunk: Chunk) -> None:
