@@ -45,7 +45,7 @@ class Attaching(AtDoor):
                     return
                 self.principal_of(context)  # a token that was revoked ends the session
                 self.store.report(session, limits.check_beat(message.heartbeat))
-                verdict = self.store.verdict(session.namespace)
+                verdict = self.store.verdicts.get(session.namespace)
                 yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
         except KVSidecarError as error:
             await abort(context, error, CACHE_DOMAIN)
@@ -81,7 +81,7 @@ class Attaching(AtDoor):
             session_id=session.id,
             heartbeat_interval_ms=self.shared.heartbeat_ms,
             max_chunk_tokens=MAX_CHUNK_TOKENS,
-            verdict=self.store.verdict(session.namespace),
+            verdict=self.store.verdicts.get(session.namespace),
         )
         if session.staging is not None:
             welcome.memory_socket = self.memory_socket
@@ -102,6 +102,6 @@ class Attaching(AtDoor):
             )
         limits.at_most("the length of the verdict in bytes", verdict.ByteSize(), limits.MAX_STRING_BYTES)
         self.principal_of(context).require_operator("store a verdict, which all tenants of the model follow")
-        await self.store.set_verdict(session, verdict)
+        await self.store.verdicts.put(session.namespace, verdict)
         log.info("verdict stored", namespace=session.namespace.hex()[:12], passed=verdict.passed)
         return pb.SetVerdictResponse()

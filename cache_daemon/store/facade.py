@@ -20,11 +20,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import structlog
-from google.protobuf.message import DecodeError
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import (
     CommitOutcome,
-    ReuseVerdict,
     StatsResponse,
 )
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
@@ -35,21 +33,22 @@ from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.eviction.policy import EvictionPolicy
 from cache_daemon.memory.arena import Arena, footprint
 from cache_daemon.memory.staging import Staging
+from cache_daemon.store import pins, verdicts
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import PrefixIndex
 from cache_daemon.store.lookup import Lookup, MatchResult
 from cache_daemon.store.persistence import Persistence
-from cache_daemon.store.pins import NOTE_PREFIX, Pins
+from cache_daemon.store.pins import Pins
 from cache_daemon.store.sessions import Session, Sessions
 from cache_daemon.store.shelf import Shelf
 from cache_daemon.store.summary import SummaryWriter
 from cache_daemon.store.tenants import Accounts
 from cache_daemon.store.tiers import Clock, Tiers
+from cache_daemon.store.verdicts import Verdicts
 from cache_daemon.store.walks import Walks
 from cache_daemon.store.writing import Reserved, Writing
 
-_VERDICT = b"verdict:"
 _SLICE = 128
 _TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
 # Of the larger tier, so much may be pinned.
@@ -86,7 +85,6 @@ class ChunkStore:
         self._started = time.monotonic()
         self._copying = ThreadPoolExecutor(_COPY_THREADS, "copy")
         self._reading = ThreadPoolExecutor(_READ_THREADS, "durable-read")
-        self._verdicts: dict[bytes, ReuseVerdict] = {}
         hot = Shelf(new_policy, lambda limits: limits.arena_bytes)
         cold = Shelf(new_policy, lambda limits: limits.store_bytes) if durable else None
         self._writer = DurableWriter(durable, asyncio.get_running_loop()) if durable is not None else None
@@ -94,6 +92,7 @@ class ChunkStore:
             arena, PrefixIndex(summary), hot, cold, self._writer, self.events, self.accounts, self.counts,
             clock or Clock(),
         )  # fmt: skip
+        self.verdicts = Verdicts(self._writer)
         self._persistence: Persistence | None = None
         if cold is not None and self._writer is not None:
             self._persistence = Persistence(self.tiers, cold, self._writer, durable_budget_bytes)
@@ -137,10 +136,9 @@ class ChunkStore:
 
     def _take_up(self, notes: dict[bytes, bytes]) -> None:
         for name, value in notes.items():
-            if name.startswith(_VERDICT):
-                with contextlib.suppress(DecodeError):
-                    self._verdicts[name[len(_VERDICT) :]] = ReuseVerdict.FromString(value)
-            elif name.startswith(NOTE_PREFIX):
+            if name.startswith(verdicts.NOTE_PREFIX):
+                self.verdicts.restore(name, value)
+            elif name.startswith(pins.NOTE_PREFIX):
                 self._pins.restore(name, value)
 
     async def close(self) -> None:
@@ -214,23 +212,6 @@ class ChunkStore:
         self.counts.requested_tokens += tokens
         for name, value in zip(("prompts", "prompt_tokens", "cached_tokens", "pool_tokens"), served, strict=True):
             setattr(self.counts, name, getattr(self.counts, name) + value)
-
-    def verdict(self, namespace: bytes) -> ReuseVerdict | None:
-        """What was measured of approximate reuse in a namespace."""
-        return self._verdicts.get(namespace)
-
-    async def set_verdict(self, session: Session, verdict: ReuseVerdict) -> None:
-        """Keeps a verdict with the session's namespace; returns when it is on disk, where there is a durable tier."""
-        self._verdicts[session.namespace] = verdict
-        if self._writer is not None:
-            written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-            def done(_: object) -> None:
-                if not written.done():
-                    written.set_result(None)
-
-            self._writer.note(_VERDICT + session.namespace, verdict.SerializeToString(), done)
-            await written
 
     # ---- chunks ---------------------------------------------------------------------------------------------
 

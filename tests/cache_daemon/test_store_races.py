@@ -66,7 +66,9 @@ async def test_a_chunk_that_was_never_read_keeps_its_age() -> None:
         await asyncio.sleep(0.01)
         assert bench.store._persistence is not None
         bench.store._persistence.write_recency()
-        await bench.store.set_verdict(bench.session, pb.ReuseVerdict(strategy="none"))  # what is queued is written
+        await bench.store.verdicts.put(
+            bench.session.namespace, pb.ReuseVerdict(strategy="none")
+        )  # what is queued is written
         ticks = {found.header.prefix_hash: found.last_use for found in bench.tier.inner.load()}
         assert ticks[key] == int(bench.clock.now * 1000)
 
