@@ -153,7 +153,7 @@ async def _serve(
     def admits(peer: socket.socket) -> bool:
         return is_allowed(peer_credentials(peer), os.getuid())
 
-    writer, health = store.tiers.writer, health_aio.HealthServicer()
+    health = health_aio.HealthServicer()
     async with (
         handing_out(memory_socket, _Shares(store, summary), 0o600, admits),
         listening_at(
@@ -164,7 +164,7 @@ async def _serve(
             Limits(message_bytes=_MAX_MESSAGE_BYTES),
             health,
         ),
-        reporting_durable(None if writer is None else lambda: writer.failing, health.set),
+        reporting_durable(None if store.tiers.writer is None else lambda: store.failing, health.set),
     ):
         stats = store.stats()
         log.info(

@@ -342,6 +342,11 @@ class ChunkStore:
         if self._writer is not None:
             self._writer.note(name, value)
 
+    @property
+    def failing(self) -> tuple[str, float] | None:
+        """Why the durable tier cannot be written to, and since when (monotonic seconds); None while it can."""
+        return self._persistence.failing if self._persistence is not None else None
+
     # ---- state ----------------------------------------------------------------------------------------------
 
     def stats(self) -> StatsResponse:
@@ -362,7 +367,7 @@ class ChunkStore:
         if tiers.cold is not None and self._persistence is not None and writer is not None:
             out.durable_budget_bytes, out.durable_bytes = self._persistence.budget_bytes, tiers.cold.used_bytes
             out.durable_chunks, out.pending_writes = len(tiers.cold), writer.pending
-            out.durable_failing = writer.failing[0] if writer.failing else ""
+            out.durable_failing = self.failing[0] if self.failing else ""
         return out
 
     async def stats_of(self, root: bytes) -> StatsResponse:

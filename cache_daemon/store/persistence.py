@@ -8,6 +8,7 @@ token that was durable is lost.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 
 import structlog
@@ -24,7 +25,8 @@ from cache_daemon.store.tiers import Tiers
 
 # Evicting goes on to this share of the budget, so that it does not happen at every write; when the tier says that it is
 # full although the books say otherwise, a little more goes.
-_LOW_WATER, _FULL_WATER, _GROWTH = 0.95, 0.9, 1.02
+_LOW_WATER, _FULL_WATER = 0.95, 0.9
+_FULL, _FULL_SECONDS = "the disk is full", 5.0
 _RETRIED_AT_ONCE = 256
 _LOADED_AT_ONCE = 500
 # Of a stored header and its index entries, beside up to five bytes for each token.
@@ -44,8 +46,9 @@ class Persistence:
         self._again: set[Chunk] = set()  # being written, and removed by a later write whose chunk is gone
         self._unsaved: dict[Chunk, None] = {}  # in the arena only, although they should be durable; oldest first
         self._progressed = asyncio.Event()
-        # What the tier was seen to hold when it had no more room, although the budget says otherwise; it grows back.
+        # What the tier was seen to hold when it had no more room, although the budget says otherwise: the disk is full.
         self._ceiling = float(budget_bytes)
+        self._full_since, self._full_at = 0.0, float("-inf")
         tiers.on_unlisted.append(self._unlisted)
 
     # ---- at start -------------------------------------------------------------------------------------------
@@ -105,13 +108,23 @@ class Persistence:
 
     def retry(self) -> None:
         """Tries again what could not be written, parents before children. Call it once a second."""
-        self._ceiling = min(self.budget_bytes, self._ceiling * _GROWTH)
         if self._unsaved and not self._arriving:
             # While nothing can be written, one is enough to see whether it can again.
-            waiting = list(self._unsaved)[: 1 if self._writer.failing else _RETRIED_AT_ONCE]
+            waiting = list(self._unsaved)[: 1 if self.failing else _RETRIED_AT_ONCE]
+            if self._is_full:
+                self._ceiling = float(self.budget_bytes)
             for chunk in waiting:
                 self._unsaved.pop(chunk)
                 self.persist(chunk)
+
+    @property
+    def failing(self) -> tuple[str, float] | None:
+        """Why nothing can be written, and since when (monotonic seconds); None while it can."""
+        return self._writer.failing or ((_FULL, self._full_since) if self._is_full else None)
+
+    @property
+    def _is_full(self) -> bool:
+        return time.monotonic() - self._full_at < _FULL_SECONDS
 
     def write_recency(self) -> None:
         """Writes down which durable chunks were used since the last time, so that eviction knows after a restart."""
@@ -163,9 +176,12 @@ class Persistence:
 
     def _not_written(self, chunk: Chunk, outcome: PutOutcome) -> None:
         self._tiers.counts.failed_writes += 1
-        if outcome is PutOutcome.NO_ROOM and self._cold.used_bytes <= self._ceiling:
-            self._ceiling = self._cold.used_bytes * _FULL_WATER
-            self._shrink(self._ceiling)
+        if outcome is PutOutcome.NO_ROOM:
+            if not self._is_full:
+                self._full_since = time.monotonic()
+                self._shrink(self._cold.used_bytes * _FULL_WATER)
+            self._full_at = time.monotonic()
+            self._ceiling = float(self._cold.used_bytes)
         self._unsaved[chunk] = None
 
     def _unlisted(self, chunk: Chunk) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -249,40 +249,63 @@ CASES: dict[str, Case] = {
 }
 
 
+async def quietest(folder: Path, work: Callable[[Path], Awaitable[float]]) -> None:
+    """Asserts that a piece of work keeps the loop no longer than allowed. Other processes may be in the way: a stall of
+    the work's own is there every time."""
+    stalls = []
+    for attempt in range(3):
+        place = folder / str(attempt)
+        place.mkdir()
+        stalls.append(await work(place))
+        if stalls[-1] <= ALLOWED_MS * slowness():
+            return
+    raise AssertionError(f"the loop was kept for {', '.join(f'{ms:.0f}' for ms in stalls)} ms")
+
+
 @pytest.mark.parametrize("case", CASES)
 async def test_no_request_keeps_the_loop_for_long(tmp_path: Path, case: str) -> None:
     prepare, method, request = CASES[case]
-    async with opened(tmp_path) as bench:
-        made = prepare(bench)
-        gc.freeze()  # what was made here is not the request's to look through
-        try:
-            stall_ms, _ = await stall_of(bench, method, request(bench, made))
-        finally:
-            gc.unfreeze()
-    print(f"{case}: {stall_ms:.1f} ms")
-    assert stall_ms <= ALLOWED_MS * slowness()
+
+    async def work(folder: Path) -> float:
+        async with opened(folder) as bench:
+            made = prepare(bench)
+            gc.freeze()  # what was made here is not the request's to look through
+            try:
+                stall_ms, _ = await stall_of(bench, method, request(bench, made))
+            finally:
+                gc.unfreeze()
+        return stall_ms
+
+    await quietest(tmp_path, work)
 
 
 async def test_a_commit_of_1024_chunks_does_not_keep_the_loop(tmp_path: Path) -> None:
-    async with opened(tmp_path) as bench:
-        headers = [new_header(GEOMETRY, [n], 0) for n in range(limits.MAX_ITEMS)]
-        reserved = bench.store.reserve(bench.session, b"", headers)
-        items = [pb.CommitItem(reservation_id=r.reservation_id, checksum=keys.checksum(bytes(128))) for r in reserved]
-        request = pb.CommitRequest(session_id=bench.session.id, epoch=bench.store.epoch, items=items)
-        stall_ms, answer = await stall_of(bench, "Commit", request)
-        assert answer.committed == limits.MAX_ITEMS
-    assert stall_ms <= ALLOWED_MS * slowness()
+    async def work(folder: Path) -> float:
+        async with opened(folder) as bench:
+            headers = [new_header(GEOMETRY, [n], 0) for n in range(limits.MAX_ITEMS)]
+            reserved = bench.store.reserve(bench.session, b"", headers)
+            sum_of = keys.checksum(bytes(128))
+            items = [pb.CommitItem(reservation_id=r.reservation_id, checksum=sum_of) for r in reserved]
+            request = pb.CommitRequest(session_id=bench.session.id, epoch=bench.store.epoch, items=items)
+            stall_ms, answer = await stall_of(bench, "Commit", request)
+            assert answer.committed == limits.MAX_ITEMS
+        return stall_ms
+
+    await quietest(tmp_path, work)
 
 
 async def test_a_sweep_of_100_000_expired_chunks_does_not_keep_the_loop(tmp_path: Path) -> None:
-    async with opened(tmp_path) as bench:
-        bench.ttl = 100.0
-        bench.star(CHUNKS)
-        bench.passed = 200.0
-        async with measured() as turns:
-            await bench.store.sweep()
-        assert len(bench.store.tiers.index) == 0
-    assert max(turns) <= ALLOWED_MS * slowness()
+    async def work(folder: Path) -> float:
+        async with opened(folder) as bench:
+            bench.ttl = 100.0
+            bench.star(CHUNKS)
+            bench.passed = 200.0
+            async with measured() as turns:
+                await bench.store.sweep()
+            assert len(bench.store.tiers.index) == 0
+        return max(turns)
+
+    await quietest(tmp_path, work)
 
 
 async def test_64_watchers_of_10_000_events_do_not_keep_the_loop(tmp_path: Path) -> None:
