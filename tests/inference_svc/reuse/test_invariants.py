@@ -38,6 +38,8 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "linear": (t.Qwen2Config, {"rope_parameters": LINEAR}),
     "partial": (t.Phi3Config, {"pad_token_id": 0, "rope_parameters": PARTIAL}),
 }
+# The laboratory moves keys, which those of one model cannot be.
+MOVABLE = [name for name in SUPPORTED if name != "Gemma3ForCausalLM"]
 # Chunk lengths of a prompt, in some order.
 CHUNKS = st.lists(st.integers(8, 40), min_size=2, max_size=5)
 
@@ -57,6 +59,10 @@ def prefill(decoder: Decoder, pool: KVPool, ids: list[int], table: BlockTable) -
 def test_turning_stored_keys_equals_encoding_elsewhere(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers, against the eager model with shifted positions."""
     loaded, eager, pool = random_model(name, monkeypatch)
+    if refusal(loaded.config):
+        with pytest.raises(ModelUnsupported, match="cannot be moved"):
+            rotary_of(loaded.model)
+        return
     decoder, rotary = Decoder(loaded), rotary_of(loaded.model)
     ids = torch.randint(1, 500, (24,)).tolist()
     table, moved = pool.allocate(24), pool.allocate(24)
@@ -112,7 +118,7 @@ def laboratory(name: str) -> Laboratory:
 
 @settings(max_examples=12, deadline=None)
 @given(sizes=CHUNKS, data=st.data())
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", MOVABLE)
 def test_a_prefix_hit_has_the_logits_of_a_prefill(name: str, sizes: list[int], data: st.DataObject) -> None:
     lab = laboratory(name)
     ids = data.draw(st.lists(st.integers(1, 499), min_size=sum(sizes) + 5, max_size=sum(sizes) + 5))
