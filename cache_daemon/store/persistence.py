@@ -42,8 +42,6 @@ class Persistence:
         self._tiers, self._cold, self._writer = tiers, cold, writer
         self.budget_bytes = budget_bytes
         self._arriving = 0
-        self._replacing: dict[Chunk, list[Chunk]] = {}  # what a write that runs removes in its transaction
-        self._again: set[Chunk] = set()  # being written, and removed by a later write whose chunk is gone
         self._unsaved: dict[Chunk, None] = {}  # in the arena only, although they should be durable; oldest first
         self._progressed = asyncio.Event()
         # What the tier was seen to hold when it had no more room, although the budget says otherwise: the disk is full.
@@ -83,12 +81,11 @@ class Persistence:
             for old in chunk.supersedes
             if old.listed and old.on_disk is not Residency.ABSENT and not self._tiers.index.has_children(old)
         ]
-        self._replacing[chunk] = replaced
         self._writer.put(
             chunk.whole_header(),
             lambda: self._tiers.arena.read(slot),
             tuple(old.key for old in replaced),
-            lambda result: self._written(chunk, result),
+            lambda result: self._written(chunk, replaced, result),
         )
 
     def supersede(self, chunk: Chunk, old: Chunk) -> None:
@@ -149,15 +146,14 @@ class Persistence:
             return False
         return True
 
-    def _written(self, chunk: Chunk, result: PutResult) -> None:
+    def _written(self, chunk: Chunk, replaced: list[Chunk], result: PutResult) -> None:
         self._arriving -= 1
-        replaced, removed_again = self._replacing.pop(chunk, []), chunk in self._again
-        self._again.discard(chunk)
+        stored = result.outcome is PutOutcome.STORED
         if not chunk.listed:
             chunk.on_disk = Residency.ABSENT
-        elif result.outcome is not PutOutcome.STORED:
-            self._tiers.not_on_disk(chunk)
-        if result.outcome is PutOutcome.STORED and chunk.listed:
+            for old in replaced if stored else []:
+                self._store_again(old)
+        elif stored:
             self._tiers.arrived_on_disk(chunk, result.stored_bytes)
             for old in replaced:
                 if old.listed:
@@ -166,10 +162,10 @@ class Persistence:
                 old.superseded -= 1
             chunk.supersedes.clear()
             self._tiers.tell(EVENT_TYPE_PERSISTED, chunk)
-            if removed_again:
-                self._store_again(chunk)
-        elif chunk.listed and result.outcome is not PutOutcome.CANCELLED:
-            self._not_written(chunk, result.outcome)
+        else:
+            self._tiers.not_on_disk(chunk)
+            if result.outcome is not PutOutcome.CANCELLED:
+                self._not_written(chunk, result.outcome)
         self._tiers.unused(chunk)
         self._progressed.set()
         self._progressed = asyncio.Event()
@@ -189,15 +185,10 @@ class Persistence:
         for old in chunk.supersedes:  # it never became durable: what it was to replace stays
             old.superseded -= 1
         chunk.supersedes.clear()
-        for old in self._replacing.pop(chunk, []):
-            self._store_again(old)
 
     def _store_again(self, chunk: Chunk) -> None:
-        """A write that was under way when its chunk went has removed this one from the tier, or will have."""
-        if not chunk.listed:
-            return
-        if chunk.on_disk is Residency.ARRIVING:
-            self._again.add(chunk)
+        """A chunk was removed from the tier by the transaction that stored its successor, which is gone by now."""
+        if not chunk.listed or chunk.on_disk is not Residency.PRESENT:
             return
         self._tiers.not_on_disk(chunk)
         if chunk.in_arena is Residency.PRESENT:
