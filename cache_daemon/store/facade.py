@@ -325,6 +325,7 @@ class ChunkStore:
 
     async def settle(self) -> None:
         """Waits until all that should be durable is. For tests and for orderly ends."""
+        await self._writing.idle()
         while self._persistence is not None and not self._persistence.settled:
             await self._persistence.progress(0.1)
 

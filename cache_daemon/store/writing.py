@@ -81,6 +81,7 @@ class Writing:
         self._tiers, self._persistence, self._pins = tiers, persistence, pins
         self._epoch, self._in_thread = epoch, in_thread
         self._in_progress: dict[bytes, Session] = {}
+        self._running: set[asyncio.Future[list[CommitOutcome.ValueType]]] = set()
 
     # ---- reserve --------------------------------------------------------------------------------------------
 
@@ -171,7 +172,15 @@ class Writing:
                 raise UnknownLease("the reservation is not one of this session's; reserve the chunk again")
         taken = [(session.reservations.pop(reservation_id), checksum) for reservation_id, checksum in items]
         session.committing += 1
-        return await asyncio.shield(asyncio.ensure_future(self._commit(session, taken)))
+        running = asyncio.ensure_future(self._commit(session, taken))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return await asyncio.shield(running)
+
+    async def idle(self) -> None:
+        """Waits for commits that run, also for those whose caller went away."""
+        while self._running:
+            await asyncio.wait(self._running)
 
     async def _commit(self, session: Session, taken: list[tuple[Reservation, int]]) -> list[CommitOutcome.ValueType]:
         outcomes: list[CommitOutcome.ValueType] = []

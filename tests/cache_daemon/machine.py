@@ -177,6 +177,7 @@ class Ground(RuleBasedStateMachine):
             with contextlib.suppress(KVSidecarError, asyncio.CancelledError):
                 call.done(await call.task)
         self.calls = []
+        await self.store._writing.idle()
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):
