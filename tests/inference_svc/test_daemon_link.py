@@ -111,8 +111,8 @@ def test_an_end_of_one_session_does_not_end_the_next(node: Node) -> None:
 def test_the_daemon_is_told_what_the_worker_served(node: Node) -> None:
     link = DaemonLink(socket_target(node.cache_socket), "counts", descriptor())
     try:
-        link.served = lambda: Served(prompts=3, prompt_tokens=100, cached_tokens=60, pool_tokens=20)
         assert link.wait(10)
+        link.served = lambda: Served(prompts=3, prompt_tokens=100, cached_tokens=60, pool_tokens=20)
         deadline = time.monotonic() + 5
         while (stats := node.cache_stats()).prompt_tokens < 100:
             assert time.monotonic() < deadline

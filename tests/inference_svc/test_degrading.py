@@ -66,10 +66,9 @@ def test_dead_daemons_leave_no_memory_behind(shaky: Node) -> None:
         shaky.restart_daemon()
     ask(shaky, prompt(7, 150))
     maps = Path(f"/proc/{shaky.pid('worker-0')}/maps").read_text().splitlines()
-    for kind in ("/arena-", "/summary-"):
-        mapped = {line.split(None, 5)[5] for line in maps if kind in line}
-        assert len(mapped) == 1, mapped
-        assert "(deleted)" not in mapped.pop()
+    for kind in ("arena", "summary", "staging"):
+        mapped = {line.split(None, 5)[4] for line in maps if f"/memfd:kvsidecar-{kind}" in line}
+        assert len(mapped) == 1, f"{len(mapped)} daemons' {kind} is mapped"
 
 
 def test_a_hanging_daemon_delays_one_request_by_its_timeout(shaky: Node) -> None:
@@ -83,7 +82,7 @@ def test_a_hanging_daemon_delays_one_request_by_its_timeout(shaky: Node) -> None
         shaky.kill("daemon", signal.SIGCONT)
     assert all(got == want for got, _, _ in slow)
     assert slow[0][2] < 3
-    assert slow[2][2] < 1
+    assert slow[2][2] < 2, "the next ones do not wait"
     shaky.wait_attached(0)
     assert ask(shaky, ids)[1] == 149
 
