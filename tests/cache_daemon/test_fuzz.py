@@ -24,7 +24,7 @@ from benchmarks.peer import Peer
 SECONDS = float(os.environ.get("KVSIDECAR_FUZZ_SECONDS", "60"))
 SEED = int(os.environ.get("KVSIDECAR_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
 BASELINE_SECONDS = 5.0
-# By the clock, with fuzzer, client and daemon on what may be two cores; test_stalls holds each request to 50 ms of work.
+# By the clock, with fuzzer, client and daemon on two cores; test_stalls holds each request to 50 ms of work.
 ALLOWED_STALL_MS = 150.0
 
 
