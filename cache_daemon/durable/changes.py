@@ -125,10 +125,6 @@ def pack_puts(puts: Sequence[Put], packing: Packing, seal: Seal, last_order: int
     ]
 
 
-def _is_as_described(put: Put) -> bool:
-    return len(put.payload) == put.header.payload_bytes and keys.checksum(put.payload) == put.header.checksum
-
-
 def _packed(put: Put, small: bytes | None, seal: Seal, order: int) -> Packed:
     kind, plain = (codec.RAW, put.payload) if small is None else (codec.PLANES, small)
     stored = seal.close_value(PAYLOADS + b"\0" + put.header.prefix_hash, plain)

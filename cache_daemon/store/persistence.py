@@ -13,7 +13,6 @@ from collections.abc import Iterable
 
 import structlog
 from kvsidecar.cache.v1.cache_pb2 import (
-    EVENT_TYPE_DELETED,
     EVENT_TYPE_PERSISTED,
 )
 
@@ -231,11 +230,6 @@ class Persistence:
                 log.warning("the durable tier cannot shrink: all that it has is pinned or in use")
                 return
             self._tiers.evict_from_disk(victim)
-
-    def corrupt(self, chunk: Chunk) -> None:
-        """Drops a chunk whose stored bytes are damaged."""
-        self._tiers.counts.corrupt_chunks += 1
-        self._tiers.drop(chunk, EVENT_TYPE_DELETED)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless what is being written is what the books say."""
