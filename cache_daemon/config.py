@@ -61,7 +61,7 @@ class DaemonConfig(BaseSettings):
     gpu_memory: Literal["cuda", "host"] = "cuda"
     """host: the same exchange of descriptors with host memory behind it, for trying it out without a GPU."""
     heartbeat_ms: int = Field(default=2000, ge=50, le=60_000)
-    """A session ends after three missed heartbeats."""
+    """A session ends after three missed heartbeats, and never before 2 seconds."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus endpoint on 127.0.0.1; 0 for none."""
     otlp_endpoint: str = ""

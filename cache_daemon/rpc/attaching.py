@@ -19,6 +19,8 @@ from cache_daemon.store.sessions import Session
 
 PROTOCOL_VERSION = 2
 _MISSED_HEARTBEATS = 3
+# However often a client is to send them: one that waits for a busy machine's CPU is not dead.
+_LEAST_PATIENCE = 2.0
 
 log = structlog.get_logger("cache_daemon")
 
@@ -31,7 +33,7 @@ class Attaching(AtDoor):
     ) -> AsyncIterator[pb.AttachResponse]:
         session: Session | None = None
         messages = aiter(request_iterator)
-        patience = self.shared.heartbeat_ms * _MISSED_HEARTBEATS / 1000
+        patience = max(self.shared.heartbeat_ms * _MISSED_HEARTBEATS / 1000, _LEAST_PATIENCE)
         try:
             async with asyncio.timeout(patience):
                 first = decoded(await anext(messages, None))

@@ -99,7 +99,8 @@ def limited(daemon: Node) -> Any:
     peer.close()
 
 
-def test_sessions_are_limited(daemon: Node) -> None:
+def test_sessions_are_limited(start: Callable[..., Node]) -> None:
+    daemon = start(heartbeat_ms=20_000)  # none of them ends while the others come
     peers: list[Peer] = []
     try:
         peers += [Peer(daemon) for _ in range(limits.MAX_SESSIONS)]
