@@ -3,7 +3,8 @@
 A row per kind. ``wrong_answers`` counts reads with other bytes than were committed and refusals that did not come;
 ``leaked_slots`` leases, reservations and arena pages that nobody accounts for afterwards; ``lost_durable_chunks`` those
 that were told durable and cannot be found after a kill; ``failed_requests`` those that failed although nothing that
-they need was down. ``recovery_ms`` runs from the kill to the first Match that succeeds, with the start of the process.
+they need was down. ``recovery_ms`` runs from the kill to the first Match that succeeds, with the start of the process;
+the summary's is that of every kill of the daemon, with its guardian or without.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.node import Node
 from benchmarks.peer import Peer
 
 # Kills are what most can go wrong with.
-_SHARES = {"kill_daemon": 10, "stop_writer": 4, "kill_client": 3, "stop_daemon": 3}
+_SHARES = {"kill_daemon": 10, "kill_daemon_and_guardian": 4, "stop_writer": 4, "kill_client": 3, "stop_daemon": 3}
 _ROUNDS_OF_A_NODE = 40
 _WORKER_PROMPT, _WORKER_TOKENS = 300, 16
 
@@ -73,7 +74,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         name: sum(r[name] for r in rows)
         for name in ("rounds", "wrong_answers", "leaked_slots", "lost_durable_chunks", "failed_requests")
     }
-    kills = [o.recovery_ms for o in found["kill_daemon"] if o.recovery_ms is not None]
+    kinds = ("kill_daemon", "kill_daemon_and_guardian")
+    kills = [o.recovery_ms for kind in kinds for o in found[kind] if o.recovery_ms is not None]
     summary["recovery_ms_p50"] = report.median(kills)
     summary["recovery_ms_p99"] = round(p99(kills), 1)
     summary["reasons"] = sorted(set(reasons))[:5]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 from kvsidecar import Client
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
@@ -86,8 +87,11 @@ class Node:
 
     def start_daemon(self, wait: bool = True) -> None:
         self._start("a-daemon", ["cache_daemon"], self._daemon_flags)
-        if not wait:
-            return
+        if wait:
+            self.wait_daemon()
+
+    def wait_daemon(self) -> None:
+        """Waits until the daemon serves."""
         deadline = time.monotonic() + _START_SECONDS
         while True:
             try:
@@ -123,20 +127,39 @@ class Node:
             self._check(f"worker-{i}", deadline)
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to ``daemon`` or ``worker-N``; after SIGKILL waits until it is gone."""
+        """Sends a signal to ``daemon`` or ``worker-N``; after SIGKILL and SIGTERM waits until it is gone.
+
+        The daemon is the process that serves, and for these two also its guardian, so that it stays dead.
+        """
         key = "a-daemon" if name == "daemon" else name
-        process = self._processes[key]
+        process, serving = self._processes[key], psutil.Process(self.pid(name))
+        if number not in (signal.SIGKILL, signal.SIGTERM):
+            serving.send_signal(number)
+            return
         process.send_signal(number)
-        if number in (signal.SIGKILL, signal.SIGTERM):
-            process.wait(30)
-            del self._processes[key]
+        process.wait(30)
+        if serving.pid != process.pid:
+            _wait_gone(serving, 30)
+        del self._processes[key]
+
+    def crash_daemon(self) -> None:
+        """SIGKILL to the process that serves, as the kernel sends it for want of memory; its guardian lives."""
+        serving = psutil.Process(self.pid("daemon"))
+        serving.kill()
+        _wait_gone(serving, 30)
 
     def alive(self, name: str) -> bool:
         key = "a-daemon" if name == "daemon" else name
         return key in self._processes and self._processes[key].poll() is None
 
     def pid(self, name: str) -> int:
-        return self._processes["a-daemon" if name == "daemon" else name].pid
+        """Of the process that does the work."""
+        if name != "daemon":
+            return self._processes[name].pid
+        guardian, deadline = self._processes["a-daemon"].pid, time.monotonic() + 5
+        while not (children := psutil.Process(guardian).children()):
+            self._check("a-daemon", deadline)  # between two of them
+        return children[0].pid
 
     def restart_worker(self, i: int) -> None:
         """SIGKILL, then a new process."""
@@ -199,3 +222,12 @@ class Node:
     def read_log(self) -> str:
         self.log.flush()
         return (self.folder / "log").read_text(encoding="utf-8", errors="replace")[-4000:]
+
+
+def _wait_gone(process: psutil.Process, seconds: float) -> None:
+    """Waits for a process that is not this one's child; where nobody buries it, until it is a zombie."""
+    deadline = time.monotonic() + seconds
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process {process.pid} does not end")
+        time.sleep(0.002)

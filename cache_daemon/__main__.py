@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-from kvsidecar.cli.settings import run_service
+# Before numpy is imported: its threads have nothing to do here, and a process that forks should have none.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from kvsidecar.cli.settings import run_service  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
+    import uvloop  # noqa: F401 - imported once, before the guardian forks
+
     from cache_daemon.config import DaemonConfig
+    from cache_daemon.guardian import kept_running
     from cache_daemon.server import serve
 
-    return run_service("kvsidecar daemon", DaemonConfig, serve, sys.argv[1:] if arguments is None else arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    return run_service("kvsidecar daemon", DaemonConfig, serve, given, kept_running)
 
 
 if __name__ == "__main__":

@@ -103,13 +103,27 @@ class Scene:
 
 
 def kill_daemon(scene: Scene) -> Outcome:
+    """As the kernel does for want of memory: the process that serves. Its guardian starts it again."""
+    return _killed(scene, scene.node.crash_daemon)
+
+
+def kill_daemon_and_guardian(scene: Scene) -> Outcome:
+    """All of it; who runs it starts it again, with a new interpreter."""
+
+    def die() -> None:
+        scene.node.kill("daemon")
+        scene.node.start_daemon(wait=False)
+
+    return _killed(scene, die)
+
+
+def _killed(scene: Scene, die: Callable[[], None]) -> Outcome:
     scene.let_run()
     watcher = Watcher(scene.node)
     scene.let_run()
     scene.load.down.begin()
     began = time.monotonic()
-    scene.node.kill("daemon")
-    scene.node.start_daemon(wait=False)
+    die()
     recovery = scene.recovered(began)
     scene.load.down.end()
     return Outcome(lost=scene.lost(watcher.close()), recovery_ms=recovery)
@@ -301,6 +315,7 @@ def small_disk(folder: Path, size: str) -> Iterator[bool]:
 
 KINDS: dict[str, Callable[[Scene], Outcome]] = {
     "kill_daemon": kill_daemon,
+    "kill_daemon_and_guardian": kill_daemon_and_guardian,
     "stop_daemon": stop_daemon,
     "kill_client": kill_client,
     "stop_writer": stop_writer,

@@ -106,18 +106,33 @@ def configure_logging(level: str) -> None:
 
 
 def run_service(
-    name: str, settings: type[S], serve: Callable[[S], Coroutine[Any, Any, None]], arguments: Sequence[str]
+    name: str,
+    settings: type[S],
+    serve: Callable[[S], Coroutine[Any, Any, None]],
+    arguments: Sequence[str],
+    around: Callable[[Callable[[], int]], int] = lambda run: run(),
 ) -> int:
-    """Parses flags and runs ``serve`` on a uvloop. Returns the exit code: 0 stopped, 2 bad settings, 1 failed."""
-    import uvloop
+    """Parses flags and runs ``serve`` on a uvloop, within ``around``, which calls what it is given.
 
+    Returns the exit code: 0 stopped, 2 bad settings, 1 failed.
+    """
     parser = argparse.ArgumentParser(prog=name, description=inspect.getdoc(settings))
     add_flags(parser, settings)
     given = vars(parser.parse_args(arguments))
     config_file = given.pop("config")
     try:
         config = read_settings(settings, given, config_file)
-        configure_logging(getattr(config, "log_level", "info"))
+    except ConfigurationError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    configure_logging(getattr(config, "log_level", "info"))
+    return around(lambda: _run(name, serve, config))
+
+
+def _run(name: str, serve: Callable[[S], Coroutine[Any, Any, None]], config: S) -> int:
+    import uvloop
+
+    try:
         uvloop.run(serve(config), debug=False)
     except ConfigurationError as error:
         print(f"{name}: {error}", file=sys.stderr)

@@ -1,0 +1,104 @@
+"""Keeps the daemon running: a small parent that has everything imported, and starts the daemon again when it dies.
+
+A daemon that is killed for memory, or by a defect in native code, must be back before its users notice. Importing what
+it needs takes a second of CPU, a fork of a process that has imported it a few milliseconds. So the process that
+``kvsidecar daemon`` names only waits; its child serves. The child dies with it, whatever it dies of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+_PASSED_ON = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_WAITED_FOR = _PASSED_ON | {signal.SIGCHLD}
+_PR_SET_PDEATHSIG = 1
+# A daemon that dies again and again at its start is somebody else's to look at.
+_STABLE_SECONDS = 5.0
+_MOST_QUICK_DEATHS = 5
+
+log = structlog.get_logger("cache_daemon")
+
+
+@dataclass
+class _End:
+    """How the child ended: its exit code, or minus the signal that killed it, and whether it had been asked to."""
+
+    code: int
+    asked: bool
+
+
+def kept_running(run: Callable[[], int]) -> int:
+    """Calls ``run`` in a child process, and again whenever a signal kills it that did not come through here.
+
+    SIGTERM, SIGINT and SIGHUP are passed on. Returns what ``run`` returned, or 128 + N where signal N ended it. The
+    caller has no threads, no event loop and nothing open that the child should not have.
+    """
+    gc.collect()
+    gc.freeze()  # what is shared with the children stays shared
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+    try:
+        quick_deaths = 0
+        while True:
+            began = time.monotonic()
+            end = _waited_for(_forked(run, before))
+            if end.code >= 0:
+                return end.code
+            if end.asked:
+                return 128 - end.code
+            seconds = time.monotonic() - began
+            quick_deaths = quick_deaths + 1 if seconds < _STABLE_SECONDS else 0
+            name = signal.Signals(-end.code).name
+            if quick_deaths == _MOST_QUICK_DEATHS:
+                log.error("the daemon died too often, giving up", signal=name, deaths=quick_deaths)
+                return 128 - end.code
+            log.warning("the daemon died, starting it again", signal=name, after_seconds=round(seconds, 3))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _forked(run: Callable[[], int], mask: set[signal.Signals | int]) -> int:
+    """The id of a child that calls ``run`` and ends with its result."""
+    parent = os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if os.getppid() == parent:  # else it died before the line above could see it
+            code = run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)  # nothing of the parent's is to be ended here
+
+
+def _waited_for(child: int) -> _End:
+    """Passes signals on until the child has ended. Also buries what else ends: in a container this is process 1."""
+    asked = False
+    while True:
+        got = signal.sigwait(_WAITED_FOR)
+        if got in _PASSED_ON:
+            asked = asked or got != signal.SIGHUP
+            os.kill(child, got)  # not yet buried, so it is this child
+            continue
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == child:
+                    return _End(os.waitstatus_to_exitcode(ended[1]), asked)

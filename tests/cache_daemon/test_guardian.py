@@ -1,0 +1,60 @@
+"""What serves dies and comes back; its guardian says who runs it whether it should."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from benchmarks.node import Node
+from tests.cache_daemon.conftest import Peer
+
+
+def test_a_daemon_that_is_killed_is_back_at_once_with_what_was_durable(daemon: Node) -> None:
+    peer = Peer(daemon)
+    peer.put([1, 2, 3])
+    daemon.settle()
+    peer.close()
+    first = daemon.pid("daemon")
+    daemon.crash_daemon()
+    began = time.monotonic()
+    daemon.wait_daemon()
+    # A new interpreter alone takes a second of CPU.
+    assert time.monotonic() - began < 5
+    again = Peer(daemon)
+    assert again.read([1, 2, 3]) == 3
+    assert daemon.pid("daemon") != first
+    again.close()
+
+
+def test_no_daemon_outlives_its_guardian(daemon: Node) -> None:
+    serving = psutil.Process(daemon.pid("daemon"))
+    daemon.kill("daemon")
+    assert not serving.is_running() or serving.status() == psutil.STATUS_ZOMBIE
+    daemon.start_daemon()  # nothing holds the socket
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_guardian_ends_both_in_order(start: Callable[..., Node], number: signal.Signals) -> None:
+    node = start()
+    serving, process = psutil.Process(node.pid("daemon")), node._processes["a-daemon"]
+    process.send_signal(number)
+    assert process.wait(20) == 0
+    assert not serving.is_running()
+    del node._processes["a-daemon"]
+    assert "Traceback" not in node.read_log()
+
+
+def test_what_dies_again_and_again_is_given_up(daemon: Node) -> None:
+    process = daemon._processes["a-daemon"]
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline:
+        for child in psutil.Process(process.pid).children():
+            child.kill()
+        time.sleep(0.01)
+    assert process.wait(5) == 128 + signal.SIGKILL
+    assert "giving up" in daemon.read_log()
+    del daemon._processes["a-daemon"]
