@@ -8,7 +8,7 @@ import sys
 # Before numpy is imported: its threads have nothing to do here, and a process that forks should have none.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from kvsidecar.cli.settings import run_service  # noqa: E402
+from kvsidecar.cli.settings import run_service
 
 
 def main(arguments: list[str] | None = None) -> int:
