@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -132,21 +133,22 @@ class Node:
         The daemon is the process that serves, and for these two also its guardian, so that it stays dead.
         """
         key = "a-daemon" if name == "daemon" else name
-        process, serving = self._processes[key], psutil.Process(self.pid(name))
+        process, serving = self._processes[key], self.pid(name)
         if number not in (signal.SIGKILL, signal.SIGTERM):
-            serving.send_signal(number)
+            os.kill(serving, number)
             return
+        handle = os.pidfd_open(serving)
         process.send_signal(number)
         process.wait(30)
-        if serving.pid != process.pid:
-            _wait_gone(serving, 30)
+        _wait_gone(handle, 30)
         del self._processes[key]
 
     def crash_daemon(self) -> None:
         """SIGKILL to the process that serves, as the kernel sends it for want of memory; its guardian lives."""
-        serving = psutil.Process(self.pid("daemon"))
-        serving.kill()
-        _wait_gone(serving, 30)
+        serving = self.pid("daemon")
+        handle = os.pidfd_open(serving)
+        os.kill(serving, signal.SIGKILL)
+        _wait_gone(handle, 30)
 
     def alive(self, name: str) -> bool:
         key = "a-daemon" if name == "daemon" else name
@@ -224,10 +226,10 @@ class Node:
         return (self.folder / "log").read_text(encoding="utf-8", errors="replace")[-4000:]
 
 
-def _wait_gone(process: psutil.Process, seconds: float) -> None:
-    """Waits for a process that is not this one's child; where nobody buries it, until it is a zombie."""
-    deadline = time.monotonic() + seconds
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"process {process.pid} does not end")
-        time.sleep(0.002)
+def _wait_gone(handle: int, seconds: float) -> None:
+    """Waits until a process that need not be this one's child has ended with all of its threads; closes its pidfd."""
+    try:
+        if not select.select([handle], [], [], seconds)[0]:
+            raise TimeoutError("a process does not end")
+    finally:
+        os.close(handle)

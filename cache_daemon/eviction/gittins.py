@@ -31,15 +31,24 @@ _Rank = tuple[float, int, int, int]
 @dataclass(slots=True)
 class _History:
     """What tells entries apart. ``turn``: how many stretches of the prompt before it were used by other requests.
-    ``inner``: a chunk continues it."""
+    ``inner``: a chunk continues it. ``kind``: the three in one number."""
 
     turn: int
     uses: int
     inner: bool
+    kind: int = field(init=False)
 
-    @property
-    def kind(self) -> int:
-        return (self.inner * _TURN_KINDS + self.turn) * _USE_KINDS + self.uses.bit_length()
+    def __post_init__(self) -> None:
+        self.kind = (self.inner * _TURN_KINDS + self.turn) * _USE_KINDS + self.uses.bit_length()
+
+    def use(self, uses: int = 0) -> None:
+        """It was used once more, ``uses`` times at least."""
+        self.uses = min(max(self.uses + 1, uses), _MOST_USES)
+        self.__post_init__()
+
+    def correct(self, inner: bool) -> None:
+        self.inner = inner
+        self.__post_init__()
 
     @property
     def note(self) -> int:
@@ -87,9 +96,9 @@ class Gittins:
         self._tick = 0
         self._slice, self._slice_ticks = 0, 2
         self._reuse = _reuse_times()
-        self._promise: list[list[float]] = self._reuse.promise().tolist()
+        self._promise: list[list[float]] | None = None  # until it is asked for
         self._groups: dict[tuple[int, int, int], _Group] = {}
-        self._ranked: SortedDict[_Rank, _Group] = SortedDict()
+        self._ranked: SortedDict[_Rank, _Group] | None = None  # until somebody is to go
         self._ghosts = Ghosts(_LOOK_BACK * AGES)
         # Who came in or was refused last, and whether it is but taken to be an inner one: its child may come next.
         self._newest: tuple[Entry, _Held] | None = None
@@ -102,8 +111,8 @@ class Gittins:
         self._haunt(entry, held)
         if parent is not None and parent not in self._held:
             return False
-        rank = self._rank(held.history.kind, held.worth, self._slice)
-        return not self._ranked or rank > self._ranked.peekitem(0)[0]
+        ranked = self._order()
+        return not ranked or self._rank(held.history.kind, held.worth, self._slice) > ranked.peekitem(0)[0]
 
     def insert(self, entry: Entry, parent: Entry | None = None, uses: int = 0) -> None:
         if entry in self._held:
@@ -122,10 +131,11 @@ class Gittins:
         if not parked:
             self._withdraw(entry, held)
         self._pass_time()
-        self._reuse.use(held.history.kind, self._age(held.tick))
-        held.history.uses = min(held.history.uses + 1, _MOST_USES)
+        history = held.history
+        self._reuse.use(history.kind, self._age(held.tick))
+        history.use()
         held.tick = self._tick
-        self._reuse.begin(held.history.kind)
+        self._reuse.begin(history.kind)
         if not parked:
             self._offer(entry, held)
 
@@ -150,7 +160,7 @@ class Gittins:
             self._newest = None
 
     def victims(self) -> Iterator[Entry]:
-        return (entry for group in self._ranked.values() for entry in group.members)
+        return (entry for group in self._order().values() for entry in group.members)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -172,7 +182,7 @@ class Gittins:
         else:
             history = _History.of_note(known[1])
             self._reuse.use(history.kind, self._age(known[0]))
-            history.uses = min(max(history.uses + 1, uses), _MOST_USES)
+            history.use(uses)
         self._reuse.begin(history.kind)
         worth = round(_WORTHS_PER_OCTAVE * math.log2(self._worth.per_byte(entry)))
         held = _Held(history, worth, self._tick)
@@ -207,7 +217,7 @@ class Gittins:
     def _correct(self, held: _Held, inner: bool) -> None:
         age = self._age(held.tick)
         self._reuse.lose(held.history.kind, age)
-        held.history.inner = inner
+        held.history.correct(inner)
         self._reuse.begin(held.history.kind, age)
 
     def _haunt(self, entry: Entry, held: _Held) -> None:
@@ -229,11 +239,9 @@ class Gittins:
         if self._slice_ticks * AGES < _LOOK_BACK * len(self._held):
             self._widen()
         elif self._slice % _SLICES_PER_FIT == 0:
-            self._promise = self._reuse.promise().tolist()
+            self._promise = None
         self._close_oldest()
-        for group in self._groups.values():
-            group.rank = self._rank(group.kind, group.worth, group.slice)
-        self._ranked = SortedDict({g.rank: g for g in self._groups.values()})
+        self._ranked = None
 
     def _widen(self) -> None:
         """Makes slices twice as long, and the memory of ghosts as large as is needed then. A tier that still grows
@@ -241,10 +249,10 @@ class Gittins:
         self._slice_ticks *= 2
         self._slice = self._tick // self._slice_ticks
         self._reuse.widen()
-        self._promise = self._reuse.promise().tolist()
+        self._promise = None
         self._ghosts = Ghosts(min(self._slice_ticks * AGES, _MOST_GHOSTS))
         self._groups.clear()
-        self._ranked.clear()
+        self._ranked = None
         for entry, held in self._held.items():
             self._reuse.begin(held.history.kind, self._age(held.tick))
             if held.group is not None:
@@ -264,7 +272,17 @@ class Gittins:
     def _is_oldest(self, slice_: int) -> bool:
         return self._slice - slice_ >= AGES - 1
 
+    def _order(self) -> SortedDict[_Rank, _Group]:
+        """Who goes first. A tier with room never asks, so it never pays for the answer."""
+        if self._ranked is None:
+            for group in self._groups.values():
+                group.rank = self._rank(group.kind, group.worth, group.slice)
+            self._ranked = SortedDict({g.rank: g for g in self._groups.values()})
+        return self._ranked
+
     def _rank(self, kind: int, worth: int, slice_: int) -> _Rank:
+        if self._promise is None:
+            self._promise = self._reuse.promise().tolist()
         age = AGES - 1 if slice_ == _OLDEST else self._slice - slice_
         return self._promise[kind][age] * 2.0 ** (worth / _WORTHS_PER_OCTAVE), slice_, kind, worth
 
@@ -275,8 +293,10 @@ class Gittins:
         key = held.history.kind, held.worth, slice_
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = _Group(*key, self._rank(*key))
-            self._ranked[group.rank] = group
+            group = self._groups[key] = _Group(*key)
+            if self._ranked is not None:
+                group.rank = self._rank(*key)
+                self._ranked[group.rank] = group
         group.members[entry] = None
         held.group = group
 
@@ -286,7 +306,8 @@ class Gittins:
         del group.members[entry]
         if not group.members:
             del self._groups[group.kind, group.worth, group.slice]
-            del self._ranked[group.rank]
+            if self._ranked is not None:
+                del self._ranked[group.rank]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless groups, ranks and waits are those of the entries held and remembered."""
@@ -298,6 +319,7 @@ class Gittins:
         assert np.array_equal(waiting, self._reuse.waiting), "somebody is waited for who is not known, or the reverse"
         offered = {entry: group for group in self._groups.values() for entry in group.members}
         assert offered == {e: h.group for e, h in self._held.items() if h.group is not None}, "a group is wrong"
-        assert {id(g) for g in self._ranked.values()} == {id(g) for g in self._groups.values()}, "a group has no rank"
-        for rank, group in self._ranked.items():
+        ranked = self._order()
+        assert {id(g) for g in ranked.values()} == {id(g) for g in self._groups.values()}, "a group has no rank"
+        for rank, group in ranked.items():
             assert rank == group.rank == self._rank(group.kind, group.worth, group.slice), "a rank is not today's"

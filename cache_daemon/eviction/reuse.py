@@ -30,20 +30,22 @@ class ReuseTimes:
         self._guess = guess
         self.waiting = np.zeros(shape)  # entries whose last use is so old, now
         self._recent = np.zeros(shape)  # uses in this slice of time
+        # The same memory: single elements are read and written faster through these.
+        self._one_waiting, self._one_recent = memoryview(self.waiting), memoryview(self._recent)  # type: ignore[arg-type]
         self._uses, self._risk = np.zeros(shape), np.zeros(shape)
 
     def begin(self, kind: int, age: int = 0) -> None:
         """An entry of this kind was used ``age`` ago, and is waited for."""
-        self.waiting[kind, age] += 1
+        self._one_waiting[kind, age] += 1
 
     def lose(self, kind: int, age: int) -> None:
         """Such an entry is waited for no longer."""
-        self.waiting[kind, age] -= 1
+        self._one_waiting[kind, age] -= 1
 
     def use(self, kind: int, age: int) -> None:
         """Such an entry was used; the next wait is to be begun."""
-        self.waiting[kind, age] -= 1
-        self._recent[kind, age] += 1
+        self._one_waiting[kind, age] -= 1
+        self._one_recent[kind, age] += 1
 
     def advance(self) -> None:
         """A slice of time went by."""
@@ -58,7 +60,7 @@ class ReuseTimes:
     def widen(self) -> None:
         """Slices become twice as long. Nobody waits then: waits are to be begun anew."""
         self.waiting[:] = 0
-        self._recent, self._uses, self._risk = (
+        self._recent[:], self._uses, self._risk = (
             np.concatenate([x[:, ::2] + x[:, 1::2], np.zeros((len(x), AGES // 2))], axis=1)
             for x in (self._recent, self._uses, self._risk / 2)
         )
