@@ -19,6 +19,8 @@ from cache_daemon.eviction.worth import Worth
 _LOOK_BACK = 8
 _MOST_GHOSTS = 1 << 20
 _SLICES_PER_FIT = 8
+# So that what is done once per slice costs little per use, in a small tier, too.
+_LEAST_SLICE_TICKS = 64
 # What more of them would tell apart no longer matters.
 _MOST_TURNS, _MOST_USES = 4, 63
 _TURN_KINDS, _USE_KINDS = _MOST_TURNS + 1, _MOST_USES.bit_length() + 1
@@ -43,8 +45,9 @@ class _History:
 
     def use(self, uses: int = 0) -> None:
         """It was used once more, ``uses`` times at least."""
-        self.uses = min(max(self.uses + 1, uses), _MOST_USES)
-        self.__post_init__()
+        if self.uses < _MOST_USES:
+            self.uses = min(max(self.uses + 1, uses), _MOST_USES)
+            self.__post_init__()
 
     def correct(self, inner: bool) -> None:
         self.inner = inner
@@ -94,7 +97,7 @@ class Gittins:
         self._held: dict[Entry, _Held] = {}
         self._worth = Worth()
         self._tick = 0
-        self._slice, self._slice_ticks = 0, 2
+        self._slice, self._slice_ticks = 0, _LEAST_SLICE_TICKS
         self._reuse = _reuse_times()
         self._promise: list[list[float]] | None = None  # until it is asked for
         self._groups: dict[tuple[int, int, int], _Group] = {}
@@ -125,16 +128,21 @@ class Gittins:
         self._offer(entry, held)
 
     def touch(self, entry: Entry) -> None:
+        # Once per chunk of every prompt: what could be calls is written out.
         held = self._held[entry]
-        self._settle_newest()
+        if self._newest is not None:
+            self._settle_newest()
         parked = held.group is None
         if not parked:
             self._withdraw(entry, held)
-        self._pass_time()
+        self._tick = tick = self._tick + 1
+        if not tick % self._slice_ticks:
+            self._next_slice()
         history = held.history
-        self._reuse.use(history.kind, self._age(held.tick))
+        age = self._slice - held.tick // self._slice_ticks
+        self._reuse.use(history.kind, age if age < AGES else AGES - 1)
         history.use()
-        held.tick = self._tick
+        held.tick = tick
         self._reuse.begin(history.kind)
         if not parked:
             self._offer(entry, held)
@@ -232,8 +240,10 @@ class Gittins:
 
     def _pass_time(self) -> None:
         self._tick += 1
-        if self._tick % self._slice_ticks:
-            return
+        if not self._tick % self._slice_ticks:
+            self._next_slice()
+
+    def _next_slice(self) -> None:
         self._slice += 1
         self._reuse.advance()
         if self._slice_ticks * AGES < _LOOK_BACK * len(self._held):
