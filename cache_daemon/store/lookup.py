@@ -23,6 +23,8 @@ from cache_daemon.store.turns import Turns
 _PATIENCE_SECONDS = 0.25
 # Work on the event loop goes on for so many probes before others have their turn.
 _SLICE = 128
+# Uses are counted when the answer is on its way, so few at a time that the next request hardly waits.
+_TOUCH_AFTER_SECONDS, _TOUCHES = 0.002, 32
 
 Found = Sequence[tuple[Chunk, int]]
 
@@ -244,13 +246,13 @@ class Lookup:
         for chunk in (*path, *elsewhere):
             chunk.hits += 1
         if not self._touched:
-            asyncio.get_running_loop().call_soon(self._touch_some)
+            asyncio.get_running_loop().call_later(_TOUCH_AFTER_SECONDS, self._touch_some)
         # Parents count as used after their children, which they outlive.
         self._touched.extend(reversed(path))
         self._touched.extend(elsewhere)
 
     def _touch_some(self) -> None:
-        for _ in range(min(_SLICE, len(self._touched))):
+        for _ in range(min(_TOUCHES, len(self._touched))):
             self._tiers.touch(self._touched.popleft())
         if self._touched:
             asyncio.get_running_loop().call_soon(self._touch_some)
