@@ -242,9 +242,11 @@ class Lookup:
         counts.content_tokens += sum(m.tokens for _, m in placed)
 
     def _touch_later(self, path: list[Chunk], elsewhere: list[Chunk]) -> None:
-        """Counts a use, once the answer is on its way."""
+        """Notes a use, and tells the tiers of it once the answer is on its way."""
+        now = self._tiers.clock()
         for chunk in (*path, *elsewhere):
             chunk.hits += 1
+            chunk.used_at = now
         if not self._touched:
             asyncio.get_running_loop().call_later(_TOUCH_AFTER_SECONDS, self._touch_some)
         # Parents count as used after their children, which they outlive.

@@ -106,10 +106,9 @@ class Tiers:
         return None if chunk.is_first else self.index.get(chunk.parent_key)
 
     def touch(self, chunk: Chunk) -> None:
-        """A chunk was used. Of a path, the last chunk first: parents outlive their children."""
+        """A chunk was used, at its ``used_at``. Of a path, the last chunk first: parents outlive their children."""
         if not chunk.listed:
             return
-        chunk.used_at = self.clock()
         self.hot.touch(chunk)
         if self.cold is not None:
             self.cold.touch(chunk)

@@ -308,6 +308,7 @@ class Writing:
         for reservation in committed:
             chunk = self._tiers.index.get(reservation.header.parent_prefix_hash)
             while chunk is not None and chunk.used_at < since:
+                chunk.used_at = self._tiers.clock()
                 self._tiers.touch(chunk)
                 chunk = self._tiers.parent_of(chunk)
 
