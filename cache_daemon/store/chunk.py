@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import ChunkInfo
@@ -20,6 +21,38 @@ class Residency(enum.Enum):
     ABSENT = enum.auto()
     ARRIVING = enum.auto()  # being read from, or written to, the tier: the slot must stay
     PRESENT = enum.auto()
+
+
+class ChunkState(NamedTuple):
+    """What can be told of a chunk, at one time; cheaper to make than the message that tells it."""
+
+    header: ChunkHeader
+    resident: bool
+    durable: bool
+    pinned: bool
+    leases: int
+    hits: int
+    stored_bytes: int
+    idle_seconds: float
+
+    def info(self) -> ChunkInfo:
+        h = self.header
+        return ChunkInfo(
+            root=h.root,
+            prefix_hash=h.prefix_hash,
+            parent_prefix_hash=h.parent_prefix_hash,
+            start_position=h.start_position,
+            tokens=h.token_count,
+            bits=h.bits,
+            payload_bytes=h.payload_bytes,
+            resident=self.resident,
+            durable=self.durable,
+            pinned=self.pinned,
+            leases=self.leases,
+            hits=self.hits,
+            stored_bytes=self.stored_bytes,
+            idle_seconds=self.idle_seconds,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -95,21 +128,17 @@ class Chunk:
         header.token_ids.extend(memoryview(self.ids).cast("I").tolist())
         return header
 
-    def info(self, now: float) -> ChunkInfo:
-        h = self.header
-        return ChunkInfo(
-            root=h.root,
-            prefix_hash=h.prefix_hash,
-            parent_prefix_hash=h.parent_prefix_hash,
-            start_position=h.start_position,
-            tokens=self.tokens,
-            bits=h.bits,
-            payload_bytes=h.payload_bytes,
-            resident=self.in_arena is Residency.PRESENT,
-            durable=self.on_disk is Residency.PRESENT,
-            pinned=self.pins > 0,
-            leases=self.leases,
-            hits=self.hits,
-            stored_bytes=self.stored_bytes,
-            idle_seconds=max(0.0, now - self.used_at),
+    def state(self, now: float) -> ChunkState:
+        return ChunkState(
+            self.header,
+            self.in_arena is Residency.PRESENT,
+            self.on_disk is Residency.PRESENT,
+            self.pins > 0,
+            self.leases,
+            self.hits,
+            self.stored_bytes,
+            max(0.0, now - self.used_at),
         )
+
+    def info(self, now: float) -> ChunkInfo:
+        return self.state(now).info()

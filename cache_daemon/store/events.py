@@ -7,8 +7,10 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from kvsidecar.cache.v1.cache_pb2 import ChunkInfo, EventType, WatchResponse
+from kvsidecar.cache.v1.cache_pb2 import EventType, WatchResponse
 from kvsidecar.errors import EventsLost, InvalidRequest
+
+from cache_daemon.store.chunk import ChunkState
 
 KEPT = 10_000
 _ALL = b""
@@ -21,7 +23,7 @@ class _Event:
     number: int  # among all
     of_root: int  # among its tenant's
     kind: EventType.ValueType
-    info: ChunkInfo
+    state: ChunkState
 
 
 class EventLog:
@@ -33,14 +35,16 @@ class EventLog:
         self._kept: dict[bytes, deque[_Event]] = {_ALL: deque()}
         self._changed = asyncio.Event()
 
-    def append(self, kind: EventType.ValueType, info: ChunkInfo) -> None:
-        self._last.update((_ALL, info.root))
-        event = _Event(self._last[_ALL], self._last[info.root], kind, info)
+    def append(self, kind: EventType.ValueType, state: ChunkState) -> None:
+        root, last = state.header.root, self._last
+        last[_ALL] += 1
+        last[root] += 1
+        event = _Event(last[_ALL], last[root], kind, state)
         everything = self._kept[_ALL]
         everything.append(event)
-        self._kept.setdefault(info.root, deque()).append(event)
+        self._kept.setdefault(root, deque()).append(event)
         if len(everything) > KEPT:
-            root = everything.popleft().info.root
+            root = everything.popleft().state.header.root
             of_root = self._kept[root]
             of_root.popleft()
             if not of_root:
@@ -71,6 +75,6 @@ class EventLog:
                 raise EventsLost(f"events after {after} are no longer kept; read the state with List, then watch anew")
             for event in [kept[i] for i in range(-due, 0)]:
                 after = event.number if root == _ALL else event.of_root
-                yield WatchResponse(epoch=self._epoch, sequence_number=after, type=event.kind, chunk=event.info)
+                yield WatchResponse(epoch=self._epoch, sequence_number=after, type=event.kind, chunk=event.state.info())
             if after == self._last[root]:
                 await changed.wait()

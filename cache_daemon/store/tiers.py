@@ -152,6 +152,8 @@ class Tiers:
 
     def over_quota(self, tenant: Tenant, size_bytes: int) -> bool:
         """Whether a payload more is beyond the tenant's quota of the arena, with those that are being copied."""
+        if tenant.limits.arena_bytes is None:
+            return False
         promised = sum(footprint(slot.size_bytes) for slot, owner in self.promised.items() if owner is tenant)
         return self.hot.over_quota(tenant, promised + footprint(size_bytes))
 
@@ -244,7 +246,7 @@ class Tiers:
                 self.reconsider(chunk)
 
     def tell(self, kind: EventType.ValueType, chunk: Chunk) -> None:
-        self.events.append(kind, chunk.info(self.clock()))
+        self.events.append(kind, chunk.state(self.clock()))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot is accounted for once and every tier agrees with its books."""

@@ -80,7 +80,7 @@ class Writing:
     ) -> None:
         self._tiers, self._persistence, self._pins = tiers, persistence, pins
         self._epoch, self._in_thread = epoch, in_thread
-        self._in_progress: dict[bytes, Session] = {}
+        self._in_progress: dict[bytes, tuple[Session, ChunkHeader]] = {}
         self._running: set[asyncio.Future[list[CommitOutcome.ValueType]]] = set()
 
     # ---- reserve --------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Writing:
         kept.content_hash = keys.content_hash(root, ids)
         reservation_id = secrets.token_bytes(ID_BYTES)
         session.reservations[reservation_id] = Reservation(kept, ids, account, staged)
-        self._in_progress[key] = session
+        self._in_progress[key] = session, kept
         return Reserved(RESERVE_OUTCOME_GRANTED, key, reservation_id, staged)
 
     def _too_large(self, staging_bytes: int, tenant: Tenant, size_bytes: int) -> bool:
@@ -148,10 +148,10 @@ class Writing:
         chunk = self._tiers.index.get(parent)
         if chunk is not None:
             return chunk.root == root and chunk.end_position == start and not chunk.superseded
-        if self._in_progress.get(parent) is not session:
+        writer, header = self._in_progress.get(parent, (None, None))
+        if writer is not session or header is None:
             return False
-        header = next((r.header for r in session.reservations.values() if r.header.prefix_hash == parent), None)
-        return header is not None and header.root == root and header.start_position + header.token_count == start
+        return header.root == root and header.start_position + header.token_count == start
 
     # ---- commit ---------------------------------------------------------------------------------------------
 
