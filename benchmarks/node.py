@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import psutil
@@ -23,8 +24,30 @@ from kvsidecar.runtime import socket_target
 _START_SECONDS = 180.0
 
 
+class Process(Protocol):
+    """What a node wants of ``subprocess.Popen``."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+def new_interpreter(command: list[str], environment: dict[str, str], log: int) -> Process:
+    """Runs ``python -m`` with these arguments; output goes to the descriptor ``log``."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *command], stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL
+    )
+
+
 class Node:
     """Owns its processes and a temporary folder; use it as a context manager."""
+
+    launch: Callable[[list[str], dict[str, str], int], Process] = staticmethod(new_interpreter)
 
     def __init__(
         self,
@@ -58,7 +81,7 @@ class Node:
             "log_level": "warning",
             **(worker_flags or {}),
         }
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Process] = {}
         self._clients: dict[int, Client] = {}
         self.log = (self.folder / "log").open("ab")
 
@@ -205,13 +228,11 @@ class Node:
             time.sleep(0.01)
 
     def _start(self, name: str, module: list[str], flags: dict[str, Any]) -> None:
-        command = [sys.executable, "-m", *module]
+        command = list(module)
         for flag, value in flags.items():
             command += [f"--{flag.replace('_', '-')}", str(value)]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("KVSIDECAR_")}
-        self._processes[name] = subprocess.Popen(
-            command, stdout=self.log, stderr=self.log, env=environment, stdin=subprocess.DEVNULL
-        )
+        self._processes[name] = self.launch(command, environment, self.log.fileno())
 
     def _check(self, name: str, deadline: float) -> None:
         process = self._processes[name]

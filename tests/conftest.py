@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.node import Node
+from benchmarks.node import Node, Process
 from inference_svc.model.numerics import make_reproducible
+from tests.nursery import Nursery
 
 make_reproducible()  # before any test's first product
 
@@ -24,6 +25,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="takes minutes; pytest --run-long runs it"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none here"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_starts() -> Iterator[None]:
+    """Nodes' processes are forked from ones that have imported what they need."""
+    nurseries: dict[str, Nursery] = {}
+
+    def launch(command: list[str], environment: dict[str, str], log: int) -> Process:
+        package, *arguments = command
+        if package not in nurseries:
+            nurseries[package] = Nursery(package)
+        return nurseries[package].start(arguments, environment, log)
+
+    before, Node.launch = Node.launch, staticmethod(launch)
+    yield
+    Node.launch = staticmethod(before)
+    for nursery in nurseries.values():
+        nursery.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,142 @@
+"""Starts daemons and workers for tests by forking a process that has imported them already.
+
+They are real processes with their real command lines; only the second (daemon) or the seconds (worker) of CPU that an
+interpreter needs for its imports are spent once for all of them. What tests of starting itself are about starts anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+# What each command's own main imports when it is called.
+_IMPORTS = {
+    "cache_daemon": ["cache_daemon.__main__", "cache_daemon.config", "cache_daemon.guardian", "cache_daemon.server"],
+    "inference_svc": ["inference_svc.__main__", "inference_svc.config", "inference_svc.server"],
+}
+_MESSAGE_BYTES = 1 << 20
+
+
+class Nursery:
+    """Forks processes of one package. Thread-safe."""
+
+    def __init__(self, package: str) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        with theirs:
+            command = [sys.executable, "-m", "tests.nursery", package, str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def close(self) -> None:
+        """Ends the nursery; the processes that it made go on."""
+        self._socket.close()
+        self._process.wait(10)
+
+    def start(self, arguments: Sequence[str], environment: dict[str, str], log: int) -> Nursling:
+        """A process with these arguments of its package's command line; its output goes to ``log``."""
+        request = {"arguments": list(arguments), "environment": environment, "folder": os.getcwd()}
+        return Nursling(self, self._ask(request, [log]))
+
+    def code_of(self, pid: int) -> int | None:
+        """The exit code of one that has ended, as subprocess gives it; None while it runs."""
+        answer: int | None = self._ask({"ended": pid})
+        return answer
+
+    def _ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> Any:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            return json.loads(self._socket.recv(_MESSAGE_BYTES))
+
+
+class Nursling:
+    """A process of a nursery, to be handled as one of ``subprocess.Popen``."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self._nursery, self.pid = nursery, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._nursery.code_of(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.poll() is None:
+            handle = os.pidfd_open(self.pid)  # until its code is asked for it is there, if only as a zombie
+            try:
+                if not select.select([handle], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            finally:
+                os.close(handle)
+        code = self.poll()
+        assert code is not None, "it has ended, so it has a code"
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _serve(package: str, descriptor: int) -> None:
+    for name in _IMPORTS[package]:
+        importlib.import_module(name)
+    run = importlib.import_module(f"{package}.__main__").main
+    with socket.socket(fileno=descriptor) as asking:
+        while True:
+            message, descriptors, *_ = socket.recv_fds(asking, _MESSAGE_BYTES, 1)
+            if not message:
+                return
+            request = json.loads(message)
+            if "ended" in request:
+                pid, status = os.waitpid(request["ended"], os.WNOHANG)
+                asking.send(json.dumps(os.waitstatus_to_exitcode(status) if pid else None).encode())
+                continue
+            pid = os.fork()
+            if not pid:
+                asking.close()
+                _become(run, request, descriptors[0])
+            os.close(descriptors[0])
+            asking.send(json.dumps(pid).encode())
+
+
+def _become(run: Any, request: dict[str, Any], log: int) -> None:
+    """Is the process that was asked for, from here to its end."""
+    code = 1
+    try:
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        os.chdir(request["folder"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        code = run(request["arguments"])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], int(sys.argv[2]))
