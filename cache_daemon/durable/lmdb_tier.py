@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -27,7 +26,7 @@ from cache_daemon.durable.loading import Contents, collecting_later, contents_of
 from cache_daemon.durable.opening import open_data
 from cache_daemon.durable.packing import MEASURED_FROM_BYTES, Compression, Packing
 from cache_daemon.durable.pages import Damage, Finder, Node, PageFile, check_overflow
-from cache_daemon.durable.reader import Entry, PayloadReader, stored_is_sound
+from cache_daemon.durable.reader import Entry, PayloadReader
 from cache_daemon.durable.rebuild import rebuild
 from cache_daemon.durable.records import HEADERS, MINIMUM_VALUE_BYTES, PAYLOADS, Unsound, decode_record, open_header
 from cache_daemon.durable.seal import seal_of
@@ -48,15 +47,6 @@ from cache_daemon.durable.tier import (
 )
 
 log = structlog.get_logger("cache_daemon")
-
-
-@dataclass(frozen=True)
-class ScrubStep:
-    """A slice of an online scrub: how much was read, which chunks are corrupt, and where to go on (None: done)."""
-
-    chunks: int
-    corrupt: tuple[bytes, ...]
-    next_key: bytes | None
 
 
 class LmdbTier:
@@ -181,27 +171,6 @@ class LmdbTier:
 
     def usage(self) -> Usage:
         return Usage(self._file.size_bytes, self._live_bytes, len(self._entries))
-
-    def scrub_step(self, after: bytes | None = None, most_bytes: int = 64 << 20) -> ScrubStep:
-        """Verifies a slice of the stored payloads in the order of their keys. Removing the corrupt is the caller's."""
-        order = sorted(key for key in list(self._entries) if after is None or key > after)
-        corrupt: list[bytes] = []
-        size = done = 0
-        for key in order:
-            entry = self._entries.get(key)
-            if size >= most_bytes:
-                return ScrubStep(done, tuple(corrupt), order[done - 1])
-            done += 1
-            if entry is None:
-                continue
-            size += entry.stored_length
-            try:
-                sound = stored_is_sound(entry)
-            except OSError:
-                sound = False
-            if not sound and self._entries.get(key) is entry:
-                corrupt.append(key)
-        return ScrubStep(done, tuple(corrupt), None)
 
     # ---- write ---------------------------------------------------------------------------------------------
 

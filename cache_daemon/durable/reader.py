@@ -112,9 +112,3 @@ def _scratch(name: str, size_bytes: int) -> memoryview:
         kept = mmap.mmap(-1, max(1 << 20, 1 << (size_bytes - 1).bit_length()))
         setattr(_local, name, kept)
     return memoryview(kept)[:size_bytes]
-
-
-def stored_is_sound(entry: Entry) -> bool:
-    """Whether a payload's stored bytes are those that were written. Raises OSError."""
-    stored = _scratch("stored", entry.stored_length)
-    return entry.file.read_into(stored, entry.offset) and keys.checksum(stored) == entry.stored_checksum

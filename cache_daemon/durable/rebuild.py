@@ -17,7 +17,6 @@ from kvsidecar.errors import StoreUnavailable
 
 from cache_daemon.durable.environment import Environment
 from cache_daemon.durable.folder import StoreFolder
-from cache_daemon.durable.pages import PageFile
 from cache_daemon.durable.records import (
     HEADERS,
     MINIMUM_VALUE_BYTES,
@@ -30,9 +29,8 @@ from cache_daemon.durable.records import (
     encode_tick,
     open_header,
 )
-from cache_daemon.durable.seal import Seal, seal_of
-from cache_daemon.durable.survey import OtherVersion, Survey, lenient_survey
-from cache_daemon.durable.tier import NoRoom, TierFailed
+from cache_daemon.durable.seal import Seal
+from cache_daemon.durable.survey import OtherVersion, Survey
 
 _TRANSACTION_BYTES = 32 << 20
 _MAP_SLACK_BYTES = 64 << 20
@@ -151,26 +149,6 @@ def _groups(kept: Iterable[bytes], survey: Survey) -> Iterable[list[bytes]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def salvage(folder: Path, key: bytes | None = None) -> Rebuilt:
-    """Repairs a store that no daemon holds: what is sound is kept, the file before it set aside.
-
-    Raises StoreUnavailable when it is not a store of this version, when the key is not its key, or when there is no
-    room for the new file; ConfigurationError for an impossible key.
-    """
-    held = StoreFolder(folder, create=False)
-    try:
-        survey = lenient_survey(PageFile(held.data))
-        seal = seal_of(key)
-        check_key(folder, survey, seal)
-        return rebuild(held, survey, seal, keep_damaged=True)
-    except OtherVersion as error:
-        raise other_version(folder, error) from error
-    except (OSError, NoRoom, TierFailed) as error:
-        raise StoreUnavailable(f"cannot repair the store in {folder}: {error}") from error
-    finally:
-        held.release()
 
 
 def check_key(folder: Path, survey: Survey, seal: Seal) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from kvkernels import Payload
 from kvkernels.native import visible
-from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.summary import Summary
@@ -159,7 +158,3 @@ class Session:
         if end > len(self.staging):
             raise ValueError(f"staging {place.offset}+{place.size_bytes} is outside of {len(self.staging)} bytes")
         return self.staging[place.offset : end]
-
-    def checksum(self, payload: memoryview) -> int:
-        """Of staged bytes."""
-        return keys.checksum(payload)

@@ -138,4 +138,4 @@ class Storing:
         payload, start = session.staged(reservation.staging), header.start_position
         slots = torch.from_numpy(sequence.table.slots(start, start + header.token_count))
         pack_chunk(pool.keys, pool.values, slots, header, payload)
-        return pb.CommitItem(reservation_id=reservation.reservation_id, checksum=session.checksum(payload))
+        return pb.CommitItem(reservation_id=reservation.reservation_id, checksum=keys.checksum(payload))

@@ -14,7 +14,7 @@ from kvsidecar.errors import StoreUnavailable
 
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.pages import PageFile
-from cache_daemon.durable.rebuild import salvage
+from cache_daemon.durable.scrub import scrub
 from cache_daemon.durable.tier import PutOutcome, ReadResult, TierFailed, WriteGroup
 from tests.cache_daemon.durable.chunks import BUDGET, chain, chunk, is_sound, key_of, opened, read, store
 from tests.cache_daemon.durable.damage_child import CHAINS, LENGTH, stored_chains
@@ -133,7 +133,7 @@ def test_what_was_removed_does_not_come_back_through_salvage(tmp_path: Path) -> 
     last = environment.info()["last_pgno"]
     environment.close()
     os.truncate(data(tmp_path), last * 4096)
-    assert salvage(tmp_path).chunks > 0
+    assert scrub(tmp_path, repair=True).sound > 0
     tier = opened(tmp_path)
     assert read(tier, *secret) == [ReadResult.MISSING] * 30
     assert ReadResult.SOUND in read(tier, *other)

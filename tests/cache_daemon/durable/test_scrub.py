@@ -8,8 +8,8 @@ import pytest
 from kvsidecar.errors import StoreUnavailable
 
 from cache_daemon.durable.scrub import scrub
-from cache_daemon.durable.tier import ReadResult, WriteGroup
-from tests.cache_daemon.durable.chunks import chain, chunk, key_of, opened, read, store
+from cache_daemon.durable.tier import ReadResult
+from tests.cache_daemon.durable.chunks import chain, opened, read, store
 
 
 def flip(folder: Path, content: bytes) -> None:
@@ -66,26 +66,3 @@ def test_a_store_in_use_or_not_there_is_refused(tmp_path: Path) -> None:
     tier.close()
     with pytest.raises(StoreUnavailable, match="cannot open the store"):
         scrub(tmp_path / "b", repair=True)
-
-
-def test_an_open_store_is_verified_in_slices(tmp_path: Path) -> None:
-    tier = opened(tmp_path)
-    puts = [chunk([i], payload=bytes([i]) * 3000) for i in range(40)]
-    store(tier, *puts)
-    flip(tmp_path, bytes([17]) * 3000)
-    corrupt: list[bytes] = []
-    checked = steps = 0
-    after = None
-    while True:
-        step = tier.scrub_step(after, most_bytes=20_000)
-        corrupt += step.corrupt
-        checked += step.chunks
-        steps += 1
-        if step.next_key is None:
-            break
-        after = step.next_key
-        tier.apply(WriteGroup(used={key_of(puts[0]): steps}))
-    assert corrupt == [key_of(puts[17])]
-    assert checked == 40
-    assert steps > 4
-    tier.close()
