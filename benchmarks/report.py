@@ -60,7 +60,7 @@ def write(
     shown: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Prints the rows (all columns, or those of ``shown``) and the summary, and writes them with ``--out``."""
-    config = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if k != "out"}
+    config = {k: v.name if isinstance(v, Path) else v for k, v in vars(options).items() if k != "out"}
     versions = {"python": platform.python_version(), **{v: importlib.metadata.version(v) for v in _VERSIONS}}
     result = {
         "benchmark": name,
