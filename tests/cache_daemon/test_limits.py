@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,8 @@ def limited(daemon: Node) -> Any:
 
 def test_sessions_are_limited(start: Callable[..., Node]) -> None:
     daemon = start(heartbeat_ms=20_000)  # none of them ends while the others come
+    soft, hard = resource.prlimit(daemon.pid("daemon"), resource.RLIMIT_NOFILE)
+    assert soft == min(hard, 1 << 16), "as many descriptors as its clients may want"
     peers: list[Peer] = []
     try:
         peers += [Peer(daemon) for _ in range(limits.MAX_SESSIONS)]
