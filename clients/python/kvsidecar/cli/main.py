@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvsidecar.errors import InvalidRequest, KVSidecarError
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="A KV-cache daemon and inference workers that make a language model read every text once.\n\n"
     "Start with `kvsidecar serve`, then `kvsidecar chat` in another terminal.",
 )
@@ -32,6 +34,20 @@ Address = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvsidecar {importlib.metadata.version('kvsidecar')}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvsidecar(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say the version.")
+    ] = False,
+) -> None: ...
 
 
 def _become(*command: str) -> NoReturn:
