@@ -98,13 +98,26 @@ def _build(config: WorkerConfig) -> Runtime:
             config.cache_timeout_ms / 1000,
         )
         cache.warm_up(pool)
-        daemon.wait(1.0)
+        if daemon.wait(1.0):
+            _say_what_is_reused(policy, daemon)
     limits = EngineLimits(config.batch_tokens, config.batch_sequences, config.max_waiting, config.resident_sequences)
     threads = config.threads or len(os.sched_getaffinity(0))
     engine = Engine(loaded, pool, cache or NoCache(), limits, threads)
     if daemon is not None:
         daemon.served = lambda: _served(engine)
     return Runtime(engine, cache, config)
+
+
+def _say_what_is_reused(policy: ReusePolicy, daemon: DaemonLink) -> None:
+    session = daemon.session
+    if session is None or policy.rotary is None or policy.mode != "verified":
+        return
+    if policy.repair_for(session.verdict) is None:
+        known = "failed its verification" if session.verdict is not None else "has not been verified: kvsidecar verify"
+        log.info(
+            "what was read before is reused where a prompt begins with it, exactly; elsewhere it is not, because the "
+            f"model {known}"
+        )
 
 
 def _served(engine: Engine) -> Served:

@@ -208,10 +208,10 @@ class Client:
 
 
 class AsyncClient:
-    """Asynchronous client for one event loop."""
+    """Asynchronous client for one event loop. ``options`` are gRPC's, for the channel."""
 
-    def __init__(self, address: str | Path | None = None) -> None:
-        self._channel = grpc.aio.insecure_channel(target_of(address), options=_OPTIONS)
+    def __init__(self, address: str | Path | None = None, options: Sequence[tuple[str, Any]] = ()) -> None:
+        self._channel = grpc.aio.insecure_channel(target_of(address), options=[*_OPTIONS, *options])
         self.stub: Any = InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> AsyncClient:
