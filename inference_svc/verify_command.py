@@ -93,10 +93,6 @@ def main(arguments: list[str]) -> int:
             f"{chosen['arm']}: {word} (KL {chosen['kl_mean']:.3g} of at most {options.max_kl:g}, "
             f"agreement {chosen['top1_agreement']:.3g} of at least {options.min_agreement:g})"
         )
-        console.print(
-            "Judged is text that stands elsewhere than where it was read; prompts that begin with text that was read "
-            "before reuse it in any case."
-        )
         if not report.conclusive:
             console.print(
                 "Reuse without any repair passes as well: for this model these prompts need no other document's "

@@ -35,7 +35,7 @@ class Served:
             [CLI, "serve", "demo", "--workers", "2", "--port", str(self.port), "--arena-bytes", "64MiB"],
             env=self.environment, stdout=self.log, stderr=self.log,
         )  # fmt: skip
-        self.until(lambda: self.health().get("workers_up") == 2)
+        self.until(lambda: self.health().get("workers_up") == 2, 150)
 
     def health(self) -> dict[str, object]:
         try:
