@@ -21,11 +21,11 @@ DOCUMENT = Path(__file__).parent / "data" / "governance.md"
 _TASK = "Answer the question in one sentence, from this document:\n\n"
 QUESTIONS = (
     "How many people are on the steering council?",
-    "When is a new council elected?",
+    "What may council members do at any time?",
     "How long does a vote of no confidence last?",
     "Who manages the election process?",
-    "What may a council member do at any time?",
-    "What happens if a whole-council vote succeeds?",
+    "How is the winner chosen if there is a tie?",
+    "How many stars can a core team member assign to a candidate?",
 )
 KILL_WORKER_AFTER, KILL_DAEMON_AFTER = 2, 4
 console = report.console

@@ -35,7 +35,18 @@ class Served:
             [CLI, "serve", "demo", "--workers", "2", "--port", str(self.port), "--arena-bytes", "64MiB"],
             env=self.environment, stdout=self.log, stderr=self.log,
         )  # fmt: skip
-        self.until(lambda: self.health().get("workers_up") == 2, 150)
+        try:
+            self.until(lambda: self.health().get("workers_up") == 2, 150)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """In order: a supervisor that is killed leaves its children behind."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+        self.log.close()
 
     def health(self) -> dict[str, object]:
         try:
@@ -77,8 +88,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     found = Served(tmp_path_factory.mktemp("s"))
     yield found
-    if found.process.poll() is None:
-        found.process.kill()
+    found.end()
 
 
 def test_the_command_line_tells_and_does(served: Served) -> None:
