@@ -183,7 +183,8 @@ def main() -> int:
     parser.add_argument("--answer-tokens", type=int, default=96, help="of the built-in model")
     options = parser.parse_args()
     began = time.monotonic()
-    console.print(Panel(__doc__ or "", title="KVSidecar", border_style="cyan"))
+    text = "\n\n".join(" ".join(part.split()) for part in (__doc__ or "").split("\n\n"))
+    console.print(Panel(text, title="KVSidecar", border_style="cyan"))
     real = options.model != "demo" and real_model()
     if options.model == DEFAULT and not real:
         return 1
