@@ -24,7 +24,8 @@ class ModelSettings(BaseSettings):
     dtype: str = "auto"
     """auto (the checkpoint's), float32, bfloat16 or, on CUDA, float16."""
     storage_bits: Literal[16, 8, 4] = 16
-    """Bits per stored element: 16 keeps the pool's own values, 8 and 4 quantize."""
+    """Bits per stored element: 16 keeps the pool's own values, so that a hit changes no answer; 8 and 4 take half and a
+    quarter of the room, and change some."""
     context_length: int = Field(default=0, ge=0)
     """Most tokens of prompt and answer; the model's own when 0."""
     pool_bytes: int = 2 << 30
