@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps libcachesim==0.3.5 || echo "no libcachesim: its tests are skipped"
 	@touch $@
 
-demo: setup  ## Two workers, one cache, two kills: a conversation that never starts over
+demo: setup  ## Two workers, one cache, two kills: questions about a document that is read once
 	$(BIN)/python -m benchmarks.demo
 
 test: setup  ## Run the tests

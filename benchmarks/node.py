@@ -54,7 +54,7 @@ class Node:
         model: str = "demo",
         *,
         workers: int = 1,
-        storage_bits: int = 16,
+        storage_bits: int | None = 16,
         arena_bytes: str = "512MiB",
         store_bytes: str = "2GiB",
         pool_bytes: str = "512MiB",
@@ -76,7 +76,7 @@ class Node:
         self._worker_flags = {
             "model": model,
             "cache_socket": self.cache_socket,
-            "storage_bits": storage_bits,
+            **({} if storage_bits is None else {"storage_bits": storage_bits}),
             "pool_bytes": pool_bytes,
             "log_level": "warning",
             **(worker_flags or {}),

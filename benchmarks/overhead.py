@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--requests", type=int, default=24, help="pairs for the time to first token")
     parser.add_argument("--rounds", type=int, default=5, help="pairs for the throughput")
     parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=8)
+    parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

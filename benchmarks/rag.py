@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--retrieved", type=int, nargs=2, default=[3, 6], help="fewest and most documents of a request")
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--chunk-tokens", type=int, default=64)
-    parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=8)
+    parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--context-tokens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=8)
+    parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
     parser.add_argument("--ratio", type=float, default=0.15, help="share of tokens that shuffled arms compute again")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--nocache-repeats", type=int, default=3, help="a prefill is long and varies little")

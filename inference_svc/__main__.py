@@ -12,7 +12,13 @@ def main(arguments: list[str] | None = None) -> int:
     command, rest = (arguments[0] if arguments else ""), arguments[1:]
     if command == "worker":
         from inference_svc.config import WorkerConfig
-        from inference_svc.server import serve
+        from inference_svc.model.preflight import settled
+
+        async def serve(config: WorkerConfig) -> None:
+            config = settled(config)
+            from inference_svc.server import serve as run  # it imports torch
+
+            await run(config)
 
         return run_service("kvsidecar worker", WorkerConfig, serve, rest)
     if command == "gateway":

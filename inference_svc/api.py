@@ -75,7 +75,7 @@ class Engine:
         *,
         cache: str | Path | None = "embedded",
         store: str | Path | None = None,
-        storage_bits: int = 8,
+        storage_bits: int = 16,
         arena_bytes: str = "512MiB",
         **settings: Any,
     ) -> Engine:

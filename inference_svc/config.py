@@ -1,4 +1,4 @@
-"""The worker's settings: flags over ``KVSIDECAR_WORKER_*`` over file over defaults."""
+"""The worker's settings: flags over ``KVSIDECAR_WORKER_*`` over file over defaults. A node's are like them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,48 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
-class WorkerConfig(BaseSettings):
+class ModelSettings(BaseSettings):
+    """What `kvsidecar worker` and `kvsidecar serve` are told alike; serve hands on to its workers what was set."""
+
+    model: str = ""
+    """demo (built in for tests, no assistant), a name of `kvsidecar models`, a folder, a GGUF file, a hub id, or
+    shape:NAME (random weights, for measuring). When empty smollm2, which is fetched if it is not here."""
+    served_name: str = ""
+    """Name that clients ask for; the model's own when empty."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: str = "auto"
+    """auto (the checkpoint's), float32, bfloat16 or, on CUDA, float16."""
+    storage_bits: Literal[16, 8, 4] = 16
+    """Bits per stored element: 16 keeps the pool's own values, so that a hit changes no answer; 8 and 4 take half and a
+    quarter of the room, and change some."""
+    context_length: int = Field(default=0, ge=0)
+    """Most tokens of prompt and answer; the model's own when 0."""
+    pool_bytes: int = 2 << 30
+    """Size of the KV pool of a worker."""
+    strict: bool = True
+    """Refuse architectures that have not been verified."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe message to log."""
+
+    @field_validator("pool_bytes", mode="before")
+    @classmethod
+    def _size(cls, value: object) -> object:
+        return parse_size(value) if isinstance(value, str) else value
+
+    @field_validator("storage_bits", mode="before")
+    @classmethod
+    def _number(cls, value: object) -> object:
+        return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+class WorkerConfig(ModelSettings):
     """Everything that an inference worker can be told."""
 
     model_config = SettingsConfigDict(
         env_prefix="KVSIDECAR_WORKER_", extra="forbid", frozen=True, protected_namespaces=()
     )
 
-    model: str = "demo"
-    """demo (built in), shape:NAME (random weights, for measuring), a folder, or a hub id."""
-    served_name: str = ""
-    """Name that clients ask for; the model's own when empty."""
     socket: Path = Field(default_factory=lambda: default_runtime_dir() / "worker-0.sock")
     """Unix socket to listen on; created with mode 0600."""
     tcp: str = ""
@@ -30,12 +61,6 @@ class WorkerConfig(BaseSettings):
     """Socket of the cache daemon; none to serve without one."""
     name: str = "worker-0"
     """Name in logs and in the daemon's sessions."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    dtype: str = "auto"
-    """auto (the checkpoint's), float32, bfloat16 or, on CUDA, float16."""
-    storage_bits: Literal[16, 8, 4] = 8
-    """Bits per stored element: 16 keeps the pool's own values, 8 and 4 quantize."""
     chunk_tokens: int = Field(default=128, ge=8, le=4096)
     """Tokens per stored chunk, at the most or on average, as the chunking goes."""
     chunking: Literal["fixed", "boundary", "document", "content_defined"] = "content_defined"
@@ -52,8 +77,6 @@ class WorkerConfig(BaseSettings):
     layers before they choose."""
     repair_ratio: float = Field(default=0.15, ge=0.0, le=1.0)
     """Share of such text that is computed again."""
-    pool_bytes: int = 2 << 30
-    """Size of the KV pool."""
     batch_tokens: int = Field(default=512, ge=16, le=65536)
     """Most rows of one forward; longer prompts are read in pieces."""
     batch_sequences: int = Field(default=64, ge=1, le=1024)
@@ -62,25 +85,9 @@ class WorkerConfig(BaseSettings):
     """Requests beyond this many waiting ones are refused."""
     resident_sequences: int = Field(default=64, ge=0, le=4096)
     """Finished sequences whose pages stay in the pool, while there is room, for those that go on from them."""
-    context_length: int = Field(default=0, ge=0)
-    """Most tokens of prompt and answer; the model's own when 0."""
     cache_timeout_ms: int = Field(default=500, ge=10, le=60_000)
     """How long the daemon may take to answer before the request goes on without it."""
     threads: int = Field(default=0, ge=0)
     """CPU threads for matrix work; all cores when 0."""
-    strict: bool = True
-    """Refuse architectures that have not been verified."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus endpoint on 127.0.0.1; 0 for none."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe message to log."""
-
-    @field_validator("pool_bytes", mode="before")
-    @classmethod
-    def _size(cls, value: object) -> object:
-        return parse_size(value) if isinstance(value, str) else value
-
-    @field_validator("storage_bits", mode="before")
-    @classmethod
-    def _number(cls, value: object) -> object:
-        return int(value) if isinstance(value, str) and value.isdigit() else value

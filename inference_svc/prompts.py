@@ -131,11 +131,11 @@ class Prompter:
             arrived=arrived,
         )
 
-    @staticmethod
-    def sampling(given: pb.Sampling) -> SamplingParams:
-        fields = {field.name: value for field, value in given.ListFields()}
+    def sampling(self, given: pb.Sampling) -> SamplingParams:
+        """What the request sent, over what the model's makers recommend (generation_config.json)."""
         # ListFields leaves out nothing that was set: all fields are `optional`.
-        return SamplingParams(**fields)
+        sent = {field.name: value for field, value in given.ListFields()}
+        return SamplingParams(**(self._loaded.sampling | sent))
 
     @staticmethod
     def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:

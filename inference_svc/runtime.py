@@ -20,6 +20,7 @@ from inference_svc.engine.engine import Engine, EngineLimits, NoCache
 from inference_svc.engine.native_attention import kernels_of, measured
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
 from inference_svc.model.loader import LoadedModel, load
+from inference_svc.model.probe import products_of, uneven
 from inference_svc.reuse.chunking import new_chunker
 from inference_svc.reuse.placement import refusal, rotary_of
 from inference_svc.reuse.policy import ReusePolicy
@@ -27,6 +28,7 @@ from inference_svc.reuse.strategies import STRATEGIES
 
 log = structlog.get_logger("worker")
 
+_PROBED_ROWS = (64,)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_TOP_PAD = -1, -3, -2
 
 
@@ -81,6 +83,8 @@ def _build(config: WorkerConfig) -> Runtime:
                 f"context_length is {config.context_length}; the model allows at most {loaded.context_length}"
             )
         loaded = replace(loaded, context_length=config.context_length)
+    if loaded.device.type == "cpu":
+        _say_where_bits_differ(loaded)
     pool = _pool(config, loaded)
     policy = reuse_policy(config, loaded)
     cache: CacheLink | None = None
@@ -98,13 +102,37 @@ def _build(config: WorkerConfig) -> Runtime:
             config.cache_timeout_ms / 1000,
         )
         cache.warm_up(pool)
-        daemon.wait(1.0)
+        if daemon.wait(1.0):
+            _say_what_is_reused(policy, daemon)
     limits = EngineLimits(config.batch_tokens, config.batch_sequences, config.max_waiting, config.resident_sequences)
     threads = config.threads or len(os.sched_getaffinity(0))
     engine = Engine(loaded, pool, cache or NoCache(), limits, threads)
     if daemon is not None:
         daemon.served = lambda: _served(engine)
     return Runtime(engine, cache, config)
+
+
+def _say_where_bits_differ(loaded: LoadedModel) -> None:
+    bad = uneven(products_of(loaded.model), _PROBED_ROWS)
+    if bad:
+        log.warning(
+            "this CPU gives a row other bits in another batch, so answers with the cache may differ from those without "
+            "in their last bits; kvsidecar doctor says more",
+            products=bad,
+            dtype=str(loaded.dtype),
+        )
+
+
+def _say_what_is_reused(policy: ReusePolicy, daemon: DaemonLink) -> None:
+    session = daemon.session
+    if session is None or policy.rotary is None or policy.mode != "verified":
+        return
+    if policy.repair_for(session.verdict) is None:
+        known = "failed its verification" if session.verdict is not None else "has not been verified: kvsidecar verify"
+        log.info(
+            "what was read before is reused where a prompt begins with it, exactly; elsewhere it is not, because the "
+            f"model {known}"
+        )
 
 
 def _served(engine: Engine) -> Served:

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import grpc
 import httpx
 import structlog
 import uvloop
-from kvsidecar.cli.settings import add_flags, configure_logging, read_settings
-from kvsidecar.errors import ConfigurationError
+from kvsidecar.addresses import TcpAddress, why_not_bindable
+from kvsidecar.cli.settings import add_flags, configure_logging, read_settings, refuse_unknown_variables
+from kvsidecar.errors import ConfigurationError, KVSidecarError
 from kvsidecar.runtime import default_data_dir, default_runtime_dir, ensure_private_dir, socket_target
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from inference_svc.config import ModelSettings, WorkerConfig
+from inference_svc.gateway.config import GatewayConfig
+from inference_svc.model.preflight import settled
 
 log = structlog.get_logger("serve")
 
@@ -34,14 +40,12 @@ _STOP_SECONDS = 15.0
 _BAD_SETTINGS = 2
 
 
-class ServeConfig(BaseSettings):
+class ServeConfig(ModelSettings):
     """A whole node: one cache daemon, some workers, one gateway. Each process has more settings of its own; give
     them by its environment variables (see: kvsidecar daemon --help, worker --help, gateway --help)."""
 
-    model_config = SettingsConfigDict(env_prefix="KVSIDECAR_", extra="ignore", frozen=True, protected_namespaces=())
+    model_config = SettingsConfigDict(env_prefix="KVSIDECAR_", extra="forbid", frozen=True, protected_namespaces=())
 
-    model: str = "demo"
-    """demo (built in), shape:NAME (random weights, for measuring), a folder, or a hub id."""
     workers: int = Field(default=1, ge=1, le=64)
     """How many inference workers."""
     host: str = "127.0.0.1"
@@ -56,14 +60,6 @@ class ServeConfig(BaseSettings):
     """Size of the arena in shared memory."""
     store_bytes: str = "8GiB"
     """Budget of the durable store."""
-    storage_bits: Literal["16", "8", "4"] = "8"
-    """Bits per stored element."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    dtype: str = "auto"
-    """auto (the checkpoint's), float32, bfloat16 or, on CUDA, float16."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe message to log."""
 
 
 @dataclass(eq=False)
@@ -81,8 +77,8 @@ class Child:
 class Supervisor:
     """Starts, watches and ends the children."""
 
-    def __init__(self, config: ServeConfig) -> None:
-        self._config = config
+    def __init__(self, config: ServeConfig, worker: WorkerConfig) -> None:
+        self._config, self._worker = config, worker
         self._stop = asyncio.Event()
         self._failed: str | None = None
         self._children: list[Child] = []
@@ -93,14 +89,17 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        ensure_private_dir(self._config.runtime_dir)
         started = asyncio.create_task(self._start_all())
-        await asyncio.wait({started, asyncio.create_task(self._stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
-        if started.done() and not self._stop.is_set():
-            started.result()
-            await self._stop.wait()
-        started.cancel()
-        await self._end_all()
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({started, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if started.done():
+                started.result()
+                await stopped
+        finally:
+            started.cancel()
+            stopped.cancel()
+            await self._end_all()
         if self._failed:
             print(f"kvsidecar serve: {self._failed}", file=sys.stderr)
             return 1
@@ -116,7 +115,7 @@ class Supervisor:
         self._launch(Child("gateway", self._gateway_command()))
         for socket in self.worker_sockets:
             await self._ready(socket)
-        url = f"http://{self._config.host}:{self._config.port}"
+        url = f"http://{TcpAddress(self._config.host, self._config.port)}"
         async with httpx.AsyncClient() as client:
             while not self._stop.is_set():
                 try:
@@ -125,7 +124,10 @@ class Supervisor:
                 except httpx.HTTPError:
                     pass
                 await asyncio.sleep(0.1)
-        log.info("ready", url=f"{url}/v1", model=self._config.model, workers=self._config.workers)
+        if not self._stop.is_set():
+            log.info("ready", url=f"{url}/v1", model=self._worker.model, workers=self._config.workers)
+            name = self._worker.served_name or self._worker.model
+            print(f"{name} is ready at {url}/v1; try: kvsidecar chat", flush=True)
 
     async def _ready(self, socket: Path) -> None:
         """Waits until a server answers on a socket."""
@@ -140,27 +142,31 @@ class Supervisor:
             await asyncio.sleep(0.05)
 
     def _daemon_command(self) -> list[str]:
-        c = self._config
-        return [
-            sys.executable, "-m", "cache_daemon", "--socket", str(self.cache_socket), "--store", c.store,
-            "--arena-bytes", c.arena_bytes, "--store-bytes", c.store_bytes, "--log-level", c.log_level,
-        ]  # fmt: skip
+        flags = self._set("store", "arena_bytes", "store_bytes", "log_level")
+        return [sys.executable, "-m", "cache_daemon", *_flags({"socket": self.cache_socket} | flags)]
 
     def _worker_command(self, i: int, socket: Path) -> list[str]:
-        c = self._config
-        threads = max(1, (os.cpu_count() or 1) // c.workers)
-        return [
-            sys.executable, "-m", "inference_svc", "worker", "--model", c.model, "--socket", str(socket),
-            "--name", f"worker-{i}", "--cache-socket", str(self.cache_socket), "--storage-bits", c.storage_bits,
-            "--device", c.device, "--dtype", c.dtype, "--threads", str(threads), "--log-level", c.log_level,
-        ]  # fmt: skip
+        own = self._worker
+        flags = self._set(*ModelSettings.model_fields) | {
+            "model": own.model,
+            "socket": socket,
+            "name": f"worker-{i}",
+            "cache_socket": self.cache_socket,
+        }
+        if "threads" not in own.model_fields_set:
+            flags["threads"] = max(1, len(os.sched_getaffinity(0)) // self._config.workers)
+        if own.metrics_port:
+            flags["metrics_port"] = own.metrics_port + i
+        return [sys.executable, "-m", "inference_svc", "worker", *_flags(flags)]
 
     def _gateway_command(self) -> list[str]:
-        c = self._config
-        return [
-            sys.executable, "-m", "inference_svc", "gateway", "--host", c.host, "--port", str(c.port),
-            "--workers", ",".join(map(str, self.worker_sockets)), "--log-level", c.log_level,
-        ]  # fmt: skip
+        workers = ",".join(map(str, self.worker_sockets))
+        flags = {"host": self._config.host, "port": self._config.port, "workers": workers} | self._set("log_level")
+        return [sys.executable, "-m", "inference_svc", "gateway", *_flags(flags)]
+
+    def _set(self, *names: str) -> dict[str, object]:
+        """Those of the node's settings that somebody set; the others are left to each process and its environment."""
+        return {name: getattr(self._config, name) for name in names if name in self._config.model_fields_set}
 
     def _launch(self, child: Child) -> None:
         self._children.append(child)
@@ -204,21 +210,61 @@ class Supervisor:
                 child.watcher.cancel()
 
 
+def _flags(settings: Mapping[str, object]) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+
+
 def main(arguments: Sequence[str]) -> int:
     """``kvsidecar serve``. Returns the exit code: 0 stopped, 1 a child failed to start, 2 bad settings."""
     parser = argparse.ArgumentParser(prog="kvsidecar serve", description=ServeConfig.__doc__)
+    parser.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model")
     add_flags(parser, ServeConfig)
     given = vars(parser.parse_args(arguments))
-    file = given.pop("config")
+    file, model = given.pop("config"), given.pop("positional")
+    if model is not None and "model" in given:
+        parser.error(f"MODEL is {model} and --model is {given['model']}; give one of them")
+    given |= {} if model is None else {"model": model}
     try:
         config = read_settings(ServeConfig, given, file)
         configure_logging(config.log_level)
+        with _alone(config):
+            node = Supervisor(config, settled(_of_workers(config)))
 
-        async def run() -> int:
-            return await Supervisor(config).run()
+            async def run() -> int:
+                return await node.run()
 
-        code: int = uvloop.run(run())
+            code: int = uvloop.run(run())
         return code
-    except ConfigurationError as error:
+    except KVSidecarError as error:
         print(f"kvsidecar serve: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # while a model was fetched
+        return 130
+
+
+def _of_workers(config: ServeConfig) -> WorkerConfig:
+    """A worker's settings: its own variables, and over them what was set for the node. Variables that are no settings,
+    of workers or the gateway, are refused here, before anything starts."""
+    refuse_unknown_variables(GatewayConfig)
+    told = {name: getattr(config, name) for name in ModelSettings.model_fields if name in config.model_fields_set}
+    return read_settings(WorkerConfig, told, None)
+
+
+@contextmanager
+def _alone(config: ServeConfig) -> Iterator[None]:
+    """Makes this the only node in its runtime folder, and refuses a port that is taken."""
+    ensure_private_dir(config.runtime_dir)
+    why = why_not_bindable(TcpAddress(config.host, config.port))
+    if why:
+        raise ConfigurationError(
+            f"cannot listen on {TcpAddress(config.host, config.port)}: {why}; choose another --port, or stop what "
+            "listens there"
+        )
+    with (config.runtime_dir / "serve.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"another kvsidecar serve runs in {config.runtime_dir}; stop it, or choose another --runtime-dir"
+            ) from None
+        yield

@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"the repair to be judged; auto takes the first that passes of {', '.join(AUTO)}",
     )
     out.add_argument("--ratio", type=float, default=0.15, help="share of tokens that it computes again, 0 to 1")
-    out.add_argument("--bits", type=int, choices=[16, 8, 4], default=8, help="storage width, as the worker's")
+    out.add_argument("--bits", type=int, choices=[16, 8, 4], default=16, help="storage width, as the worker's")
     out.add_argument("--max-kl", type=float, default=Thresholds.max_kl, help="nats per token, at the most")
     out.add_argument("--min-agreement", type=float, default=Thresholds.min_agreement, help="share of equal tokens")
     out.add_argument("--device", default="auto")

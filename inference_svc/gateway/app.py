@@ -78,7 +78,7 @@ class Gateway:
     # ---- endpoints ------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        served = {w.model.model_id: w.model for w in self.router.workers if w.alive}
+        served = {w.model.model_id: w.model for w in self.router.alive}
         data = [
             {
                 "id": name,

@@ -23,7 +23,14 @@ _BLOCK_BYTES = 256
 _REMEMBERED = 100_000
 # A worker may have this many more requests than the least busy one before its prefix stops counting.
 _TOLERANCE = 4
-_POLL_SECONDS = 1.0
+_POLL_SECONDS, _WAITING_POLL_SECONDS = 1.0, 0.1
+# A worker that comes up is to be seen at once: gRPC alone would wait longer after every failed try, 9 s for a model
+# that loads for 20.
+_RECONNECT = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 300),
+)
 
 
 @dataclass(eq=False)
@@ -33,6 +40,7 @@ class Worker:
     target: str
     client: AsyncClient
     alive: bool = False
+    seen: bool = False  # it was alive once
     model: pb.GetModelResponse = field(default_factory=pb.GetModelResponse)
     in_flight: int = 0
 
@@ -41,7 +49,7 @@ class Worker:
             self.model = await self.client.stub.GetModel(pb.GetModelRequest(), timeout=_POLL_SECONDS * 2)
             if not self.alive:
                 log.info("worker is up", worker=self.target, model=self.model.model_id)
-            self.alive = True
+            self.alive = self.seen = True
         except grpc.RpcError as error:
             self.down(error.code().name)
 
@@ -55,29 +63,43 @@ class Router:
     """Keeps track of the workers and of what each has read."""
 
     def __init__(self, targets: list[str]) -> None:
-        self.workers = [Worker(t, AsyncClient(t)) for t in targets]
+        self.workers = [Worker(t, AsyncClient(t, _RECONNECT)) for t in targets]
         self._read_by: OrderedDict[bytes, Worker] = OrderedDict()
-        self._poller: asyncio.Task[None] | None = None
+        self._pollers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         await asyncio.gather(*(w.poll() for w in self.workers))
-        self._poller = asyncio.create_task(self._poll())
+        self._pollers = [asyncio.create_task(self._poll(w)) for w in self.workers]
 
     async def close(self) -> None:
-        if self._poller is not None:
-            self._poller.cancel()
+        for poller in self._pollers:
+            poller.cancel()
         await asyncio.gather(*(w.client.close() for w in self.workers))
 
-    async def _poll(self) -> None:
+    @staticmethod
+    async def _poll(worker: Worker) -> None:
         while True:
-            await asyncio.sleep(_POLL_SECONDS)
-            await asyncio.gather(*(w.poll() for w in self.workers))
+            await asyncio.sleep(_POLL_SECONDS if worker.alive else _WAITING_POLL_SECONDS)
+            await worker.poll()
+
+    @property
+    def alive(self) -> list[Worker]:
+        """The workers that answer. Raises Unavailable when there are none, with what may be the cause."""
+        found = [w for w in self.workers if w.alive]
+        if not found:
+            raise Unavailable(self._why())
+        return found
+
+    def _why(self) -> str:
+        if any(w.seen for w in self.workers):
+            return "no inference worker is up; try again in a moment"
+        return "no inference worker is ready yet: the model is still being loaded; try again in a moment"
 
     def pick(self, request: pb.GenerateRequest, excluded: set[str]) -> Worker:
         """The worker for a request. Raises Unavailable when none is up."""
         able = [w for w in self.workers if w.alive and w.target not in excluded]
         if not able:
-            raise Unavailable("no inference worker is up; try again in a moment")
+            raise Unavailable(self._why())
         least = min(w.in_flight for w in able)
         blocks = _blocks(request)
         for block in reversed(blocks):

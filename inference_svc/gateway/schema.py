@@ -182,13 +182,16 @@ def parse(kind: type[_Common], body: Any) -> Any:
         if name in _NEUTRAL and name not in kind.model_fields:
             if value not in _NEUTRAL[name]:
                 raise UnsupportedOption(f"{name} is not supported by this server; leave it out")
-        elif name not in _IGNORED:
-            kept[name] = value
+        elif name not in _IGNORED and not (value is None and name in kind.model_fields):
+            kept[name] = value  # null is the default
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"] if not isinstance(p, str) or not p.startswith(("list[", "str")))
+        name, *inside = first["loc"] or ("the body",)
+        # Alternatives of a union are named like their types.
+        inside = [p for p in inside if not isinstance(p, str) or not (p == "str" or p.startswith("list["))]
+        where = ".".join(map(str, (name, *inside)))
         if first["type"] == "extra_forbidden":
             raise UnsupportedOption(f"{where} is not an option of this server; leave it out") from error
         if first["type"] == "missing":

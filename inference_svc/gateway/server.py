@@ -6,6 +6,7 @@ import socket
 
 import structlog
 import uvicorn
+from kvsidecar.addresses import TcpAddress
 from kvsidecar.errors import ConfigurationError
 
 from inference_svc.gateway.app import create_app
@@ -26,7 +27,8 @@ async def serve(config: GatewayConfig) -> None:
         ) from error
     if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_key.get_secret_value():
         log.warning("listening beyond this machine without an API key", host=config.host)
-    log.info("serving", url=f"http://{config.host}:{listener.getsockname()[1]}/v1", workers=config.targets)
+    url = f"http://{TcpAddress(config.host, listener.getsockname()[1])}/v1"
+    log.info("listening; it answers as soon as a worker is ready", url=url, workers=config.targets)
     server = uvicorn.Server(
         uvicorn.Config(create_app(config), log_config=None, access_log=False, timeout_graceful_shutdown=10)
     )

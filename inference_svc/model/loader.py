@@ -32,9 +32,10 @@ from inference_svc.model.gguf import file as gguf_file
 from inference_svc.model.gguf.convert import SAMPLING, converted, open_source
 from inference_svc.model.gguf.geometry import config_of
 from inference_svc.model.numerics import make_reproducible
+from inference_svc.model.preflight import check_device, check_folder
 from inference_svc.model.resolve import DEMO_MODEL, resolve
 from inference_svc.model.rotary import settle
-from inference_svc.model.shapes import SHAPES
+from inference_svc.model.shapes import config_of_shape
 from inference_svc.model.skeleton import skeleton
 
 # What computes keys and values, and the version of its numerics: raise it when a kernel's bits change, so that chunks
@@ -162,8 +163,7 @@ class Shape:
 def shape_of(name: str) -> Shape:
     """The shape of a model, without loading it."""
     if name.startswith("shape:"):
-        kind, values = SHAPES[name.removeprefix("shape:")]
-        config = kind(**values)
+        config = config_of_shape(name)
     else:
         found = resolve(name)
         config = config_of(gguf_file.read(found)) if found.is_file() else AutoConfig.from_pretrained(found)
@@ -175,10 +175,8 @@ def pick_device(name: str) -> torch.device:
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises ConfigurationError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigurationError(f"device is {name!r}; allowed are auto, cpu, cuda and cuda:N") from None
+    check_device(name)
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(f"device is {name!r}, but torch sees no CUDA device; use cpu, or run kvsidecar doctor")
     return device
@@ -225,9 +223,7 @@ def load(
         source = open_source(folder)
         dtype = str(pick_dtype(dtype, source.dtype, place)).removeprefix("torch.")
         folder = converted(source, getattr(torch, dtype))
-    for needed in ("config.json", "tokenizer_config.json"):
-        if not (folder / needed).is_file():
-            raise ModelUnsupported(f"{folder} has no {needed}; point --model to a complete Hugging Face model folder")
+    check_folder(folder)
     weights = fingerprint.of_directory(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -253,12 +249,8 @@ def load(
 
 
 def _load_shape(name: str, device: torch.device, dtype: str, served_name: str) -> LoadedModel:
-    shape = name.removeprefix("shape:")
-    if shape not in SHAPES:
-        raise ModelUnsupported(f"the shape {shape!r} is not known; known are {', '.join(SHAPES)}")
-    kind, values = SHAPES[shape]
+    config = config_of_shape(name)
     chosen = pick_dtype(dtype, torch.bfloat16, device)
-    config = kind(**values)
     model, rotary = skeleton(config, chosen, ATTENTION)
     model.to_empty(device="cpu")
     model.model.rotary_emb = rotary
@@ -270,7 +262,7 @@ def _load_shape(name: str, device: torch.device, dtype: str, served_name: str) -
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    weights = fingerprint.of_random(shape, _SHAPE_SEED)
+    weights = fingerprint.of_random(name.removeprefix("shape:"), _SHAPE_SEED)
     return _finish(served_name or name, model, tokenizer, type(model).__name__, weights, device, chosen)
 
 

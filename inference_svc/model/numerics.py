@@ -11,14 +11,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_SETTING = "MKL_CBWR"
+SETTING = "MKL_CBWR"
 
 
 def make_reproducible() -> None:
     """Asks MKL for reproducible products, unless the environment has a wish of its own."""
-    wanted = _wanted(_cpuinfo())
-    if wanted and _SETTING not in os.environ:
-        os.environ[_SETTING] = wanted
+    wanted = wanted_setting()
+    if wanted and SETTING not in os.environ:
+        os.environ[SETTING] = wanted
+
+
+def wanted_setting() -> str:
+    """What this machine's CPU needs to be told; empty where there is nothing to tell."""
+    return _wanted(_cpuinfo())
 
 
 def _wanted(cpuinfo: str) -> str:

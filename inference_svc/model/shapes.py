@@ -1,14 +1,19 @@
-"""Shapes of well-known models, filled with random weights, to measure speed where weights cannot be had."""
+"""Shapes of well-known models, filled with random weights, to measure speed where weights cannot be had.
+
+Imports transformers only when a configuration is made: commands may ask for the names first.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+from kvsidecar.errors import ModelUnsupported
 
-SHAPES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+PREFIX = "shape:"
+# The name of a class of transformers' configurations, and its values.
+_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-0.5b": (
-        Qwen2Config,
+        "Qwen2Config",
         {
             "hidden_size": 896,
             "intermediate_size": 4864,
@@ -22,7 +27,7 @@ SHAPES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         },
     ),
     "qwen2.5-3b": (
-        Qwen2Config,
+        "Qwen2Config",
         {
             "hidden_size": 2048,
             "intermediate_size": 11008,
@@ -36,7 +41,7 @@ SHAPES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         },
     ),
     "llama-3.1-8b": (
-        LlamaConfig,
+        "LlamaConfig",
         {
             "hidden_size": 4096,
             "intermediate_size": 14336,
@@ -57,7 +62,7 @@ SHAPES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         },
     ),
     "tiny": (
-        Qwen2Config,
+        "Qwen2Config",
         {
             "hidden_size": 64,
             "intermediate_size": 128,
@@ -71,3 +76,18 @@ SHAPES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         },
     ),
 }
+
+
+def check_shape(name: str) -> None:
+    """Raises ModelUnsupported when ``shape:NAME`` is none of the known ones."""
+    if name.removeprefix(PREFIX) not in _SHAPES:
+        raise ModelUnsupported(f"the shape {name.removeprefix(PREFIX)!r} is not known; known are {', '.join(_SHAPES)}")
+
+
+def config_of_shape(name: str) -> Any:
+    """The configuration of ``shape:NAME``. Raises ModelUnsupported."""
+    import transformers
+
+    check_shape(name)
+    kind, values = _SHAPES[name.removeprefix(PREFIX)]
+    return getattr(transformers, kind)(**values)

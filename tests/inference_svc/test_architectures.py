@@ -14,10 +14,11 @@ from inference_svc.engine import rows
 from inference_svc.engine.attention import ATTENTION, register
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.pool import KVPool
-from inference_svc.model.architectures import REFUSED, SUPPORTED, check_architecture
+from inference_svc.model.architectures import check_architecture
 from inference_svc.model.experts import EXPERTS, register_experts
 from inference_svc.model.loader import LoadedModel
 from inference_svc.model.rotary import settle
+from inference_svc.model.supported import REFUSED, SUPPORTED
 from inference_svc.reuse.placement import refusal, rotary_of
 
 COMMON = {

@@ -78,7 +78,7 @@ def test_detokenize_refuses_unknown_ids(node: Node) -> None:
 
 
 def run_worker(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "inference_svc", "worker", "--cache-socket", "none", *flags]
+    command = [sys.executable, "-m", "inference_svc", "worker", "--model", "demo", "--cache-socket", "none", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -88,7 +88,7 @@ def run_worker(*flags: str) -> subprocess.CompletedProcess[str]:
         (["--model", "shape:nothing"], 1, "the shape 'nothing' is not known"),
         (["--storage-bits", "5"], 2, "storage_bits is 5: Input should be 16, 8 or 4"),
         (["--dtype", "int8"], 2, "dtype is 'int8'"),
-        (["--device", "cuda"], 2, "torch sees no CUDA device"),
+        (["--device", "cuda"], 2, "has no CUDA device"),
         (["--pool-bytes", "1000"], 2, "pool_bytes is 1000"),
         (["--chunk-tokens", "0"], 2, "chunk_tokens is '0'"),
         (["--context-length", "99999999"], 2, "the model allows at most"),

@@ -12,8 +12,8 @@ from kvkernels import cpu_attention
 from inference_svc.engine import rows
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.pool import BlockTable, KVPool
-from inference_svc.model.architectures import SUPPORTED
 from inference_svc.model.packed_linear import PackedLinear
+from inference_svc.model.supported import SUPPORTED
 from tests.inference_svc.test_architectures import build
 
 BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -161,6 +161,7 @@ def test_an_unknown_model_is_404(gateway: Gateway) -> None:
         (b'{"messages": "\xff"}', "not UTF-8"),
         (b"{}", "messages is missing"),
         (b'{"messages": []}', "messages"),
+        (b'{"messages": [], "stream": "perhaps"}', "stream is 'perhaps'"),
         (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "content"),
         (b'{"messages": [{"role": "nobody", "content": "x"}]}', "role"),
         (b"[" * 100_000, "not JSON"),
@@ -171,6 +172,12 @@ def test_garbage_gets_a_sentence(gateway: Gateway, body: bytes, named: str) -> N
     response = httpx.post(f"{gateway.url}/v1/chat/completions", content=body, timeout=20)
     assert response.status_code == 400
     assert named in response.json()["error"]["message"]
+
+
+def test_null_is_the_default(gateway: Gateway) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 2, "stream": None, "stop": None, "ignore_eos": None, "n": None}
+    response = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=20)
+    assert response.status_code == 200, response.text
 
 
 def test_too_long_a_prompt_is_400_also_when_streaming(gateway: Gateway) -> None:

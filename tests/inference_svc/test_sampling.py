@@ -1,8 +1,15 @@
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1.inference_pb2 import Sampling
 
 from inference_svc.engine.sampling import Sampler, SamplingParams
+from inference_svc.model.loader import DEMO_MODEL, load
+from inference_svc.prompts import Prompter
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])
 
@@ -59,3 +66,18 @@ def test_logprobs_are_those_of_temperature_one() -> None:
 def test_values_out_of_range_are_named(field: str, value: float) -> None:
     with pytest.raises(InvalidRequest, match=f"{field} is"):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+def test_what_a_request_leaves_open_is_as_the_models_makers_recommend(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    stated = json.loads((folder / "generation_config.json").read_text())
+    recommended = {"do_sample": True, "temperature": 0.25, "top_k": 7}
+    (folder / "generation_config.json").write_text(json.dumps(stated | recommended))
+    prompter = Prompter(load(str(folder)), 100)
+    assert prompter.sampling(Sampling()) == SamplingParams(temperature=0.25, top_k=7)
+    assert prompter.sampling(Sampling(temperature=0.0, top_p=0.5)) == SamplingParams(0.0, 0.5, top_k=7)
+    (folder / "generation_config.json").write_text(json.dumps(stated | {"do_sample": False}))
+    greedy = Prompter(load(str(folder)), 100)
+    assert greedy.sampling(Sampling()) == SamplingParams(temperature=0.0)
+    assert greedy.sampling(Sampling(temperature=0.5)) == SamplingParams(temperature=0.5)

@@ -27,14 +27,26 @@ class Served:
     def __init__(self, folder: Path) -> None:
         folder.chmod(0o700)
         self.folder, self.port = folder, free_port()
-        self.environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "XDG_DATA_HOME": str(folder / "data")}
+        own = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
+        self.environment = {**own, "XDG_RUNTIME_DIR": str(folder), "XDG_DATA_HOME": str(folder / "data")}
         (folder / "kvsidecar").mkdir(mode=0o700)
         self.log = (folder / "log").open("w+")
         self.process = subprocess.Popen(
-            [CLI, "serve", "--workers", "2", "--port", str(self.port), "--arena-bytes", "64MiB"],
+            [CLI, "serve", "demo", "--workers", "2", "--port", str(self.port), "--arena-bytes", "64MiB"],
             env=self.environment, stdout=self.log, stderr=self.log,
         )  # fmt: skip
-        self.until(lambda: self.health().get("workers_up") == 2)
+        try:
+            self.until(lambda: self.health().get("workers_up") == 2, 150)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """In order: a supervisor that is killed leaves its children behind."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+        self.log.close()
 
     def health(self) -> dict[str, object]:
         try:
@@ -76,8 +88,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     found = Served(tmp_path_factory.mktemp("s"))
     yield found
-    if found.process.poll() is None:
-        found.process.kill()
+    found.end()
 
 
 def test_the_command_line_tells_and_does(served: Served) -> None:
@@ -132,10 +143,10 @@ def test_sigterm_ends_everything_in_order(served: Served) -> None:
 def test_a_child_that_cannot_start_ends_the_whole(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     done = subprocess.run(
-        [CLI, "serve", "--model", "shape:nothing", "--runtime-dir", str(tmp_path), "--store", "none",
+        [CLI, "serve", "demo", "--pool-bytes", "1000", "--runtime-dir", str(tmp_path), "--store", "none",
          "--arena-bytes", "1MiB", "--port", str(free_port())],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "the shape 'nothing' is not known" in done.stderr
+    assert "pool_bytes is 1000" in done.stderr
     assert "could not start" in done.stderr

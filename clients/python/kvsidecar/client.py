@@ -5,7 +5,7 @@ Both raise ``KVSidecarError``s. A ``deadline`` is in seconds and ends the reques
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,9 @@ class Client:
         response = self._call(self.stub.Generate, to_request(prompt, **options), deadline)
         return _completion(response, response.text, list(response.token_ids))
 
-    def stream(self, prompt: Prompt, *, deadline: float | None = None, **options: Any) -> Iterator[CompletionChunk]:
+    def stream(
+        self, prompt: Prompt, *, deadline: float | None = None, **options: Any
+    ) -> Generator[CompletionChunk, None, None]:
         """Generates piece by piece. Closing the iterator cancels the request."""
         request = pb.GenerateStreamRequest(request=to_request(prompt, **options))
         call = self.stub.GenerateStream(request, timeout=deadline)
@@ -206,10 +208,10 @@ class Client:
 
 
 class AsyncClient:
-    """Asynchronous client for one event loop."""
+    """Asynchronous client for one event loop. ``options`` are gRPC's, for the channel."""
 
-    def __init__(self, address: str | Path | None = None) -> None:
-        self._channel = grpc.aio.insecure_channel(target_of(address), options=_OPTIONS)
+    def __init__(self, address: str | Path | None = None, options: Sequence[tuple[str, Any]] = ()) -> None:
+        self._channel = grpc.aio.insecure_channel(target_of(address), options=[*_OPTIONS, *options])
         self.stub: Any = InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> AsyncClient:

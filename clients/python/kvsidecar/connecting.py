@@ -65,14 +65,44 @@ def aio_channel(
     return grpc.aio.secure_channel(way.target, way.credentials, options=way.options)
 
 
-def explain(error: KVSidecarError, target: str | Path, *, encrypted: bool) -> KVSidecarError:
-    """The error, or a clearer one when a server that speaks TLS was called without: gRPC says only "Socket closed".
+def explain(error: KVSidecarError, target: str | Path, *, encrypted: bool, absent: str = "") -> KVSidecarError:
+    """The error, or a clearer one: ``absent``, if given, when nothing listens at the target, and that TLS is missing
+    when a server that speaks it was called without: gRPC says only "Socket closed".
 
     Opens a connection to find out, for 2 s at the most.
     """
-    if encrypted or not isinstance(error, Unavailable) or isinstance(target, Path) or not _speaks_tls(target):
+    if not isinstance(error, Unavailable):
+        return error
+    if absent and not listens(target):
+        return Unavailable(absent)
+    if encrypted or _socket_path(target) is not None or not _speaks_tls(str(target)):
         return error
     return Unavailable(f"{target} speaks TLS and was called without; give its CA file, and a token or a certificate")
+
+
+def listens(target: str | Path) -> bool:
+    """Whether anything accepts connections at a Unix socket or ``host:port``. Tries for 2 s at the most; where that
+    cannot be told, it says yes."""
+    path = _socket_path(target)
+    try:
+        if path is not None:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(_PROBE_SECONDS)
+                probe.connect(str(path))
+        else:
+            address = parse_tcp(str(target))
+            socket.create_connection((address.host, address.port), _PROBE_SECONDS).close()
+    except (ConnectionRefusedError, FileNotFoundError):
+        return False
+    except (OSError, ValueError):
+        return True
+    return True
+
+
+def _socket_path(target: str | Path) -> Path | None:
+    if isinstance(target, Path) or target.startswith(("/", ".", "unix:")):
+        return Path(target) if isinstance(target, Path) else Path(target.removeprefix("unix:"))
+    return None
 
 
 def _speaks_tls(target: str) -> bool:
@@ -106,14 +136,14 @@ def _way(
 ) -> _Way:
     given = dict(CLIENT_KEEPALIVE) | dict(options)
     encrypted = any(part is not None for part in (token, ca, certificate, key))
-    if isinstance(target, Path) or target.startswith(("/", ".", "unix:")):
+    path = _socket_path(target)
+    if path is not None:
         if encrypted:
             raise ConfigurationError(
                 f"a token and certificates are for TCP, {target} is a Unix socket; leave them out, or name host:port"
             )
-        path = Path(target.removeprefix("unix:")) if isinstance(target, str) else target
         return _Way(socket_target(path), None, list(given.items()))
-    return _Way(target, _credentials(token, ca, certificate, key) if encrypted else None, list(given.items()))
+    return _Way(str(target), _credentials(token, ca, certificate, key) if encrypted else None, list(given.items()))
 
 
 def _credentials(

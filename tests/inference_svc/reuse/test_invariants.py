@@ -21,8 +21,8 @@ from inference_svc.engine import rows
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.pool import BlockTable, KVPool
 from inference_svc.engine.repair import Repairing
-from inference_svc.model.architectures import SUPPORTED
 from inference_svc.model.loader import LoadedModel
+from inference_svc.model.supported import SUPPORTED
 from inference_svc.reuse.laboratory import Laboratory
 from inference_svc.reuse.placement import refusal, rotary_of
 from inference_svc.reuse.plan import Plan, Stretch

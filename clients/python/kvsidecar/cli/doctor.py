@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import json
 import os
 import platform
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from kvsidecar.sizes import format_size
 
 _PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "lmdb", "numba", "uvloop", "numpy")
 _LEAST_MEMORY, _LONGEST_STALL_MS = 2 << 30, 250.0
+_MKL_SETTING = "MKL_CBWR"
 _CGROUP = Path("/sys/fs/cgroup")
 _OK, _NOTE, _BAD = "[green]ok[/green]", "[yellow]note[/yellow]", "[red]problem[/red]"
 
@@ -44,7 +48,7 @@ class Finding:
 
 def doctor() -> None:
     """Say what is installed, what would be used, what is reachable, and what to do."""
-    findings = [*_machine(), *_packages(), *_kernels(), *_services()]
+    findings = [*_machine(), *_packages(), *_kernels(), *_bits(), *_services()]
     table = Table("what", "", "detail", "what to do")
     for f in findings:
         table.add_row(f.what, f.state, f.detail, f.advice)
@@ -111,6 +115,55 @@ def _kernels() -> list[Finding]:
         )
     out.extend(Finding(f"{i.op} on {i.device}", _OK, i.name) for i in kernels.implementations())
     return out
+
+
+def _bits() -> list[Finding]:
+    """Whether a row has the same bits in every batch here: then a hit with 16-bit storage changes no answer. Tried in
+    processes of their own: MKL reads its setting once."""
+    bare = {name: value for name, value in os.environ.items() if name != _MKL_SETTING}
+    probe = [sys.executable, "-m", "inference_svc.model.probe"]
+    tries = [
+        subprocess.Popen([*probe, *flags], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for flags, environment in (([], dict(os.environ)), (["--as-is"], bare))
+    ]
+    said = [(process.communicate(), process.returncode) for process in tries]
+    for (_, complaint), code in said:
+        if code:
+            reason = (complaint.strip().splitlines() or [f"it ended with {code}"])[-1]
+            return [Finding("same bits in every batch", _NOTE, f"could not be tried: {reason}")]
+    served, unset = (json.loads(out) for (out, _), _ in said)
+    return [bits_finding(served, unset, os.environ.get(_MKL_SETTING, ""), _cpu())]
+
+
+def bits_finding(served: dict[str, Any], unset: dict[str, Any], chosen: str, cpu: str) -> Finding:
+    """What two probes mean: as a worker multiplies, and without MKL's setting. ``chosen`` is the environment's wish."""
+    what = "same bits in every batch"
+    setting = chosen or served["setting"]
+    with_setting = f" with {_MKL_SETTING}={setting}" if setting else ""
+    bad = _shapes(served)
+    if bad:
+        advice = (
+            f"unset {_MKL_SETTING}" if chosen else "compare answers with and without the cache before you rely on it"
+        )
+        text = f"no, on {cpu}{with_setting}: {bad}; answers with the cache may differ in last bits from those without"
+        return Finding(what, _NOTE, text, advice)
+    text = f"yes, on {cpu}{with_setting}, in float32 and bfloat16: exact hits change no answer at --storage-bits 16"
+    without = _shapes(unset)
+    if without:
+        text += f"; without it not, {without}; workers set it"
+    return Finding(what, _OK, text)
+
+
+def _shapes(probe: dict[str, Any]) -> str:
+    return "; ".join(f"{dtype} products {', '.join(shapes)}" for dtype, shapes in probe["uneven"].items() if shapes)
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def cache_findings() -> list[Finding]:

@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from kvsidecar.cli import cache as cache_commands
+from kvsidecar.cli import chat as chat_command
 from kvsidecar.cli import doctor as doctor_command
 from kvsidecar.cli import models as model_commands
-from kvsidecar.client import Client, Completion
+from kvsidecar.cli.worker import Address, connected, console, show_costs
+from kvsidecar.client import Completion
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="A KV-cache daemon and inference workers that make a language model read every text once.\n\n"
     "Start with `kvsidecar serve`, then `kvsidecar chat` in another terminal.",
 )
 app.add_typer(cache_commands.app, name="cache")
 app.add_typer(model_commands.app, name="models")
-console = Console()
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
-Address = Annotated[
-    str | None, typer.Option("--worker", help="Socket or host:port of a worker; the first of `serve` when left out.")
-]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvsidecar {importlib.metadata.version('kvsidecar')}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvsidecar(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say the version.")
+    ] = False,
+) -> None: ...
 
 
 def _become(*command: str) -> NoReturn:
@@ -76,54 +86,18 @@ def _read(text: str) -> str:
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     worker: Address = None,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
 ) -> None:
     """Continue a text."""
-    with Client(worker) as client:
+    with connected(worker) as client:
         final: Completion | None = None
         for part in client.stream(_read(prompt), max_tokens=max_tokens, temperature=temperature, seed=seed):
             console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
             final = part.final or final
     console.print()
-    _summary(final)
-
-
-@app.command()
-def chat(
-    worker: Address = None,
-    system: Annotated[str, typer.Option(help="A system prompt.")] = "",
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.7,
-) -> None:
-    """Talk to the model; each turn shows how much of the conversation was read from the cache."""
-    messages = [{"role": "system", "content": system}] if system else []
-    console.print("[dim]An empty line or Ctrl-D ends the conversation.[/dim]")
-    with Client(worker) as client:
-        while True:
-            try:
-                text = console.input("[bold]you[/bold]: ")
-            except (EOFError, KeyboardInterrupt):
-                break
-            if not text.strip():
-                break
-            messages.append({"role": "user", "content": text})
-            final: Completion | None = None
-            for part in client.stream(messages, max_tokens=max_tokens, temperature=temperature):
-                console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
-                final = part.final or final
-            console.print()
-            _summary(final)
-            messages.append({"role": "assistant", "content": final.text if final else ""})
-
-
-def _summary(final: Completion | None) -> None:
-    if final is not None:
-        console.print(
-            f"[dim]{final.prompt_tokens} prompt tokens, {final.cached_tokens} from the cache; first token after "
-            f"{final.ttft_ms:.0f} ms, {final.generated_tokens} tokens in {final.timings['decode_ms']:.0f} ms more[/dim]"
-        )
+    show_costs(final)
 
 
 @app.command()
@@ -135,7 +109,7 @@ def warm(
     from rich.progress import track
 
     texts = _texts(prompts)
-    with Client(worker) as client:
+    with connected(worker) as client:
         for path, text in track(texts, description="warming", console=console, disable=len(texts) < 2):
             result = client.warm(text)
             console.print(
@@ -159,6 +133,7 @@ def _texts(paths: list[Path]) -> list[tuple[Path, str]]:
     return texts
 
 
+app.command(name="chat")(chat_command.chat)
 app.command(name="doctor")(doctor_command.doctor)
 app.command(name="pull")(model_commands.pull)
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import difflib
 import inspect
 import logging
+import os
+import re
 import sys
 import textwrap
 import tomllib
@@ -22,15 +25,24 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
 from kvsidecar.errors import ConfigurationError, KVSidecarError
+from kvsidecar.sizes import format_size
 
 S = TypeVar("S", bound=BaseSettings)
 
+# The prefixes of the services: each is refused by the one that it belongs to.
+_PREFIXES = ("KVSIDECAR_CACHE_", "KVSIDECAR_WORKER_", "KVSIDECAR_GATEWAY_")
+# Kubernetes puts these into every container for a Service that is called kvsidecar.
+_FROM_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
+
 
 def describe_fields(settings: type[BaseSettings]) -> dict[str, str]:
-    """The text under each field of a settings class."""
+    """The text under each field of a settings class, those of its parents among them."""
+    texts: dict[str, str] = {}
+    for parent in settings.__bases__:
+        if issubclass(parent, BaseSettings) and parent is not BaseSettings:
+            texts |= describe_fields(parent)
     body = ast.parse(textwrap.dedent(inspect.getsource(settings))).body[0]
     assert isinstance(body, ast.ClassDef)
-    texts: dict[str, str] = {}
     for field, text in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             value = getattr(text.value, "value", None)
@@ -48,6 +60,8 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> 
             continue
         default = field.get_default(call_default_factory=True)
         text, shown = texts.get(name, ""), default if default not in ("", None) else "none"
+        if name.endswith("_bytes") and isinstance(default, int):
+            shown = format_size(default)
         choices = [a for a in get_args(field.annotation) if isinstance(a, str)]
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -62,14 +76,10 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> 
 
 
 def read_settings(settings: type[S], given: dict[str, Any], config: Path | None) -> S:
-    """Builds the settings. Raises ConfigurationError with one sentence that names setting, value and rule."""
-    values: dict[str, Any] = {}
-    if config is not None:
-        try:
-            loaded = tomllib.loads(config.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(f"cannot read the configuration file {config}: {error}") from error
-        values.update({k.replace("-", "_"): v for k, v in loaded.items()})
+    """Builds the settings. Raises ConfigurationError with one sentence that names setting, value and rule; a name that
+    is no setting, in the file or the environment, is refused too."""
+    refuse_unknown_variables(settings)
+    values = {} if config is None else _read_file(settings, config)
     try:
         from_environment = settings().model_dump(exclude_unset=True) if values else {}
         merged = {**values, **from_environment, **given}
@@ -84,6 +94,42 @@ def read_settings(settings: type[S], given: dict[str, Any], config: Path | None)
         raise ConfigurationError(
             f"{name} is {first.get('input')!r}: {first['msg'].removeprefix('Value error, ')}"
         ) from error
+
+
+def refuse_unknown_variables(settings: type[BaseSettings]) -> None:
+    """Raises ConfigurationError for an environment variable with the settings' prefix that is none of them. The text
+    has no value: it may be a secret."""
+    prefix = str(settings.model_config.get("env_prefix", ""))
+    known = {f"{prefix}{name}".upper() for name in settings.model_fields}
+    for name in sorted(os.environ):
+        if not name.startswith(prefix) or name in known or _FROM_KUBERNETES.search(name):
+            continue
+        if any(len(other) > len(prefix) and name.startswith(other) for other in _PREFIXES):
+            continue
+        raise ConfigurationError(
+            f"{name} is in the environment and is no setting{_meant(name, known)}; unset it, or see --help"
+        )
+
+
+def _read_file(settings: type[BaseSettings], config: Path) -> dict[str, Any]:
+    try:
+        loaded = tomllib.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read the configuration file {config}: {error}") from error
+    known = set(settings.model_fields)
+    for name, value in loaded.items():
+        if isinstance(value, dict):
+            raise ConfigurationError(f"{config} has a table [{name}]; write the settings without any table above them")
+        if name.replace("-", "_") not in known:
+            raise ConfigurationError(
+                f"{config} has {name!r}, which is no setting{_meant(name.replace('-', '_'), known)}; see --help"
+            )
+    return {name.replace("-", "_"): value for name, value in loaded.items()}
+
+
+def _meant(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def configure_logging(level: str) -> None:

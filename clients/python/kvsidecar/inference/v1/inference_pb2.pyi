@@ -155,7 +155,9 @@ Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """How tokens are drawn. An absent field means the default named."""
+    """How tokens are drawn. An absent field means the default named, unless the model's generation_config.json has one for
+    temperature, top_p or top_k; with "do_sample": false there, an absent temperature is 0.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

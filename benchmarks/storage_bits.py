@@ -1,0 +1,84 @@
+"""What storing at 8 or 4 bits costs on a model: exact reuse against a full prefill, in each type, prompt by prompt.
+
+The prompts are those of ``kvsidecar verify``: documents, which are stored and put back as they stand, and a question
+behind them, which is computed. KL is in nats per token of the question; ``equal_of_16`` counts the greedy tokens after
+it until the first that differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+from inference_svc.model.loader import load, quiet_transformers
+from inference_svc.reuse.laboratory import Laboratory, Outcome
+from inference_svc.reuse.strategies import STRATEGIES
+from inference_svc.reuse.verify import BUILT_IN, Question, read_questions
+
+BITS = (16, 8, 4)
+_GO_ON = 16
+
+
+def measured(model: str, dtype: str, questions: list[Question]) -> list[dict[str, Any]]:
+    """One row per storage width."""
+    lab = Laboratory(load(model, dtype=dtype))
+    pairs = [pair for question in questions for pair in _against_full(lab, question)]
+    return [_row(dtype, bits, [(full, got) for b, full, got in pairs if b == bits]) for bits in BITS]
+
+
+def _against_full(lab: Laboratory, question: Question) -> list[tuple[int, Outcome, Outcome]]:
+    tokenizer = lab.loaded.tokenizer
+    head = tokenizer("", add_special_tokens=True)["input_ids"] or [tokenizer.bos_token_id or 0]
+    parts = [tokenizer(d + "\n\n", add_special_tokens=False)["input_ids"] for d in question.documents]
+    read = lab.documents(head, parts)
+    tokens = read.tokens + tokenizer(question.question, add_special_tokens=False)["input_ids"]
+    at = np.arange(len(read.tokens), len(tokens))
+    full, none = lab.full(tokens, at, go_on=_GO_ON), STRATEGIES["none"]
+    return [(b, full, lab.reuse(tokens, read.stored(b), [], none, 0.0, at, go_on=_GO_ON)) for b in BITS]
+
+
+def _row(dtype: str, bits: int, pairs: list[tuple[Outcome, Outcome]]) -> dict[str, Any]:
+    kl, same, equal = [], [], []
+    for full, got in pairs:
+        p, q = full.logits.log_softmax(-1), got.logits.log_softmax(-1)
+        kl += (p.exp() * (p - q)).sum(-1).clamp_min(0).tolist()
+        same += (p.argmax(-1) == q.argmax(-1)).tolist()
+        answers = zip(full.following, got.following, strict=True)
+        equal.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], answers)))
+    return {
+        "dtype": dtype,
+        "bits": bits,
+        "kl_mean": float(np.mean(kl)),
+        "kl_p99": float(np.quantile(kl, 0.99)),
+        "agreement": float(np.mean(same)),
+        "answers_equal": sum(e == _GO_ON for e in equal) / len(equal),
+        "equal_of_16": float(np.mean(equal)),
+        "prompts": len(pairs),
+    }
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    quiet_transformers()
+    questions = read_questions(BUILT_IN)[: options.prompts]
+    rows = [row for dtype in options.dtypes.split(",") for row in measured(options.model, dtype, questions)]
+    summary = {f"{r['dtype']}_{r['bits']}_bits_agreement": round(r["agreement"], 4) for r in rows}
+    return report.write(options, "storage_bits", rows, summary)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("storage_bits", __doc__ or "")
+    parser.add_argument("--model", default="smollm2", help="a name of `kvsidecar models`, a folder, or demo")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--prompts", type=int, default=1000, help="at most so many of the built-in ones")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.prompts = min(4, options.prompts)
+    return run(options)
+
+
+if __name__ == "__main__":
+    main()

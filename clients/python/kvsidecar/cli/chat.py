@@ -1,0 +1,76 @@
+"""``kvsidecar chat``: a conversation at a terminal."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvsidecar.cli.worker import Address, connected, console, show_costs
+from kvsidecar.client import Client, Completion
+from kvsidecar.models.library import BUILT_IN
+
+_HELP = """/help    this
+/new     forget the conversation and begin another
+/exit    end it, as Ctrl-D and an empty line do
+Ctrl-C   ends the answer that is being written, not the conversation"""
+_NO_ASSISTANT = f"The built-in model ({BUILT_IN}) is for tests and no assistant: kvsidecar serve smollm2 answers."
+
+
+def chat(
+    worker: Address = None,
+    system: Annotated[str, typer.Option(help="A system prompt.")] = "",
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; the model's own when left out.")] = None,
+) -> None:
+    """Talk to the model; each turn shows how much of the conversation was read from the cache."""
+    with connected(worker) as client:
+        name = client.model().model_id
+        console.print(f"[dim]{name}. /help says what there is; Ctrl-D ends the conversation.[/dim]", highlight=False)
+        if name == BUILT_IN:
+            console.print(_NO_ASSISTANT, highlight=False)
+        first = [{"role": "system", "content": system}] if system else []
+        messages = list(first)
+        while (text := _asked()) is not None:
+            if text == "/new":
+                messages = list(first)
+            elif text.startswith("/"):
+                console.print(
+                    _HELP if text == "/help" else f"there is no {text}; /help says what there is", markup=False
+                )
+            else:
+                messages.append({"role": "user", "content": text})
+                said = _answer(client, messages, max_tokens, temperature)
+                messages.append({"role": "assistant", "content": said})
+
+
+def _asked() -> str | None:
+    """What the user says next, or None at the end."""
+    while True:
+        try:
+            text = console.input("[bold]you[/bold]: ").strip()
+        except KeyboardInterrupt:
+            console.print("\n[dim]Ctrl-D ends the conversation.[/dim]")
+            continue
+        except EOFError:
+            return None
+        return text if text and text not in ("/exit", "/quit") else None
+
+
+def _answer(client: Client, messages: list[dict[str, str]], max_tokens: int, temperature: float | None) -> str:
+    """Writes an answer as it comes. Ctrl-C ends it; what was said until then stays in the conversation."""
+    said: list[str] = []
+    final: Completion | None = None
+    parts = client.stream(messages, max_tokens=max_tokens, temperature=temperature)
+    try:
+        for part in parts:
+            said.append(part.text)  # before it is shown: Ctrl-C may come in between
+            console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
+            final = part.final or final
+    except KeyboardInterrupt:
+        console.print(" [dim](ended)[/dim]", end="")
+    finally:
+        parts.close()  # tells the worker, too
+    console.print()
+    show_costs(final)
+    return "".join(said)

@@ -1,0 +1,49 @@
+"""Reaching a worker from a command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvsidecar.client import Client, Completion, target_of
+from kvsidecar.connecting import explain, listens
+from kvsidecar.errors import Unavailable
+from kvsidecar.runtime import default_runtime_dir
+
+Address = Annotated[
+    str | None, typer.Option("--worker", help="Socket or host:port of a worker; the first of `serve` when left out.")
+]
+console = Console()
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[Client]:
+    """A client of the worker. That nothing listens there is one sentence, which says what to do."""
+    target = target_of(address)
+    with Client(address) as client:
+        try:
+            yield client
+        except Unavailable as error:
+            raise explain(error, target, encrypted=False, absent=_absent(target, address)) from error
+
+
+def _absent(target: str, address: str | None) -> str:
+    where = target.removeprefix("unix:")
+    if address is not None:
+        return f"no worker listens on {where}; is it running, and is that its --worker address?"
+    if listens(default_runtime_dir() / "cache.sock"):
+        return f"the worker on {where} is not ready: its model is still being loaded; try again in a moment"
+    return f"no worker listens on {where}; start one with: kvsidecar serve"
+
+
+def show_costs(final: Completion | None) -> None:
+    """One line below an answer: what was read, what came from the cache, and how long it took."""
+    if final is not None:
+        console.print(
+            f"[dim]{final.prompt_tokens} prompt tokens, {final.cached_tokens} from the cache; first token after "
+            f"{final.ttft_ms:.0f} ms, {final.generated_tokens} tokens in {final.timings['decode_ms']:.0f} ms more[/dim]"
+        )
