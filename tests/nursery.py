@@ -41,7 +41,11 @@ class Nursery:
     def close(self) -> None:
         """Ends the nursery; the processes that it made go on."""
         self._socket.close()
-        self._process.wait(10)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def start(self, arguments: Sequence[str], environment: dict[str, str], log: int) -> Nursling:
         """A process with these arguments of its package's command line; its output goes to ``log``."""
