@@ -1,0 +1,125 @@
+"""Clients in other languages, built as their READMEs say, against one real daemon and worker."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import grpc
+import pytest
+from kvsidecar import keys
+
+from benchmarks.node import Node
+from tests.clients.toolchains import TOOLCHAINS, Toolchain
+from tests.kvsidecar.test_vectors import WRITTEN
+
+# A text for each language: what one has warmed must not be warm for the next one.
+TEXT = "A traveller who speaks {} came to the harbour and asked about the boats of that morning. " * 12
+CODE_OF = {"cancel": grpc.StatusCode.CANCELLED, "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
+           "refused": grpc.StatusCode.INVALID_ARGUMENT}  # fmt: skip
+
+
+@cache
+def why_not_built(toolchain: Toolchain) -> str:
+    """Builds a client once; what is missing for it, or nothing. Raises AssertionError when it does not compile."""
+    missing = toolchain.missing()
+    if not missing:
+        toolchain.make()
+    return missing
+
+
+@pytest.fixture(params=TOOLCHAINS, ids=lambda t: t.name, scope="module")
+def client(request: pytest.FixtureRequest) -> Toolchain:
+    toolchain: Toolchain = request.param
+    missing = why_not_built(toolchain)
+    if missing:
+        pytest.skip(f"not installed for {toolchain.name}: {missing}; clients/{toolchain.name}/README.md names packages")
+    return toolchain
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def node(port: int) -> Iterator[Node]:
+    flags = {"resident_sequences": 0, "tcp": f"127.0.0.1:{port}"}
+    with Node("demo", arena_bytes="64MiB", pool_bytes="64MiB", durable=False, worker_flags=flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def address(client: Toolchain, node: Node, port: int) -> str:
+    return f"unix:{node.worker_socket(0)}" if client.unix else str(port)
+
+
+@pytest.fixture(scope="module")
+def facts(client: Toolchain, node: Node, address: str) -> dict[str, str]:
+    """What a client saw of the worker, and what the worker counted meanwhile."""
+    before = node.client().stats().cancelled
+    seen = client.facts(address, TEXT.format(client.name))
+    return {**seen, "cancelled": str(node.client().stats().cancelled - before)}
+
+
+def test_names_are_those_of_the_test_vectors(client: Toolchain) -> None:
+    said = client.facts()
+    assert {name: said[name] for name in WRITTEN} == WRITTEN
+    data = bytes(range(256)) * 16
+    lengths = [int(name.partition(".")[2]) for name in said if name.startswith("checksum.")]
+    assert len(lengths) == 16
+    assert all(said[f"checksum.{n}"] == f"{keys.checksum(data[:n]):016x}" for n in lengths)
+
+
+def test_a_warmed_prompt_is_read_from_the_cache(facts: dict[str, str]) -> None:
+    assert int(facts["warm.stored_tokens"]) > 100
+    assert int(facts["generate.cached_tokens"]) == int(facts["generate.prompt_tokens"]) - 1
+
+
+def test_the_answer_is_the_one_that_python_gets(facts: dict[str, str], client: Toolchain, node: Node) -> None:
+    expected = node.client().generate(TEXT.format(client.name), max_tokens=12, temperature=0, ignore_eos=True)
+    assert bytes.fromhex(facts["generate.text"]).decode() == expected.text
+
+
+def test_a_stream_comes_in_pieces_that_make_the_whole(facts: dict[str, str]) -> None:
+    assert facts["stream.text"] == facts["generate.text"]
+    assert int(facts["stream.pieces"]) > 1
+    assert facts["stream.generated_tokens"] == "12"
+
+
+def test_cancelling_and_deadlines_end_the_request_at_the_worker(facts: dict[str, str]) -> None:
+    assert facts["cancel.reason"] == "CANCELLED"
+    assert facts["deadline.reason"] == "DEADLINE_EXCEEDED"
+    assert facts["cancelled"] == "2"
+
+
+def test_errors_have_their_reason(facts: dict[str, str]) -> None:
+    assert (facts["refused.reason"], facts["refused.domain"]) == ("INVALID_REQUEST", "kvsidecar.inference")
+    assert "max_tokens" in facts["refused.message"]
+    for name, code in CODE_OF.items():
+        assert int(facts[f"{name}.code"]) == code.value[0]
+
+
+def test_the_example_runs_and_is_short(client: Toolchain, address: str) -> None:
+    done = client.say("example", address)
+    assert done.returncode == 0, done.stderr
+    counts = [line for line in done.stdout.splitlines() if line.endswith("from the cache]")]
+    assert len(counts) == 2
+    assert " 0 from" in counts[0] or client is not TOOLCHAINS[0]
+    assert " 0 from" not in counts[1]
+    source = next(p for p in _sources(client.folder) if p.stem.lower() == "example" or p.parent.name == "example")
+    assert len(source.read_text(encoding="utf-8").splitlines()) < 60
+
+
+def _sources(folder: Path) -> list[Path]:
+    return [p for p in sorted(folder.rglob("*")) if p.is_file() and not {"node_modules", "dist", "gen"} & set(p.parts)]
+
+
+def test_the_example_says_so_when_no_worker_is_there(client: Toolchain, tmp_path: Path) -> None:
+    done = client.say("example", f"unix:{tmp_path}/none.sock" if client.unix else "1")
+    assert done.returncode == 1
+    assert "no worker is there" in done.stderr
