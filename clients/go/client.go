@@ -48,6 +48,7 @@ func Dial(target string, options ...grpc.DialOption) (*Client, error) {
 	// Over a Unix socket the authority would be its path, which is not a legal one.
 	ours := []grpc.DialOption{
 		grpc.WithInsecure(), grpc.WithAuthority("localhost"), grpc.WithKeepaliveParams(keepAlive),
+		grpc.WithDefaultCallOptions(grpc.ForceCodec(codec{})),
 	}
 	connection, err := grpc.Dial(target, append(ours, options...)...)
 	if err != nil {
