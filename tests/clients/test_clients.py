@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -13,7 +18,7 @@ import pytest
 from kvsidecar import keys
 
 from benchmarks.node import Node
-from tests.clients.toolchains import TOOLCHAINS, Toolchain
+from tests.clients.toolchains import ROOT, TOOLCHAINS, Toolchain
 from tests.kvsidecar.test_vectors import WRITTEN
 
 CODE_OF = {"cancel": grpc.StatusCode.CANCELLED, "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -129,3 +134,35 @@ def test_the_example_says_so_when_no_worker_is_there(client: Toolchain, tmp_path
     done = client.say("example", f"unix:{tmp_path}/none.sock" if client.unix else "1")
     assert done.returncode == 1
     assert "no worker is there" in done.stderr
+
+
+# ---- from a shell ---------------------------------------------------------------------------------------------
+
+
+def kv(worker: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [str(ROOT / "clients" / "shell" / "kv"), *arguments],
+        env={**os.environ, "PATH": tools, "WORKER": worker, **environment},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(
+    not (shutil.which("buf") or shutil.which("grpcurl") or Path(sys.executable).with_name("buf").exists()),
+    reason="neither buf nor grpcurl is installed",
+)
+def test_the_shell_script_speaks_to_a_worker(node: Node, port: int) -> None:
+    text = 'a "quoted" \\ text\nof two lines'
+    for worker in (str(node.worker_socket(0)), f"127.0.0.1:{port}"):
+        said = kv(worker, "generate", text, MAX_TOKENS="6")
+        assert said.returncode == 0, said.stderr
+        answer = json.loads(said.stdout)
+        expected = node.client().generate(text, max_tokens=6, temperature=0)
+        assert (answer["text"], answer["usage"]["promptTokens"]) == (expected.text, expected.prompt_tokens)
+    streamed = kv(str(node.worker_socket(0)), "stream", text, MAX_TOKENS="6").stdout
+    assert "FINISH_REASON" in streamed
+    refused = kv(str(node.worker_socket(0)), "generate", text, MAX_TOKENS="0")
+    assert refused.returncode != 0
+    assert "INVALID_REQUEST" in refused.stderr + refused.stdout
+    assert "namespace" in json.loads(kv(str(node.worker_socket(0)), "model").stdout)

@@ -97,3 +97,18 @@ TOOLCHAINS = [
         unix=False,
     ),
 ]
+
+
+def main() -> None:
+    """``make clients``: builds what can be built, and says what is missing for the rest."""
+    for toolchain in TOOLCHAINS:
+        missing = toolchain.missing()
+        if missing:
+            print(f"{toolchain.name}: not built, not installed: {missing}; see clients/{toolchain.name}/README.md")
+        else:
+            toolchain.make()
+            print(f"{toolchain.name}: built")
+
+
+if __name__ == "__main__":
+    main()

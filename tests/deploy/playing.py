@@ -126,7 +126,7 @@ def _volume(name: str, path: Path) -> dict[str, Any]:
     return {"name": name, "hostPath": {"path": str(path)}}
 
 
-def wait_for(condition: Any, seconds: float = 90.0) -> Any:
+def wait_for(condition: Any, seconds: float) -> Any:
     """The first true answer of ``condition``. Raises TimeoutError."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):
