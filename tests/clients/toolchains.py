@@ -62,7 +62,9 @@ class Toolchain:
 
 
 def _java(program: str) -> list[str]:
-    jars = subprocess.run(["make", "-s", "paths"], cwd=ROOT / "clients" / "java", capture_output=True, text=True, check=True)
+    jars = subprocess.run(
+        ["make", "-s", "paths"], cwd=ROOT / "clients" / "java", capture_output=True, text=True, check=True
+    )
     return ["java", "-cp", jars.stdout.strip(), f"kvsidecar.{program.capitalize()}"]
 
 

@@ -44,13 +44,17 @@ class Podman:
     def __init__(self, folder: Path) -> None:
         """Raises RuntimeError, with what was tried, where no container can be run."""
         folder.mkdir()
-        (folder / "containers.conf").write_text(_CONFIGURATION.format(resource.getrlimit(resource.RLIMIT_NOFILE)[1]), encoding="utf-8")
+        (folder / "containers.conf").write_text(
+            _CONFIGURATION.format(resource.getrlimit(resource.RLIMIT_NOFILE)[1]), encoding="utf-8"
+        )
         self._environment = {**os.environ, "CONTAINERS_CONF": str(folder / "containers.conf")}
         self._command: list[str] = []
         tried = []
         for runtime in filter(shutil.which, ("crun", "runc")):
-            self._command = ["podman", "--root", str(folder / "storage"), "--runroot", str(folder / "run"),
-                             "--cgroup-manager", "cgroupfs", "--events-backend", "file", "--runtime", runtime]  # fmt: skip
+            self._command = [
+                "podman", "--root", str(folder / "storage"), "--runroot", str(folder / "run"), "--runtime", runtime,
+                "--cgroup-manager", "cgroupfs", "--events-backend", "file",
+            ]  # fmt: skip
             try:
                 self._import_empty_image()
                 self("run", "--rm", "--network", "none", "--volume", "/usr:/usr:ro", IMAGE, "true")

@@ -62,11 +62,11 @@ def test_a_misspelt_field_is_refused() -> None:
 @pytest.mark.parametrize("name", BUILDS)
 def test_settings_are_those_of_the_processes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for _, container in built(name):
-        prefix = CONFIGS[process_of(container)].model_config["env_prefix"]
-        given = [key for key in settings(name, container) if key.startswith(prefix)]
-        unknown = [k for k in given if k.removeprefix(prefix).lower() not in CONFIGS[process_of(container)].model_fields]
-        assert not unknown
+        config = CONFIGS[process_of(container)]
+        prefix = config.model_config["env_prefix"]
+        given = {k.removeprefix(prefix).lower() for k in settings(name, container) if k.startswith(prefix)}
         assert given
+        assert given <= config.model_fields.keys()
         config_of(name, container, monkeypatch)
 
 

@@ -13,9 +13,8 @@ import pytest
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvsidecar.cli.main", *arguments], capture_output=True, text=True, timeout=90, check=False
-    )
+    whole = [sys.executable, "-m", "kvsidecar.cli.main", *arguments]
+    return subprocess.run(whole, capture_output=True, text=True, timeout=90, check=False)
 
 
 @pytest.fixture

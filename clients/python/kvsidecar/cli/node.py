@@ -37,7 +37,7 @@ _CACHE = "cache.sock"
 
 @dataclass(frozen=True)
 class Part:
-    """One process of a node. ``pid`` is 0 for one in another container, -1 where a socket is left and nobody listens."""
+    """One process of a node. ``pid`` is 0 for one in another container, -1 where nobody listens at a socket any more."""
 
     name: str
     pid: int
@@ -71,7 +71,7 @@ def stop(
     runtime_dir: RuntimeDir = None,
     seconds: Annotated[float, typer.Option(help="How long the end may take; what is queued is written first.")] = 60.0,
 ) -> None:
-    """End what runs here in order: no new requests, then running ones, then the cache. Nothing that is durable is lost."""
+    """End what runs here in order: no new requests, then running ones, then the cache. What is durable stays."""
     folder = runtime_dir or default_runtime_dir()
     for process in _to_end(folder):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -120,7 +120,8 @@ def _part(path: Path) -> Part:
 
 def _of_cache(channel: grpc.Channel) -> str:
     stats = CacheServiceStub(channel).Stats(cache_pb2.StatsRequest(), timeout=_PATIENCE_SECONDS)
-    text = f"{stats.sessions} attached, {stats.tokens} tokens in {stats.chunks} chunks, {format_size(stats.arena_used_bytes)}"
+    held = f"{stats.tokens} tokens in {stats.chunks} chunks, {format_size(stats.arena_used_bytes)} of the arena"
+    text = f"{stats.sessions} attached, {held}"
     return f"{text}; writing fails: {stats.durable_failing}" if stats.durable_failing else text
 
 
