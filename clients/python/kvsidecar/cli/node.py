@@ -37,7 +37,7 @@ _CACHE = "cache.sock"
 
 @dataclass(frozen=True)
 class Part:
-    """One process of a node. ``pid`` is 0 for one in another container, -1 where nobody listens at a socket any more."""
+    """One process of a node. ``pid`` is 0 for one in another container, -1 where nobody listens any more."""
 
     name: str
     pid: int
