@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 
@@ -44,7 +45,7 @@ def test_a_daemon_alone_is_seen_and_stopped(folder: Path) -> None:
     said = command("status", "--json", "--runtime-dir", str(folder))
     cache, worker = json.loads(said.stdout)
     assert said.returncode == 1
-    assert (cache["name"], cache["pid"], cache["serving"]) == ("cache", daemon.pid, True)
+    assert (cache["name"], psutil.Process(cache["pid"]).ppid(), cache["serving"]) == ("cache", daemon.pid, True)
     assert (worker["name"], worker["pid"], worker["serving"]) == ("worker-0", -1, False)
     reaped = threading.Thread(target=daemon.wait)
     reaped.start()

@@ -143,8 +143,15 @@ def _to_end(folder: Path) -> list[psutil.Process]:
 
 
 def _listeners(folder: Path) -> list[psutil.Process]:
-    pids = [pid for path in folder.glob("*.sock") if (pid := _listener(path))]
-    return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    """Who listens at the sockets; for the daemon's its guardian, whose command line is the same."""
+    found = []
+    for path in folder.glob("*.sock"):
+        with contextlib.suppress(psutil.Error):
+            if pid := _listener(path):
+                process, parent = psutil.Process(pid), psutil.Process(pid).parent()
+                guarded = parent is not None and _arguments(parent) == _arguments(process)
+                found.append(parent if parent is not None and guarded else process)
+    return found
 
 
 def _supervisors(listeners: list[psutil.Process]) -> list[psutil.Process]:
