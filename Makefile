@@ -56,3 +56,7 @@ bench: setup  ## All benchmarks at their small size, JSON under bench-out/
 
 clean:  ## Remove the environment and build products
 	rm -rf $(VENV) build dist bench-out *.egg-info
+
+.PHONY: clients
+clients: setup  ## Build the clients in other languages whose toolchains are installed
+	$(BIN)/python -m tests.clients.toolchains

@@ -63,7 +63,11 @@ class DaemonConfig(BaseSettings):
     heartbeat_ms: int = Field(default=2000, ge=50, le=60_000)
     """A session ends after three missed heartbeats, and never before 2 seconds."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the Prometheus endpoint on 127.0.0.1; 0 for none."""
+    """Port of the Prometheus endpoint; 0 for none."""
+    metrics_host: str = "127.0.0.1"
+    """Address of the Prometheus endpoint. It has no texts, salts or tokens, and asks nobody for a name."""
+    health_tcp: str = ""
+    """Additional host:port that answers grpc.health.v1.Health and nothing else, plain and for everybody: for probes."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector (OTLP over gRPC) that gets spans and metrics, such as http://localhost:4317. When empty,
     the standard variables OTEL_EXPORTER_OTLP_... decide; off without those. Needs kvsidecar[otel]."""
@@ -85,6 +89,11 @@ class DaemonConfig(BaseSettings):
             what = "for staging" if info.field_name == "staging_bytes" else "for an arena"
             raise ValueError(f"{value} bytes is too small {what}; at least 1MiB is needed")
         return value
+
+    @field_validator("health_tcp")
+    @classmethod
+    def _health_address(cls, value: str) -> str:
+        return value and str(parse_tcp(value))
 
     @field_validator("otlp_endpoint")
     @classmethod

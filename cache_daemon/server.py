@@ -77,7 +77,7 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
                 asked = traffic.asked if traffic is not None else None
                 shared = Shared(store, config.heartbeat_ms, Calls(telling.call_span), stalls.worst_ms, asked=asked)
                 telling.observe(Snapshots(shared, asyncio.get_running_loop()))
-                with _metrics(shared, config.metrics_port):
+                with _metrics(shared, config):
                     await _serve(config, tenants, shared, summary, stop)
 
 
@@ -122,14 +122,14 @@ def _tier(config: DaemonConfig, folder: Path) -> LmdbTier:
 
 
 @contextlib.contextmanager
-def _metrics(shared: Shared, port: int) -> Iterator[None]:
-    if not port:
+def _metrics(shared: Shared, config: DaemonConfig) -> Iterator[None]:
+    if not config.metrics_port:
         yield
         return
     # Only then: what it needs takes a while to import, which a daemon that starts again has not.
     from cache_daemon.observe.prometheus import serving_metrics
 
-    with serving_metrics(shared, port):
+    with serving_metrics(shared, config.metrics_port, config.metrics_host):
         yield
 
 

@@ -90,4 +90,8 @@ class WorkerConfig(ModelSettings):
     threads: int = Field(default=0, ge=0)
     """CPU threads for matrix work; all cores when 0."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the Prometheus endpoint on 127.0.0.1; 0 for none."""
+    """Port of the Prometheus endpoint; 0 for none."""
+    metrics_host: str = "127.0.0.1"
+    """Address of the Prometheus endpoint. It has no texts, salts or tokens, and asks nobody for a name."""
+    health_tcp: str = ""
+    """Additional host:port that answers grpc.health.v1.Health and nothing else, plain and for everybody: for probes."""

@@ -50,8 +50,8 @@ class WorkerCollector:
             yield CounterMetricFamily(f"kvsidecar_worker_{name}", name.replace("_", " "), value=getattr(stats, name))
 
 
-def serve_metrics(runtime: Runtime, port: int) -> None:
-    """Serves ``/metrics`` on 127.0.0.1. Raises OSError when the port is taken."""
+def serve_metrics(runtime: Runtime, port: int, host: str) -> None:
+    """Serves ``/metrics``. Raises OSError when the address is taken."""
     registry = CollectorRegistry()
     registry.register(WorkerCollector(runtime))
-    start_http_server(port, "127.0.0.1", registry)
+    start_http_server(port, host, registry)

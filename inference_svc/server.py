@@ -40,12 +40,12 @@ async def serve(config: WorkerConfig) -> None:
 async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event) -> None:
     service = InferenceService(runtime)
     async with listening(
-        Endpoint(SERVICE, config.socket, config.tcp),
+        Endpoint(SERVICE, config.socket, config.tcp, health_tcp=config.health_tcp),
         lambda server: add_InferenceServiceServicer_to_server(service, server),
         lambda: GRACE_SECONDS,
     ):
         if config.metrics_port:
-            serve_metrics(runtime, config.metrics_port)
+            serve_metrics(runtime, config.metrics_port, config.metrics_host)
         loaded = runtime.engine.loaded
         log.info(
             "serving",

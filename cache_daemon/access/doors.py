@@ -47,6 +47,8 @@ def doors(config: DaemonConfig, tenants: Callable[[], Tenants], add: AddServicer
                 interceptors=(Guard(resolve, patience),),
             )
         )
+    if config.health_tcp:
+        found.append(Door(parse_tcp(config.health_tcp), add=None))
     return found
 
 

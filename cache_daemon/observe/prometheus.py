@@ -46,19 +46,15 @@ class StoreCollector:
 
 
 @contextmanager
-def serving_metrics(shared: Shared, port: int) -> Iterator[None]:
-    """Serves ``/metrics`` on 127.0.0.1 while the body runs; not with port 0. Raises ConfigurationError when the port is
-    taken."""
-    if not port:
-        yield
-        return
+def serving_metrics(shared: Shared, port: int, host: str) -> Iterator[None]:
+    """Serves ``/metrics`` while the body runs. Raises ConfigurationError when the address is taken."""
     registry = CollectorRegistry()
     registry.register(StoreCollector(Snapshots(shared, asyncio.get_running_loop())))
     try:
-        server, thread = start_http_server(port, "127.0.0.1", registry)
+        server, thread = start_http_server(port, host, registry)
     except OSError as error:
         raise ConfigurationError(
-            f"cannot serve metrics on 127.0.0.1:{port}: {error.strerror}; choose another --metrics-port"
+            f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port or --metrics-host"
         ) from error
     try:
         yield

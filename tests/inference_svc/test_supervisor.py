@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
-import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,10 +133,24 @@ def test_what_dies_is_started_again(served: Served, victim: str) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def test_sigterm_ends_everything_in_order(served: Served) -> None:
+def test_status_names_what_serves(served: Served) -> None:
+    said = served.run("status", "--json")
+    assert said.returncode == 0, said.stderr
+    parts = json.loads(said.stdout)
+    assert [part["name"] for part in parts] == ["cache", "worker-0", "worker-1", "gateway"]
+    assert all(part["serving"] for part in parts)
+    assert "demo on cpu, attached" in parts[1]["detail"]
+
+
+def test_stop_ends_everything_in_order(served: Served) -> None:
     processes = psutil.Process(served.process.pid).children(recursive=True)
-    served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(40) == 0, served.text()
+    reaped = threading.Thread(target=served.process.wait)  # of a child that nobody waits for, a process is left
+    reaped.start()
+    said = served.run("stop")
+    assert said.returncode == 0, said.stderr
+    assert f"stopped inference_svc serve (process {served.process.pid})" in said.stdout
+    reaped.join(10)
+    assert served.process.returncode == 0, served.text()
     assert not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not list((served.folder / "kvsidecar").glob("*.sock"))
 

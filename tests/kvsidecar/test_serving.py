@@ -74,6 +74,18 @@ async def test_every_door_has_its_own_servicer(tmp_path: Path) -> None:
         assert [(tmp_path / x).stat().st_mode & 0o777 for x in "ab"] == [0o600, 0o660]
 
 
+async def test_a_door_without_a_servicer_answers_health_alone(tmp_path: Path) -> None:
+    endpoint = Endpoint(NAME, tmp_path / "s", health_tcp="127.0.0.1:0")
+    async with listening(endpoint, naming(b"a"), lambda: 0.0) as (_, address):
+        assert await health_at(address) == await health_at(address, NAME) == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await name_at(address)
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        async with aio_channel(address) as open_channel:
+            ask = open_channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+            assert await ask(iter([b""]), timeout=10).code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_a_door_that_cannot_open_leaves_nothing_behind(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         busy = TcpAddress(*taken.getsockname()[:2])

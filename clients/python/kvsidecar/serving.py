@@ -63,8 +63,8 @@ class Door:
 
     at: Path | TcpAddress
     """A Unix socket's path, or a TCP address."""
-    add: Register
-    """Adds the servicer that answers at this door."""
+    add: Register | None
+    """Adds the servicer that answers at this door; None for health alone, without reflection."""
     credentials: grpc.ServerCredentials | None = None
     """TLS, for a TCP address; None is plain."""
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
@@ -80,21 +80,24 @@ class Door:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A service with one servicer: its private socket, and a plain TCP port unless ``tcp`` is empty."""
+    """A service with one servicer: its private socket, a plain TCP port unless ``tcp`` is empty, and one that answers
+    health alone unless ``health_tcp`` is."""
 
     service: str
     socket: Path
     tcp: str = ""
     max_message_bytes: int = Limits.message_bytes
+    health_tcp: str = ""
 
 
 @asynccontextmanager
 async def listening(endpoint: Endpoint, add: Register, grace_seconds: Callable[[], float]) -> AsyncIterator[list[str]]:
     """``listening_at`` the doors of an endpoint."""
     doors = [Door(endpoint.socket, add)]
-    if endpoint.tcp:
+    for address, register in ((endpoint.tcp, add), (endpoint.health_tcp, None)):
         try:
-            doors.append(Door(parse_tcp(endpoint.tcp), add))
+            if address:
+                doors.append(Door(parse_tcp(address), register))
         except ValueError as error:
             raise ConfigurationError(f"cannot listen: {error}") from error
     limits = Limits(message_bytes=endpoint.max_message_bytes)
@@ -156,9 +159,10 @@ def _server(service: str, door: Door, health: health_aio.HealthServicer, limits:
     if not door.private:
         options.append(("grpc.max_allowed_incoming_connections", limits.connections))
     server = grpc.aio.server(interceptors=door.interceptors, options=options)
-    door.add(server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    reflection.enable_server_reflection((service, HEALTH), server)
+    if door.add is not None:
+        door.add(server)
+        reflection.enable_server_reflection((service, HEALTH), server)
     return server
 
 

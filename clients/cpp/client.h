@@ -1,0 +1,60 @@
+// A client of an inference worker of KVSidecar.
+//
+// Requests and answers are the generated messages of kvsidecar.inference.v1, whose fields say their units and
+// defaults. Failed calls throw kvsidecar::Error.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "kvsidecar/inference/v1/inference.grpc.pb.h"
+
+namespace kvsidecar {
+
+namespace pb = inference::v1;
+using Deadline = std::optional<std::chrono::milliseconds>;  // from now; none waits as long as it takes
+
+// A call that failed. `reason` is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
+// clients/python/kvsidecar/errors.py); what() is one sentence for people.
+class Error : public std::runtime_error {
+ public:
+  // Reads google.rpc.ErrorInfo out of a call's status (https://google.aip.dev/193).
+  explicit Error(const grpc::Status& status);
+
+  grpc::StatusCode code;
+  std::string reason;
+  std::string domain;
+};
+
+// The first worker of `kvsidecar serve`.
+std::string default_target();
+
+// Safe for use by many threads at once.
+class Client {
+ public:
+  // "unix:/PATH" or "host:port". Connects when it is first used.
+  explicit Client(const std::string& target = default_target());
+
+  // Answers when the whole text is there.
+  pb::GenerateResponse generate(const pb::GenerateRequest& request, Deadline deadline = {});
+
+  // Calls `each` with every piece as it appears; the last one has finish_reason, usage and timings. When `each` returns
+  // false the request is ended at the worker, and Error CANCELLED is thrown; so it is when `each` throws.
+  void stream(const pb::GenerateRequest& request, const std::function<bool(const pb::GenerateStreamResponse&)>& each,
+              Deadline deadline = {});
+
+  // Reads a prompt into the cache, and answers when the daemon has it.
+  pb::WarmResponse warm(const pb::Prompt& prompt, Deadline deadline = {});
+
+  // Every method of the service, for what this class does not wrap.
+  pb::InferenceService::Stub& stub() { return *stub_; }
+
+ private:
+  std::unique_ptr<pb::InferenceService::Stub> stub_;
+};
+
+}  // namespace kvsidecar

@@ -1,0 +1,123 @@
+// Says what this client sees of a worker, a line for each fact, for tests/clients to judge: facts TARGET TEXT.
+// Without arguments it says the hashes of docs/protocol.md's test vectors, and checksums by length.
+#include <iomanip>
+#include <iostream>
+#include <sstream>
+
+#include "client.h"
+#include "keys.h"
+
+using kvsidecar::hex;
+namespace pb = kvsidecar::pb;
+
+namespace {
+
+constexpr int kMost = 400;
+
+template <class T>
+void fact(const std::string& name, const T& value) {
+  std::cout << name << "\t" << value << "\n";
+}
+
+pb::GenerateRequest greedy(const std::string& text, int most) {
+  pb::GenerateRequest request;
+  request.mutable_prompt()->set_text(text);
+  request.set_max_tokens(most);
+  request.mutable_sampling()->set_temperature(0);
+  request.set_ignore_eos(true);
+  return request;
+}
+
+void asked(kvsidecar::Client& client, const std::string& text) {
+  pb::Prompt prompt;
+  prompt.set_text(text);
+  fact("warm.stored_tokens", client.warm(prompt).stored_tokens());
+  const auto whole = client.generate(greedy(text, 12));
+  fact("generate.text", hex(whole.text()));
+  fact("generate.prompt_tokens", whole.usage().prompt_tokens());
+  fact("generate.cached_tokens", whole.usage().cached_tokens());
+  std::string streamed;
+  int pieces = 0;
+  client.stream(greedy(text, 12), [&](const pb::GenerateStreamResponse& part) {
+    streamed += part.text();
+    ++pieces;
+    if (part.has_usage()) fact("stream.generated_tokens", part.usage().generated_tokens());
+    return true;
+  });
+  fact("stream.text", hex(streamed));
+  fact("stream.pieces", pieces);
+}
+
+void failure(const std::string& name, const std::function<void()>& call) {
+  try {
+    call();
+    fact(name + ".reason", "none");
+  } catch (const kvsidecar::Error& error) {
+    fact(name + ".reason", error.reason);
+    fact(name + ".code", static_cast<int>(error.code));
+    fact(name + ".message", error.what());
+    fact(name + ".domain", error.domain);
+  }
+}
+
+void ended(kvsidecar::Client& client) {
+  failure("cancel", [&] {
+    client.stream(greedy("cancelled after its first piece", kMost),
+                  [](const pb::GenerateStreamResponse&) { return false; });
+  });
+  failure("deadline", [&] {
+    client.generate(greedy("more than can be said in a moment", kMost), std::chrono::milliseconds(50));
+  });
+  failure("refused", [&] { client.generate(greedy("nothing may be asked for", 0)); });
+}
+
+std::string hexadecimal(uint64_t value) {
+  std::ostringstream out;
+  out << std::hex << std::setw(16) << std::setfill('0') << value;
+  return out.str();
+}
+
+void vectors() {
+  std::string bytes;
+  for (int i = 0; i < 4096; ++i) bytes += static_cast<char>(i);
+  kvsidecar::cache::v1::NamespaceDescriptor descriptor;
+  descriptor.set_model_fingerprint(bytes.substr(0, 32));
+  descriptor.set_architecture("Qwen2ForCausalLM");
+  descriptor.set_layers(24);
+  descriptor.set_kv_heads(2);
+  descriptor.set_head_dim(64);
+  descriptor.set_dtype(kvsidecar::cache::v1::DATA_TYPE_BFLOAT16);
+  descriptor.set_rope_parameters(R"({"rope_theta": 1000000.0})");
+  descriptor.set_format_version(2);
+  descriptor.set_bits(16);
+  descriptor.set_tensor_parallel_size(1);
+  descriptor.set_producer("example/1 with \\ and\nnewline");
+  const auto name_space = kvsidecar::namespace_id(descriptor);
+  const auto root = kvsidecar::tenant_root(name_space, "");
+  const kvsidecar::Tokens tokens{1, 2, 3, 70000};
+  const auto first = kvsidecar::prefix_hash(root, tokens);
+  fact("namespace", hex(name_space));
+  fact("root of the empty salt", hex(root));
+  fact("root of the salt `salt`", hex(kvsidecar::tenant_root(name_space, "salt")));
+  fact("tenant id of the empty salt", hex(kvsidecar::tenant_id("")));
+  fact("tenant id of the salt `salt`", hex(kvsidecar::tenant_id("salt")));
+  fact("prefix_hash of the tokens 1, 2, 3, 70000 under the empty salt's root", hex(first));
+  fact("prefix_hash of the token 4294967295 after that", hex(kvsidecar::prefix_hash(first, {4294967295u})));
+  fact("content_hash of 1, 2, 3, 70000 under that root", hex(kvsidecar::content_hash(root, tokens)));
+  fact("head hash of 1, 2, 3, 70000 under that root", hex(kvsidecar::head_hash(root, tokens)));
+  fact("checksum (XXH3-64) of the bytes 0 to 255", hexadecimal(kvsidecar::checksum(bytes.substr(0, 256))));
+  for (const size_t n : {0, 1, 3, 4, 8, 9, 16, 17, 64, 128, 129, 240, 241, 1024, 1025, 4096})
+    fact("checksum." + std::to_string(n), hexadecimal(kvsidecar::checksum(bytes.substr(0, n))));
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count < 3) {
+    vectors();
+    return 0;
+  }
+  kvsidecar::Client client(arguments[1]);
+  asked(client, arguments[2]);
+  ended(client);
+}

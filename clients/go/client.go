@@ -1,0 +1,111 @@
+// Package kvsidecar talks to an inference worker of KVSidecar over gRPC.
+//
+// Requests and answers are the generated messages of kvsidecar.inference.v1, whose fields say their units and
+// defaults. A context that is cancelled, or whose deadline passes, ends the request at the worker and frees its memory.
+// Errors are *Error.
+package kvsidecar
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/keepalive"
+
+	pb "kvsidecar/gen/kvsidecar/inference/v1"
+)
+
+// A dead worker is noticed within 40 s while a call is open. Pings must not come faster than the worker permits.
+var keepAlive = keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}
+
+// Client is safe for use by many goroutines at once.
+type Client struct {
+	// Stub has every method of the service, for what Client does not wrap.
+	Stub       pb.InferenceServiceClient
+	connection *grpc.ClientConn
+}
+
+// DefaultTarget is the first worker of `kvsidecar serve`.
+func DefaultTarget() string {
+	folder := fmt.Sprintf("/tmp/kvsidecar-%d", os.Getuid())
+	if base := os.Getenv("XDG_RUNTIME_DIR"); base != "" {
+		folder = filepath.Join(base, "kvsidecar")
+	}
+	return "unix:" + filepath.Join(folder, "worker-0.sock")
+}
+
+// Dial makes a client for "unix:/PATH" or "host:port"; "" is DefaultTarget. It connects when it is first used.
+// Further options come after ours, so that they win.
+func Dial(target string, options ...grpc.DialOption) (*Client, error) {
+	if target == "" {
+		target = DefaultTarget()
+	}
+	// Over a Unix socket the authority would be its path, which is not a legal one.
+	ours := []grpc.DialOption{
+		grpc.WithInsecure(), grpc.WithAuthority("localhost"), grpc.WithKeepaliveParams(keepAlive),
+		grpc.WithDefaultCallOptions(grpc.ForceCodec(codec{})),
+	}
+	connection, err := grpc.Dial(target, append(ours, options...)...)
+	if err != nil {
+		return nil, fmt.Errorf("cannot use the address %q: %w", target, err)
+	}
+	return &Client{pb.NewInferenceServiceClient(connection), connection}, nil
+}
+
+// Close ends all calls.
+func (c *Client) Close() error { return c.connection.Close() }
+
+// Generate answers when the whole text is there.
+func (c *Client) Generate(ctx context.Context, request *pb.GenerateRequest) (*pb.GenerateResponse, error) {
+	response, err := c.Stub.Generate(ctx, request)
+	return response, fromRPC(err)
+}
+
+// Stream calls each with every piece as it appears; the last one has FinishReason, Usage and Timings. An error of each
+// ends the request at the worker and is returned as it is.
+func (c *Client) Stream(
+	ctx context.Context, request *pb.GenerateRequest, each func(*pb.GenerateStreamResponse) error,
+) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := c.Stub.GenerateStream(ctx, &pb.GenerateStreamRequest{Request: request})
+	if err != nil {
+		return fromRPC(err)
+	}
+	for {
+		part, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return fromRPC(err)
+		}
+		if err := each(part); err != nil {
+			return err
+		}
+	}
+}
+
+// Warm reads a prompt into the cache, and answers when the daemon has it.
+func (c *Client) Warm(ctx context.Context, prompt *pb.Prompt) (*pb.WarmResponse, error) {
+	response, err := c.Stub.Warm(ctx, &pb.WarmRequest{Prompt: prompt})
+	return response, fromRPC(err)
+}
+
+// Text is a prompt that is tokenized as it is.
+func Text(text string) *pb.Prompt { return &pb.Prompt{Kind: &pb.Prompt_Text{Text: text}} }
+
+// Chat is a conversation, rendered with the model's template.
+func Chat(messages ...*pb.ChatMessage) *pb.Prompt {
+	return &pb.Prompt{Kind: &pb.Prompt_Chat{Chat: &pb.Chat{Messages: messages}}}
+}
+
+// Tokens is a prompt of token ids.
+func Tokens(ids ...uint32) *pb.Prompt {
+	return &pb.Prompt{Kind: &pb.Prompt_TokenIds{TokenIds: &pb.TokenIds{Ids: ids}}}
+}

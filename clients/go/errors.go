@@ -1,0 +1,44 @@
+package kvsidecar
+
+import (
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+)
+
+// Error is a call that failed. Reason is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
+// clients/python/kvsidecar/errors.py); Message is one sentence for people.
+type Error struct {
+	Code    codes.Code
+	Reason  string
+	Domain  string
+	Message string
+}
+
+func (e *Error) Error() string { return e.Reason + ": " + e.Message }
+
+// What has no details was not said by the worker but by gRPC on either side.
+var reasonOf = map[codes.Code]string{
+	codes.Canceled:         "CANCELLED",
+	codes.DeadlineExceeded: "DEADLINE_EXCEEDED",
+	codes.Unavailable:      "UNAVAILABLE",
+	codes.InvalidArgument:  "INVALID_REQUEST",
+}
+
+// fromRPC reads google.rpc.ErrorInfo out of a call's status (https://google.aip.dev/193). Nil stays nil.
+func fromRPC(err error) error {
+	if err == nil {
+		return nil
+	}
+	said := status.Convert(err)
+	found := &Error{Code: said.Code(), Reason: reasonOf[said.Code()], Message: said.Message()}
+	for _, detail := range said.Details() {
+		if info, ok := detail.(*errdetails.ErrorInfo); ok {
+			found.Reason, found.Domain = info.GetReason(), info.GetDomain()
+		}
+	}
+	if found.Reason == "" {
+		found.Reason = "INTERNAL"
+	}
+	return found
+}

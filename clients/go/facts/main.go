@@ -1,0 +1,123 @@
+// Says what this client sees of a worker, a line for each fact, for tests/clients to judge: facts TARGET.
+// Without a target it says the hashes of docs/protocol.md's test vectors, and checksums by length.
+package main
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"kvsidecar"
+	cache "kvsidecar/gen/kvsidecar/cache/v1"
+	pb "kvsidecar/gen/kvsidecar/inference/v1"
+)
+
+var longest = uint32(400)
+
+func main() {
+	if len(os.Args) == 1 {
+		vectors()
+		return
+	}
+	client, err := kvsidecar.Dial(os.Args[1])
+	must(err)
+	defer client.Close()
+	asked(client, os.Args[2])
+	ended(client)
+}
+
+func fact(name string, value any) { fmt.Printf("%s\t%v\n", name, value) }
+
+func must(err error) {
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+func greedy(text string, most uint32) *pb.GenerateRequest {
+	zero := float32(0)
+	return &pb.GenerateRequest{
+		Prompt: kvsidecar.Text(text), MaxTokens: &most, Sampling: &pb.Sampling{Temperature: &zero}, IgnoreEos: true,
+	}
+}
+
+func asked(client *kvsidecar.Client, text string) {
+	ctx := context.Background()
+	warmed, err := client.Warm(ctx, kvsidecar.Text(text))
+	must(err)
+	fact("warm.stored_tokens", warmed.StoredTokens)
+	whole, err := client.Generate(ctx, greedy(text, 12))
+	must(err)
+	fact("generate.text", hex.EncodeToString([]byte(whole.Text)))
+	fact("generate.prompt_tokens", whole.Usage.PromptTokens)
+	fact("generate.cached_tokens", whole.Usage.CachedTokens)
+	streamed, pieces := "", 0
+	must(client.Stream(ctx, greedy(text, 12), func(part *pb.GenerateStreamResponse) error {
+		streamed, pieces = streamed+part.Text, pieces+1
+		if part.Usage != nil {
+			fact("stream.generated_tokens", part.Usage.GeneratedTokens)
+		}
+		return nil
+	}))
+	fact("stream.text", hex.EncodeToString([]byte(streamed)))
+	fact("stream.pieces", pieces)
+}
+
+func ended(client *kvsidecar.Client) {
+	ctx, cancel := context.WithCancel(context.Background())
+	err := client.Stream(ctx, greedy("cancelled after its first piece", longest), func(*pb.GenerateStreamResponse) error {
+		cancel()
+		return nil
+	})
+	failure("cancel", err)
+	ctx, cancel = context.WithTimeout(context.Background(), 50*time.Millisecond)
+	defer cancel()
+	_, err = client.Generate(ctx, greedy("more than can be said in a moment", longest))
+	failure("deadline", err)
+	_, err = client.Generate(context.Background(), greedy("nothing may be asked for", 0))
+	failure("refused", err)
+}
+
+func failure(name string, err error) {
+	var failed *kvsidecar.Error
+	if !errors.As(err, &failed) {
+		fact(name+".reason", "none")
+		return
+	}
+	fact(name+".reason", failed.Reason)
+	fact(name+".code", int(failed.Code))
+	fact(name+".message", failed.Message)
+	fact(name+".domain", failed.Domain)
+}
+
+func vectors() {
+	bytes := make([]byte, 4096)
+	for i := range bytes {
+		bytes[i] = byte(i)
+	}
+	namespace := kvsidecar.NamespaceID(&cache.NamespaceDescriptor{
+		ModelFingerprint: bytes[:32], Architecture: "Qwen2ForCausalLM", Layers: 24, KvHeads: 2, HeadDim: 64,
+		Dtype: cache.DataType_DATA_TYPE_BFLOAT16, RopeParameters: `{"rope_theta": 1000000.0}`, FormatVersion: 2,
+		Bits: 16, TensorParallelSize: 1, Producer: "example/1 with \\ and\nnewline",
+	})
+	root, tokens := kvsidecar.TenantRoot(namespace, nil), []uint32{1, 2, 3, 70000}
+	first := kvsidecar.PrefixHash(root, tokens)
+	say := func(name string, hash kvsidecar.Hash) { fact(name, hex.EncodeToString(hash[:])) }
+	say("namespace", namespace)
+	say("root of the empty salt", root)
+	say("root of the salt `salt`", kvsidecar.TenantRoot(namespace, []byte("salt")))
+	say("tenant id of the empty salt", kvsidecar.TenantID(nil))
+	say("tenant id of the salt `salt`", kvsidecar.TenantID([]byte("salt")))
+	say("prefix_hash of the tokens 1, 2, 3, 70000 under the empty salt's root", first)
+	say("prefix_hash of the token 4294967295 after that", kvsidecar.PrefixHash(first, []uint32{1<<32 - 1}))
+	say("content_hash of 1, 2, 3, 70000 under that root", kvsidecar.ContentHash(root, tokens))
+	say("head hash of 1, 2, 3, 70000 under that root", kvsidecar.HeadHash(root, tokens))
+	fact("checksum (XXH3-64) of the bytes 0 to 255", fmt.Sprintf("%016x", kvsidecar.Checksum(bytes[:256])))
+	for _, n := range []int{0, 1, 3, 4, 8, 9, 16, 17, 64, 128, 129, 240, 241, 1024, 1025, 4096} {
+		fact(fmt.Sprintf("checksum.%d", n), fmt.Sprintf("%016x", kvsidecar.Checksum(bytes[:n])))
+	}
+}

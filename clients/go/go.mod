@@ -1,0 +1,3 @@
+module kvsidecar
+
+go 1.19

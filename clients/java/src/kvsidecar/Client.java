@@ -1,0 +1,111 @@
+package kvsidecar;
+
+import io.grpc.Context;
+import io.grpc.ManagedChannel;
+import io.grpc.ManagedChannelBuilder;
+import io.grpc.StatusRuntimeException;
+import java.time.Duration;
+import java.util.Iterator;
+import java.util.concurrent.CancellationException;
+import java.util.concurrent.TimeUnit;
+import java.util.function.Function;
+import java.util.function.Predicate;
+import kvsidecar.inference.v1.Inference.Chat;
+import kvsidecar.inference.v1.Inference.ChatMessage;
+import kvsidecar.inference.v1.Inference.GenerateRequest;
+import kvsidecar.inference.v1.Inference.GenerateResponse;
+import kvsidecar.inference.v1.Inference.GenerateStreamRequest;
+import kvsidecar.inference.v1.Inference.GenerateStreamResponse;
+import kvsidecar.inference.v1.Inference.Prompt;
+import kvsidecar.inference.v1.Inference.WarmRequest;
+import kvsidecar.inference.v1.Inference.WarmResponse;
+import kvsidecar.inference.v1.InferenceServiceGrpc;
+import kvsidecar.inference.v1.InferenceServiceGrpc.InferenceServiceBlockingStub;
+
+/**
+ * A client of an inference worker. Requests and answers are the generated messages of kvsidecar.inference.v1, whose
+ * fields say their units and defaults. Calls that fail throw {@link KVSidecarException}. Safe for use by many threads.
+ *
+ * <p>A call that is made in an {@link io.grpc.Context} ends with it, and its memory at the worker is freed.
+ */
+public final class Client implements AutoCloseable {
+    private final ManagedChannel channel;
+    private final InferenceServiceBlockingStub stub;
+
+    /** A worker's TCP address (`kvsidecar worker --tcp`), since Java has no gRPC over Unix sockets of its own. */
+    public Client(String host, int port) {
+        // A dead worker is noticed within 40 s while a call is open; pings must not come faster than it permits.
+        this(ManagedChannelBuilder.forAddress(host, port).usePlaintext()
+                .keepAliveTime(30, TimeUnit.SECONDS).keepAliveTimeout(10, TimeUnit.SECONDS).build());
+    }
+
+    /** Takes the channel over: it is closed with the client. */
+    public Client(ManagedChannel channel) {
+        this.channel = channel;
+        this.stub = InferenceServiceGrpc.newBlockingStub(channel);
+    }
+
+    /** Every method of the service, for what this class does not wrap. */
+    public InferenceServiceBlockingStub stub() {
+        return stub;
+    }
+
+    /** Answers when the whole text is there. */
+    public GenerateResponse generate(GenerateRequest request, Duration deadline) {
+        return call(deadline, stub -> stub.generate(request));
+    }
+
+    /**
+     * Calls {@code each} with every piece as it appears; the last one has finish_reason, usage and timings. When it
+     * returns false, or throws, the request is ended at the worker.
+     *
+     * @throws KVSidecarException with reason CANCELLED when {@code each} returned false
+     */
+    public void stream(GenerateRequest request, Duration deadline, Predicate<GenerateStreamResponse> each) {
+        GenerateStreamRequest wrapped = GenerateStreamRequest.newBuilder().setRequest(request).build();
+        try (Context.CancellableContext context = Context.current().withCancellation()) {
+            context.run(() -> call(deadline, stub -> {
+                Iterator<GenerateStreamResponse> parts = stub.generateStream(wrapped);
+                while (parts.hasNext()) {
+                    if (!each.test(parts.next())) {
+                        context.cancel(new CancellationException("the caller has enough"));
+                    }
+                }
+                return null;
+            }));
+        }
+    }
+
+    /** Reads a prompt into the cache, and answers when the daemon has it. */
+    public WarmResponse warm(Prompt prompt, Duration deadline) {
+        return call(deadline, stub -> stub.warm(WarmRequest.newBuilder().setPrompt(prompt).build()));
+    }
+
+    /** Ends all calls. */
+    @Override
+    public void close() {
+        channel.shutdownNow();
+    }
+
+    /** A prompt that is tokenized as it is. */
+    public static Prompt text(String text) {
+        return Prompt.newBuilder().setText(text).build();
+    }
+
+    /** A conversation, rendered with the model's template. */
+    public static Prompt chat(ChatMessage... messages) {
+        Chat.Builder chat = Chat.newBuilder();
+        for (ChatMessage message : messages) {
+            chat.addMessages(message);
+        }
+        return Prompt.newBuilder().setChat(chat).build();
+    }
+
+    private <T> T call(Duration deadline, Function<InferenceServiceBlockingStub, T> method) {
+        try {
+            return method.apply(stub.withDeadlineAfter(deadline.toNanos(), TimeUnit.NANOSECONDS));
+        } catch (StatusRuntimeException error) {
+            throw KVSidecarException.from(error);
+        }
+    }
+}

@@ -1,0 +1,118 @@
+package kvsidecar;
+
+import com.google.protobuf.ByteString;
+import java.nio.charset.StandardCharsets;
+import java.time.Duration;
+import java.util.Arrays;
+import kvsidecar.cache.v1.Chunk.DataType;
+import kvsidecar.cache.v1.Chunk.NamespaceDescriptor;
+import kvsidecar.inference.v1.Inference.GenerateRequest;
+import kvsidecar.inference.v1.Inference.GenerateResponse;
+import kvsidecar.inference.v1.Inference.Sampling;
+
+/**
+ * Says what this client sees of a worker, a line for each fact, for tests/clients to judge: PORT TEXT. Without arguments
+ * it says the hashes of docs/protocol.md's test vectors, and checksums by length.
+ */
+public final class Facts {
+    private static final int MOST = 400;
+    private static final Duration LONG = Duration.ofMinutes(1);
+
+    private Facts() {}
+
+    public static void main(String[] arguments) {
+        if (arguments.length == 0) {
+            vectors();
+            return;
+        }
+        try (Client client = new Client("localhost", Integer.parseInt(arguments[0]))) {
+            asked(client, arguments[1]);
+            ended(client);
+        }
+    }
+
+    private static void fact(String name, Object value) {
+        System.out.println(name + "\t" + value);
+    }
+
+    private static String hex(String text) {
+        return Keys.hex(text.getBytes(StandardCharsets.UTF_8));
+    }
+
+    private static GenerateRequest greedy(String text, int most) {
+        return GenerateRequest.newBuilder().setPrompt(Client.text(text)).setMaxTokens(most)
+                .setSampling(Sampling.newBuilder().setTemperature(0)).setIgnoreEos(true).build();
+    }
+
+    private static void asked(Client client, String text) {
+        fact("warm.stored_tokens", client.warm(Client.text(text), LONG).getStoredTokens());
+        GenerateResponse whole = client.generate(greedy(text, 12), LONG);
+        fact("generate.text", hex(whole.getText()));
+        fact("generate.prompt_tokens", whole.getUsage().getPromptTokens());
+        fact("generate.cached_tokens", whole.getUsage().getCachedTokens());
+        StringBuilder streamed = new StringBuilder();
+        int[] pieces = {0};
+        client.stream(greedy(text, 12), LONG, part -> {
+            streamed.append(part.getText());
+            pieces[0]++;
+            if (part.hasUsage()) {
+                fact("stream.generated_tokens", part.getUsage().getGeneratedTokens());
+            }
+            return true;
+        });
+        fact("stream.text", hex(streamed.toString()));
+        fact("stream.pieces", pieces[0]);
+    }
+
+    private static void ended(Client client) {
+        failure("cancel", () -> client.stream(greedy("cancelled after its first piece", MOST), LONG, part -> false));
+        Duration moment = Duration.ofMillis(50);
+        failure("deadline", () -> client.generate(greedy("more than can be said in a moment", MOST), moment));
+        failure("refused", () -> client.generate(greedy("nothing may be asked for", 0), LONG));
+    }
+
+    private static void failure(String name, Runnable call) {
+        try {
+            call.run();
+            fact(name + ".reason", "none");
+        } catch (KVSidecarException error) {
+            fact(name + ".reason", error.reason());
+            fact(name + ".code", error.code().value());
+            fact(name + ".message", error.getMessage());
+            fact(name + ".domain", error.domain());
+        }
+    }
+
+    private static void vectors() {
+        byte[] bytes = new byte[4096];
+        for (int i = 0; i < bytes.length; i++) {
+            bytes[i] = (byte) i;
+        }
+        byte[] none = {};
+        byte[] salt = "salt".getBytes(StandardCharsets.US_ASCII);
+        byte[] namespace = Keys.namespaceId(NamespaceDescriptor.newBuilder()
+                .setModelFingerprint(ByteString.copyFrom(bytes, 0, 32)).setArchitecture("Qwen2ForCausalLM").setLayers(24)
+                .setKvHeads(2).setHeadDim(64).setDtype(DataType.DATA_TYPE_BFLOAT16)
+                .setRopeParameters("{\"rope_theta\": 1000000.0}").setFormatVersion(2).setBits(16).setTensorParallelSize(1)
+                .setProducer("example/1 with \\ and\nnewline").build());
+        byte[] root = Keys.tenantRoot(namespace, none);
+        byte[] first = Keys.prefixHash(root, 1, 2, 3, 70000);
+        fact("namespace", Keys.hex(namespace));
+        fact("root of the empty salt", Keys.hex(root));
+        fact("root of the salt `salt`", Keys.hex(Keys.tenantRoot(namespace, salt)));
+        fact("tenant id of the empty salt", Keys.hex(Keys.tenantId(none)));
+        fact("tenant id of the salt `salt`", Keys.hex(Keys.tenantId(salt)));
+        fact("prefix_hash of the tokens 1, 2, 3, 70000 under the empty salt's root", Keys.hex(first));
+        fact("prefix_hash of the token 4294967295 after that", Keys.hex(Keys.prefixHash(first, -1)));
+        fact("content_hash of 1, 2, 3, 70000 under that root", Keys.hex(Keys.contentHash(root, 1, 2, 3, 70000)));
+        fact("head hash of 1, 2, 3, 70000 under that root", Keys.hex(Keys.headHash(root, 1, 2, 3, 70000)));
+        fact("checksum (XXH3-64) of the bytes 0 to 255", hex(XXH3.hash(Arrays.copyOf(bytes, 256))));
+        for (int n : new int[] {0, 1, 3, 4, 8, 9, 16, 17, 64, 128, 129, 240, 241, 1024, 1025, 4096}) {
+            fact("checksum." + n, hex(XXH3.hash(Arrays.copyOf(bytes, n))));
+        }
+    }
+
+    private static String hex(long value) {
+        return String.format("%016x", value);
+    }
+}

@@ -1,0 +1,82 @@
+package kvsidecar;
+
+import com.google.protobuf.Any;
+import com.google.protobuf.CodedInputStream;
+import io.grpc.Status;
+import io.grpc.StatusRuntimeException;
+import io.grpc.protobuf.StatusProto;
+import java.io.IOException;
+
+/**
+ * A call that failed. The reason is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
+ * clients/python/kvsidecar/errors.py); the message is one sentence for people.
+ */
+public final class KVSidecarException extends RuntimeException {
+    private static final long serialVersionUID = 1;
+    private final Status.Code code;
+    private final String reason;
+    private final String domain;
+
+    private KVSidecarException(StatusRuntimeException cause, String reason, String domain) {
+        super(String.valueOf(cause.getStatus().getDescription()), cause);
+        this.code = cause.getStatus().getCode();
+        this.reason = reason;
+        this.domain = domain;
+    }
+
+    public Status.Code code() {
+        return code;
+    }
+
+    public String reason() {
+        return reason;
+    }
+
+    public String domain() {
+        return domain;
+    }
+
+    /** Reads google.rpc.ErrorInfo out of a call's status (https://google.aip.dev/193). */
+    static KVSidecarException from(StatusRuntimeException error) {
+        com.google.rpc.Status status = StatusProto.fromThrowable(error);
+        String reason = reasonOf(error.getStatus().getCode());
+        String domain = "";
+        for (Any detail : status.getDetailsList()) {
+            if (detail.getTypeUrl().equals("type.googleapis.com/google.rpc.ErrorInfo")) {
+                try {
+                    reason = field(detail, 1);
+                    domain = field(detail, 2);
+                } catch (IOException damaged) {
+                    error.addSuppressed(damaged);
+                }
+            }
+        }
+        return new KVSidecarException(error, reason, domain);
+    }
+
+    /** A text of ErrorInfo{reason = 1, domain = 2}; Debian's jar of google.rpc is older than that message. */
+    private static String field(Any packed, int wanted) throws IOException {
+        CodedInputStream in = packed.getValue().newCodedInput();
+        for (int tag = in.readTag(); tag != 0; tag = in.readTag()) {
+            if (tag == (wanted << 3 | 2)) {
+                return in.readStringRequireUtf8();
+            }
+            in.skipField(tag);
+        }
+        return "";
+    }
+
+    /** What has no details was not said by the worker but by gRPC on either side. */
+    private static String reasonOf(Status.Code code) {
+        switch (code) {
+            case CANCELLED:
+            case DEADLINE_EXCEEDED:
+            case UNAVAILABLE:
+                return code.name();
+            case INVALID_ARGUMENT:
+                return "INVALID_REQUEST";
+            default:
+                return "INTERNAL";
+        }
+    }
+}

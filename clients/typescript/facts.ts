@@ -1,0 +1,89 @@
+// Says what this client sees of a worker, a line for each fact, for tests/clients to judge: facts TARGET TEXT.
+// Without arguments it says the hashes of docs/protocol.md's test vectors, and checksums by length.
+import { Client, type GenerateRequest, KVSidecarError } from "./src/index.js";
+import * as keys from "./src/keys.js";
+
+const MOST = 400;
+const fact = (name: string, value: unknown) => console.log(`${name}\t${value}`);
+const hex = (bytes: string | Uint8Array) => Buffer.from(bytes as string).toString("hex");
+const greedy = (text: string, maxTokens: number): GenerateRequest => ({
+  prompt: { text },
+  maxTokens,
+  sampling: { temperature: 0 },
+  ignoreEos: true,
+});
+
+async function asked(client: Client, text: string): Promise<void> {
+  fact("warm.stored_tokens", (await client.warm({ text })).storedTokens);
+  const whole = await client.generate(greedy(text, 12));
+  fact("generate.text", hex(whole.text));
+  fact("generate.prompt_tokens", whole.usage?.promptTokens);
+  fact("generate.cached_tokens", whole.usage?.cachedTokens);
+  let [streamed, pieces] = ["", 0];
+  for await (const part of client.stream(greedy(text, 12))) {
+    streamed += part.text;
+    pieces += 1;
+    if (part.usage) fact("stream.generated_tokens", part.usage.generatedTokens);
+  }
+  fact("stream.text", hex(streamed));
+  fact("stream.pieces", pieces);
+}
+
+async function failure(name: string, call: () => Promise<unknown>): Promise<void> {
+  try {
+    await call();
+    fact(`${name}.reason`, "none");
+  } catch (error) {
+    if (!(error instanceof KVSidecarError)) throw error;
+    fact(`${name}.reason`, error.reason);
+    fact(`${name}.code`, error.code);
+    fact(`${name}.message`, error.message);
+    fact(`${name}.domain`, error.domain);
+  }
+}
+
+async function ended(client: Client): Promise<void> {
+  const stop = new AbortController();
+  await failure("cancel", async () => {
+    for await (const _ of client.stream(greedy("cancelled after its first piece", MOST), { signal: stop.signal })) {
+      stop.abort();
+    }
+  });
+  await failure("deadline", () => client.generate(greedy("more than can be said in a moment", MOST), { deadlineMs: 50 }));
+  await failure("refused", () => client.generate(greedy("nothing may be asked for", 0)));
+}
+
+async function vectors(): Promise<void> {
+  const bytes = Uint8Array.from({ length: 4096 }, (_, i) => i);
+  const [none, salt, tokens] = [new Uint8Array(), Buffer.from("salt"), [1, 2, 3, 70000]];
+  const namespace = keys.namespaceId({
+    modelFingerprint: bytes.subarray(0, 32), architecture: "Qwen2ForCausalLM", layers: 24, kvHeads: 2, headDim: 64,
+    dtype: 3, ropeParameters: '{"rope_theta": 1000000.0}', formatVersion: 2, quantizerVersion: 0, bits: 16,
+    loraAdapter: "", tensorParallelRank: 0, tensorParallelSize: 1, producer: "example/1 with \\ and\nnewline",
+  });
+  const root = keys.tenantRoot(namespace, none);
+  const first = keys.prefixHash(root, tokens);
+  fact("namespace", hex(namespace));
+  fact("root of the empty salt", hex(root));
+  fact("root of the salt `salt`", hex(keys.tenantRoot(namespace, salt)));
+  fact("tenant id of the empty salt", hex(keys.tenantId(none)));
+  fact("tenant id of the salt `salt`", hex(keys.tenantId(salt)));
+  fact("prefix_hash of the tokens 1, 2, 3, 70000 under the empty salt's root", hex(first));
+  fact("prefix_hash of the token 4294967295 after that", hex(keys.prefixHash(first, [2 ** 32 - 1])));
+  fact("content_hash of 1, 2, 3, 70000 under that root", hex(keys.contentHash(root, tokens)));
+  fact("head hash of 1, 2, 3, 70000 under that root", hex(keys.headHash(root, tokens)));
+  fact("checksum (XXH3-64) of the bytes 0 to 255", await keys.checksum(bytes.subarray(0, 256)));
+  for (const n of [0, 1, 3, 4, 8, 9, 16, 17, 64, 128, 129, 240, 241, 1024, 1025, 4096]) {
+    fact(`checksum.${n}`, await keys.checksum(bytes.subarray(0, n)));
+  }
+}
+
+const [target, text] = process.argv.slice(2);
+if (target === undefined || text === undefined) {
+  await vectors();
+} else {
+  const client = new Client(target);
+  await asked(client, text);
+  await ended(client);
+  client.close();
+}

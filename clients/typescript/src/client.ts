@@ -1,0 +1,105 @@
+import { userInfo } from "node:os";
+import { join } from "node:path";
+import { fileURLToPath } from "node:url";
+
+import * as grpc from "@grpc/grpc-js";
+import { loadSync } from "@grpc/proto-loader";
+
+import type { ProtoGrpcType } from "../gen/inference.js";
+import type { GenerateRequest } from "../gen/kvsidecar/inference/v1/GenerateRequest.js";
+import type { GenerateResponse__Output } from "../gen/kvsidecar/inference/v1/GenerateResponse.js";
+import type { GenerateStreamResponse__Output } from "../gen/kvsidecar/inference/v1/GenerateStreamResponse.js";
+import type { InferenceServiceClient } from "../gen/kvsidecar/inference/v1/InferenceService.js";
+import type { Prompt } from "../gen/kvsidecar/inference/v1/Prompt.js";
+import type { WarmResponse__Output } from "../gen/kvsidecar/inference/v1/WarmResponse.js";
+import { KVSidecarError } from "./errors.js";
+
+/** How a call ends early. */
+export interface CallOptions {
+  /** Aborting it ends the request at the worker and frees its memory. */
+  signal?: AbortSignal;
+  /** The call fails with DEADLINE_EXCEEDED after so many milliseconds; without it, it takes as long as it takes. */
+  deadlineMs?: number;
+}
+
+// A dead worker is noticed within 40 s while a call is open. Pings must not come faster than the worker permits.
+const CHANNEL: grpc.ChannelOptions = { "grpc.keepalive_time_ms": 30_000, "grpc.keepalive_timeout_ms": 10_000 };
+
+const PROTO = fileURLToPath(new URL("../protos/inference/v1/inference.proto", import.meta.url));
+
+/** The first worker of `kvsidecar serve`. */
+export function defaultTarget(): string {
+  const base = process.env["XDG_RUNTIME_DIR"];
+  return `unix:${base ? join(base, "kvsidecar") : `/tmp/kvsidecar-${userInfo().uid}`}/worker-0.sock`;
+}
+
+/**
+ * A client of an inference worker. Requests and answers are those of kvsidecar.inference.v1 in camel case, whose fields
+ * say their units and defaults. Calls that fail throw KVSidecarError. Close it when it is not needed any more.
+ */
+export class Client {
+  /** Every method of the service, for what this class does not wrap. */
+  readonly stub: InferenceServiceClient;
+
+  /** "unix:/PATH" or "host:port". Connects when it is first used. */
+  constructor(target = defaultTarget(), credentials = grpc.credentials.createInsecure()) {
+    const definition = loadSync(PROTO, {
+      longs: Number,
+      enums: String,
+      defaults: true,
+      oneofs: true,
+    });
+    const api = grpc.loadPackageDefinition(definition) as unknown as ProtoGrpcType;
+    this.stub = new api.kvsidecar.inference.v1.InferenceService(target, credentials, CHANNEL);
+  }
+
+  close(): void {
+    this.stub.close();
+  }
+
+  /** Answers when the whole text is there. */
+  generate(request: GenerateRequest, options: CallOptions = {}): Promise<GenerateResponse__Output> {
+    return unary(options, (callOptions, done) => this.stub.generate(request, callOptions, done));
+  }
+
+  /** Gives every piece as it appears; the last one has finishReason, usage and timings. Leaving the loop cancels. */
+  async *stream(request: GenerateRequest, options: CallOptions = {}): AsyncGenerator<GenerateStreamResponse__Output> {
+    const call = this.stub.generateStream({ request }, deadlineOf(options));
+    const cancel = () => call.cancel();
+    options.signal?.addEventListener("abort", cancel);
+    if (options.signal?.aborted) cancel();
+    try {
+      for await (const part of call) yield part as GenerateStreamResponse__Output;
+    } catch (error) {
+      throw KVSidecarError.from(error as grpc.ServiceError);
+    } finally {
+      options.signal?.removeEventListener("abort", cancel);
+      call.cancel();
+    }
+  }
+
+  /** Reads a prompt into the cache, and answers when the daemon has it. */
+  warm(prompt: Prompt, options: CallOptions = {}): Promise<WarmResponse__Output> {
+    return unary(options, (callOptions, done) => this.stub.warm({ prompt }, callOptions, done));
+  }
+}
+
+function deadlineOf({ deadlineMs }: CallOptions): grpc.CallOptions {
+  return deadlineMs === undefined ? {} : { deadline: Date.now() + deadlineMs };
+}
+
+function unary<T>(
+  options: CallOptions,
+  start: (callOptions: grpc.CallOptions, done: grpc.requestCallback<T>) => grpc.ClientUnaryCall,
+): Promise<T> {
+  return new Promise((resolve, reject) => {
+    const call = start(deadlineOf(options), (error, response) => {
+      options.signal?.removeEventListener("abort", cancel);
+      if (error) reject(KVSidecarError.from(error));
+      else resolve(response as T);
+    });
+    const cancel = () => call.cancel();
+    options.signal?.addEventListener("abort", cancel);
+    if (options.signal?.aborted) cancel();
+  });
+}

@@ -1,0 +1,53 @@
+import { type ServiceError, status } from "@grpc/grpc-js";
+import protobuf from "protobufjs";
+
+// google.rpc.Status and ErrorInfo (https://google.aip.dev/193), as far as they are used.
+const rpc = protobuf.Root.fromJSON({
+  nested: {
+    Status: { fields: { details: { rule: "repeated", type: "Any", id: 3 } } },
+    Any: { fields: { typeUrl: { type: "string", id: 1 }, value: { type: "bytes", id: 2 } } },
+    ErrorInfo: { fields: { reason: { type: "string", id: 1 }, domain: { type: "string", id: 2 } } },
+  },
+});
+const Status = rpc.lookupType("Status");
+const ErrorInfo = rpc.lookupType("ErrorInfo");
+
+// What has no details was not said by the worker but by gRPC on either side.
+const REASONS: Partial<Record<status, string>> = {
+  [status.CANCELLED]: "CANCELLED",
+  [status.DEADLINE_EXCEEDED]: "DEADLINE_EXCEEDED",
+  [status.UNAVAILABLE]: "UNAVAILABLE",
+  [status.INVALID_ARGUMENT]: "INVALID_REQUEST",
+};
+
+/**
+ * A call that failed. `reason` is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
+ * clients/python/kvsidecar/errors.py); `message` is one sentence for people.
+ */
+export class KVSidecarError extends Error {
+  constructor(
+    message: string,
+    readonly code: status,
+    readonly reason: string,
+    readonly domain: string,
+  ) {
+    super(message);
+    this.name = "KVSidecarError";
+  }
+
+  /** The error that a failed call stands for. */
+  static from(error: ServiceError): KVSidecarError {
+    let [reason, domain] = [REASONS[error.code] ?? "INTERNAL", ""];
+    for (const packed of error.metadata?.get("grpc-status-details-bin") ?? []) {
+      const { details } = Status.decode(packed as Buffer) as unknown as {
+        details: { typeUrl: string; value: Uint8Array }[];
+      };
+      for (const detail of details) {
+        if (detail.typeUrl === "type.googleapis.com/google.rpc.ErrorInfo") {
+          ({ reason, domain } = ErrorInfo.decode(detail.value) as unknown as { reason: string; domain: string });
+        }
+      }
+    }
+    return new KVSidecarError(error.details, error.code, reason, domain);
+  }
+}

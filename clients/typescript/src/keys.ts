@@ -1,0 +1,76 @@
+// Names of things in the cache. The specification is protos/kvsidecar/cache/v1/chunk.proto.
+import { createHash } from "node:crypto";
+
+import { xxhash3 } from "hash-wasm";
+
+/** What decides a chunk's bytes: kvsidecar.cache.v1.NamespaceDescriptor in camel case, `dtype` as its number. */
+export interface NamespaceDescriptor {
+  modelFingerprint: Uint8Array;
+  architecture: string;
+  layers: number;
+  kvHeads: number;
+  headDim: number;
+  dtype: number;
+  ropeParameters: string;
+  formatVersion: number;
+  quantizerVersion: number;
+  bits: number;
+  loraAdapter: string;
+  tensorParallelRank: number;
+  tensorParallelSize: number;
+  producer: string;
+}
+
+/** What a namespace is the hash of: a line for each field, in the order of field numbers. */
+export function canonicalEncoding(d: NamespaceDescriptor): string {
+  const escaped = (text: string) => text.replaceAll("\\", "\\\\").replaceAll("\n", "\\n");
+  const fields: [string, string | number][] = [
+    ["model_fingerprint", Buffer.from(d.modelFingerprint).toString("hex")],
+    ["architecture", escaped(d.architecture)],
+    ["layers", d.layers],
+    ["kv_heads", d.kvHeads],
+    ["head_dim", d.headDim],
+    ["dtype", d.dtype],
+    ["rope_parameters", escaped(d.ropeParameters)],
+    ["format_version", d.formatVersion],
+    ["quantizer_version", d.quantizerVersion],
+    ["bits", d.bits],
+    ["lora_adapter", escaped(d.loraAdapter)],
+    ["tensor_parallel_rank", d.tensorParallelRank],
+    ["tensor_parallel_size", d.tensorParallelSize],
+    ["producer", escaped(d.producer)],
+  ];
+  return fields.map(([name, value]) => `${name}=${value}\n`).join("");
+}
+
+/** Names everything that decides a chunk's bytes. */
+export const namespaceId = (d: NamespaceDescriptor) => hashed("namespace", sized(Buffer.from(canonicalEncoding(d))));
+
+/** The root of a tenant's chunks in a namespace. */
+export const tenantRoot = (namespace: Uint8Array, salt: Uint8Array) => hashed("root", namespace, sized(salt));
+
+/** Names a tenant in all namespaces. */
+export const tenantId = (salt: Uint8Array) => hashed("tenant", sized(salt));
+
+/** Names a chunk together with everything before it; the first chunk's parent is the tenant root. */
+export const prefixHash = (parent: Uint8Array, tokens: number[]) => hashed("prefix", parent, counted(tokens));
+
+/** Names a chunk's tokens wherever they stand. */
+export const contentHash = (root: Uint8Array, tokens: number[]) => hashed("content", root, counted(tokens));
+
+/** What the index summary knows a prompt's beginning by. */
+export const headHash = (root: Uint8Array, tokens: number[]) => hashed("head", root, counted(tokens));
+
+/** XXH3-64 of a payload, as 16 hexadecimal digits. */
+export const checksum = (payload: Uint8Array): Promise<string> => xxhash3(payload);
+
+function hashed(purpose: string, ...parts: Uint8Array[]): Buffer {
+  const digest = createHash("sha256").update(`kvsidecar/2/${purpose}`);
+  for (const part of parts) digest.update(part);
+  return digest.digest();
+}
+
+const sized = (part: Uint8Array) => Buffer.concat([Buffer.from(Uint32Array.of(part.length).buffer), part]);
+
+/** Typed arrays are little-endian wherever Node runs. */
+const counted = (tokens: number[]) => Buffer.from(Uint32Array.of(tokens.length, ...tokens).buffer);

@@ -1,0 +1,23 @@
+"""What the processes export to Prometheus, by their own code."""
+
+from __future__ import annotations
+
+from cache_daemon.observe.names import COUNTERS, GAUGES
+from inference_svc import metrics as worker
+from inference_svc.gateway.app import Metrics
+from inference_svc.gateway.router import Router
+
+# Beside the fields of the daemon's statistics (cache_daemon/observe/prometheus.py).
+_FURTHER = {"durable_failing": "gauge", "calls_total": "counter", "call_seconds_total": "counter"}
+
+
+def exported() -> dict[str, str]:
+    """Every metric's name, as it is scraped, with its type: gauge, counter or histogram (without ``_bucket``)."""
+    found = {f"kvsidecar_cache_{name}": "gauge" for name in GAUGES}
+    found |= {f"kvsidecar_cache_{name}_total": "counter" for name in COUNTERS}
+    found |= {f"kvsidecar_cache_{name}": kind for name, kind in _FURTHER.items()}
+    found |= {f"kvsidecar_worker_{name}": "gauge" for name in worker._GAUGES}
+    found |= {f"kvsidecar_worker_{name}_total": "counter" for name in worker._COUNTERS}
+    for family in Metrics(Router([])).registry.collect():
+        found[family.name + ("_total" if family.type == "counter" else "")] = family.type
+    return found

@@ -1,0 +1,111 @@
+"""Writes kvsidecar.json, the Grafana dashboard: python -m deploy.grafana.generate [--check].
+
+The panels are those of panels.py, and one for every further metric that is exported. With --check nothing is written,
+and the exit code says whether the file is current.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from deploy.grafana.exported import exported
+from deploy.grafana.panels import ROWS, Panel, rate
+
+FILE = Path(__file__).with_name("kvsidecar.json")
+_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_WIDTH, _HEIGHT, _ACROSS = 8, 8, 3
+
+
+def metrics_in(expression: str) -> set[str]:
+    """The metrics that a query reads; of a histogram its name without ``_bucket``, ``_sum`` and ``_count``."""
+    found = re.findall(r"\bkvsidecar_[a-z0-9_]+", expression)
+    return {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
+
+
+def rows() -> dict[str, tuple[Panel, ...]]:
+    """``ROWS``, and what they do not show. Raises ValueError for a query of a metric that nobody exports."""
+    there = exported()
+    shown = {name for row in ROWS.values() for panel in row for _, query in panel.queries for name in metrics_in(query)}
+    if unknown := shown - there.keys():
+        raise ValueError(f"nobody exports {', '.join(sorted(unknown))}")
+    rest = []
+    for name in sorted(there.keys() - shown):
+        query = rate(name) if there[name] == "counter" else f"sum({name})"
+        rest.append(Panel(name.removeprefix("kvsidecar_").replace("_", " "), "short", (("", query),)))
+    return {**ROWS, "Everything else": tuple(rest)}
+
+
+def dashboard() -> dict[str, Any]:
+    """Grafana's model of it."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, row in rows().items():
+        panels.append({"type": "row", "title": title, "collapsed": False, "gridPos": _place(0, y, 3 * _WIDTH, 1)})
+        for i, panel in enumerate(row):
+            at = _place(i % _ACROSS * _WIDTH, y + 1 + i // _ACROSS * _HEIGHT, _WIDTH, _HEIGHT)
+            panels.append(_graph(panel, at))
+        y += 1 + -(-len(row) // _ACROSS) * _HEIGHT
+    for number, panel in enumerate(panels, 1):
+        panel["id"] = number
+    source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+    return {
+        "uid": "kvsidecar",
+        "title": "KVSidecar",
+        "tags": ["llm", "kv-cache"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "30s",
+        "time": {"from": "now-3h", "to": "now"},
+        "templating": {"list": [source]},
+        "panels": panels,
+    }
+
+
+def _place(x: int, y: int, width: int, height: int) -> dict[str, int]:
+    return {"x": x, "y": y, "w": width, "h": height}
+
+
+def _graph(panel: Panel, at: dict[str, int]) -> dict[str, Any]:
+    targets = [
+        {"refId": chr(ord("A") + i), "datasource": _DATASOURCE, "expr": query, "legendFormat": legend or "__auto"}
+        for i, (legend, query) in enumerate(panel.queries)
+    ]
+    custom = {"lineWidth": 1, "fillOpacity": 10, "showPoints": "never"}
+    limits = {"min": 0, "max": 1} if panel.unit == "percentunit" else {"min": 0}
+    return {
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.text,
+        "datasource": _DATASOURCE,
+        "gridPos": at,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "custom": custom, **limits}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": targets,
+    }
+
+
+def text_of(model: dict[str, Any]) -> str:
+    """JSON with a line for each panel, so that a difference can be read."""
+    lines = ",\n  ".join(json.dumps(panel) for panel in model["panels"])
+    head = json.dumps({**model, "panels": []}, indent=1)
+    return head.replace('"panels": []', f'"panels": [\n  {lines}\n ]') + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 1 when --check finds an old file."""
+    text = text_of(dashboard())
+    if "--check" not in arguments:
+        FILE.write_text(text, encoding="utf-8")
+        return 0
+    if FILE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{FILE} is stale; run: python -m deploy.grafana.generate", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""The panels of the dashboard: what somebody on call looks at first, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A graph. ``queries`` are legends with what they show; ``unit`` is Grafana's name of it."""
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    text: str = ""
+
+
+def rate(metric: str, by: str = "") -> str:
+    """A counter's rate, summed over all processes, or over all with the same label."""
+    return f"sum{f' by ({by})' if by else ''} (rate({metric}[$__rate_interval]))"
+
+
+def share(part: str, whole: str) -> str:
+    """Of two counters' rates; nothing while the whole stands still."""
+    return f"{rate(part)} / ({rate(whole)} > 0)"
+
+
+def quantile(q: float) -> str:
+    return f"histogram_quantile({q}, sum by (le) (rate(kvsidecar_gateway_ttft_seconds_bucket[$__rate_interval])))"
+
+
+PROMPT = "kvsidecar_cache_prompt_tokens_total"
+
+ROWS: dict[str, tuple[Panel, ...]] = {
+    "What reuse gives": (
+        Panel("Prompt tokens that were not computed", "percentunit",
+              (("all", share("kvsidecar_cache_cached_tokens_total", PROMPT)),
+               ("workers' own pools", share("kvsidecar_cache_pool_tokens_total", PROMPT)),
+               ("found by the daemon", share("kvsidecar_cache_matched_tokens_total", PROMPT)),
+               ("from disk", share("kvsidecar_cache_promoted_tokens_total", PROMPT)),
+               ("in another context", share("kvsidecar_cache_content_tokens_total", PROMPT))),
+              "Falls while the traffic stays what it was: see the runbook, hit ratio."),
+        Panel("Time to first token", "s", tuple((f"p{round(q * 100)}", quantile(q)) for q in (0.5, 0.95, 0.99))),
+        Panel("Tokens per second", "short",
+              (("prompt", rate("kvsidecar_worker_prompt_tokens_total")),
+               ("of these cached", rate("kvsidecar_worker_cached_tokens_total")),
+               ("generated", rate("kvsidecar_worker_generated_tokens_total")))),
+    ),
+    "Load": (
+        Panel("Requests in the batch", "short", (("{{instance}}", "kvsidecar_worker_running"),)),
+        Panel("Requests that wait", "short", (("{{instance}}", "kvsidecar_worker_waiting"),),
+              "What the autoscaler goes by."),
+        Panel("Workers that answer", "short", (("{{instance}}", "kvsidecar_gateway_workers_up"),)),
+        Panel("Answers by code", "reqps", (("{{code}}", rate("kvsidecar_gateway_requests_total", "code")),)),
+        Panel("Free pages of the pool", "percentunit",
+              (("{{instance}}", "kvsidecar_worker_pool_free_pages / kvsidecar_worker_pool_pages"),)),
+        Panel("Preemptions, retries, cancelled", "cps",
+              (("preemptions", rate("kvsidecar_worker_preemptions_total")),
+               ("second workers", rate("kvsidecar_gateway_retries_total")),
+               ("cancelled", rate("kvsidecar_worker_cancelled_total")))),
+    ),
+    "The cache": (
+        Panel("Arena in use", "percentunit",
+              (("{{instance}}", "kvsidecar_cache_arena_used_bytes / kvsidecar_cache_arena_bytes"),), "Full is normal."),
+        Panel("Disk", "bytes",
+              (("chunks", "sum(kvsidecar_cache_durable_bytes)"), ("file", "sum(kvsidecar_cache_durable_file_bytes)"),
+               ("budget", "sum(kvsidecar_cache_durable_budget_bytes)"))),
+        Panel("Chunks that go", "cps",
+              (("from the arena", rate("kvsidecar_cache_arena_evictions_total")),
+               ("from disk", rate("kvsidecar_cache_durable_evictions_total")),
+               ("past their time", rate("kvsidecar_cache_expired_chunks_total")))),
+        Panel("Writing", "short",
+              (("waiting for the disk", "sum(kvsidecar_cache_pending_writes)"),
+               ("failing now", "sum(kvsidecar_cache_durable_failing)"),
+               ("failed", rate("kvsidecar_cache_failed_writes_total")),
+               ("corrupt", rate("kvsidecar_cache_corrupt_chunks_total")))),
+        Panel("Workers attached, and what they hold", "short",
+              (("sessions", "sum(kvsidecar_cache_sessions)"), ("leases", "sum(kvsidecar_cache_leases)"),
+               ("reservations", "sum(kvsidecar_cache_reservations)"))),
+        Panel("Longest stall of the daemon's loop", "ms", (("{{instance}}", "kvsidecar_cache_loop_stall_ms"),),
+              "Every call waits that long. Above 100: see the runbook."),
+        Panel("Time per call", "s",
+              (("{{method}}", f"{rate('kvsidecar_cache_call_seconds_total', 'method')} / "
+                f"({rate('kvsidecar_cache_calls_total', 'method')} > 0)"),)),
+        Panel("Calls that did not succeed", "reqps",
+              (("{{method}} {{status}}",
+                'sum by (method, status) (rate(kvsidecar_cache_calls_total{status!="OK"}[$__rate_interval]))'),
+               ("refused by a limit", rate("kvsidecar_cache_refused_total")))),
+        Panel("Requests that went on without the cache", "cps",
+              (("{{instance}}", "rate(kvsidecar_worker_cache_failures_total[$__rate_interval])"),)),
+    ),
+}  # fmt: skip
+"""Rows of the dashboard, first the one that is looked at first."""

@@ -1,0 +1,1 @@
+"""What Prometheus is told: alerts with tests, and the metric that the autoscaler goes by."""

@@ -1,0 +1,168 @@
+"""Clients in other languages, built as their READMEs say, against one real daemon and worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import grpc
+import pytest
+from kvsidecar import keys
+
+from benchmarks.node import Node
+from tests.clients.toolchains import ROOT, TOOLCHAINS, Toolchain
+from tests.kvsidecar.test_vectors import WRITTEN
+
+CODE_OF = {"cancel": grpc.StatusCode.CANCELLED, "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
+           "refused": grpc.StatusCode.INVALID_ARGUMENT}  # fmt: skip
+
+
+def text_of(client: Toolchain) -> str:
+    """A text for each language: what one has warmed must not be warm for the next one."""
+    return f"A traveller who speaks {client.name} came to the harbour and asked about the boats of that morning. " * 12
+
+
+@cache
+def why_not_built(toolchain: Toolchain) -> str:
+    """Builds a client once; what is missing for it, or nothing. Raises AssertionError when it does not compile."""
+    missing = toolchain.missing()
+    if not missing:
+        toolchain.make()
+    return missing
+
+
+@pytest.fixture(params=TOOLCHAINS, ids=lambda t: t.name, scope="module")
+def client(request: pytest.FixtureRequest) -> Toolchain:
+    toolchain: Toolchain = request.param
+    missing = why_not_built(toolchain)
+    if missing:
+        pytest.skip(f"not installed for {toolchain.name}: {missing}; clients/{toolchain.name}/README.md names packages")
+    return toolchain
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def node(port: int) -> Iterator[Node]:
+    flags = {"resident_sequences": 0, "tcp": f"127.0.0.1:{port}"}
+    with Node("demo", arena_bytes="64MiB", pool_bytes="64MiB", durable=False, worker_flags=flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def address(client: Toolchain, node: Node, port: int) -> str:
+    return f"unix:{node.worker_socket(0)}" if client.unix else str(port)
+
+
+@pytest.fixture(scope="module")
+def facts(client: Toolchain, node: Node, address: str) -> dict[str, str]:
+    """What a client saw of the worker, and what the worker counted meanwhile."""
+    before = node.client().stats().cancelled
+    seen = client.facts(address, text_of(client))
+    deadline = time.monotonic() + 30
+    while (cancelled := node.client().stats().cancelled - before) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return {**seen, "cancelled": str(cancelled)}
+
+
+def test_names_are_those_of_the_test_vectors(client: Toolchain) -> None:
+    said = client.facts()
+    assert {name: said[name] for name in WRITTEN} == WRITTEN
+    data = bytes(range(256)) * 16
+    lengths = [int(name.partition(".")[2]) for name in said if name.startswith("checksum.")]
+    assert len(lengths) == 16
+    assert all(said[f"checksum.{n}"] == f"{keys.checksum(data[:n]):016x}" for n in lengths)
+
+
+def test_a_warmed_prompt_is_read_from_the_cache(facts: dict[str, str]) -> None:
+    assert int(facts["warm.stored_tokens"]) > 100
+    assert int(facts["generate.cached_tokens"]) == int(facts["generate.prompt_tokens"]) - 1
+
+
+def test_the_answer_is_the_one_that_python_gets(facts: dict[str, str], client: Toolchain, node: Node) -> None:
+    expected = node.client().generate(text_of(client), max_tokens=12, temperature=0, ignore_eos=True)
+    assert bytes.fromhex(facts["generate.text"]).decode() == expected.text
+
+
+def test_a_stream_comes_in_pieces_that_make_the_whole(facts: dict[str, str]) -> None:
+    assert facts["stream.text"] == facts["generate.text"]
+    assert int(facts["stream.pieces"]) > 1
+    assert facts["stream.generated_tokens"] == "12"
+
+
+def test_cancelling_and_deadlines_end_the_request_at_the_worker(facts: dict[str, str]) -> None:
+    assert facts["cancel.reason"] == "CANCELLED"
+    assert facts["deadline.reason"] == "DEADLINE_EXCEEDED"
+    assert facts["cancelled"] == "2"
+
+
+def test_errors_have_their_reason(facts: dict[str, str]) -> None:
+    assert (facts["refused.reason"], facts["refused.domain"]) == ("INVALID_REQUEST", "kvsidecar.inference")
+    assert "max_tokens" in facts["refused.message"]
+    for name, code in CODE_OF.items():
+        assert int(facts[f"{name}.code"]) == code.value[0]
+
+
+def test_the_example_runs_and_is_short(client: Toolchain, address: str) -> None:
+    done = client.say("example", address)
+    assert done.returncode == 0, done.stderr
+    counts = [line for line in done.stdout.splitlines() if line.endswith("from the cache]")]
+    assert len(counts) == 2
+    assert " 0 from" not in counts[1]
+    source = next(p for p in _sources(client.folder) if p.stem.lower() == "example" or p.parent.name == "example")
+    assert len(source.read_text(encoding="utf-8").splitlines()) < 60
+
+
+def _sources(folder: Path) -> list[Path]:
+    return [p for p in sorted(folder.rglob("*")) if p.is_file() and not {"node_modules", "dist", "gen"} & set(p.parts)]
+
+
+def test_the_example_says_so_when_no_worker_is_there(client: Toolchain, tmp_path: Path) -> None:
+    done = client.say("example", f"unix:{tmp_path}/none.sock" if client.unix else "1")
+    assert done.returncode == 1
+    assert "no worker is there" in done.stderr
+
+
+# ---- from a shell ---------------------------------------------------------------------------------------------
+
+
+def kv(worker: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        [str(ROOT / "clients" / "shell" / "kv"), *arguments],
+        env={**os.environ, "PATH": tools, "WORKER": worker, **environment},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(
+    not (shutil.which("buf") or shutil.which("grpcurl") or Path(sys.executable).with_name("buf").exists()),
+    reason="neither buf nor grpcurl is installed",
+)
+def test_the_shell_script_speaks_to_a_worker(node: Node, port: int) -> None:
+    text = 'a "quoted" \\ text\nof two lines'
+    for worker in (str(node.worker_socket(0)), f"127.0.0.1:{port}"):
+        said = kv(worker, "generate", text, MAX_TOKENS="6")
+        assert said.returncode == 0, said.stderr
+        answer = json.loads(said.stdout)
+        expected = node.client().generate(text, max_tokens=6, temperature=0)
+        assert (answer["text"], answer["usage"]["promptTokens"]) == (expected.text, expected.prompt_tokens)
+    streamed = kv(str(node.worker_socket(0)), "stream", text, MAX_TOKENS="6").stdout
+    assert "FINISH_REASON" in streamed
+    refused = kv(str(node.worker_socket(0)), "generate", text, MAX_TOKENS="0")
+    assert refused.returncode != 0
+    assert "INVALID_REQUEST" in refused.stderr + refused.stdout
+    assert "namespace" in json.loads(kv(str(node.worker_socket(0)), "model").stdout)

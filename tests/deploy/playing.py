@@ -1,0 +1,140 @@
+"""The base manifests' pod under podman: what a kubelet would do and podman 4 does not is done here, and nothing else.
+
+- A native sidecar becomes a container that starts first: podman waits for the end of init containers.
+- Volumes are folders of the host, with the owner and mode that a kubelet gives them by fsGroup.
+- The image has no files: the machine's own /usr, interpreter and checkout are mounted, read-only.
+- No network but the pod's own loopback; probes are asked for by the test.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.deploy.manifests import of_kind
+
+IMAGE = "localhost/kvsidecar-empty:test"
+_ROOT = Path(__file__).parents[2]
+_READABLE = tuple(dict.fromkeys(("/usr", "/etc/ld.so.cache", sys.base_prefix, sys.prefix, str(_ROOT))))
+_MERGED = ("bin", "lib", "lib64", "sbin")
+
+
+# Where limits may not be raised, not even by root, a container cannot have podman's own, which are higher.
+_CONFIGURATION = """
+[containers]
+log_driver = "k8s-file"
+default_ulimits = ["nofile={0}:{0}", "nproc=4096:4096"]
+"""
+
+
+class Podman:
+    """podman with storage of its own in a folder, and with the first runtime that works on this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises RuntimeError, with what was tried, where no container can be run."""
+        folder.mkdir()
+        (folder / "containers.conf").write_text(
+            _CONFIGURATION.format(resource.getrlimit(resource.RLIMIT_NOFILE)[1]), encoding="utf-8"
+        )
+        self._environment = {**os.environ, "CONTAINERS_CONF": str(folder / "containers.conf")}
+        self._command: list[str] = []
+        tried = []
+        for runtime in filter(shutil.which, ("crun", "runc")):
+            self._command = [
+                "podman", "--root", str(folder / "storage"), "--runroot", str(folder / "run"), "--runtime", runtime,
+                "--cgroup-manager", "cgroupfs", "--events-backend", "file",
+            ]  # fmt: skip
+            try:
+                self._import_empty_image()
+                self("run", "--rm", "--network", "none", "--volume", "/usr:/usr:ro", IMAGE, "true")
+                return
+            except RuntimeError as error:
+                tried.append(f"{runtime}: {str(error).splitlines()[-1]}")
+        raise RuntimeError("; ".join(tried) or "neither crun nor runc is installed")
+
+    def __call__(self, *arguments: str, given: bytes = b"", check: bool = True) -> str:
+        done = subprocess.run(
+            [*self._command, *arguments], input=given, capture_output=True, timeout=120, check=False,
+            env=self._environment,
+        )  # fmt: skip
+        if check and done.returncode:
+            raise RuntimeError(f"podman {' '.join(arguments)}: {done.stderr.decode()[-2000:]}")
+        return done.stdout.decode().strip()
+
+    def _import_empty_image(self) -> None:
+        """An image of links and nothing else."""
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w") as tar:
+            for name in _MERGED:
+                link = tarfile.TarInfo(name)
+                link.type, link.linkname = tarfile.SYMTYPE, f"usr/{name}"
+                tar.addfile(link)
+        self("import", "-", IMAGE, given=archive.getvalue())
+
+
+def pod_of(folder: Path, model_settings: dict[str, str]) -> str:
+    """The pod's YAML, with its configuration. Makes the folders of its volumes in ``folder``."""
+    (nodes,) = of_kind("base", "StatefulSet")
+    template = copy.deepcopy(nodes["spec"]["template"])
+    spec = template["spec"]
+    first = spec.pop("initContainers")
+    for container in first:
+        assert container.pop("restartPolicy") == "Always"
+    spec["containers"] = [*first, *spec["containers"]]
+    names = [volume["name"] for volume in spec["volumes"]] + ["store"]
+    spec["volumes"] = [_volume(name, _as_a_kubelet_makes_it(folder / f"volume-{name}", spec)) for name in names]
+    spec["volumes"] += [_volume(f"host-{i}", Path(path)) for i, path in enumerate(_READABLE)]
+    for container in spec["containers"]:
+        _here(container, model_settings)
+    for key in ("topologySpreadConstraints", "serviceAccountName", "automountServiceAccountToken"):
+        del spec[key]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "kvsidecar"}, "spec": spec}
+    return yaml.safe_dump_all([*of_kind("base", "ConfigMap"), pod])
+
+
+def _here(container: dict[str, Any], model_settings: dict[str, str]) -> None:
+    container["image"], container["imagePullPolicy"] = IMAGE, "Never"
+    container["command"] = [sys.executable, "-m", "kvsidecar.cli.main"]
+    given = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p.startswith(str(_ROOT))), "HOME": "/tmp"}
+    if container["name"] == "worker":
+        given |= model_settings
+    container["env"] = [e for e in container.get("env", []) if "secretKeyRef" not in e.get("valueFrom", {})]
+    container["env"] += [{"name": name, "value": value} for name, value in given.items()]
+    container["volumeMounts"] += [
+        {"name": f"host-{i}", "mountPath": path, "readOnly": True} for i, path in enumerate(_READABLE)
+    ]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        container.pop(probe, None)
+    del container["resources"], container["ports"]
+
+
+def _as_a_kubelet_makes_it(path: Path, spec: dict[str, Any]) -> Path:
+    path.mkdir()
+    os.chown(path, 0, spec["securityContext"]["fsGroup"])
+    path.chmod(0o2777)
+    return path
+
+
+def _volume(name: str, path: Path) -> dict[str, Any]:
+    return {"name": name, "hostPath": {"path": str(path)}}
+
+
+def wait_for(condition: Any, seconds: float) -> Any:
+    """The first true answer of ``condition``. Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while not (answer := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {seconds} s")
+        time.sleep(0.2)
+    return answer

@@ -1,0 +1,183 @@
+"""The manifests: valid to the letter, settings that the processes take, and doors that fit each other."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from kvsidecar.sizes import parse_size
+
+from cache_daemon.config import DaemonConfig
+from inference_svc.config import WorkerConfig
+from inference_svc.gateway.config import GatewayConfig
+from tests.deploy.custom_resources import SCHEMAS
+from tests.deploy.manifests import BUILDS, Resource, containers, of_kind, pods, resources, settings
+
+KUBERNETES = "1.34"  # the first whose resource claims are stable
+CONFIGS: dict[str, Any] = {"daemon": DaemonConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
+OVERHEAD = 512 << 20  # of a daemon, beside its memory for chunks
+
+
+def check(resource: Resource) -> None:
+    custom = SCHEMAS.get(resource["kind"])
+    if custom is not None:
+        custom.model_validate(resource)
+    else:
+        kubernetes_validate.validate(resource, KUBERNETES, strict=True)
+
+
+def process_of(container: Resource) -> str:
+    return str(container["args"][0]) if "args" in container else ""
+
+
+def built(name: str) -> list[tuple[Resource, Resource]]:
+    """``(pod, container)`` for each process of ours."""
+    return [(pod, c) for pod in pods(name) for c in containers(pod) if process_of(c)]
+
+
+def config_of(name: str, container: Resource, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A container's settings, as the process reads them. Raises ValidationError for one that it would refuse."""
+    with monkeypatch.context() as patch:
+        for key, value in settings(name, container).items():
+            patch.setenv(key, value)
+        return CONFIGS[process_of(container)]()
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_resources_are_valid_to_the_letter(name: str) -> None:
+    for resource in resources(name):
+        check(resource)
+
+
+def test_a_misspelt_field_is_refused() -> None:
+    for resource in resources("overlays/mtls"):
+        broken = copy.deepcopy(resource)
+        broken["speck"] = {}
+        with pytest.raises((ValueError, kubernetes_validate.ValidationError)):
+            check(broken)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_settings_are_those_of_the_processes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _, container in built(name):
+        config = CONFIGS[process_of(container)]
+        prefix = config.model_config["env_prefix"]
+        given = {k.removeprefix(prefix).lower() for k in settings(name, container) if k.startswith(prefix)}
+        assert given
+        assert given <= config.model_fields.keys()
+        config_of(name, container, monkeypatch)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_nothing_runs_with_more_rights_than_it_needs(name: str) -> None:
+    for pod in pods(name):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not pod["automountServiceAccountToken"]
+        assert not {"hostNetwork", "hostPID"} & pod.keys()
+        assert not pod.get("hostIPC", False)
+        for container in containers(pod):
+            rights = container["securityContext"]
+            assert rights["readOnlyRootFilesystem"]
+            assert not rights["allowPrivilegeEscalation"]
+            assert rights["capabilities"]["drop"] == ["ALL"]
+            assert {"requests", "limits"} <= container["resources"].keys()
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_who_shares_memory_is_one_user_in_a_folder_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon looks at SO_PEERCRED, and refuses a folder that others could enter: a mounted volume is root's."""
+    users = {pod["securityContext"]["runAsUser"] for pod in pods(name)}
+    assert len(users) == 1
+    for _, container in built(name):
+        if process_of(container) != "gateway":
+            assert "runAsUser" not in container["securityContext"]
+        config = config_of(name, container, monkeypatch)
+        sockets = [getattr(config, field, None) for field in ("socket", "cache_socket")]
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        for socket in filter(None, sockets):
+            assert str(socket.parent) not in mounts
+            assert str(socket.parent.parent) in mounts
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_the_daemon_that_workers_ask_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(process_of(c), config_of(name, c, monkeypatch)) for _, c in built(name)]
+    daemons = {config.socket for process, config in found if process == "daemon"}
+    workers = [config for process, config in found if process == "worker"]
+    gateways = [config for process, config in found if process == "gateway"]
+    assert {worker.cache_socket for worker in workers} == daemons
+    assert sorted(gateways[0].targets) == sorted(str(worker.socket) for worker in workers)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_probes_and_metrics_are_where_the_processes_listen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _, container in built(name):
+        config = config_of(name, container, monkeypatch)
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        probes = [value for key, value in container.items() if key.endswith("Probe")]
+        assert len(probes) >= 2
+        for probe in probes:
+            if "grpc" in probe:
+                assert config.health_tcp == f"0.0.0.0:{probe['grpc']['port']}"
+            else:
+                assert ports[next(iter(p for p in probe.values() if isinstance(p, dict)))["port"]] == config.port
+        if process_of(container) != "gateway":
+            assert (config.metrics_host, config.metrics_port in ports.values()) == ("0.0.0.0", True)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_services_policies_and_monitors_name_ports_that_exist(name: str) -> None:
+    ports = {port["name"] for _, container in built(name) for port in container["ports"]}
+    services = of_kind(name, "Service")
+    targets = {port["targetPort"] for service in services for port in service["spec"]["ports"]}
+    allowed = {
+        port["port"]
+        for policy in of_kind(name, "NetworkPolicy")
+        for rule in policy["spec"]["ingress"]
+        for port in rule["ports"]
+    }
+    (monitor,) = of_kind(name, "ServiceMonitor")
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    scraped = [s for s in services if wanted <= s["metadata"].get("labels", {}).items()]
+    named = {port["name"] for service in scraped for port in service["spec"]["ports"]}
+    assert targets <= ports
+    assert allowed <= ports
+    assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= named
+    assert {port for port in ports if port.startswith("metrics-")} <= {e["port"] for e in monitor["spec"]["endpoints"]}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_daemons_memory_fits_into_its_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = sum(process_of(c) == "worker" for _, c in built(name))
+    for _, container in built(name):
+        if process_of(container) == "daemon":
+            config = config_of(name, container, monkeypatch)
+            arena = 0 if config.gpu_arena else config.arena_bytes
+            limit = parse_size(container["resources"]["limits"]["memory"].replace("Gi", "GiB"))
+            assert arena + workers * config.staging_bytes + OVERHEAD <= limit
+
+
+def test_the_daemon_outlives_the_worker_and_ends_after_it() -> None:
+    (pod,) = pods("base")
+    assert [(c["name"], c["restartPolicy"]) for c in pod["initContainers"]] == [("cache", "Always")]
+    assert pod["terminationGracePeriodSeconds"] >= 10 + 20
+    run = next(volume for volume in pod["volumes"] if volume["name"] == "run")
+    assert run["emptyDir"]["medium"] == "Memory"
+
+
+def test_one_gpu_is_claimed_for_the_whole_pod() -> None:
+    (pod,) = pods("overlays/gpu-shared")
+    holders = [c["name"] for c in containers(pod) if c["resources"].get("claims") == [{"name": "gpu"}]]
+    assert holders == ["cache", "worker", "worker-1"]
+    (template,) = of_kind("overlays/gpu-shared", "ResourceClaimTemplate")
+    assert pod["resourceClaims"] == [{"name": "gpu", "resourceClaimTemplateName": template["metadata"]["name"]}]
+
+
+def test_keys_of_certificates_are_closed_to_others() -> None:
+    (pod,) = pods("overlays/mtls")
+    volumes = {v["name"]: v for v in pod["volumes"]}
+    modes = [volumes["tls"]["secret"]["defaultMode"], volumes["tenants"]["configMap"]["defaultMode"]]
+    assert modes == [0o440, 0o440]

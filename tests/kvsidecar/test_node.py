@@ -1,0 +1,55 @@
+"""``kvsidecar status`` and ``stop`` where no supervisor runs; with one: tests/inference_svc/test_supervisor.py."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    whole = [sys.executable, "-m", "kvsidecar.cli.main", *arguments]
+    return subprocess.run(whole, capture_output=True, text=True, timeout=90, check=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+def test_where_nothing_runs_both_say_so(folder: Path) -> None:
+    for name, code in (("status", 1), ("stop", 0)):
+        done = command(name, "--runtime-dir", str(folder))
+        assert (done.returncode, done.stderr) == (code, "")
+        assert f"nothing runs in {folder}" in done.stdout
+
+
+def test_a_daemon_alone_is_seen_and_stopped(folder: Path) -> None:
+    daemon = subprocess.Popen(
+        [sys.executable, "-m", "cache_daemon", "--socket", str(folder / "cache.sock"), "--store", "none",
+         "--arena-bytes", "1MiB"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert daemon.stdout is not None
+    assert any("serving" in line for line in daemon.stdout)
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(folder / "worker-0.sock"))
+    left.close()
+    said = command("status", "--json", "--runtime-dir", str(folder))
+    cache, worker = json.loads(said.stdout)
+    assert said.returncode == 1
+    assert (cache["name"], psutil.Process(cache["pid"]).ppid(), cache["serving"]) == ("cache", daemon.pid, True)
+    assert (worker["name"], worker["pid"], worker["serving"]) == ("worker-0", -1, False)
+    reaped = threading.Thread(target=daemon.wait)
+    reaped.start()
+    done = command("stop", "--runtime-dir", str(folder))
+    reaped.join(10)
+    assert f"stopped cache_daemon (process {daemon.pid})" in done.stdout
+    assert (done.returncode, daemon.returncode) == (0, 0)
