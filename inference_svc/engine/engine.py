@@ -15,17 +15,18 @@ from typing import Protocol
 
 import structlog
 import torch
-from kvsidecar.errors import Overloaded, PromptTooLong, Unavailable
+from kvsidecar.errors import GenerationFailed, Overloaded, PromptTooLong, Unavailable
 
 from inference_svc.engine import rows
 from inference_svc.engine.admission import Admission, as_array
 from inference_svc.engine.decode_graphs import decode_graphs
+from inference_svc.engine.drawing import draw
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.gate import RestoreFailed
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
 from inference_svc.engine.repair import Repairing
 from inference_svc.engine.residents import Resident, Residents
-from inference_svc.engine.sampling import Drawn, likeliest
+from inference_svc.engine.sampling import Drawn
 from inference_svc.engine.sequence import Finish, Output, Sequence, State
 from inference_svc.model.loader import LoadedModel
 
@@ -265,16 +266,18 @@ class Engine:
         """Computes the spans' rows and advances the sequences whose last token was among them."""
         logits = self._logits([span for _, span in spans])
         self.stats.steps += 1
-        # One pass for all greedy rows: over a large vocabulary an argmax per row is a millisecond each.
-        wanted = [s for s, span in spans if span.wants_logits]
-        greedy = likeliest(logits) if any(s.sampler.plain_greedy for s in wanted) else []
-        row = 0
         for sequence, span in spans:
             sequence.computed += len(span.tokens)
-            if span.wants_logits:
-                plain = sequence.sampler.plain_greedy
-                self._advance(sequence, Drawn(greedy[row]) if plain else sequence.sampler.draw(logits[row]))
-                row += 1
+        self._draw([s for s, span in spans if span.wants_logits], logits)
+
+    def _draw(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        """Advances sequences by what is drawn from their rows of logits."""
+        for sequence, drawn in zip(sequences, draw(logits, [s.sampler for s in sequences]), strict=True):
+            if isinstance(drawn, GenerationFailed):
+                self._end(sequence, Finish.FAILED, str(drawn))
+                continue
+            sequence.sampler.accept(drawn.token)
+            self._advance(sequence, drawn)
 
     def _logits(self, spans: list[rows.Span]) -> torch.Tensor:
         if self._graphs is not None and self._graphs.serves(spans):
@@ -292,7 +295,7 @@ class Engine:
         sequence.recomputed_tokens = work.recomputed
         sequence.computed = len(sequence.tokens)
         self.stats.steps += 1
-        self._advance(sequence, sequence.sampler.draw(work.logits[-1][-1]))
+        self._draw([sequence], work.logits[-1][-1:])
 
     def _begin_repair(self, sequence: Sequence) -> None:
         assert sequence.plan is not None

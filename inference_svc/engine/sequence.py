@@ -122,7 +122,7 @@ class Sequence:
     probed: bool = False
 
     def __post_init__(self) -> None:
-        self.sampler = Sampler(self.params, self.logprobs)
+        self.sampler = Sampler(self.params, self.logprobs, self.tokens[: self.prompt_tokens])
 
     @cached_property
     def prompt_ids(self) -> NDArray[np.uint32]:
