@@ -16,9 +16,11 @@ from inference_svc.cache.daemon import DaemonLink
 from inference_svc.cache.link import CacheLink
 from inference_svc.cache.session import Served
 from inference_svc.config import WorkerConfig
-from inference_svc.engine.engine import Engine, EngineLimits, NoCache
+from inference_svc.engine.cache_port import NoCache
+from inference_svc.engine.engine import Engine
 from inference_svc.engine.native_attention import kernels_of, measured
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
+from inference_svc.engine.stats import EngineLimits
 from inference_svc.model.loader import LoadedModel, load
 from inference_svc.model.probe import products_of, uneven
 from inference_svc.reuse.chunking import new_chunker

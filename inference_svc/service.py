@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import structlog
 from kvsidecar import keys
-from kvsidecar.errors import INFERENCE_DOMAIN, InvalidRequest, KVSidecarError, Unavailable, abort, unary
+from kvsidecar.errors import INFERENCE_DOMAIN, InvalidRequest, KVSidecarError, abort, unary
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 
@@ -31,7 +31,7 @@ class InferenceService(InferenceServiceServicer):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._engine = runtime, runtime.engine
         self._loaded = runtime.engine.loaded
-        self._prompter = Prompter(self._loaded, runtime.engine.context_length)
+        self._prompter = Prompter(self._loaded, runtime.engine.context_length, runtime.config.document_separator)
         self._loop = asyncio.get_running_loop()
 
     # ---- generating -----------------------------------------------------------------------------------------
@@ -70,8 +70,8 @@ class InferenceService(InferenceServiceServicer):
             while not finished:
                 output = await outputs.get()
                 finished = output.finish is not None
-                if output.finish in (Finish.CANCELLED, Finish.FAILED):
-                    raise Unavailable(output.error or "the request was cancelled")
+                if output.error is not None:
+                    raise output.error
                 yield self._part(sequence, output, request_id)
                 request_id = ""
         finally:
@@ -130,8 +130,8 @@ class InferenceService(InferenceServiceServicer):
         try:
             while output.stored_tokens is None:
                 output = await outputs.get()
-                if output.finish in (Finish.CANCELLED, Finish.FAILED):
-                    raise Unavailable(output.error or "the request was cancelled")
+                if output.error is not None:
+                    raise output.error
         finally:
             if output.stored_tokens is None:
                 self._engine.cancel(sequence)

@@ -202,6 +202,19 @@ class KVPool:
                 held[page : page + pages] = True
         return int(held.sum())
 
+    def own_pages(self, table: BlockTable) -> int:
+        """How many pages are free when this table goes."""
+        return sum(int((self._references[page : page + pages] == 1).sum()) for page, pages in table.ranges)
+
+    def erase(self, table: BlockTable) -> None:
+        """Clears the pages that only this table holds. Attention reads past a sequence's end and multiplies what it
+        finds by zero, which of NaN makes NaN: whoever gets these pages must find something finite."""
+        for page, pages in table.ranges:
+            for first, length in _zero_runs(self._references[page : page + pages] - 1):
+                start = (page + first) * PAGE_TOKENS
+                for tensor in (self.keys, self.values):
+                    tensor[:, :, start : start + length * PAGE_TOKENS] = 0
+
     def held_by(self, tables: list[BlockTable]) -> bool:
         """Whether these tables hold exactly the references that are counted."""
         counted = np.zeros_like(self._references)

@@ -12,10 +12,12 @@ import pytest
 from kvsidecar.errors import Overloaded, PromptTooLong
 
 from benchmarks.node import Node
-from inference_svc.engine.engine import Engine, EngineLimits, NoCache
+from inference_svc.engine.cache_port import NoCache
+from inference_svc.engine.engine import Engine
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sampling import SamplingParams
 from inference_svc.engine.sequence import Finish, Output, Sequence
+from inference_svc.engine.stats import EngineLimits
 from inference_svc.engine.text import TextStream
 from inference_svc.model.loader import load
 from tests.inference_svc.test_exactness import prompt
