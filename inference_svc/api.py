@@ -132,7 +132,7 @@ class Engine:
 
     def warm(self, prompt: Prompt) -> int:
         """Reads a prompt into the cache. Returns how many of its tokens are stored."""
-        tokens, marks = self._prompter.tokens(to_prompt(prompt), generation_prompt=False)
+        tokens, marks = self._prompter.bounded_tokens(to_prompt(prompt), generation_prompt=False)
         call = self._submit(tokens, {"max_tokens": 1, "segment_ends": marks.segment_ends})
         _wait(call)
         while True:
