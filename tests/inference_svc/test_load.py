@@ -111,10 +111,13 @@ def test_a_pool_too_small_for_all_preempts_and_changes_no_answer() -> None:
     large.stop()
     engine = small_engine(448)
     requests = [Request(ids, 120, seed=i if i % 2 else None) for i, ids in enumerate(prompts)]
+    began = time.perf_counter()
     for request in requests:
         engine.submit(request.sequence)
     assert [r.tokens() for r in requests] == want
     assert engine.stats.preemptions > 0
+    passed_ms = (time.perf_counter() - began) * 1e3
+    assert all(r.sequence.timings.queue_ms < passed_ms for r in requests), "waiting was counted twice"
     idle(engine)
     engine.check_integrity()
     assert engine.free_pages == engine.pool.pages

@@ -25,7 +25,7 @@ from inference_svc.service import InferenceService
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
     folder: Path = tmp_path_factory.mktemp("worker")
     config = WorkerConfig(
-        model="demo", socket=folder / "w.sock", cache_socket=None, pool_bytes=32 << 20, document_separator="## "
+        model="demo", socket=folder / "w.sock", cache_socket=None, pool_bytes=32 << 20, document_separator="llo"
     )
     found = build(config)
     yield found
@@ -89,11 +89,11 @@ async def test_a_prompt_that_hardly_fits_is_counted_in_pieces(
 async def test_the_workers_document_separator_is_what_it_tokenizes_by(runtime: Runtime) -> None:
     service = InferenceService(runtime)
     context: Any = None
-    whole = await service.Tokenize(pb.TokenizeRequest(prompt=to_prompt("Read: ## Anna")), context)
+    whole = await service.Tokenize(pb.TokenizeRequest(prompt=to_prompt("hello there")), context)
     tokenizer = runtime.engine.loaded.tokenizer
-    first = tokenizer("Read: ", add_special_tokens=True)["input_ids"]
-    assert list(whole.token_ids) == first + tokenizer("## Anna", add_special_tokens=False)["input_ids"]
-    assert list(whole.token_ids) != tokenizer("Read: ## Anna")["input_ids"], "the text shows nothing"
+    first = tokenizer("he", add_special_tokens=True)["input_ids"]
+    assert list(whole.token_ids) == first + tokenizer("llo there", add_special_tokens=False)["input_ids"]
+    assert list(whole.token_ids) != tokenizer("hello there")["input_ids"], "the text shows nothing"
 
 
 COMPLETION: list[tuple[dict[str, Any], str]] = [
