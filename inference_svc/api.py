@@ -22,12 +22,12 @@ from kvsidecar.cache.v1.cache_pb2 import StatsRequest
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cli.settings import configure_logging
 from kvsidecar.client import Prompt, to_prompt, to_request
-from kvsidecar.errors import ConfigurationError, Unavailable, from_rpc
+from kvsidecar.errors import ConfigurationError, from_rpc
 from kvsidecar.runtime import socket_target
 
 from inference_svc.cache.verdicts import store_verdict
 from inference_svc.config import WorkerConfig
-from inference_svc.engine.sequence import Finish, Output
+from inference_svc.engine.sequence import Output
 from inference_svc.engine.sequence import Sequence as EngineSequence
 from inference_svc.model.loader import quiet_transformers
 from inference_svc.prompts import Prompter
@@ -132,7 +132,7 @@ class Engine:
 
     def warm(self, prompt: Prompt) -> int:
         """Reads a prompt into the cache. Returns how many of its tokens are stored."""
-        tokens, marks = self._prompter.tokens(to_prompt(prompt), generation_prompt=False)
+        tokens, marks = self._prompter.bounded_tokens(to_prompt(prompt), generation_prompt=False)
         call = self._submit(tokens, {"max_tokens": 1, "segment_ends": marks.segment_ends})
         _wait(call)
         while True:
@@ -205,8 +205,8 @@ def _wait(call: _Call) -> Result:
     while True:
         output = call.outputs.get()
         text.append(output.text)
-        if output.finish in (Finish.CANCELLED, Finish.FAILED):
-            raise Unavailable(output.error or "the request was cancelled")
+        if output.error is not None:
+            raise output.error
         if output.finish is not None:
             break
     s = call.sequence

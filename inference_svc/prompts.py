@@ -17,6 +17,8 @@ from inference_svc.reuse.chunking import Marks
 
 DEFAULT_MAX_TOKENS = 256
 _ROLES = ("system", "user", "assistant", "tool")
+# A text with more characters for each token than this is unusual.
+_USUAL_CHARACTERS, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
 _MAX_STOPS, _MAX_LOGPROBS, _MAX_SALT_BYTES, _MAX_ID, _MAX_SEPARATOR = 8, 20, 256, 128, 64
 
 
@@ -28,6 +30,52 @@ class Prompter:
         self._context = context_length
         self._separator = document_separator
         self._vocabulary = int(loaded.config.vocab_size)
+        # No text of more characters than this fits: each token stands for at most as many as the longest one.
+        self._most_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def bounded_tokens(
+        self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None
+    ) -> tuple[list[int], Marks]:
+        """``tokens`` of a prompt that is to be read. Raises PromptTooLong, before anything is tokenized where its size
+        tells."""
+        kind = prompt.WhichOneof("kind")
+        if kind == "token_ids":
+            self._refuse_longer(len(prompt.token_ids.ids))
+        elif kind == "text":
+            self._refuse_larger(prompt.text)
+        elif kind == "chat":
+            self._refuse_larger(*(m.content for m in prompt.chat.messages))
+        ids, marks = self.tokens(prompt, generation_prompt, cache)
+        self._refuse_longer(len(ids))
+        return ids, marks
+
+    def _refuse_longer(self, tokens: int) -> None:
+        if tokens + 1 > self._context:
+            raise PromptTooLong(
+                f"the prompt has {tokens} tokens; with one token of answer at most {self._context} are allowed"
+            )
+
+    def _refuse_larger(self, *texts: str) -> None:
+        """Tokenizing takes hundreds of bytes for each of a text: what cannot fit is refused by its size, and what
+        hardly can is counted in pieces first."""
+        size = sum(map(len, texts))
+        if size > self._most_characters:
+            raise PromptTooLong(
+                f"the prompt has {size} characters; a context of {self._context} tokens holds at most "
+                f"{self._most_characters}"
+            )
+        if size <= self._context * _USUAL_CHARACTERS:
+            return
+        counted = 0
+        for text in texts:
+            for at in range(0, len(text), _PIECE_CHARACTERS):
+                # A cut within a word makes a few tokens more of it.
+                counted += max(0, len(self._ids(text[at : at + _PIECE_CHARACTERS], False)) - _CUT_TOKENS)
+                if counted >= self._context:
+                    raise PromptTooLong(
+                        f"the prompt's first {at + _PIECE_CHARACTERS} characters have about {counted} tokens; with one "
+                        f"token of answer at most {self._context} are allowed"
+                    )
 
     def tokens(
         self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None
@@ -102,12 +150,8 @@ class Prompter:
 
     def sequence(self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float) -> Sequence:
         """A sequence ready to be submitted."""
-        tokens, marks = self.tokens(request.prompt, cache=request.cache)
+        tokens, marks = self.bounded_tokens(request.prompt, cache=request.cache)
         room = self._context - len(tokens)
-        if room < 1:
-            raise PromptTooLong(
-                f"the prompt has {len(tokens)} tokens; with one token of answer at most {self._context} are allowed"
-            )
         wanted = request.max_tokens if request.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, room)
         if wanted < 1:
             raise InvalidRequest(f"max_tokens is {wanted}; at least 1 is needed")
@@ -117,12 +161,14 @@ class Prompter:
         if logprobs is not None and logprobs > _MAX_LOGPROBS:
             raise InvalidRequest(f"logprobs is {logprobs}; allowed are 0 to {_MAX_LOGPROBS}")
         stops = self._loaded.stop_tokens
+        params = self.sampling(request.sampling)
+        params.check(self._vocabulary)
         return Sequence(
             id=request.request_id or token_hex(12),
             tokens=tokens,
             prompt_tokens=len(tokens),
             max_tokens=min(wanted, room),
-            params=self.sampling(request.sampling),
+            params=params,
             stop_tokens=frozenset() if request.ignore_eos else stops,
             text=TextStream(self._tokenizer, self.stop_strings(request), stops),
             sink=sink,

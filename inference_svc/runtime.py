@@ -16,9 +16,11 @@ from inference_svc.cache.daemon import DaemonLink
 from inference_svc.cache.link import CacheLink
 from inference_svc.cache.session import Served
 from inference_svc.config import WorkerConfig
-from inference_svc.engine.engine import Engine, EngineLimits, NoCache
+from inference_svc.engine.cache_port import NoCache
+from inference_svc.engine.engine import Engine
 from inference_svc.engine.native_attention import kernels_of, measured
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
+from inference_svc.engine.stats import EngineLimits
 from inference_svc.model.loader import LoadedModel, load
 from inference_svc.model.probe import products_of, uneven
 from inference_svc.reuse.chunking import new_chunker
@@ -54,6 +56,13 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
         libc.mallopt(_M_TOP_PAD, 64 << 20)
+
+
+def give_back_freed_memory() -> None:
+    """Returns what ``keep_freed_memory`` keeps: after work that needed far more of it than is usual."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def build(config: WorkerConfig) -> Runtime:

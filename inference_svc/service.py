@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import grpc
 import structlog
+from google.protobuf.message import Message
 from kvsidecar import keys
-from kvsidecar.errors import INFERENCE_DOMAIN, InvalidRequest, KVSidecarError, Unavailable, abort, unary
+from kvsidecar.errors import INFERENCE_DOMAIN, InvalidRequest, KVSidecarError, abort, unary
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 
@@ -18,9 +20,12 @@ from inference_svc.engine.pool import PAGE_TOKENS
 from inference_svc.engine.sampling import Drawn
 from inference_svc.engine.sequence import Finish, Output, Sequence
 from inference_svc.prompts import Prompter
-from inference_svc.runtime import Runtime
+from inference_svc.runtime import Runtime, give_back_freed_memory
 
 log = structlog.get_logger("worker")
+T = TypeVar("T")
+# Of so large a request, what was used to read it is given back.
+_LARGE_BYTES = 1 << 18
 Context = grpc.aio.ServicerContext[Any, Any]
 _FINISH = {Finish.STOP: pb.FINISH_REASON_STOP, Finish.LENGTH: pb.FINISH_REASON_LENGTH}
 
@@ -31,8 +36,10 @@ class InferenceService(InferenceServiceServicer):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._engine = runtime, runtime.engine
         self._loaded = runtime.engine.loaded
-        self._prompter = Prompter(self._loaded, runtime.engine.context_length)
+        self._prompter = Prompter(self._loaded, runtime.engine.context_length, runtime.config.document_separator)
         self._loop = asyncio.get_running_loop()
+        # Templates and tokenizers take seconds for a long prompt: answers are streamed meanwhile.
+        self._reading = ThreadPoolExecutor(2, "tokenize")
 
     # ---- generating -----------------------------------------------------------------------------------------
 
@@ -63,22 +70,22 @@ class InferenceService(InferenceServiceServicer):
 
     async def _generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateStreamResponse]:
         """The pieces of an answer. Leaving early, for whatever reason, cancels the sequence."""
-        sequence, outputs = self._submit(request)
+        sequence, outputs = await self._submit(request)
         request_id = sequence.id
         finished = False
         try:
             while not finished:
                 output = await outputs.get()
                 finished = output.finish is not None
-                if output.finish in (Finish.CANCELLED, Finish.FAILED):
-                    raise Unavailable(output.error or "the request was cancelled")
+                if output.error is not None:
+                    raise output.error
                 yield self._part(sequence, output, request_id)
                 request_id = ""
         finally:
             if not finished:
                 self._engine.cancel(sequence)
 
-    def _submit(self, request: pb.GenerateRequest) -> tuple[Sequence, asyncio.Queue[Output]]:
+    async def _submit(self, request: pb.GenerateRequest) -> tuple[Sequence, asyncio.Queue[Output]]:
         arrived = time.perf_counter()
         outputs: asyncio.Queue[Output] = asyncio.Queue()
 
@@ -86,10 +93,22 @@ class InferenceService(InferenceServiceServicer):
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        sequence = self._prompter.sequence(request, sink, arrived)
+        sequence = await self._read(request, lambda: self._prompter.sequence(request, sink, arrived))
         sequence.timings.tokenize_ms = (time.perf_counter() - arrived) * 1e3
         self._engine.submit(sequence)
         return sequence, outputs
+
+    async def _read(self, request: Message, work: Callable[[], T]) -> T:
+        """Does what takes as long as a request is large beside the event loop."""
+
+        def read() -> T:
+            try:
+                return work()
+            finally:
+                if request.ByteSize() > _LARGE_BYTES:
+                    give_back_freed_memory()
+
+        return await self._loop.run_in_executor(self._reading, read)
 
     def _part(self, sequence: Sequence, output: Output, request_id: str) -> pb.GenerateStreamResponse:
         part = pb.GenerateStreamResponse(text=output.text, request_id=request_id)
@@ -120,18 +139,20 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
-        tokens, marks = self._prompter.tokens(request.prompt, generation_prompt=False, cache=request.cache)
+        tokens, marks = await self._read(
+            request, lambda: self._prompter.bounded_tokens(request.prompt, generation_prompt=False, cache=request.cache)
+        )
         inner = pb.GenerateRequest(
             prompt=pb.Prompt(token_ids=pb.TokenIds(ids=tokens)), max_tokens=1, cache=request.cache
         )
         inner.cache.segment_ends[:] = marks.segment_ends
-        sequence, outputs = self._submit(inner)
+        sequence, outputs = await self._submit(inner)
         output = Output()
         try:
             while output.stored_tokens is None:
                 output = await outputs.get()
-                if output.finish in (Finish.CANCELLED, Finish.FAILED):
-                    raise Unavailable(output.error or "the request was cancelled")
+                if output.error is not None:
+                    raise output.error
         finally:
             if output.stored_tokens is None:
                 self._engine.cancel(sequence)
@@ -143,7 +164,8 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        return pb.TokenizeResponse(token_ids=self._prompter.tokens(request.prompt)[0])
+        ids, _ = await self._read(request, lambda: self._prompter.tokens(request.prompt))
+        return pb.TokenizeResponse(token_ids=ids)
 
     @unary(INFERENCE_DOMAIN)
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:

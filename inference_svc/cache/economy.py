@@ -6,6 +6,8 @@ _WEIGHT = 0.1
 _RETRY_EVERY = 16
 # Loads of fewer tokens say what a load costs at least, longer ones what a token costs.
 _SHORT_LOAD = 256
+# A prefill of fewer tokens costs what a forward costs, and says nothing about a token.
+_SHORT_PREFILL = 32
 # A wrong decision must cost this much before it is worth skipping the cache.
 _MARGIN_SECONDS = 0.01
 
@@ -28,8 +30,15 @@ class Economy:
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Records a prefill."""
-        if tokens:
+        if tokens >= _SHORT_PREFILL:
             self._prefill_per_token = _mean(self._prefill_per_token, seconds / tokens)
+
+    def seconds_per_token(self, tokens: int, seconds: float) -> float:
+        """What a token costs that was computed among so many; of a few behind a hit, what others have cost, or at most
+        as much as if there had been enough of them to tell."""
+        if tokens < _SHORT_PREFILL and self._prefill_per_token is not None:
+            return self._prefill_per_token
+        return seconds / max(tokens, _SHORT_PREFILL)
 
     def worth_loading(self, tokens: int) -> bool:
         """Whether to look a prompt of this length up."""

@@ -21,11 +21,12 @@ from kvsidecar.layout import Geometry, new_header
 
 from inference_svc.cache.daemon import DaemonLink
 from inference_svc.cache.economy import Economy
-from inference_svc.cache.loading import Done, Loading
+from inference_svc.cache.loading import Loading
 from inference_svc.cache.session import Session
 from inference_svc.cache.storing import CacheStats, Storing
+from inference_svc.engine.cache_port import LoadDone, ProbeDone, Restored, SaveDone
 from inference_svc.engine.pool import KVPool
-from inference_svc.engine.sequence import Sequence, State
+from inference_svc.engine.sequence import Sequence, State, StoredPrefix
 from inference_svc.reuse.policy import ReusePolicy
 
 log = structlog.get_logger("cache")
@@ -44,7 +45,7 @@ class CacheLink:
         self._daemon, self._geometry, self._timeout = daemon, geometry, timeout
         self._economy = Economy()
         self._loading = Loading(geometry, policy, self._economy, projection_share, timeout)
-        self._storing = Storing(geometry, policy, self.stats, timeout)
+        self._storing = Storing(geometry, policy, self._economy, self.stats, timeout)
         self._thread = ThreadPoolExecutor(1, "kv-io")
 
     @property
@@ -66,7 +67,7 @@ class CacheLink:
 
     # ---- loading --------------------------------------------------------------------------------------------
 
-    def load(self, sequence: Sequence, pool: KVPool, done: Done) -> bool:
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
         # Of few missing tokens, fewer still would be found: the question alone costs as much as they do.
         least = 2 if not sequence.computed else _LEAST_MISSING
         session = self._daemon.session
@@ -82,14 +83,14 @@ class CacheLink:
     def _root(self, sequence: Sequence) -> bytes:
         return keys.tenant_root(self._daemon.namespace, sequence.cache.tenant_salt)
 
-    def probe(self, sequence: Sequence) -> None:
+    def probe(self, sequence: Sequence, done: ProbeDone) -> None:
         session = self._daemon.session
         if session is None or not sequence.cache.read:
             return
         if session.may_hold(self._root(sequence), sequence.tokens):
-            self._thread.submit(self._probe, sequence)
+            self._thread.submit(self._probe, sequence, done)
 
-    def _probe(self, sequence: Sequence) -> None:
+    def _probe(self, sequence: Sequence, done: ProbeDone) -> None:
         """A Match without a session: nothing is leased. A failure is left to the load that follows."""
         session = self._daemon.session
         if session is None or sequence.state is not State.WAITING:
@@ -100,11 +101,11 @@ class CacheLink:
             namespace=self._daemon.namespace,
         )
         with contextlib.suppress(grpc.RpcError):
-            sequence.expected_cached = session.stub.Match(request, timeout=self._timeout).matched_tokens
+            done(sequence, session.stub.Match(request, timeout=self._timeout).matched_tokens)
 
     # ---- storing --------------------------------------------------------------------------------------------
 
-    def save(self, sequence: Sequence, pool: KVPool, done: Done) -> bool:
+    def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
         if sequence.plan is None:
             computed = sequence.prompt_tokens - sequence.cached_tokens
             self._economy.prefilled(computed, sequence.timings.prefill_ms / 1e3)
@@ -115,27 +116,26 @@ class CacheLink:
 
     # ---- failing --------------------------------------------------------------------------------------------
 
-    def _guarded_load(self, sequence: Sequence, pool: KVPool, done: Done) -> None:
+    def _guarded_load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> None:
         told = False
 
-        def tell(loaded: Sequence, tokens: int) -> None:
+        def tell(loaded: Sequence, restored: Restored) -> None:
             nonlocal told
             told = True
-            done(loaded, tokens)
+            done(loaded, restored)
 
         with self._guard(sequence) as session:
             if session is not None:
                 self._loading.load(session, self._root(sequence), sequence, pool, tell)
         if not told:
-            sequence.plan = None
-            done(sequence, 0)
+            done(sequence, Restored())
 
-    def _guarded_save(self, sequence: Sequence, pool: KVPool, done: Done) -> None:
-        tokens = 0
+    def _guarded_save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> None:
+        stored: StoredPrefix | None = None
         with self._guard(sequence) as session:
             if session is not None:
-                tokens = self._storing.save(session, self._root(sequence), sequence, pool)
-        done(sequence, tokens)
+                stored = self._storing.save(session, self._root(sequence), sequence, pool)
+        done(sequence, stored)
 
     @contextlib.contextmanager
     def _guard(self, sequence: Sequence) -> Iterator[Session | None]:

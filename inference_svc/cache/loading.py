@@ -18,6 +18,7 @@ from torch import Tensor
 
 from inference_svc.cache.economy import Economy
 from inference_svc.cache.session import Session
+from inference_svc.engine.cache_port import Restored
 from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sequence import Sequence, StoredPrefix
@@ -27,7 +28,7 @@ from inference_svc.reuse.plan import Plan, Stretch
 from inference_svc.reuse.policy import RepairSetting, ReusePolicy
 from inference_svc.reuse.strategies.base import cost
 
-Done = Callable[[Sequence, int], None]
+Done = Callable[[Sequence, Restored], None]
 # Shorter chunks are not worth a seam.
 _LEAST_PLACED = 8
 # From so many tokens on, the forward begins when the first layers are there; layers are copied so many at a time.
@@ -70,12 +71,12 @@ class Loading:
         return not sequence.cache.exact_only and self._policy.repair_for(session.verdict) is not None
 
     def load(self, session: Session, root: bytes, sequence: Sequence, pool: KVPool, done: Done) -> None:
-        """Looks a prompt up and copies what is found, layers in order: ``done`` is told as soon as the first ones are
-        there, and the sequence's gate opens for the others as they come."""
+        """Looks a prompt up and copies what is found, layers in order. Of much, ``done`` is told before the first ones
+        are there, with a gate that opens as they come. The sequence stays as it is."""
         began = time.perf_counter()
         contents = self._probes(session, root, sequence)
         if not contents and self.in_vain(session, root, sequence):
-            done(sequence, 0)
+            done(sequence, Restored())
             return
         request = pb.MatchRequest(
             session_id=session.id,
@@ -98,19 +99,19 @@ class Loading:
                 else ([], [])
             )
             pieces += placed
-            if stretches:
-                sequence.repair = repair
-                sequence.plan = Plan(len(sequence.tokens), exact, tuple(stretches))
-            stored = _stored_prefix(found.matches)
-            if stored.covered >= sequence.stored.covered:
-                sequence.stored = stored
-            sequence.timings.lookup_ms += (looked_up - began) * 1e3
-            sequence.timings.transfer_ms += found.promote_ms
+            restored = Restored(
+                tokens=tokens,
+                plan=Plan(len(sequence.tokens), exact, tuple(stretches)) if stretches else None,
+                repair=repair if stretches else None,
+                stored=_stored_prefix(found.matches),
+                lookup_ms=(looked_up - began) * 1e3,
+                transfer_ms=found.promote_ms,
+            )
             layers = self._geometry.layers
-            restored = sum(len(piece.slots) for piece in pieces)
-            if restored >= _LAYERWISE_TOKENS:
-                gate = sequence.gate = LayerGate(layers)
-                done(sequence, tokens)
+            copied = sum(len(piece.slots) for piece in pieces)
+            if copied >= _LAYERWISE_TOKENS:
+                gate = LayerGate(layers)
+                done(sequence, replace(restored, gate=gate))
             group = _LAYER_GROUP if gate else layers
             for first in range(0, layers, group):
                 part = range(first, min(first + group, layers))
@@ -125,10 +126,9 @@ class Loading:
                 gate.fail()
             self._release(session, found.lease_id)
         ended = time.perf_counter()
-        sequence.timings.restore_ms += (ended - looked_up) * 1e3
-        self._economy.loaded(restored, ended - began)
+        self._economy.loaded(copied, ended - began)
         if not gate:
-            done(sequence, tokens)
+            done(sequence, replace(restored, restore_ms=(ended - looked_up) * 1e3))
 
     def _prefix_pieces(
         self, session: Session, sequence: Sequence, pool: KVPool, matches: Any

@@ -11,6 +11,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import Geometry, new_header
 
+from inference_svc.cache.economy import Economy
 from inference_svc.cache.loading import marks_of
 from inference_svc.cache.session import Session
 from inference_svc.engine.pool import KVPool
@@ -35,20 +36,23 @@ class CacheStats:
 class Storing:
     """``timeout`` is in seconds, for a call that moves nothing."""
 
-    def __init__(self, geometry: Geometry, policy: ReusePolicy, stats: CacheStats, timeout: float) -> None:
-        self._geometry, self._policy, self._stats, self._timeout = geometry, policy, stats, timeout
+    def __init__(
+        self, geometry: Geometry, policy: ReusePolicy, economy: Economy, stats: CacheStats, timeout: float
+    ) -> None:
+        self._geometry, self._policy, self._economy = geometry, policy, economy
+        self._stats, self._timeout = stats, timeout
 
-    def save(self, session: Session, root: bytes, sequence: Sequence, pool: KVPool) -> int:
-        """Stores what of a finished sequence is not stored yet. Returns the tokens that are stored."""
+    def save(self, session: Session, root: bytes, sequence: Sequence, pool: KVPool) -> StoredPrefix:
+        """Stores what of a finished sequence is not stored yet. Returns what is stored then."""
         stored = self._save_from(session, root, sequence, pool, sequence.stored)
         if stored is None:  # the parent was evicted or superseded meanwhile: the pool still has it all
             stored = self._save_from(session, root, sequence, pool, StoredPrefix())
-        return stored or 0
+        return stored or StoredPrefix()
 
     def _save_from(
         self, session: Session, root: bytes, sequence: Sequence, pool: KVPool, prefix: StoredPrefix
-    ) -> int | None:
-        """Stores the tokens after ``prefix``. Returns the tokens stored, or None when its last chunk is gone."""
+    ) -> StoredPrefix | None:
+        """Stores the tokens after ``prefix``. Returns what is stored, or None when its last chunk is gone."""
         headers = self._headers(sequence, prefix, session.max_chunk_tokens)
         parent, stored = prefix.prefix_hash, prefix
         first = True
@@ -70,8 +74,7 @@ class Storing:
                 stored = StoredPrefix(tokens, hashes[chunks - 1], tokens)
             if chunks < len(group):
                 break
-        sequence.stored = stored
-        return stored.tokens
+        return stored
 
     @staticmethod
     def _group(session: Session, headers: list[ChunkHeader]) -> int:
@@ -86,8 +89,8 @@ class Storing:
 
     def _headers(self, sequence: Sequence, prefix: StoredPrefix, most_tokens: int) -> list[ChunkHeader]:
         """Headers of the chunks to store after ``prefix``, with the tail; none longer than the daemon takes."""
-        fresh = max(1, sequence.prompt_tokens - sequence.cached_tokens)
-        per_token = sequence.timings.prefill_ms / 1e3 / fresh
+        fresh = sequence.prompt_tokens - sequence.cached_tokens
+        per_token = self._economy.seconds_per_token(fresh, sequence.timings.prefill_ms / 1e3)
         headers, start = list[ChunkHeader](), prefix.tokens
         for end in self._policy.chunker.ends(sequence.tokens[: sequence.reusable], marks_of(sequence)):
             while start < end:

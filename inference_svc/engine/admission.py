@@ -1,8 +1,7 @@
-"""Who is admitted next, and where its pages come from.
+"""What the pool has of a waiting prompt, and where its pages come from; who goes first is the scheduler's to say.
 
-Longest cached prefix first, with ageing: waiting a second counts as much as ``AGE_TOKENS_PER_SECOND`` cached
-tokens. A request whose prompt another one is just reading or loading is held back until that one has it, so that
-what they share is read once. Only the engine's thread uses this.
+A request whose prompt another one is just reading or loading is held back until that one has it, so that what they
+share is read once. Only the engine's thread uses this.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from inference_svc.engine import scheduler
 from inference_svc.engine.pool import PAGE_TOKENS, BlockTable, KVPool
 from inference_svc.engine.residents import LEAST_SHARED, Resident, Residents, Tokens, common_prefix
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 
-AGE_TOKENS_PER_SECOND = 2000.0
 # Waiting requests that are compared with each other; the others wait their turn.
 _WINDOW = 16
-# Pages taken ahead for a new sequence's answer, so that it stays in one piece.
-_SPARE_TOKENS = 256
+# Pages are taken ahead for a new sequence's answer, so that it stays in one piece, while a quarter of the pool is free.
+_SPARE_TOKENS, _SPARE_SHARE = 256, 4
 
 
 @dataclass(frozen=True)
@@ -49,19 +48,16 @@ class Admission:
 
         ``live`` are the sequences with pages. A preempted sequence, at the queue's front, goes first.
         """
-        now, best, chosen = time.perf_counter(), -1.0, None
-        live = list(live)
-        for sequence in list(waiting)[:_WINDOW]:
-            source, held_back = self._source(sequence, live)
-            if sequence.preempted:
-                return sequence, source
-            if held_back:
-                continue
-            known = max(source.tokens, sequence.expected_cached)
-            score = known + (now - sequence.arrived) * AGE_TOKENS_PER_SECOND
-            if score > best:
-                best, chosen = score, (sequence, source)
-        return chosen
+        now, live = time.perf_counter(), list(live)
+        sequences = list(waiting)[:_WINDOW]
+        found = [self._source(s, live) for s in sequences]
+        chosen = scheduler.choose(
+            [
+                scheduler.Candidate(now - s.arrived, max(source.tokens, s.expected_cached), held_back, s.preempted)
+                for s, (source, held_back) in zip(sequences, found, strict=True)
+            ]
+        )
+        return None if chosen is None else (sequences[chosen], found[chosen][0])
 
     def _source(self, sequence: Sequence, live: list[Sequence]) -> tuple[Source, bool]:
         """The best source for a prompt, and whether a live sequence will soon be a better one."""
@@ -87,12 +83,20 @@ class Admission:
             coming = max(coming, min(shared, other.prompt_tokens if other.plan is None else other.plan.exact))
         return source, coming >= source.tokens + LEAST_SHARED
 
-    def allocate(self, sequence: Sequence, source: Source) -> bool:
-        """Gives a sequence its pages, the first ``sequence.computed`` tokens of them filled from the source. False
-        when there is no room."""
-        if self._adopt(sequence, source) or (not self._pool.read_by_pages and self._copy(sequence, source)):
+    def allocate(self, sequence: Sequence, source: Source, free_pages: int, leave: int) -> bool:
+        """Gives a sequence its pages, the first ``sequence.computed`` tokens of them filled from the source. False,
+        with nothing changed, when of ``free_pages``, those of residents included, it would not ``leave`` so many."""
+        needed, pages = len(sequence.tokens) + 1, -(-(len(sequence.tokens) + 1) // PAGE_TOKENS)
+        own = pages - (source.tokens // PAGE_TOKENS if source.running is not None else 0)
+        if free_pages - own < leave:
+            return False
+        plenty = self._pool.pages // _SPARE_SHARE
+        ahead = min(sequence.max_tokens - sequence.generated, _SPARE_TOKENS)
+        spare = ahead if free_pages - own - ahead // PAGE_TOKENS >= max(leave, plenty) else 0
+        if self._adopt(sequence, source, needed + spare):
             return True
-        needed, spare = len(sequence.tokens) + 1, _spare(sequence)
+        if not self._pool.read_by_pages and self._copy(sequence, source, needed + spare):
+            return True
         if source.tokens and self._share(sequence, source, needed):
             return True
         table = self._pool.allocate(needed, spare)
@@ -101,12 +105,12 @@ class Admission:
         sequence.table = table
         return table is not None
 
-    def _adopt(self, sequence: Sequence, source: Source) -> bool:
-        """Goes on in a resident's own pages, when the prompt continues it and there is room behind it."""
+    def _adopt(self, sequence: Sequence, source: Source, wanted: int) -> bool:
+        """Goes on in a resident's own pages, when the prompt continues it and there is room behind it. Not for a
+        request that leaves nothing behind: the resident would be gone with it."""
         resident = source.resident
-        if resident is None or source.tokens + PAGE_TOKENS < len(resident.tokens):
+        if resident is None or not sequence.cache.write or source.tokens + PAGE_TOKENS < len(resident.tokens):
             return False
-        wanted = len(sequence.tokens) + 1 + _spare(sequence)
         mine = self._pool.writable(resident.table, source.tokens)
         if not mine or not self._pool.grow_in_place(resident.table, wanted):
             return False
@@ -114,11 +118,11 @@ class Admission:
         self._begin(sequence, source)
         return True
 
-    def _copy(self, sequence: Sequence, source: Source) -> bool:
+    def _copy(self, sequence: Sequence, source: Source, wanted: int) -> bool:
         """Copies what is shared into pages in one piece, for attention that would have to gather pages."""
         if not source.tokens:
             return False
-        table = self._pool.allocate_contiguous(len(sequence.tokens) + 1 + _spare(sequence))
+        table = self._pool.allocate_contiguous(wanted)
         if table is None:
             return False
         self._pool.copy(_table(source), table, 0, source.tokens)
@@ -152,11 +156,6 @@ class Admission:
         stored = source.resident.stored if source.resident else source.running.stored if source.running else None
         if stored is not None and stored.tokens <= source.tokens:
             sequence.stored = StoredPrefix(stored.tokens, stored.prefix_hash, min(stored.covered, source.tokens))
-
-
-def _spare(sequence: Sequence) -> int:
-    """Tokens of the answer that pages are taken for ahead."""
-    return min(sequence.max_tokens - sequence.generated, _SPARE_TOKENS)
 
 
 def _table(source: Source) -> BlockTable:

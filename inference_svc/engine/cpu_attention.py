@@ -17,7 +17,8 @@ assert PAGE_TOKENS == cpu_attention.PAGE
 
 def attention_of(batch: Batch, heads: int, softcap: float | None = None) -> Attention:
     """The attention of a batch's layers, its pages looked up once."""
-    rows = [cpu_attention.Rows(s.first_row, s.rows, _pages(s)) for s in batch.segments]
+    beyond = batch.pool.padding_slot
+    rows = [cpu_attention.Rows(s.first_row, s.rows, _pages(s, beyond)) for s in batch.segments]
     pool = batch.pool
     observed = batch.observer is not None
     return Attention(batch.positions.numpy(), rows, heads, (pool.keys, pool.values), softcap, observed)
@@ -42,10 +43,13 @@ def attend(query: Tensor, batch: Batch, layer: int, scale: float, window: int | 
     return out
 
 
-def _pages(segment: Segment) -> NDArray[np.int64]:
-    """First slots of the pages of a segment's keys, to the end of a block of keys."""
+def _pages(segment: Segment, beyond: int) -> NDArray[np.int64]:
+    """First slots of the pages of a segment's keys; up to the end of a block of keys, padding from ``beyond`` on: what
+    another sequence has there may be NaN, which times zero is NaN."""
     tokens = cpu_attention.pages_for(segment.keys) * PAGE_TOKENS
     if segment.first_slot is not None:
-        return np.arange(segment.first_slot, segment.first_slot + tokens, PAGE_TOKENS)
+        pages = np.arange(segment.first_slot, segment.first_slot + tokens, PAGE_TOKENS)
+        pages[-(-segment.keys // PAGE_TOKENS) :] = beyond
+        return pages
     assert segment.slots is not None
     return segment.slots.numpy()[:tokens:PAGE_TOKENS]

@@ -17,9 +17,8 @@ from kvkernels.native.attention import Rows
 from torch import Tensor
 
 from inference_svc.engine.forward import Decoder
-from inference_svc.engine.native_attention import Index
 from inference_svc.engine.pool import KVPool
-from inference_svc.engine.rows import ROW_MULTIPLE, Batch, Segment, Span
+from inference_svc.engine.rows import ROW_MULTIPLE, Batch, Index, Segment, Span
 
 Step = Callable[[], Tensor]
 _FEWEST_KEYS = 1024

@@ -177,7 +177,6 @@ class FusedLayers:
         for i in range(first, end):
             layer = self._layers[i]
             self._project(work, i, delta)
-            work.batch.pass_layer(i)
             cpu_attention.attend_in_place(work.attention, work.batch, i, layer.scale, layer.window)
             delta = raw(layer.o(work.flat))
             cpu_rows.norm_rows(
@@ -201,7 +200,9 @@ class FusedLayers:
         cpu_rows.norm_rows(batch.real, brain, raw(hidden), delta, self._final_norm, self._final_epsilon, raw(out))
 
     def _project(self, work: _Work, i: int, delta: NDArray[Any] | None) -> None:
-        """Up to the rotated queries of layer ``i``, with its keys and values in the pool."""
+        """Up to the rotated queries of layer ``i``, with its keys and values in the pool: after what is being loaded of
+        it, which a repair's rows replace."""
+        work.batch.pass_layer(i)
         layer, pool = self._layers[i], work.batch.pool
         cpu_rows.norm_rows(work.real, work.brain, work.hidden, delta, layer.input_norm, layer.epsilon, work.normed_raw)
         cpu_rows.rotate_rows(

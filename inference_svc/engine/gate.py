@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from kvsidecar.errors import KVSidecarError
 
@@ -21,6 +22,7 @@ class LayerGate:
     def __init__(self, layers: int) -> None:
         self._layers, self._ready = layers, 0
         self._failed = False
+        self._made, self._completed = time.perf_counter(), 0.0
         self._changed = threading.Condition()
 
     @property
@@ -37,9 +39,16 @@ class LayerGate:
     def failed(self) -> bool:
         return self._failed
 
+    @property
+    def restore_ms(self) -> float:
+        """From the gate's making to its last layer; 0 before."""
+        return max(0.0, self._completed - self._made) * 1e3
+
     def open(self, layers: int) -> None:
         """The first ``layers`` layers are complete."""
         with self._changed:
+            if layers == self._layers:
+                self._completed = time.perf_counter()
             self._ready = layers
             self._changed.notify_all()
 

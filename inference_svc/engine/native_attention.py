@@ -20,20 +20,11 @@ from torch import Tensor
 from inference_svc.engine import rows
 from inference_svc.engine.attention import attend_segments
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
-from inference_svc.engine.rows import Batch
+from inference_svc.engine.rows import Batch, Index
 
 Way = Callable[[Tensor, Batch, int, float, int | None, float | None], Tensor]
 KINDS = ("decode", "prefill", "scattered")
 _REPEATS = 5
-
-
-@dataclass(frozen=True)
-class Index:
-    """Where a batch's rows and keys are, on the device; the same for all layers."""
-
-    rows: Rows
-    first_slot: Tensor | None
-    pages: Tensor | None
 
 
 @dataclass(frozen=True)

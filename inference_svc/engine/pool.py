@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from kvkernels import cpu_attention
 from kvkernels.compiled import raw
 from kvsidecar.extents import Extents
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from inference_svc.engine.native_attention import NativeAttention
 
 PAGE_TOKENS = 32
 # torch's attention reads keys in blocks of this many; see attention.py.
@@ -60,6 +57,21 @@ class BlockTable:
         return self.ranges[0][0] * PAGE_TOKENS if len(self.ranges) == 1 else None
 
 
+class DeviceAttention(Protocol):
+    """Our attention on a pool's device; see ``native_attention``. A batch is one of ``rows``, which build on this."""
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of batches that it is the faster way for."""
+        ...
+
+    def serves(self, batch: Any) -> bool: ...
+
+    def __call__(
+        self, query: torch.Tensor, batch: Any, layer: int, scale: float, window: int | None, softcap: float | None
+    ) -> torch.Tensor: ...
+
+
 class KVPool:
     """Keys and values ``[layers, kv_heads, slots, head_dim]`` of all sequences of an engine: a head's keys lie
     together, which is how attention reads them.
@@ -77,7 +89,7 @@ class KVPool:
         device: torch.device,
     ) -> None:
         # Ours for the pool's device, for batches in which they are to attend.
-        self.native: NativeAttention | None = None
+        self.native: DeviceAttention | None = None
         self.pages = max(1, tokens // PAGE_TOKENS)
         self._extents = Extents(self.pages)
         self._references: NDArray[np.int32] = np.zeros(self.pages, np.int32)
@@ -201,6 +213,19 @@ class KVPool:
             for page, pages in table.ranges:
                 held[page : page + pages] = True
         return int(held.sum())
+
+    def own_pages(self, table: BlockTable) -> int:
+        """How many pages are free when this table goes."""
+        return sum(int((self._references[page : page + pages] == 1).sum()) for page, pages in table.ranges)
+
+    def erase(self, table: BlockTable) -> None:
+        """Clears the pages that only this table holds. Attention reads past a sequence's end and multiplies what it
+        finds by zero, which of NaN makes NaN: whoever gets these pages must find something finite."""
+        for page, pages in table.ranges:
+            for first, length in _zero_runs(self._references[page : page + pages] - 1):
+                start = (page + first) * PAGE_TOKENS
+                for tensor in (self.keys, self.values):
+                    tensor[:, :, start : start + length * PAGE_TOKENS] = 0
 
     def held_by(self, tables: list[BlockTable]) -> bool:
         """Whether these tables hold exactly the references that are counted."""

@@ -20,8 +20,7 @@ from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
 
 if TYPE_CHECKING:
     from kvkernels.cpu_attention import Attention
-
-    from inference_svc.engine.native_attention import Index
+    from kvkernels.native.attention import Rows
 
 # Matrix kernels give a row the same bits in every batch whose row count is a multiple of this.
 ROW_MULTIPLE = 4
@@ -71,6 +70,15 @@ class Segment:
     first_slot: int | None
     slots: Tensor | None  # [padded] when the keys do not lie in one piece
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where a batch's rows and keys are, on a CUDA device; the same for all layers."""
+
+    rows: Rows
+    first_slot: Tensor | None
+    pages: Tensor | None
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from kvsidecar.errors import KVSidecarError
 from numpy.typing import NDArray
 
 from inference_svc.engine.gate import LayerGate
@@ -68,13 +69,13 @@ class Timings:
 @dataclass(frozen=True)
 class Output:
     """What happened to a sequence: a token, its end (``finish``), and after that, unless it was cancelled or
-    failed, one last output with ``stored_tokens``: what the cache holds of it now."""
+    failed (``error``), one last output with ``stored_tokens``: what the cache holds of it now."""
 
     text: str = ""
     drawn: Drawn | None = None
     finish: Finish | None = None
     stored_tokens: int | None = None
-    error: str = ""
+    error: KVSidecarError | None = None  # why it failed, or that it was cancelled
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,11 @@ class StoredPrefix:
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and what is generated after it. Owned by the engine's thread once submitted.
+    """A prompt and what is generated after it.
 
-    ``sink`` is called on the engine's thread and must return at once.
+    Once submitted, only the engine's thread changes it. Others read what does not change while they have its pages: its
+    tokens, its table and what the engine knows to be stored. ``sink`` is called on the engine's thread and must return
+    at once.
     """
 
     id: str
@@ -107,7 +110,8 @@ class Sequence:
     state: State = State.WAITING
     table: BlockTable | None = None
     computed: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, tokens that were not computed for the first token
+    approximate_tokens: int = 0  # of these, tokens that were read in another context
     expected_cached: int = 0  # what the cache was seen to hold while the sequence waited
     gate: LayerGate | None = None  # while deeper layers are still being loaded
     plan: Plan | None = None  # when parts of the prompt were read in another context
@@ -116,13 +120,15 @@ class Sequence:
     stored: StoredPrefix = field(default_factory=StoredPrefix)
     timings: Timings = field(default_factory=Timings)
     cancelled: threading.Event = field(default_factory=threading.Event)
+    queued_at: float = 0.0  # when it last began to wait
     first_token_at: float = 0.0
     started_at: float = 0.0
     preempted: bool = False
     probed: bool = False
+    passed_over: int = 0  # forwards since it last had a row
 
     def __post_init__(self) -> None:
-        self.sampler = Sampler(self.params, self.logprobs)
+        self.sampler = Sampler(self.params, self.logprobs, self.tokens[: self.prompt_tokens])
 
     @cached_property
     def prompt_ids(self) -> NDArray[np.uint32]:
@@ -137,11 +143,6 @@ class Sequence:
     def reusable(self) -> int:
         """Leading tokens whose keys and values are what the model computes for this text: what others may reuse."""
         return self.computed if self.plan is None else min(self.computed, self.plan.exact)
-
-    @property
-    def approximate_tokens(self) -> int:
-        """Tokens that were read in another context."""
-        return len(self.plan.approximate_positions) if self.plan else 0
 
     @property
     def missing(self) -> int:

@@ -48,8 +48,8 @@ class TextStream:
         return out
 
     def _decode(self, ids: list[int]) -> str:
-        # A model may have more ids than its tokenizer knows (padding of the vocabulary, random shapes).
-        return str(self._tokenizer.decode([i if i < self._known else 0 for i in ids], skip_special_tokens=True))
+        # A model may have more ids than its tokenizer knows (padding of the vocabulary): they have no text.
+        return str(self._tokenizer.decode([i for i in ids if i < self._known], skip_special_tokens=True))
 
     def _release(self, text: str) -> str:
         self._held += text

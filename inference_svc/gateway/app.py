@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inference_svc.gateway import answers
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.router import Router, Worker, retryable
-from inference_svc.gateway.schema import ChatRequest, CompletionRequest, parse
+from inference_svc.gateway.schema import MAX_ANSWERS, ChatRequest, CompletionRequest, parse
 
 log = structlog.get_logger("gateway")
 
@@ -129,6 +129,11 @@ class Gateway:
         self._check_model(parsed.model)
         answer_id = ("chatcmpl-" if chat else "cmpl-") + token_hex(12)
         prompts = parsed.prompts()
+        if len(prompts) * parsed.choices > MAX_ANSWERS:
+            raise InvalidRequest(
+                f"prompt has {len(prompts)} prompts with n = {parsed.choices} answers each; at most {MAX_ANSWERS} "
+                f"answers are allowed"
+            )
         requests = [
             parsed.to_grpc(prompt, choice, f"{answer_id}-{i}-{choice}")
             for i, prompt in enumerate(prompts)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_CHOICES = 8
+# Answers of one request in all: prompts times choices.
+MAX_ANSWERS = 512
+_LARGEST = 2**31 - 1
 # Part of OpenAI's API, but not of this server: refused unless they have the value that changes nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
@@ -55,10 +58,10 @@ class _Common(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=_LARGEST)
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = Field(default=None, ge=0)
+    top_k: int | None = Field(default=None, ge=0, le=_LARGEST)
     seed: int | None = None
     stop: str | list[str] | None = None
     presence_penalty: float | None = None
@@ -68,7 +71,7 @@ class _Common(BaseModel):
     """Separates tenants: requests with different salts never share cached text."""
     document_separator: str | None = Field(default=None, max_length=64)
     """Text before which the prompt's documents begin; each is found again wherever it stands."""
-    segment_ends: list[int] = Field(default_factory=list)
+    segment_ends: list[Annotated[int, Field(ge=1, le=_LARGEST)]] = Field(default_factory=list)
     """Where documents end in a prompt of token ids."""
     exact_only: bool = False
     """Reuse nothing that was read in another context."""
@@ -131,7 +134,7 @@ class ChatRequest(_Common):
     """Body of ``/v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=_LARGEST)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
@@ -173,10 +176,33 @@ def _ids(ids: Any) -> pb.Prompt:
     return pb.Prompt(token_ids=pb.TokenIds(ids=ids))
 
 
+def refuse_surrogates(body: dict[str, Any]) -> None:
+    """Raises InvalidRequest for text in a body that is not Unicode: half of a surrogate pair, which JSON can write and
+    UTF-8 cannot."""
+    left: list[tuple[str, Any]] = [("", body)]
+    while left:
+        where, value = left.pop()
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                name = where.encode("ascii", "backslashreplace").decode()
+                raise InvalidRequest(
+                    f"{name} has the lone surrogate U+{ord(value[error.start]):04X} at character {error.start}; send "
+                    f"whole characters"
+                ) from None
+        elif isinstance(value, dict):
+            names = [(f"{where}.{name}" if where else name, name, part) for name, part in value.items()]
+            left += [(at, part) for at, name, part in names] + [(at, name) for at, name, _ in names]
+        elif isinstance(value, list):
+            left += [(f"{where}.{i}", part) for i, part in enumerate(value) if isinstance(part, str | dict | list)]
+
+
 def parse(kind: type[_Common], body: Any) -> Any:
     """Checks a body. Raises UnsupportedOption, InvalidRequest; both name the field."""
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
+    refuse_surrogates(body)
     kept = {}
     for name, value in body.items():
         if name in _NEUTRAL and name not in kind.model_fields:

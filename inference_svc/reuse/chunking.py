@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
+from kvsidecar.layout import MAX_CHUNK_TOKENS
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
@@ -137,8 +138,8 @@ def new_chunker(strategy: Strategy, size: int, separator: Sequence[int], sentenc
     if strategy == "boundary":
         return Boundary(size, sentence_ends, max(1, size // 4))
     if strategy == "document":
-        return Document(tuple(separator), 4 * size)
-    return ContentDefined(max(1, 3 * size // 8), 4 * size)
+        return Document(tuple(separator), min(4 * size, MAX_CHUNK_TOKENS))
+    return ContentDefined(max(1, 3 * size // 8), min(4 * size, MAX_CHUNK_TOKENS))
 
 
 def _every(size: int, start: int, end: int) -> list[int]:

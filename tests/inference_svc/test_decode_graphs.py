@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_svc.engine import rows
+from inference_svc.engine.cache_port import NoCache
 from inference_svc.engine.decode_graphs import DecodeGraphs, decode_graphs
-from inference_svc.engine.engine import Engine, NoCache
+from inference_svc.engine.engine import Engine
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.native_attention import NativeAttention
 from inference_svc.engine.pool import BlockTable, KVPool

@@ -137,6 +137,7 @@ def test_n_seed_stop_and_logprobs_work(gateway: Gateway) -> None:
         ({"temperature": 9}, "temperature"),
         ({"top_p": -1}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 5_000_000_000}, "max_tokens"),
         ({"n": 100}, "n"),
         ({"extra_body": {"no_such_option": 1}}, "no_such_option"),
     ],
@@ -165,6 +166,7 @@ def test_an_unknown_model_is_404(gateway: Gateway) -> None:
         (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "content"),
         (b'{"messages": [{"role": "nobody", "content": "x"}]}', "role"),
         (b"[" * 100_000, "not JSON"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages.0.content has the lone surrogate"),
         (b'{"a": "' + b"x" * (9 << 20) + b'"}', "larger than"),
     ],
 )
@@ -178,6 +180,12 @@ def test_null_is_the_default(gateway: Gateway) -> None:
     body = {"messages": MESSAGES, "max_tokens": 2, "stream": None, "stop": None, "ignore_eos": None, "n": None}
     response = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=20)
     assert response.status_code == 200, response.text
+
+
+def test_prompts_times_n_have_a_limit(gateway: Gateway) -> None:
+    response = httpx.post(f"{gateway.url}/v1/completions", json={"prompt": ["x"] * 65, "n": 8})
+    assert response.status_code == 400
+    assert "prompt has 65 prompts with n = 8" in response.json()["error"]["message"]
 
 
 def test_too_long_a_prompt_is_400_also_when_streaming(gateway: Gateway) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from inference_svc.engine.engine import Engine, NoCache
+from inference_svc.engine.cache_port import NoCache, Restored
+from inference_svc.engine.engine import Engine
 from inference_svc.engine.gate import LayerGate, RestoreFailed
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sequence import Sequence
@@ -28,10 +29,10 @@ class SlowCache(NoCache):
     def load(self, sequence: Sequence, pool: KVPool, done: Any) -> bool:
         assert sequence.table is not None
         slots = torch.from_numpy(sequence.table.slots(0, self._tokens))
-        gate = sequence.gate = LayerGate(len(self._keys))
+        gate = LayerGate(len(self._keys))
 
         def copy() -> None:
-            done(sequence, self._tokens)
+            done(sequence, Restored(self._tokens, gate))
             for layer in range(len(self._keys)):
                 time.sleep(0.02)
                 if layer == self._fail_at:

@@ -12,10 +12,12 @@ import pytest
 from kvsidecar.errors import Overloaded, PromptTooLong
 
 from benchmarks.node import Node
-from inference_svc.engine.engine import Engine, EngineLimits, NoCache
+from inference_svc.engine.cache_port import NoCache
+from inference_svc.engine.engine import Engine
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sampling import SamplingParams
 from inference_svc.engine.sequence import Finish, Output, Sequence
+from inference_svc.engine.stats import EngineLimits
 from inference_svc.engine.text import TextStream
 from inference_svc.model.loader import load
 from tests.inference_svc.test_exactness import prompt
@@ -109,10 +111,13 @@ def test_a_pool_too_small_for_all_preempts_and_changes_no_answer() -> None:
     large.stop()
     engine = small_engine(448)
     requests = [Request(ids, 120, seed=i if i % 2 else None) for i, ids in enumerate(prompts)]
+    began = time.perf_counter()
     for request in requests:
         engine.submit(request.sequence)
     assert [r.tokens() for r in requests] == want
     assert engine.stats.preemptions > 0
+    passed_ms = (time.perf_counter() - began) * 1e3
+    assert all(r.sequence.timings.queue_ms < passed_ms for r in requests), "waiting was counted twice"
     idle(engine)
     engine.check_integrity()
     assert engine.free_pages == engine.pool.pages

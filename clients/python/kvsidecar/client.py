@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from kvsidecar.errors import from_rpc
+from kvsidecar.errors import InvalidRequest, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.runtime import default_runtime_dir, socket_target
@@ -64,11 +64,29 @@ def target_of(address: str | Path | None) -> str:
     return address
 
 
+def _check_number(name: str, value: int | None) -> None:
+    if value is not None and not 0 <= value < 2**32:
+        raise InvalidRequest(f"{name} is {value}; allowed are 0 to {2**32 - 1}")
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{name} has the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; send whole "
+            f"characters"
+        ) from None
+
+
 def to_prompt(prompt: Prompt) -> pb.Prompt:
-    """Text, token ids or chat messages (``{"role", "content"}``) to a Prompt."""
+    """Text, token ids or chat messages (``{"role", "content"}``) to a Prompt. Raises InvalidRequest."""
     if isinstance(prompt, str):
+        _check_text("prompt", prompt)
         return pb.Prompt(text=prompt)
     if prompt and isinstance(prompt[0], dict):
+        for message in prompt:
+            _check_text("content", message["content"])  # type: ignore[index]
         messages = [pb.ChatMessage(role=m["role"], content=m["content"]) for m in prompt]  # type: ignore[index]
         return pb.Prompt(chat=pb.Chat(messages=messages))
     return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
@@ -92,7 +110,16 @@ def to_request(
     segment_ends: Sequence[int] = (),
     request_id: str = "",
 ) -> pb.GenerateRequest:
-    """A GenerateRequest; what is None is left to the worker's default."""
+    """A GenerateRequest; what is None is left to the worker's default. Raises InvalidRequest, naming the field, for
+    what no message can hold; all else the worker checks."""
+    for name, number in (("max_tokens", max_tokens), ("top_k", top_k), ("logprobs", logprobs)):
+        _check_number(name, number)
+    for end in segment_ends:
+        _check_number("segment_ends", end)
+    _check_text("document_separator", document_separator or "")
+    _check_text("request_id", request_id)
+    for text in stop:
+        _check_text("stop", text)
     cache = pb.CacheOptions(
         skip_read=skip_cache,
         skip_write=skip_cache,

@@ -29,6 +29,12 @@ class KVSidecarError(Exception):
     reason = "INTERNAL"
 
 
+class GenerationFailed(KVSidecarError):
+    """This request could not be computed. It would fail elsewhere, too: nobody sends it to another worker."""
+
+    reason = "GENERATION_FAILED"
+
+
 class InvalidRequest(KVSidecarError):
     """A field of the request has a value that is not allowed."""
 

@@ -1,0 +1,77 @@
+"""What the engine needs of a cache: the one neighbour it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from inference_svc.engine.gate import LayerGate
+from inference_svc.engine.pool import KVPool
+from inference_svc.engine.sequence import Sequence, StoredPrefix
+from inference_svc.reuse.plan import Plan
+from inference_svc.reuse.policy import RepairSetting
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What the cache found of a prompt, handed over when the engine may go on. Times in milliseconds.
+
+    ``tokens`` leading tokens are in the sequence's pages; with a ``gate``, the layers that it has opened. A ``plan``,
+    carried out by ``repair``, where more was found that had been read in another context.
+    """
+
+    tokens: int = 0
+    gate: LayerGate | None = None
+    plan: Plan | None = None
+    repair: RepairSetting | None = None
+    stored: StoredPrefix | None = None  # what the cache holds of the prompt; None when it did not say
+    lookup_ms: float = 0.0
+    transfer_ms: float = 0.0
+    restore_ms: float = 0.0  # up to the hand-over; what comes after is the gate's
+
+
+class LoadDone(Protocol):
+    def __call__(self, sequence: Sequence, restored: Restored) -> None: ...
+
+
+class SaveDone(Protocol):
+    def __call__(self, sequence: Sequence, stored: StoredPrefix | None) -> None: ...
+
+
+class ProbeDone(Protocol):
+    def __call__(self, sequence: Sequence, tokens: int) -> None: ...
+
+
+class Cache(Protocol):
+    """The calls return at once and leave the sequence as it is; the callbacks come on another thread, once each.
+
+    Between ``load`` and its callback, and between ``save`` and its callback, the sequence's pages belong to the cache;
+    with a gate, the pages of what is restored do until it is done.
+    """
+
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
+        """Begins to fill the sequence's pages behind its computed tokens with what is stored; False when there is
+        nothing to try."""
+        ...
+
+    def probe(self, sequence: Sequence, done: ProbeDone) -> None:
+        """Finds out, at its leisure, how many leading tokens of a sequence that waits are stored."""
+        ...
+
+    def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
+        """Begins to store the sequence's pages; False when there is nothing to store. The callback gets what is stored
+        then, None when that failed."""
+        ...
+
+
+class NoCache:
+    """No daemon: only what the pool still holds is reused."""
+
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
+        return False
+
+    def probe(self, sequence: Sequence, done: ProbeDone) -> None:
+        pass
+
+    def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
+        return False

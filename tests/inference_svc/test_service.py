@@ -1,0 +1,144 @@
+"""The service in front of an engine, in one process: what it refuses, and what it keeps off its event loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from kvsidecar.client import to_prompt, to_request
+from kvsidecar.errors import InvalidRequest, PromptTooLong
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.config import WorkerConfig
+from inference_svc.gateway.schema import ChatRequest, CompletionRequest, parse
+from inference_svc.prompts import Prompter
+from inference_svc.reuse.chunking import Marks, new_chunker
+from inference_svc.runtime import Runtime, build
+from inference_svc.service import InferenceService
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+    folder: Path = tmp_path_factory.mktemp("worker")
+    config = WorkerConfig(
+        model="demo", socket=folder / "w.sock", cache_socket=None, pool_bytes=32 << 20, document_separator="llo"
+    )
+    found = build(config)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The threads on which texts were tokenized, and the texts' lengths."""
+    real, seen = Prompter._ids, list[tuple[str, int]]()
+
+    def noted(prompter: Prompter, text: str, special: bool) -> list[int]:
+        seen.append((threading.current_thread().name, len(text)))
+        return real(prompter, text, special)
+
+    monkeypatch.setattr(Prompter, "_ids", noted)
+    return seen
+
+
+async def generated(service: InferenceService, request: pb.GenerateRequest) -> list[pb.GenerateStreamResponse]:
+    return [part async for part in service._generate(request)]
+
+
+async def test_prompts_are_read_beside_the_event_loop(runtime: Runtime, tokenized: list[tuple[str, int]]) -> None:
+    service = InferenceService(runtime)
+    chat = [{"role": "user", "content": "hello there"}]
+    for prompt in ("some text", chat):
+        parts = await generated(service, to_request(prompt, max_tokens=2))
+        assert parts[-1].usage.prompt_tokens > 0
+    context: Any = None
+    await service.Tokenize(pb.TokenizeRequest(prompt=to_prompt("text")), context)
+    await service.Warm(pb.WarmRequest(prompt=to_prompt("text")), context)
+    assert len(tokenized) >= 4
+    assert all(name.startswith("tokenize") for name, _ in tokenized)
+
+
+async def test_a_huge_prompt_is_refused_unread_and_leaves_no_memory(
+    runtime: Runtime, tokenized: list[tuple[str, int]]
+) -> None:
+    service = InferenceService(runtime)
+    before = psutil.Process().memory_info().rss
+    text = "hello there " * 700_000
+    for prompt in (text, [{"role": "user", "content": text}], [5] * 1_000_000):
+        with pytest.raises(PromptTooLong, match="the prompt has"):
+            await generated(service, to_request(prompt))
+    assert not tokenized
+    del text, prompt
+    assert psutil.Process().memory_info().rss - before < 200 << 20
+
+
+async def test_a_prompt_that_hardly_fits_is_counted_in_pieces(
+    runtime: Runtime, tokenized: list[tuple[str, int]]
+) -> None:
+    """Short enough that very long tokens could make it fit, which these are not."""
+    service = InferenceService(runtime)
+    with pytest.raises(PromptTooLong, match="first 32768 characters have about"):
+        await generated(service, to_request("a b c d " * 5000))
+    assert max(length for _, length in tokenized) <= 32768
+
+
+async def test_the_workers_document_separator_is_what_it_tokenizes_by(runtime: Runtime) -> None:
+    service = InferenceService(runtime)
+    context: Any = None
+    whole = await service.Tokenize(pb.TokenizeRequest(prompt=to_prompt("hello there")), context)
+    tokenizer = runtime.engine.loaded.tokenizer
+    first = tokenizer("he", add_special_tokens=True)["input_ids"]
+    assert list(whole.token_ids) == first + tokenizer("llo there", add_special_tokens=False)["input_ids"]
+    assert list(whole.token_ids) != tokenizer("hello there")["input_ids"], "the text shows nothing"
+
+
+COMPLETION: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 5_000_000_000}, "max_tokens is 5000000000"),
+    ({"top_k": 2**33}, "top_k is 8589934592"),
+    ({"segment_ends": [-1]}, r"segment_ends\.0 is -1"),
+    ({"prompt": "a\ud800"}, r"prompt has the lone surrogate U\+D800 at character 1"),
+    ({"prompt": ["fine", "\udfff"]}, r"prompt\.1 has the lone surrogate U\+DFFF"),
+    ({"stop": ["\ud800"]}, r"stop\.0 has the lone surrogate"),
+    ({"cache_salt": "\ud800"}, "cache_salt has the lone surrogate"),
+    ({"\ud800": 1}, r"\\ud800 has the lone surrogate"),
+    ({"model": "\ud800"}, "model has the lone surrogate"),
+]
+
+
+@pytest.mark.parametrize(("given", "named"), COMPLETION)
+def test_what_no_message_holds_is_refused_by_its_field(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named) as caught:
+        parse(CompletionRequest, {"prompt": "x", **given})
+    str(caught.value).encode()
+
+
+def test_a_lone_surrogate_in_a_message_is_named() -> None:
+    for content in ("\ud800", [{"type": "text", "text": "\ud800"}]):
+        with pytest.raises(InvalidRequest, match=r"messages\.0\.content.*lone surrogate"):
+            parse(ChatRequest, {"messages": [{"role": "user", "content": content}]})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "named"),
+    [
+        ("x", {"max_tokens": 5_000_000_000}, "max_tokens is 5000000000"),
+        ("x", {"top_k": 2**33}, "top_k is 8589934592"),
+        ([1, 2], {"segment_ends": [-1]}, "segment_ends is -1"),
+        ("\ud800", {}, "prompt has the lone surrogate"),
+        ([{"role": "user", "content": "\ud800"}], {}, "content has the lone surrogate"),
+        ("x", {"stop": ["\ud800"]}, "stop has the lone surrogate"),
+    ],
+)
+def test_the_client_names_them_too(prompt: Any, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named):
+        to_request(prompt, **options)
+
+
+@pytest.mark.parametrize("strategy", ["document", "content_defined", "fixed"])
+def test_no_chunk_is_longer_than_the_format_allows(strategy: Any) -> None:
+    ends = new_chunker(strategy, 4096, [7], frozenset()).ends([5] * 20_000, Marks())
+    assert max(b - a for a, b in zip([0, *ends], ends, strict=False)) <= 4096
