@@ -9,10 +9,22 @@ from inference_svc.reuse.strategies.first_k import FirstK
 from inference_svc.reuse.strategies.guided import Guided
 from inference_svc.reuse.strategies.none import NoRepair
 from inference_svc.reuse.strategies.random_tokens import RandomTokens
+from inference_svc.reuse.strategies.salient import Salient
 from inference_svc.reuse.strategies.selective import Selective
 
 STRATEGIES: dict[str, Repair] = {
-    r.name: r for r in (NoRepair(), RandomTokens(), FirstK(), Selective(), CacheBlend(), Guided(), Guided(4), Guided(8))
+    r.name: r
+    for r in (
+        NoRepair(),
+        RandomTokens(),
+        FirstK(),
+        Selective(),
+        CacheBlend(),
+        Salient(),
+        Guided(),
+        Guided(4),
+        Guided(8),
+    )
 }
 DEFAULT = "guided"
 # What a verification tries, cheapest first, when it is to find out.

@@ -15,7 +15,8 @@ from inference_svc.reuse.plan import Plan, Positions
 class Signals:
     """What was measured of the approximate tokens, each ``[approximate tokens]`` in the order of their positions.
 
-    ``deviation``: how far keys and values at the strategy's depth lie from the stored ones, relative to their norm.
+    ``deviation``: how far keys and values of layers 1 to the strategy's depth lie from the stored ones: the root of the
+    sum of squares, each layer's keys and values relative to their mean norm.
     ``attention``: how hard attention heads look at a token when they read the question: over heads and layers, the sum
     of squares of the largest weight that any of the question's tokens gives it.
     """
