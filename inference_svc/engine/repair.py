@@ -60,7 +60,9 @@ class Deviation:
 
 
 class Repairing:
-    """One prompt's repair. ``steps`` yields after every piece of work; ``logits`` holds the wanted rows' at the end."""
+    """One prompt's repair. ``steps`` yields after every piece of work; ``logits`` holds the wanted rows' at the end,
+    ``recomputed`` how many approximate tokens were chosen, ``row_layers`` the work: rows times the layers that each
+    went through."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class Repairing:
         self._piece_rows, self._gate = piece_rows, gate
         self._logits_at = np.asarray([plan.tokens - 1]) if logits_at is None else logits_at
         self._device = pool.keys.device
-        self.recomputed = 0
+        self.recomputed = self.row_layers = 0
         self.logits: list[Tensor] = []
 
     def steps(self) -> Iterator[int]:
@@ -125,6 +127,7 @@ class Repairing:
         adds the rows to ``changed``."""
         batch = self._batch(positions)
         batch.pass_layer(depth)
+        self.row_layers += batch.real * depth
         slots, layers = batch.slots[: batch.real], range(1, depth + 1)
         before = self._read(slots, layers) if changed is not None else []
         hidden = self._decoder.advance(self._decoder.embed(batch), batch, 0, depth)
@@ -143,7 +146,9 @@ class Repairing:
         observer = Observer(torch.zeros(self._plan.tokens, device=self._device))
         batch = replace(self._batch(question), observer=observer)
         # Where it looks shows well before the last layer.
-        self._decoder.advance(self._decoder.embed(batch), batch, 0, max(1, self._decoder.layers * 2 // 3))
+        layers = self._decoder.layers
+        self._decoder.advance(self._decoder.embed(batch), batch, 0, layers)
+        self.row_layers += batch.real * layers
         return observer.mass.cpu().numpy()[self._plan.approximate_positions]
 
     def _finish(self, positions: Positions, hidden: Tensor | None, depth: int) -> Iterator[int]:
@@ -155,6 +160,7 @@ class Repairing:
             else:
                 states = _padded(hidden[at : at + len(piece)], len(batch.tokens))
             logits = self._decoder.resume(states, batch, depth)
+            self.row_layers += len(piece) * (self._decoder.layers - depth)
             at += len(piece)
             if batch.wanted:
                 self.logits.append(logits)

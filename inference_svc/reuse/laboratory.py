@@ -46,13 +46,17 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Logits ``[wanted, vocabulary]`` in float32, the seconds that they took, greedy tokens that follow, and the share
-    of the approximate tokens that was computed again."""
+    """Logits ``[wanted, vocabulary]`` in float32, the seconds that they took, greedy tokens that follow, the logits
+    ``[answer, vocabulary]`` from which each token of an answer is predicted (the greedy one, or one that was given),
+    the share of the approximate tokens that was computed again, and ``cost``: rows times layers that were computed, as
+    a share of those of all tokens that are not exact."""
 
     logits: Tensor
     seconds: float
     following: list[int]
+    answer: Tensor
     recomputed_ratio: float = 0.0
+    cost: float = 1.0
 
 
 def another_order(count: int, rng: random.Random) -> list[int]:
@@ -119,7 +123,7 @@ class Laboratory:
             began = time.perf_counter()
             logits = self._prefill(tokens, table, logits_at, piece)
             seconds = time.perf_counter() - began
-            return Outcome(logits, seconds, self._go_on(table, len(tokens), logits, go_on))
+            return Outcome(logits, seconds, *self._go_on(table, len(tokens), logits, go_on))
 
     def store(self, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
         """Prefills a prompt and stores its chunks, which end at ``ends``. ``bits`` 2 rounds values to 2 bits and stores
@@ -146,39 +150,70 @@ class Laboratory:
         ratio: float,
         logits_at: Positions,
         go_on: int = 0,
+        answer: Sequence[int] = (),
     ) -> Outcome:
-        """With the leading chunks ``exact`` as stored and others ``placed`` at ``(start, chunk)``."""
-        with self._pages(len(tokens) + go_on) as table:
+        """With the leading chunks ``exact`` as stored and others ``placed`` at ``(start, chunk)``. After it come
+        ``go_on`` greedy tokens, or the ``answer`` that is given; the logits of either are the outcome's."""
+        with self._pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
-            at = 0
-            for chunk in exact:
-                self._place(table, at, chunk)
-                at += len(chunk.tokens)
-            for start, chunk in placed:
-                self._place(table, start, chunk)
-            stretches = tuple(Stretch(start, start + len(c.tokens)) for start, c in placed)
-            plan = Plan(len(tokens), at, stretches)
+            plan = self.lay_out(table, tokens, exact, placed)
             work = Repairing(self.decoder, self._pool, list(tokens), table, plan, strategy, ratio, logits_at=logits_at)
             for _ in work.steps():
                 pass
             logits, total = torch.cat(work.logits).float(), len(plan.approximate_positions)
             seconds = time.perf_counter() - began
-            following = self._go_on(table, len(tokens), logits, go_on)
-            return Outcome(logits, seconds, following, work.recomputed / total if total else 0.0)
+            if answer:
+                following, after = [], self.read_on(table, len(tokens), logits, answer)
+            else:
+                following, after = self._go_on(table, len(tokens), logits, go_on)
+            share = work.recomputed / total if total else 0.0
+            cost = work.row_layers / (self.decoder.layers * (len(tokens) - plan.exact))
+            return Outcome(logits, seconds, following, after, share, cost)
+
+    def lay_out(
+        self,
+        table: BlockTable,
+        tokens: Sequence[int],
+        exact: Sequence[StoredChunk],
+        placed: Sequence[tuple[int, StoredChunk]],
+    ) -> Plan:
+        """Puts stored chunks where they stand in a prompt."""
+        at = 0
+        for chunk in exact:
+            self._place(table, at, chunk)
+            at += len(chunk.tokens)
+        for start, chunk in placed:
+            self._place(table, start, chunk)
+        return Plan(len(tokens), at, tuple(Stretch(start, start + len(c.tokens)) for start, c in placed))
 
     def documents(self, head: Sequence[int], parts: Sequence[Sequence[int]]) -> Documents:
         """Documents to be stored in one order and used in another."""
         return Documents(self, list(head), tuple(list(part) for part in parts))
 
-    def _go_on(self, table: BlockTable, at: int, logits: Tensor, count: int) -> list[int]:
-        """Greedy tokens after the last logits."""
+    def _go_on(self, table: BlockTable, at: int, logits: Tensor, count: int) -> tuple[list[int], Tensor]:
+        """Greedy tokens after the last logits, and what predicted each."""
         out: list[int] = []
-        last = logits[-1]
+        found = [logits[-1:].float()]
         for i in range(count):
-            out.append(int(last.argmax()))
-            span = rows.Span(out[-1:], at + i, table, True)
-            last = self.decoder(rows.build([span], self._pool, self.loaded.device))[0]
-        return out
+            out.append(int(found[-1].argmax()))
+            if i + 1 < count:
+                span = rows.Span(out[-1:], at + i, table, True)
+                found.append(self.decoder(rows.build([span], self._pool, self.loaded.device)).float())
+        return out, torch.cat(found[:count]) if count else logits[:0]
+
+    def read_on(self, table: BlockTable, at: int, logits: Tensor, answer: Sequence[int]) -> Tensor:
+        """What predicts each token of an answer that is given, after the last logits: ``[answer, vocabulary]``."""
+        if len(answer) == 1:
+            return logits[-1:].float()
+        span = rows.Span(list(answer[:-1]), at, table, False)
+        return torch.cat((logits[-1:].float(), self._logits(span, np.arange(len(answer) - 1)).float()))
+
+    def _logits(self, span: rows.Span, wanted: Positions) -> Tensor:
+        """Logits of a span's rows of these numbers."""
+        batch = rows.build([span], self._pool, self.loaded.device)
+        padded = np.concatenate((wanted, np.zeros(-len(wanted) % rows.ROW_MULTIPLE, np.int64)))
+        where = torch.from_numpy(padded).to(self.loaded.device)
+        return self.decoder(replace(batch, logit_rows=where, wanted=len(wanted)))
 
     def _round_coarsely(self, table: BlockTable, tokens: int) -> None:
         slots = torch.from_numpy(table.slots(0, tokens)).to(self._pool.keys.device)
@@ -198,11 +233,8 @@ class Laboratory:
         out = []
         for start in range(0, len(tokens), piece):
             span = rows.Span(list(tokens[start : start + piece]), start, table, False)
-            batch = rows.build([span], self._pool, self.loaded.device)
             wanted = logits_at[(logits_at >= start) & (logits_at < start + piece)] - start
-            padded = np.concatenate((wanted, np.zeros(-len(wanted) % rows.ROW_MULTIPLE, np.int64)))
-            where = torch.from_numpy(padded).to(self.loaded.device)
-            logits = self.decoder(replace(batch, logit_rows=where, wanted=len(wanted)))
+            logits = self._logits(span, wanted)
             if len(wanted):
                 out.append(logits.float())
         return torch.cat(out)
