@@ -108,7 +108,7 @@ class Laboratory:
         self.loaded = loaded
         self.rotary = rotary_of(loaded.model)
         self.decoder = decoder or Decoder(loaded)
-        self._pool = KVPool(
+        self.pool = KVPool(
             loaded.layers,
             loaded.kv_heads,
             loaded.head_dim,
@@ -117,27 +117,34 @@ class Laboratory:
             loaded.device,
         )
 
-    def full(self, tokens: Sequence[int], logits_at: Positions, piece: int = 512, go_on: int = 0) -> Outcome:
-        """A prefill without any reuse, ``piece`` rows at a time, and ``go_on`` greedy tokens after it."""
-        with self._pages(len(tokens) + go_on) as table:
+    def full(
+        self,
+        tokens: Sequence[int],
+        logits_at: Positions,
+        piece: int = 512,
+        go_on: int = 0,
+        answer: Sequence[int] = (),
+    ) -> Outcome:
+        """A prefill without any reuse, ``piece`` rows at a time; after it ``go_on`` greedy tokens, or ``answer``."""
+        with self.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
-            logits = self._prefill(tokens, table, logits_at, piece)
+            logits = self.prefill(tokens, table, logits_at, piece)
             seconds = time.perf_counter() - began
-            return Outcome(logits, seconds, *self._go_on(table, len(tokens), logits, go_on))
+            return Outcome(logits, seconds, *self._after(table, len(tokens), logits, go_on, answer))
 
     def store(self, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
         """Prefills a prompt and stores its chunks, which end at ``ends``. ``bits`` 2 rounds values to 2 bits and stores
         the result in 8, which the format itself does not offer."""
         out = []
-        with self._pages(len(tokens)) as table:
-            self._prefill(tokens, table, np.asarray([len(tokens) - 1]), 512)
+        with self.pages(len(tokens)) as table:
+            self.prefill(tokens, table, np.asarray([len(tokens) - 1]), 512)
             if bits == _COARSE:
                 self._round_coarsely(table, len(tokens))
             for start, end in pairwise([0, *ends]):
                 header = new_header(self.loaded.geometry(max(bits, 4)), list(tokens[start:end]), start)
                 payload = memoryview(bytearray(header.payload_bytes))
                 slots = torch.from_numpy(table.slots(start, end))
-                pack_chunk(self._pool.keys, self._pool.values, slots, header, payload)
+                pack_chunk(self.pool.keys, self.pool.values, slots, header, payload)
                 out.append(StoredChunk(header, payload))
         return out
 
@@ -154,18 +161,15 @@ class Laboratory:
     ) -> Outcome:
         """With the leading chunks ``exact`` as stored and others ``placed`` at ``(start, chunk)``. After it come
         ``go_on`` greedy tokens, or the ``answer`` that is given; the logits of either are the outcome's."""
-        with self._pages(len(tokens) + max(go_on, len(answer))) as table:
+        with self.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
             plan = self.lay_out(table, tokens, exact, placed)
-            work = Repairing(self.decoder, self._pool, list(tokens), table, plan, strategy, ratio, logits_at=logits_at)
+            work = Repairing(self.decoder, self.pool, list(tokens), table, plan, strategy, ratio, logits_at=logits_at)
             for _ in work.steps():
                 pass
             logits, total = torch.cat(work.logits).float(), len(plan.approximate_positions)
             seconds = time.perf_counter() - began
-            if answer:
-                following, after = [], self.read_on(table, len(tokens), logits, answer)
-            else:
-                following, after = self._go_on(table, len(tokens), logits, go_on)
+            following, after = self._after(table, len(tokens), logits, go_on, answer)
             share = work.recomputed / total if total else 0.0
             cost = work.row_layers / (self.decoder.layers * (len(tokens) - plan.exact))
             return Outcome(logits, seconds, following, after, share, cost)
@@ -190,6 +194,14 @@ class Laboratory:
         """Documents to be stored in one order and used in another."""
         return Documents(self, list(head), tuple(list(part) for part in parts))
 
+    def _after(
+        self, table: BlockTable, at: int, logits: Tensor, go_on: int, answer: Sequence[int]
+    ) -> tuple[list[int], Tensor]:
+        """What follows the prompt, and what predicted each token of it."""
+        if answer:
+            return list(answer), self.read_on(table, at, logits, answer)
+        return self._go_on(table, at, logits, go_on)
+
     def _go_on(self, table: BlockTable, at: int, logits: Tensor, count: int) -> tuple[list[int], Tensor]:
         """Greedy tokens after the last logits, and what predicted each."""
         out: list[int] = []
@@ -198,7 +210,7 @@ class Laboratory:
             out.append(int(found[-1].argmax()))
             if i + 1 < count:
                 span = rows.Span(out[-1:], at + i, table, True)
-                found.append(self.decoder(rows.build([span], self._pool, self.loaded.device)).float())
+                found.append(self.decoder(rows.build([span], self.pool, self.loaded.device)).float())
         return out, torch.cat(found[:count]) if count else logits[:0]
 
     def read_on(self, table: BlockTable, at: int, logits: Tensor, answer: Sequence[int]) -> Tensor:
@@ -206,18 +218,18 @@ class Laboratory:
         if len(answer) == 1:
             return logits[-1:].float()
         span = rows.Span(list(answer[:-1]), at, table, False)
-        return torch.cat((logits[-1:].float(), self._logits(span, np.arange(len(answer) - 1)).float()))
+        return torch.cat((logits[-1:].float(), self.logits(span, np.arange(len(answer) - 1)).float()))
 
-    def _logits(self, span: rows.Span, wanted: Positions) -> Tensor:
-        """Logits of a span's rows of these numbers."""
-        batch = rows.build([span], self._pool, self.loaded.device)
+    def logits(self, span: rows.Span, wanted: Positions) -> Tensor:
+        """Computes a span: logits of its rows of these numbers."""
+        batch = rows.build([span], self.pool, self.loaded.device)
         padded = np.concatenate((wanted, np.zeros(-len(wanted) % rows.ROW_MULTIPLE, np.int64)))
         where = torch.from_numpy(padded).to(self.loaded.device)
         return self.decoder(replace(batch, logit_rows=where, wanted=len(wanted)))
 
     def _round_coarsely(self, table: BlockTable, tokens: int) -> None:
-        slots = torch.from_numpy(table.slots(0, tokens)).to(self._pool.keys.device)
-        for tensor, axis in ((self._pool.keys, 2), (self._pool.values, 3)):
+        slots = torch.from_numpy(table.slots(0, tokens)).to(self.pool.keys.device)
+        for tensor, axis in ((self.pool.keys, 2), (self.pool.values, 3)):
             x = tensor.index_select(2, slots).float()
             low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
             step = ((high - low) / (2**_COARSE - 1)).clamp_min(1e-12)
@@ -227,20 +239,22 @@ class Laboratory:
         delta = start - chunk.header.start_position
         slots = torch.from_numpy(table.slots(start, start + len(chunk.tokens)))
         rotation = self.rotary.by(delta) if delta else None
-        unpack_chunk(self._pool.keys, self._pool.values, slots, chunk.header, chunk.payload, rotation)
+        unpack_chunk(self.pool.keys, self.pool.values, slots, chunk.header, chunk.payload, rotation)
 
-    def _prefill(self, tokens: Sequence[int], table: BlockTable, logits_at: Positions, piece: int) -> Tensor:
+    def prefill(self, tokens: Sequence[int], table: BlockTable, logits_at: Positions, piece: int = 512) -> Tensor:
+        """Reads a prompt into its pages; logits at these positions, float32."""
         out = []
         for start in range(0, len(tokens), piece):
             span = rows.Span(list(tokens[start : start + piece]), start, table, False)
             wanted = logits_at[(logits_at >= start) & (logits_at < start + piece)] - start
-            logits = self._logits(span, wanted)
+            logits = self.logits(span, wanted)
             if len(wanted):
                 out.append(logits.float())
         return torch.cat(out)
 
-    def _pages(self, tokens: int) -> _Pages:
-        return _Pages(self._pool, tokens)
+    def pages(self, tokens: int) -> _Pages:
+        """Pages for one prompt, for a ``with``. Raises ValueError for more than the pool holds."""
+        return _Pages(self.pool, tokens)
 
 
 class _Pages:
