@@ -64,7 +64,7 @@ class RealSamples:
         asked = self._ids(question)
         return RealPrompt(head, [self._ids(d + end) for d in documents], asked, self._ids(answer) if answer else [])
 
-    def _window(self, kind: str, rng: random.Random, least: int = 2, most: int = 12, step: int = 1) -> list[Any]:
+    def _window(self, kind: str, rng: random.Random, least: int = 2, most: int = 6, step: int = 1) -> list[Any]:
         """``least`` to ``most`` parts in a row, and one more."""
         parts = rng.choice([p for p in self._parts[kind] if len(p) > least])
         count = min(rng.randint(least, most), len(parts) - 1)
@@ -73,7 +73,7 @@ class RealSamples:
         return found
 
     def _text(self, kind: str, rng: random.Random) -> RealPrompt:
-        *documents, following = self._window(kind, rng, most=8)
+        *documents, following = self._window(kind, rng)
         if rng.random() < 0.5:
             question = self._tokenizer.decode(self._ids(following)[:_QUESTION_TOKENS])
         else:
@@ -103,7 +103,7 @@ class RealSamples:
         return self._prompt(list(found.functions), found.question, f" {found.line}")
 
     def _passkey(self, rng: random.Random) -> RealPrompt:
-        *documents, _ = self._window("documents", rng, most=8)
+        *documents, _ = self._window("documents", rng)
         key = "".join(rng.choices("0123456789", k=5))
         documents.insert(
             rng.randrange(len(documents) + 1), f"The pass key is {key}. Remember it. {key} is the pass key."
@@ -112,7 +112,7 @@ class RealSamples:
 
     def _quote(self, rng: random.Random) -> RealPrompt:
         kind = rng.choice(["documents", "code"])
-        *documents, _ = self._window(kind, rng, most=8)
+        *documents, _ = self._window(kind, rng)
         ids = self._ids(rng.choice(documents))
         start = rng.randrange(max(1, len(ids) - 48))
         ids = ids[start : start + 48]

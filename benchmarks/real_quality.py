@@ -3,8 +3,9 @@
 Documents, dialogues and code are stored as they were in another order and put where the prompt has them; judged are all
 tokens of the question and of the answer that full prefill gives, in float32. Tasks ask the reference system's own
 question: is the warm answer the cold one. Controls need no other document; a repair that harms them fails. ``oracle``
-has the true keys and values of the best tokens: what no choice can beat. ``cost`` is rows times layers as a share of
-computing all that is not exact, ``cost_bound`` what is allowed: r + 2 / layers + the question's share + .03.
+has the true keys and values of the best tokens: what no choice can beat. ``cost`` is a repair's rows times layers as a
+share of computing all that is not exact, without the question's own pass, which all arms have (``work`` has it, too);
+``cost_bound`` is what is allowed: r + 2 / layers + the question's share (it is read once to see where it looks) + .03.
 
 ``exact`` arms reuse the prompt itself at so many bits, in float32 and in bfloat16, each against full prefill in the
 same type; ``rounding_bfloat16`` is a full prefill in bfloat16 against one in float32. Resumes like the built-in
@@ -55,7 +56,7 @@ class Found:
     right: bool | None
     full_right: bool | None
     recomputed: float
-    cost: float
+    work: float
     question_share: float
     seconds: float
     full_seconds: float
@@ -72,7 +73,7 @@ class Found:
             right=mine == answer if gold else None,
             full_right=theirs == answer if gold else None,
             recomputed=round(got.recomputed_ratio, 4),
-            cost=round(got.cost, 4),
+            work=round(got.cost, 4),
             question_share=round(share, 4),
             seconds=got.seconds,
             full_seconds=full.seconds,
@@ -160,7 +161,8 @@ def row(arm: str, task: str, found: list[Found]) -> dict[str, Any]:
         "top1_agreement": round(float(same.mean()), 4),
         "flips": int((~same).sum()),
         "recomputed_ratio": round(float(np.mean([f.recomputed for f in found])), 4),
-        "cost": round(float(np.mean([f.cost for f in found])), 4),
+        "cost": round(float(np.mean([max(0.0, f.work - f.question_share) for f in found])), 4),
+        "work": round(float(np.mean([f.work for f in found])), 4),
         "question_share": round(float(np.mean([f.question_share for f in found])), 4),
         "ttft_ratio": round(seconds / full, 3),
     }
