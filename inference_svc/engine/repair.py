@@ -103,7 +103,7 @@ class Repairing:
         hidden = torch.cat(parts)
         is_approximate = np.isin(positions, self._plan.approximate_positions)
         deviation = changed.relative()[is_approximate] if self._strategy.wants_deviation else None
-        attention = self._look() if self._strategy.wants_attention else None
+        attention = self._look() if self._strategy.look else None
         chosen = self._choose(Signals(deviation, attention))
         go_on = np.union1d(chosen, fresh)
         yield from self._finish(go_on, hidden[np.searchsorted(positions, go_on)], depth)
@@ -145,8 +145,7 @@ class Repairing:
         question = self._plan.fresh_positions[-_QUESTION_TOKENS:]
         observer = Observer(torch.zeros(self._plan.tokens, device=self._device))
         batch = replace(self._batch(question), observer=observer)
-        # Where it looks shows well before the last layer.
-        layers = self._decoder.layers
+        layers = max(1, int(self._decoder.layers * self._strategy.look))
         self._decoder.advance(self._decoder.embed(batch), batch, 0, layers)
         self.row_layers += batch.real * layers
         return observer.mass.cpu().numpy()[self._plan.approximate_positions]

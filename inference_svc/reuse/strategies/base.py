@@ -29,14 +29,14 @@ class Repair(Protocol):
     """Chooses the approximate tokens to compute again.
 
     ``depth`` layers are computed for all approximate tokens before the choice; 0 when nothing need be measured.
-    ``wants_deviation`` and ``wants_attention`` say which signals are measured; for attention, the question is read once
-    over the stored keys.
+    ``wants_deviation`` says whether that signal is measured. ``look`` is the share of layers through which the question
+    is read over the stored keys, to see where it looks; 0 when attention need not be measured.
     """
 
     name: str
     depth: int
     wants_deviation: bool
-    wants_attention: bool
+    look: float
 
     def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
         """Rising positions, about ``ratio`` of the approximate ones; all of them for 1."""

@@ -15,7 +15,7 @@ from inference_svc.reuse.strategies.base import Signals, top
 class Salient:
     """Top ``ratio`` by the question's attention times the squared deviation in layers 1 and 2."""
 
-    name, depth, wants_attention, wants_deviation = "salient", 2, True, True
+    name, depth, wants_deviation, look = "salient", 2, True, 1.0
 
     def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
         assert signals.attention is not None
