@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,25 +28,32 @@ class _Looks:
 
 @dataclass(frozen=True)
 class Truth:
-    """A full prefill's keys and values ``[layers, kv_heads, tokens, head_dim]``, and how hard each head looks at each
-    token from where the question begins, ``[layers, heads, tokens]``."""
+    """A full prefill: its keys and values ``[layers, kv_heads, tokens, head_dim]``, how hard each head looks at each
+    token from where the question begins, ``[layers, heads, tokens]``, and its outcome."""
 
     keys: Tensor
     values: Tensor
     looks: Tensor
+    outcome: Outcome
 
     @classmethod
-    def of(cls, lab: Laboratory, tokens: Sequence[int], question: int) -> Truth:
-        """Reads a prompt of which the question begins at token ``question``."""
-        with lab.pages(len(tokens)) as table:
-            lab.prefill(tokens, table, np.asarray([len(tokens) - 1]))
+    def of(
+        cls, lab: Laboratory, tokens: Sequence[int], question: int, go_on: int = 0, answer: Sequence[int] = ()
+    ) -> Truth:
+        """Reads a prompt whose question begins at token ``question``, and an answer: see ``Laboratory.full``."""
+        with lab.pages(len(tokens) + max(go_on, len(answer))) as table:
+            began = time.perf_counter()
+            logits = lab.prefill(tokens, table, np.arange(question, len(tokens)))
+            outcome = Outcome(
+                logits, time.perf_counter() - began, *lab.after(table, len(tokens), logits, go_on, answer)
+            )
             looks = _Looks(len(tokens))
             span = rows.Span(list(tokens[question:]), question, table, False)
             batch = replace(rows.build([span], lab.pool, lab.loaded.device), observer=looks)
             lab.decoder.advance(lab.decoder.embed(batch), batch, 0, lab.decoder.layers)
             slots = torch.from_numpy(table.slots(0, len(tokens)))
             keys, values = (t.index_select(2, slots) for t in (lab.pool.keys, lab.pool.values))
-        return cls(keys, values, torch.stack(looks.layers))
+        return cls(keys, values, torch.stack(looks.layers), outcome)
 
 
 def oracle(

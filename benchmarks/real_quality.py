@@ -105,8 +105,8 @@ class Measurer:
         read = lab.documents(prompt.head, prompt.documents)
         tokens, question = read.tokens + prompt.question, len(read.tokens)
         at, gold = np.arange(question, len(tokens)), bool(prompt.answer)
-        full = self._full(lab, tokens, at, prompt.answer)
-        answer = prompt.answer or full.following
+        truth = Truth.of(lab, tokens, question, _ANSWER_TOKENS, prompt.answer)
+        full, answer = truth.outcome, truth.outcome.following
         share = len(prompt.question) / (len(tokens) - len(prompt.head))
 
         def judged(got: Outcome) -> Found:
@@ -114,7 +114,6 @@ class Measurer:
 
         first, placed = read.stored_in(another_order(len(prompt.documents), rng), 16)
         yield "none", judged(lab.reuse(tokens, first, placed, STRATEGIES["none"], 0.0, at, answer=answer))
-        truth = Truth.of(lab, tokens, question)
         for ratio in RATIOS:
             for name in REPAIRS:
                 got = lab.reuse(tokens, first, placed, STRATEGIES[name], ratio, at, answer=answer)
@@ -128,18 +127,12 @@ class Measurer:
             read = lab.documents(prompt.head, prompt.documents)
             tokens = read.tokens + prompt.question
             at = np.arange(len(read.tokens), len(tokens))
-            fulls[dtype] = full = self._full(lab, tokens, at, answer)
-            answer = answer or full.following
-            for bits in _EXACT_BITS[dtype]:
-                got = lab.reuse(tokens, read.stored(bits), [], STRATEGIES["none"], 0.0, at, answer=answer)
+            fulls[dtype] = full = lab.full(tokens, at, go_on=_ANSWER_TOKENS, answer=answer)
+            answer = full.following
+            for bits, chunks in zip(_EXACT_BITS[dtype], read.stored_at(_EXACT_BITS[dtype]), strict=True):
+                got = lab.reuse(tokens, chunks, [], STRATEGIES["none"], 0.0, at, answer=answer)
                 yield f"exact_{bits}bit_{dtype}", Found.of(full, got, answer, False, 1.0)
         yield "rounding_bfloat16", Found.of(fulls["float32"], fulls["bfloat16"], answer, False, 1.0)
-
-    def _full(self, lab: Laboratory, tokens: list[int], at: np.ndarray[Any, Any], answer: list[int]) -> Outcome:
-        """Full prefill with an answer that is given, or its own."""
-        if not answer:
-            return lab.full(tokens, at, go_on=_ANSWER_TOKENS)
-        return lab.full(tokens, at, answer=answer)
 
 
 def row(arm: str, task: str, found: list[Found]) -> dict[str, Any]:

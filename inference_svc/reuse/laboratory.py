@@ -84,7 +84,11 @@ class Documents:
 
     def stored(self, bits: int) -> list[StoredChunk]:
         """As they stand: the beginning and each document a chunk."""
-        return self.lab.store(self.tokens, self._ends(range(len(self.parts))), bits)
+        return self.stored_at((bits,))[0]
+
+    def stored_at(self, widths: Sequence[int]) -> list[list[StoredChunk]]:
+        """The same at several widths."""
+        return self.lab.store_at(self.tokens, self._ends(range(len(self.parts))), widths)
 
     def stored_in(self, order: Sequence[int], bits: int) -> tuple[list[StoredChunk], list[tuple[int, StoredChunk]]]:
         """As they were when they stood in another order: the beginning, and documents with the places where they stand
@@ -130,22 +134,29 @@ class Laboratory:
             began = time.perf_counter()
             logits = self.prefill(tokens, table, logits_at, piece)
             seconds = time.perf_counter() - began
-            return Outcome(logits, seconds, *self._after(table, len(tokens), logits, go_on, answer))
+            return Outcome(logits, seconds, *self.after(table, len(tokens), logits, go_on, answer))
 
     def store(self, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
         """Prefills a prompt and stores its chunks, which end at ``ends``. ``bits`` 2 rounds values to 2 bits and stores
         the result in 8, which the format itself does not offer."""
-        out = []
+        return self.store_at(tokens, ends, (bits,))[0]
+
+    def store_at(self, tokens: Sequence[int], ends: Sequence[int], widths: Sequence[int]) -> list[list[StoredChunk]]:
+        """The same at several widths, 2 bits last: they are prefilled once."""
         with self.pages(len(tokens)) as table:
-            self.prefill(tokens, table, np.asarray([len(tokens) - 1]), 512)
-            if bits == _COARSE:
-                self._round_coarsely(table, len(tokens))
-            for start, end in pairwise([0, *ends]):
-                header = new_header(self.loaded.geometry(max(bits, 4)), list(tokens[start:end]), start)
-                payload = memoryview(bytearray(header.payload_bytes))
-                slots = torch.from_numpy(table.slots(start, end))
-                pack_chunk(self.pool.keys, self.pool.values, slots, header, payload)
-                out.append(StoredChunk(header, payload))
+            self.prefill(tokens, table, np.asarray([len(tokens) - 1]))
+            return [self._chunks(table, tokens, ends, bits) for bits in widths]
+
+    def _chunks(self, table: BlockTable, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
+        out = []
+        if bits == _COARSE:
+            self._round_coarsely(table, len(tokens))
+        for start, end in pairwise([0, *ends]):
+            header = new_header(self.loaded.geometry(max(bits, 4)), list(tokens[start:end]), start)
+            payload = memoryview(bytearray(header.payload_bytes))
+            slots = torch.from_numpy(table.slots(start, end))
+            pack_chunk(self.pool.keys, self.pool.values, slots, header, payload)
+            out.append(StoredChunk(header, payload))
         return out
 
     def reuse(
@@ -169,7 +180,7 @@ class Laboratory:
                 pass
             logits, total = torch.cat(work.logits).float(), len(plan.approximate_positions)
             seconds = time.perf_counter() - began
-            following, after = self._after(table, len(tokens), logits, go_on, answer)
+            following, after = self.after(table, len(tokens), logits, go_on, answer)
             share = work.recomputed / total if total else 0.0
             cost = work.row_layers / (self.decoder.layers * (len(tokens) - plan.exact))
             return Outcome(logits, seconds, following, after, share, cost)
@@ -194,7 +205,7 @@ class Laboratory:
         """Documents to be stored in one order and used in another."""
         return Documents(self, list(head), tuple(list(part) for part in parts))
 
-    def _after(
+    def after(
         self, table: BlockTable, at: int, logits: Tensor, go_on: int, answer: Sequence[int]
     ) -> tuple[list[int], Tensor]:
         """What follows the prompt, and what predicted each token of it."""

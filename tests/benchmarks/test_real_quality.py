@@ -54,9 +54,10 @@ def test_the_oracle_with_all_tokens_is_full_prefill_and_with_none_is_no_repair(l
     read = lab.documents(prompt.head, prompt.documents)
     tokens, start = read.tokens + prompt.question, len(read.tokens)
     at = np.arange(start, len(tokens))
-    full = lab.full(tokens, at, answer=prompt.answer)
     first, placed = read.stored_in(list(range(len(prompt.documents)))[::-1], 16)
-    truth = Truth.of(lab, tokens, start)
+    truth = Truth.of(lab, tokens, start, answer=prompt.answer)
+    full = truth.outcome
+    assert np.array_equal(full.logits, lab.full(tokens, at).logits)
 
     def kl(ratio: float) -> float:
         got = oracle(lab, truth, tokens, first, placed, ratio, at, prompt.answer)
