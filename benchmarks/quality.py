@@ -176,11 +176,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of real text's one process")
     options = parser.parse_args(arguments)
     real = options.model != "demo"
-    most = (100, 30) if real else (1000, 1000)
+    usual_sizes = (100, 30) if real else (1000, 1000)
     quick = (3, 1) if real else (20, 20)
+    given = (options.n, options.n_exact)
+    asked = [usual if number is None else number for number, usual in zip(given, usual_sizes, strict=True)]
     options.n, options.n_exact = (
-        min(given or default, small) if options.quick else given or default
-        for given, default, small in zip((options.n, options.n_exact), most, quick, strict=True)
+        min(wanted, small) if options.quick else wanted for wanted, small in zip(asked, quick, strict=True)
     )
     return real_quality.run(options) if real else run(options)
 
