@@ -5,6 +5,8 @@ a prefix; all others store its documents as they were in another order, put them
 arm is compared, question by question, with a full prefill by the same engine. ``full_pieces`` is that prefill in other
 piece sizes: the noise floor. The gates say whether the benchmark can tell anything at all.
 
+With any other model than the built-in one: ``real_quality``.
+
 Runs in as many processes as ``--processes`` says, one thread each. With ``--out``, what is measured is kept beside it
 until all is done, and a run that was stopped goes on from there.
 """
@@ -12,20 +14,19 @@ until all is done, and a run that was stopped goes on from there.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import random
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import Progress
 
-from benchmarks import report
+from benchmarks import real_quality, report
 from benchmarks.judged import EXACT, RATIOS, REPAIRS, SHUFFLED, Arm, Samples, outcomes
+from benchmarks.kept import Job, Kept
 from benchmarks.tally import Record, Tally
 from inference_svc.model.loader import load, quiet_transformers
 from inference_svc.reuse.laboratory import Laboratory
@@ -33,7 +34,6 @@ from training import tasks
 
 CROSS, CONTROLS = ("alias", "two_hop", "relative"), tasks.CONTROLS
 
-Job = tuple[str, int]  # task, number of the prompt
 Measured = dict[str, Record]  # by arm
 
 
@@ -84,47 +84,6 @@ def measured(options: argparse.Namespace, jobs: list[Job]) -> Iterator[tuple[Job
         yield from pool.imap_unordered(_measure, jobs, chunksize=4)
 
 
-class Kept:
-    """What a stopped run has measured, a line per prompt; none without a path. The first line says of what run."""
-
-    def __init__(self, path: Path | None, options: argparse.Namespace) -> None:
-        self._path, self._options = path, options
-        # A run for fewer or more prompts uses what is there.
-        ignored = ("out", "processes", "quick", "n", "n_exact")
-        self._run = {k: v for k, v in sorted(vars(options).items()) if k not in ignored}
-
-    def read(self) -> Iterator[tuple[Job, Measured]]:
-        if self._path is None or not self._path.exists():
-            return
-        with self._path.open(encoding="utf-8") as file:
-            if json.loads(file.readline() or "null") != self._run:
-                report.console.print(f"[dim]{self._path} is of other settings and is written anew[/dim]")
-                return
-            for line in file:
-                if not line.endswith("\n"):  # cut off in the middle
-                    return
-                (name, number), arms = json.loads(line)
-                if {a.name for a in arms_of(number, self._options)} == arms.keys() - {"full_pieces"}:
-                    yield (name, number), {arm: Record(**record) for arm, record in arms.items()}
-
-    def write(self, found: list[tuple[Job, Measured]]) -> None:
-        """Writes all anew: what was read may end in half a line."""
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(self._run) + "\n", encoding="utf-8")
-            for job, arms in found:
-                self.add(job, arms)
-
-    def add(self, job: Job, arms: Measured) -> None:
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([job, {arm: asdict(record) for arm, record in arms.items()}]) + "\n")
-
-    def forget(self) -> None:
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
-
 def gates(rows: list[dict[str, Any]]) -> dict[str, bool]:
     """Whether the benchmark has power; a task that the model has not learned proves nothing."""
     found = {(r["arm"], r["task"]): r for r in rows}
@@ -168,14 +127,14 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     names = [*tasks.TASKS, "text"]
     kept = Kept(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
-    found = list(kept.read())
-    kept.write(found)
+    found = list(_complete(kept, options))
+    kept.write([(job, _plain(arms)) for job, arms in found])
     done = {job for job, _ in found}
     jobs = [job for i in range(max(options.n, options.n_exact)) for name in names if (job := (name, i)) not in done]
     with Progress(console=report.console, transient=True) as progress:
         bar = progress.add_task("measuring", total=len(jobs) + len(done), completed=len(done))
         for job, arms in measured(options, jobs):
-            kept.add(job, arms)
+            kept.add(job, _plain(arms))
             found.append((job, arms))
             progress.advance(bar)
     tallies: dict[tuple[str, str], Tally] = {}
@@ -189,20 +148,42 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _complete(kept: Kept, options: argparse.Namespace) -> Iterator[tuple[Job, Measured]]:
+    """What was measured already, of prompts with all their arms."""
+    for (name, number), arms in kept.read():
+        if {a.name for a in arms_of(number, options)} == arms.keys() - {"full_pieces"}:
+            yield (name, number), {arm: Record(**record) for arm, record in arms.items()}
+
+
+def _plain(arms: Measured) -> dict[str, dict[str, Any]]:
+    return {arm: asdict(record) for arm, record in arms.items()}
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("quality", (__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="demo", help="a trained model with the built-in tokenizer's task words")
+    parser.add_argument(
+        "--model",
+        default="demo",
+        help="demo: tasks that it was trained for; any other trained model, such as smollm2: real text",
+    )
     parser.add_argument("--dtype", default="float32", help="float32 shows what reuse does, not what rounding does")
-    parser.add_argument("--n", type=int, default=1000, help="prompts per task for the shuffled arms")
-    parser.add_argument("--n-exact", type=int, default=1000, help="prompts per task for the exact arms")
+    parser.add_argument("--n", type=int, help="prompts per task for the shuffled arms; 1000, or 100 of real text")
+    parser.add_argument("--n-exact", type=int, help="prompts per task for the exact arms; likewise, or 30")
     parser.add_argument("--facts", type=int, default=4, help="most facts per prompt; two documents each")
     parser.add_argument("--filler", type=int, default=12, help="most filler words per document")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of real text's one process")
     options = parser.parse_args(arguments)
-    if options.quick:
-        options.n, options.n_exact = min(options.n, 20), min(options.n_exact, 20)
-    return run(options)
+    real = options.model != "demo"
+    usual_sizes = (100, 30) if real else (1000, 1000)
+    quick = (3, 1) if real else (20, 20)
+    given = (options.n, options.n_exact)
+    asked = [usual if number is None else number for number, usual in zip(given, usual_sizes, strict=True)]
+    options.n, options.n_exact = (
+        min(wanted, small) if options.quick else wanted for wanted, small in zip(asked, quick, strict=True)
+    )
+    return real_quality.run(options) if real else run(options)
 
 
 if __name__ == "__main__":

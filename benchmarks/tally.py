@@ -68,7 +68,7 @@ class Tally:
         kl = self._all("kl")
         worse, better = int((full_right & ~right).sum()), int((right & ~full_right).sum())
         prompt = np.repeat(np.arange(len(self.records)), [len(r.right) for r in self.records])
-        low, high = _interval(right.astype(float) - full_right.astype(float), prompt)
+        low, high = interval(right.astype(float) - full_right.astype(float), prompt)
         seconds = report.median([r.seconds for r in self.records])
         return {
             "arm": arm,
@@ -93,9 +93,9 @@ class Tally:
         return np.asarray([value for record in self.records for value in getattr(record, name)])
 
 
-def _interval(difference: np.ndarray[Any, Any], prompt: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean difference, prompts drawn whole."""
-    sums, counts = np.bincount(prompt, difference), np.bincount(prompt)
+def interval(values: np.ndarray[Any, Any], prompt: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean of values, of which ``prompt`` says whose they are; prompts drawn whole."""
+    sums, counts = np.bincount(prompt, values), np.bincount(prompt)
     drawn = np.random.default_rng(0).integers(0, len(sums), (_BOOTSTRAPS, len(sums)))
     means = sums[drawn].sum(1) / counts[drawn].sum(1)
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))

@@ -31,9 +31,9 @@ from inference_svc.engine.sequence import Output
 from inference_svc.engine.sequence import Sequence as EngineSequence
 from inference_svc.model.loader import quiet_transformers
 from inference_svc.prompts import Prompter
+from inference_svc.reuse.judgement import Report, Thresholds
 from inference_svc.reuse.laboratory import Laboratory
-from inference_svc.reuse.strategies import candidates
-from inference_svc.reuse.verify import BUILT_IN, Question, Report, Thresholds, Verifier, read_questions
+from inference_svc.reuse.verify import BUILT_IN, Question, Verifier, candidates, read_questions
 from inference_svc.runtime import Runtime, build
 
 _DAEMON_START_SECONDS = 30.0
@@ -151,15 +151,15 @@ class Engine:
     ) -> Report:
         """Measures what answers lose when the prompts' documents are reused that were read in another order.
 
-        Judged is the engine's own repair unless another is named; for ``auto`` the first that passes is chosen. With
+        Judged is the engine's own repair unless another is named; for ``auto`` the cheapest that passes is chosen. With
         ``store``, the cache daemon keeps the verdict with the namespace, and its workers reuse text elsewhere only if
         it passed. Call it when nothing else runs. Raises InvalidRequest, ModelUnsupported.
         """
         engine, config = self._runtime.engine, self._runtime.config
         lab = Laboratory(engine.loaded, decoder=engine.decoder)
-        verifier = Verifier(lab, config.storage_bits, thresholds or Thresholds())
-        chosen, share = repair or config.repair, config.repair_ratio if ratio is None else ratio
-        report = verifier.run(prompts or read_questions(BUILT_IN), candidates(chosen), share)
+        verifier = Verifier(lab, config.storage_bits, thresholds)
+        tried = candidates(repair or config.repair, config.repair_ratio if ratio is None else ratio)
+        report = verifier.run(prompts or read_questions(BUILT_IN), tried)
         if store and config.cache_socket is not None:
             store_verdict(config.cache_socket, engine.loaded.descriptor(config.storage_bits), report.verdict())
         return report

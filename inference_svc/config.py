@@ -71,12 +71,12 @@ class WorkerConfig(ModelSettings):
     """Reuse of text that was read in another context: never, where `kvsidecar verify` has passed and it is measured to
     pay, or always."""
     repair: Literal[
-        "auto", "none", "random", "first_k", "selective", "cacheblend", "guided", "guided_4", "guided_8"
+        "auto", "none", "random", "first_k", "selective", "cacheblend", "salient", "guided", "guided_4", "guided_8"
     ] = "auto"
     """How such text is repaired: auto as was verified, guided where nothing was. guided_4 and guided_8 compute more
     layers before they choose."""
-    repair_ratio: float = Field(default=0.15, ge=0.0, le=1.0)
-    """Share of such text that is computed again."""
+    repair_ratio: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Share of such text that is computed again; by default what was verified, 0.15 where nothing was."""
     batch_tokens: int = Field(default=512, ge=16, le=65536)
     """Most rows of one forward; longer prompts are read in pieces."""
     batch_sequences: int = Field(default=64, ge=1, le=1024)

@@ -40,8 +40,29 @@ class Observer:
         self.mass[: len(mass)] += mass
 
 
+class Deviation:
+    """How far keys and values moved from what was stored: see ``Signals.deviation``."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[np.float32], NDArray[np.float32]]] = []
+
+    def add(self, before: list[Tensor], after: list[Tensor]) -> None:
+        """Rows that were computed, a tensor ``[kv_heads, rows, head_dim]`` for keys and values of each layer."""
+        moved = torch.stack([(b.float() - a.float()).square().sum((0, 2)) for a, b in zip(before, after, strict=True)])
+        size = torch.stack([b.float().square().sum((0, 2)) for b in after])
+        self._parts.append((moved.cpu().numpy(), size.cpu().numpy()))
+
+    def relative(self) -> NDArray[np.float32]:
+        """``[rows]`` in the order in which they were added."""
+        moved, size = (np.concatenate(p, axis=1) for p in zip(*self._parts, strict=True))
+        found: NDArray[np.float32] = np.sqrt((moved / np.maximum(size.mean(1, keepdims=True), 1e-12)).sum(0))
+        return found
+
+
 class Repairing:
-    """One prompt's repair. ``steps`` yields after every piece of work; ``logits`` holds the wanted rows' at the end."""
+    """One prompt's repair. ``steps`` yields after every piece of work; ``logits`` holds the wanted rows' at the end,
+    ``recomputed`` how many approximate tokens were chosen, ``row_layers`` the work: rows times the layers that each
+    went through."""
 
     def __init__(
         self,
@@ -63,7 +84,7 @@ class Repairing:
         self._piece_rows, self._gate = piece_rows, gate
         self._logits_at = np.asarray([plan.tokens - 1]) if logits_at is None else logits_at
         self._device = pool.keys.device
-        self.recomputed = 0
+        self.recomputed = self.row_layers = 0
         self.logits: list[Tensor] = []
 
     def steps(self) -> Iterator[int]:
@@ -74,17 +95,15 @@ class Repairing:
             yield from self._finish(np.union1d(chosen, fresh), None, 0)
             return
         positions = np.union1d(self._plan.approximate_positions, fresh)
-        deviations = []
+        changed = Deviation()
         parts = []
         for piece in _pieces(positions, self._piece_rows):
-            states, deviates = self._measure(piece, depth)
-            parts.append(states)
-            deviations.append(deviates)
+            parts.append(self._measure(piece, depth, changed if self._strategy.wants_deviation else None))
             yield len(piece) * (depth + 1) // self._decoder.layers
         hidden = torch.cat(parts)
         is_approximate = np.isin(positions, self._plan.approximate_positions)
-        deviation = np.concatenate(deviations)[is_approximate] if self._strategy.wants_deviation else None
-        attention = self._look() if self._strategy.wants_attention else None
+        deviation = changed.relative()[is_approximate] if self._strategy.wants_deviation else None
+        attention = self._look() if self._strategy.look else None
         chosen = self._choose(Signals(deviation, attention))
         go_on = np.union1d(chosen, fresh)
         yield from self._finish(go_on, hidden[np.searchsorted(positions, go_on)], depth)
@@ -103,30 +122,32 @@ class Repairing:
             batch = replace(batch, logit_rows=torch.from_numpy(padded).to(self._device), wanted=len(wanted))
         return batch
 
-    def _measure(self, positions: Positions, depth: int) -> tuple[Tensor, NDArray[np.float32]]:
-        """Runs the lowest layers. Returns the states ``[rows, width]`` and each row's deviation at ``depth``."""
+    def _measure(self, positions: Positions, depth: int, changed: Deviation | None) -> Tensor:
+        """Runs the lowest layers, with keys and values of layer ``depth``. Returns the states ``[rows, width]``, and
+        adds the rows to ``changed``."""
         batch = self._batch(positions)
-        hidden = self._decoder.advance(self._decoder.embed(batch), batch, 0, depth)
         batch.pass_layer(depth)
-        if not self._strategy.wants_deviation:
-            self._decoder.project(hidden.clone(), batch, depth)
-            return hidden[: batch.real], np.empty(0, np.float32)
-        slots = batch.slots[: batch.real]
-        before = [t[depth].index_select(1, slots).float() for t in (self._pool.keys, self._pool.values)]
+        self.row_layers += batch.real * depth
+        slots, layers = batch.slots[: batch.real], range(1, depth + 1)
+        before = self._read(slots, layers) if changed is not None else []
+        hidden = self._decoder.advance(self._decoder.embed(batch), batch, 0, depth)
         self._decoder.project(hidden.clone(), batch, depth)
-        after = [t[depth].index_select(1, slots).float() for t in (self._pool.keys, self._pool.values)]
-        deviation = torch.zeros(batch.real, device=self._device)
-        for old, new in zip(before, after, strict=True):
-            deviation += (new - old).square().sum((0, 2)) / new.square().sum((0, 2)).mean().clamp_min(1e-12)
-        return hidden[: batch.real], deviation.sqrt().cpu().numpy()
+        if changed is not None:
+            changed.add(before, self._read(slots, layers))
+        return hidden[: batch.real]
+
+    def _read(self, slots: Tensor, layers: range) -> list[Tensor]:
+        """Keys and values of some layers at ``slots``, each ``[kv_heads, slots, head_dim]``, copied."""
+        return [t[i].index_select(1, slots) for i in layers for t in (self._pool.keys, self._pool.values)]
 
     def _look(self) -> NDArray[np.float32]:
         """Reads the question over the stored keys: its attention, ``[approximate tokens]``."""
         question = self._plan.fresh_positions[-_QUESTION_TOKENS:]
         observer = Observer(torch.zeros(self._plan.tokens, device=self._device))
         batch = replace(self._batch(question), observer=observer)
-        # Where it looks shows well before the last layer.
-        self._decoder.advance(self._decoder.embed(batch), batch, 0, max(1, self._decoder.layers * 2 // 3))
+        layers = max(1, int(self._decoder.layers * self._strategy.look))
+        self._decoder.advance(self._decoder.embed(batch), batch, 0, layers)
+        self.row_layers += batch.real * layers
         return observer.mass.cpu().numpy()[self._plan.approximate_positions]
 
     def _finish(self, positions: Positions, hidden: Tensor | None, depth: int) -> Iterator[int]:
@@ -138,6 +159,7 @@ class Repairing:
             else:
                 states = _padded(hidden[at : at + len(piece)], len(batch.tokens))
             logits = self._decoder.resume(states, batch, depth)
+            self.row_layers += len(piece) * (self._decoder.layers - depth)
             at += len(piece)
             if batch.wanted:
                 self.logits.append(logits)

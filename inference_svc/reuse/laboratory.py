@@ -46,13 +46,17 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Logits ``[wanted, vocabulary]`` in float32, the seconds that they took, greedy tokens that follow, and the share
-    of the approximate tokens that was computed again."""
+    """Logits ``[wanted, vocabulary]`` in float32, the seconds that they took, greedy tokens that follow, the logits
+    ``[answer, vocabulary]`` from which each token of an answer is predicted (the greedy one, or one that was given),
+    the share of the approximate tokens that was computed again, and ``cost``: rows times layers that were computed, as
+    a share of those of all tokens that are not exact."""
 
     logits: Tensor
     seconds: float
     following: list[int]
+    answer: Tensor
     recomputed_ratio: float = 0.0
+    cost: float = 1.0
 
 
 def another_order(count: int, rng: random.Random) -> list[int]:
@@ -80,7 +84,11 @@ class Documents:
 
     def stored(self, bits: int) -> list[StoredChunk]:
         """As they stand: the beginning and each document a chunk."""
-        return self.lab.store(self.tokens, self._ends(range(len(self.parts))), bits)
+        return self.stored_at((bits,))[0]
+
+    def stored_at(self, widths: Sequence[int]) -> list[list[StoredChunk]]:
+        """The same at several widths."""
+        return self.lab.store_at(self.tokens, self._ends(range(len(self.parts))), widths)
 
     def stored_in(self, order: Sequence[int], bits: int) -> tuple[list[StoredChunk], list[tuple[int, StoredChunk]]]:
         """As they were when they stood in another order: the beginning, and documents with the places where they stand
@@ -104,7 +112,7 @@ class Laboratory:
         self.loaded = loaded
         self.rotary = rotary_of(loaded.model)
         self.decoder = decoder or Decoder(loaded)
-        self._pool = KVPool(
+        self.pool = KVPool(
             loaded.layers,
             loaded.kv_heads,
             loaded.head_dim,
@@ -113,28 +121,42 @@ class Laboratory:
             loaded.device,
         )
 
-    def full(self, tokens: Sequence[int], logits_at: Positions, piece: int = 512, go_on: int = 0) -> Outcome:
-        """A prefill without any reuse, ``piece`` rows at a time, and ``go_on`` greedy tokens after it."""
-        with self._pages(len(tokens) + go_on) as table:
+    def full(
+        self,
+        tokens: Sequence[int],
+        logits_at: Positions,
+        piece: int = 512,
+        go_on: int = 0,
+        answer: Sequence[int] = (),
+    ) -> Outcome:
+        """A prefill without any reuse, ``piece`` rows at a time; after it ``go_on`` greedy tokens, or ``answer``."""
+        with self.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
-            logits = self._prefill(tokens, table, logits_at, piece)
+            logits = self.prefill(tokens, table, logits_at, piece)
             seconds = time.perf_counter() - began
-            return Outcome(logits, seconds, self._go_on(table, len(tokens), logits, go_on))
+            return Outcome(logits, seconds, *self.after(table, len(tokens), logits, go_on, answer))
 
     def store(self, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
         """Prefills a prompt and stores its chunks, which end at ``ends``. ``bits`` 2 rounds values to 2 bits and stores
         the result in 8, which the format itself does not offer."""
+        return self.store_at(tokens, ends, (bits,))[0]
+
+    def store_at(self, tokens: Sequence[int], ends: Sequence[int], widths: Sequence[int]) -> list[list[StoredChunk]]:
+        """The same at several widths, 2 bits last: they are prefilled once."""
+        with self.pages(len(tokens)) as table:
+            self.prefill(tokens, table, np.asarray([len(tokens) - 1]))
+            return [self._chunks(table, tokens, ends, bits) for bits in widths]
+
+    def _chunks(self, table: BlockTable, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
         out = []
-        with self._pages(len(tokens)) as table:
-            self._prefill(tokens, table, np.asarray([len(tokens) - 1]), 512)
-            if bits == _COARSE:
-                self._round_coarsely(table, len(tokens))
-            for start, end in pairwise([0, *ends]):
-                header = new_header(self.loaded.geometry(max(bits, 4)), list(tokens[start:end]), start)
-                payload = memoryview(bytearray(header.payload_bytes))
-                slots = torch.from_numpy(table.slots(start, end))
-                pack_chunk(self._pool.keys, self._pool.values, slots, header, payload)
-                out.append(StoredChunk(header, payload))
+        if bits == _COARSE:
+            self._round_coarsely(table, len(tokens))
+        for start, end in pairwise([0, *ends]):
+            header = new_header(self.loaded.geometry(max(bits, 4)), list(tokens[start:end]), start)
+            payload = memoryview(bytearray(header.payload_bytes))
+            slots = torch.from_numpy(table.slots(start, end))
+            pack_chunk(self.pool.keys, self.pool.values, slots, header, payload)
+            out.append(StoredChunk(header, payload))
         return out
 
     def reuse(
@@ -146,43 +168,79 @@ class Laboratory:
         ratio: float,
         logits_at: Positions,
         go_on: int = 0,
+        answer: Sequence[int] = (),
     ) -> Outcome:
-        """With the leading chunks ``exact`` as stored and others ``placed`` at ``(start, chunk)``."""
-        with self._pages(len(tokens) + go_on) as table:
+        """With the leading chunks ``exact`` as stored and others ``placed`` at ``(start, chunk)``. After it come
+        ``go_on`` greedy tokens, or the ``answer`` that is given; the logits of either are the outcome's."""
+        with self.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
-            at = 0
-            for chunk in exact:
-                self._place(table, at, chunk)
-                at += len(chunk.tokens)
-            for start, chunk in placed:
-                self._place(table, start, chunk)
-            stretches = tuple(Stretch(start, start + len(c.tokens)) for start, c in placed)
-            plan = Plan(len(tokens), at, stretches)
-            work = Repairing(self.decoder, self._pool, list(tokens), table, plan, strategy, ratio, logits_at=logits_at)
+            plan = self.lay_out(table, tokens, exact, placed)
+            work = Repairing(self.decoder, self.pool, list(tokens), table, plan, strategy, ratio, logits_at=logits_at)
             for _ in work.steps():
                 pass
             logits, total = torch.cat(work.logits).float(), len(plan.approximate_positions)
             seconds = time.perf_counter() - began
-            following = self._go_on(table, len(tokens), logits, go_on)
-            return Outcome(logits, seconds, following, work.recomputed / total if total else 0.0)
+            following, after = self.after(table, len(tokens), logits, go_on, answer)
+            share = work.recomputed / total if total else 0.0
+            cost = work.row_layers / (self.decoder.layers * (len(tokens) - plan.exact))
+            return Outcome(logits, seconds, following, after, share, cost)
+
+    def lay_out(
+        self,
+        table: BlockTable,
+        tokens: Sequence[int],
+        exact: Sequence[StoredChunk],
+        placed: Sequence[tuple[int, StoredChunk]],
+    ) -> Plan:
+        """Puts stored chunks where they stand in a prompt."""
+        at = 0
+        for chunk in exact:
+            self._place(table, at, chunk)
+            at += len(chunk.tokens)
+        for start, chunk in placed:
+            self._place(table, start, chunk)
+        return Plan(len(tokens), at, tuple(Stretch(start, start + len(c.tokens)) for start, c in placed))
 
     def documents(self, head: Sequence[int], parts: Sequence[Sequence[int]]) -> Documents:
         """Documents to be stored in one order and used in another."""
         return Documents(self, list(head), tuple(list(part) for part in parts))
 
-    def _go_on(self, table: BlockTable, at: int, logits: Tensor, count: int) -> list[int]:
-        """Greedy tokens after the last logits."""
+    def after(
+        self, table: BlockTable, at: int, logits: Tensor, go_on: int, answer: Sequence[int]
+    ) -> tuple[list[int], Tensor]:
+        """What follows the prompt, and what predicted each token of it."""
+        if answer:
+            return list(answer), self.read_on(table, at, logits, answer)
+        return self._go_on(table, at, logits, go_on)
+
+    def _go_on(self, table: BlockTable, at: int, logits: Tensor, count: int) -> tuple[list[int], Tensor]:
+        """Greedy tokens after the last logits, and what predicted each."""
         out: list[int] = []
-        last = logits[-1]
+        found = [logits[-1:].float()]
         for i in range(count):
-            out.append(int(last.argmax()))
-            span = rows.Span(out[-1:], at + i, table, True)
-            last = self.decoder(rows.build([span], self._pool, self.loaded.device))[0]
-        return out
+            out.append(int(found[-1].argmax()))
+            if i + 1 < count:
+                span = rows.Span(out[-1:], at + i, table, True)
+                found.append(self.decoder(rows.build([span], self.pool, self.loaded.device)).float())
+        return out, torch.cat(found[:count]) if count else logits[:0]
+
+    def read_on(self, table: BlockTable, at: int, logits: Tensor, answer: Sequence[int]) -> Tensor:
+        """What predicts each token of an answer that is given, after the last logits: ``[answer, vocabulary]``."""
+        if len(answer) == 1:
+            return logits[-1:].float()
+        span = rows.Span(list(answer[:-1]), at, table, False)
+        return torch.cat((logits[-1:].float(), self.logits(span, np.arange(len(answer) - 1)).float()))
+
+    def logits(self, span: rows.Span, wanted: Positions) -> Tensor:
+        """Computes a span: logits of its rows of these numbers."""
+        batch = rows.build([span], self.pool, self.loaded.device)
+        padded = np.concatenate((wanted, np.zeros(-len(wanted) % rows.ROW_MULTIPLE, np.int64)))
+        where = torch.from_numpy(padded).to(self.loaded.device)
+        return self.decoder(replace(batch, logit_rows=where, wanted=len(wanted)))
 
     def _round_coarsely(self, table: BlockTable, tokens: int) -> None:
-        slots = torch.from_numpy(table.slots(0, tokens)).to(self._pool.keys.device)
-        for tensor, axis in ((self._pool.keys, 2), (self._pool.values, 3)):
+        slots = torch.from_numpy(table.slots(0, tokens)).to(self.pool.keys.device)
+        for tensor, axis in ((self.pool.keys, 2), (self.pool.values, 3)):
             x = tensor.index_select(2, slots).float()
             low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
             step = ((high - low) / (2**_COARSE - 1)).clamp_min(1e-12)
@@ -192,23 +250,22 @@ class Laboratory:
         delta = start - chunk.header.start_position
         slots = torch.from_numpy(table.slots(start, start + len(chunk.tokens)))
         rotation = self.rotary.by(delta) if delta else None
-        unpack_chunk(self._pool.keys, self._pool.values, slots, chunk.header, chunk.payload, rotation)
+        unpack_chunk(self.pool.keys, self.pool.values, slots, chunk.header, chunk.payload, rotation)
 
-    def _prefill(self, tokens: Sequence[int], table: BlockTable, logits_at: Positions, piece: int) -> Tensor:
+    def prefill(self, tokens: Sequence[int], table: BlockTable, logits_at: Positions, piece: int = 512) -> Tensor:
+        """Reads a prompt into its pages; logits at these positions, float32."""
         out = []
         for start in range(0, len(tokens), piece):
             span = rows.Span(list(tokens[start : start + piece]), start, table, False)
-            batch = rows.build([span], self._pool, self.loaded.device)
             wanted = logits_at[(logits_at >= start) & (logits_at < start + piece)] - start
-            padded = np.concatenate((wanted, np.zeros(-len(wanted) % rows.ROW_MULTIPLE, np.int64)))
-            where = torch.from_numpy(padded).to(self.loaded.device)
-            logits = self.decoder(replace(batch, logit_rows=where, wanted=len(wanted)))
+            logits = self.logits(span, wanted)
             if len(wanted):
                 out.append(logits.float())
         return torch.cat(out)
 
-    def _pages(self, tokens: int) -> _Pages:
-        return _Pages(self._pool, tokens)
+    def pages(self, tokens: int) -> _Pages:
+        """Pages for one prompt, for a ``with``. Raises ValueError for more than the pool holds."""
+        return _Pages(self.pool, tokens)
 
 
 class _Pages:

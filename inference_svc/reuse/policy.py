@@ -9,7 +9,7 @@ from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 
 from inference_svc.reuse.chunking import Chunker
 from inference_svc.reuse.placement import Rotary
-from inference_svc.reuse.strategies import DEFAULT, STRATEGIES, Repair
+from inference_svc.reuse.strategies import DEFAULT, DEFAULT_RATIO, STRATEGIES, Repair
 
 Mode = Literal["off", "verified", "always"]
 
@@ -25,12 +25,12 @@ class RepairSetting:
 @dataclass(frozen=True)
 class ReusePolicy:
     """How prompts are cut, and whether and how chunks are reused elsewhere. ``rotary`` is None for models whose keys
-    cannot be moved, ``repair`` None for whichever has been verified."""
+    cannot be moved, ``repair`` and ``ratio`` None for those that have been verified."""
 
     chunker: Chunker
     rotary: Rotary | None
     repair: Repair | None
-    ratio: float
+    ratio: float | None
     mode: Mode = "verified"
 
     def repair_for(self, verdict: ReuseVerdict | None) -> RepairSetting | None:
@@ -39,10 +39,13 @@ class ReusePolicy:
         if self.rotary is None or self.mode == "off":
             return None
         if self.mode == "always":
-            return RepairSetting(self.repair or STRATEGIES[DEFAULT], self.ratio)
-        if verdict is None or not verdict.passed or verdict.ratio > self.ratio + 1e-9:
+            return RepairSetting(self.repair or STRATEGIES[DEFAULT], self._ratio(DEFAULT_RATIO))
+        if verdict is None or not verdict.passed or verdict.ratio > self._ratio(verdict.ratio) + 1e-9:
             return None
         verified = STRATEGIES.get(verdict.strategy)
         if verified is None or self.repair not in (None, verified):
             return None
-        return RepairSetting(verified, self.ratio)
+        return RepairSetting(verified, self._ratio(verdict.ratio))
+
+    def _ratio(self, otherwise: float) -> float:
+        return otherwise if self.ratio is None else self.ratio

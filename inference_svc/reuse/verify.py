@@ -1,30 +1,33 @@
 """Measures whether a model may reuse text that was read in another context.
 
 Each prompt is documents and a question. The documents are stored as they were in another order, put into the prompt,
-repaired, and compared with a full prefill over every token of the question and over the greedy tokens after it. The
-report can fail; only a repair that passes is used by workers that are set to ``approximate=verified``.
+repaired, and compared with a full prefill over every token of the question and of the greedy answer. A control quotes
+one of the documents instead of asking: what follows is in that document, so that reuse without repair does no harm, and
+a repair must not. The report can fail; only a repair that passes is used by workers that are set to
+``approximate=verified``.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 from kvsidecar.errors import InvalidRequest
 
-from inference_svc.reuse.laboratory import Laboratory, Outcome, another_order
-from inference_svc.reuse.strategies import STRATEGIES
+from inference_svc.reuse.judgement import EXACT, Finding, Report, Thresholds, failing
+from inference_svc.reuse.laboratory import Documents, Laboratory, Outcome, another_order
+from inference_svc.reuse.strategies import AUTO, DEFAULT_RATIO, STRATEGIES, THOROUGH, THOROUGH_RATIO
 
 BUILT_IN = Path(__file__).parent / "verify_prompts.jsonl"
-_GO_ON = 16
+_ANSWER = 16
 # Other sizes in which a prompt is read: what they change is the noise floor.
 _NOISE_PIECE = 40
+# A control quotes so many tokens; what a model predicts of the last ones is judged.
+_QUOTED, _JUDGED = 32, 16
 
 
 @dataclass(frozen=True)
@@ -36,63 +39,21 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Thresholds:
-    """What a repair must reach: mean divergence in nats per token, share of equal likeliest tokens."""
+class Candidate:
+    """A repair to be judged, at a share of the tokens."""
 
-    max_kl: float = 0.05
-    min_agreement: float = 0.95
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one arm did. ``first_divergence`` is the mean number of equal greedy tokens, of 16."""
-
-    arm: str
-    bits: int
     strategy: str
     ratio: float
-    kl_mean: float
-    kl_p99: float
-    top1_agreement: float
-    first_divergence: float
-    passed: bool
 
 
-@dataclass(frozen=True)
-class Report:
-    """All findings; ``noise_kl`` is what other piece sizes do to a full prefill. ``passed`` is that of the repair that
-    was asked for."""
-
-    model: str
-    prompts: int
-    noise_kl: float
-    findings: tuple[Finding, ...]
-    chosen: Finding
-
-    @property
-    def passed(self) -> bool:
-        return self.chosen.passed
-
-    @property
-    def conclusive(self) -> bool:
-        """Whether the prompts can tell anything: without repair, they do not pass."""
-        return any(f.strategy == "none" and f.ratio > 0 and not f.passed for f in self.findings)
-
-    def verdict(self) -> ReuseVerdict:
-        """What is stored with the namespace."""
-        f = self.chosen
-        return ReuseVerdict(
-            strategy=f.strategy,
-            ratio=f.ratio,
-            passed=f.passed,
-            kl_mean=f.kl_mean,
-            top1_agreement=f.top1_agreement,
-            prompts=self.prompts,
-            measured_at=int(time.time()),
-        )
-
-    def as_dict(self) -> dict[str, object]:
-        return {**asdict(self), "passed": self.passed, "conclusive": self.conclusive}
+def candidates(repair: str, ratio: float | None = None) -> tuple[Candidate, ...]:
+    """What a verification of a worker's setting measures: the repair of that name, or those of ``auto``, at that share,
+    or at those that are tried where none is set."""
+    names = AUTO if repair == "auto" else (repair,)
+    found = [Candidate(name, DEFAULT_RATIO if ratio is None else ratio) for name in names]
+    if ratio is None and THOROUGH in names:
+        found.append(Candidate(THOROUGH, THOROUGH_RATIO))
+    return tuple(found)
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -112,68 +73,107 @@ def read_questions(path: Path) -> list[Question]:
 class Verifier:
     """Verifies one model at one storage width."""
 
-    def __init__(self, lab: Laboratory, bits: int, thresholds: Thresholds = Thresholds()) -> None:
-        self._lab, self._bits, self._thresholds = lab, bits, thresholds
+    def __init__(self, lab: Laboratory, bits: int, thresholds: Thresholds | None = None) -> None:
+        self._lab, self._bits, self._thresholds = lab, bits, thresholds or Thresholds()
 
     def run(
         self,
         questions: Sequence[Question],
-        strategies: Sequence[str],
-        ratio: float,
-        compare: Sequence[str] = ("none",),
+        candidates: Sequence[Candidate],
+        compare: Sequence[str] = (),
         progress: Callable[[], None] = lambda: None,
     ) -> Report:
-        """Measures strategies, of which the first that passes is chosen (else the first of all), and, for comparison,
-        others at the same ratio. Raises InvalidRequest."""
+        """Measures candidates, of which the cheapest that passes is chosen, and, for comparison, ``none`` and others at
+        the first candidate's ratio. Raises InvalidRequest."""
         if not questions or any(len(q.documents) < 2 or not q.question for q in questions):
             raise InvalidRequest("at least one prompt is needed, each with two documents or more and a question")
-        arms = {name: _Divergence() for name in dict.fromkeys((*strategies, *compare))}
+        first = candidates[0].ratio
+        others = [Candidate("none", 0.0), *(Candidate(name, first) for name in compare)]
+        arms = {c: _Divergence() for c in dict.fromkeys((*candidates, *others))}
         exact, noise = _Divergence(), _Divergence()
         for number, question in enumerate(questions):
-            self._measure(question, number, ratio, arms, exact, noise)
+            self._measure(question, number, arms, exact, noise)
             progress()
-        findings = [self._finding(f"{n} r={ratio:g}", n, ratio, d) for n, d in arms.items()]
-        chosen = next((f for f in findings[: len(strategies)] if f.passed), findings[0])
-        prefix = self._finding("exact prefix", "none", 0.0, exact)
-        return Report(self._lab.loaded.id, len(questions), float(np.mean(noise.kl)), (prefix, *findings), chosen)
+        none = self._finding(Candidate("none", 0.0), arms[others[0]])
+        found = [self._finding(c, d) for c, d in arms.items()]
+        found = [replace(f, why=failing(f, none, self._thresholds)) for f in found]
+        passing = [f for f in found[: len(candidates)] if f.passed]
+        chosen = (
+            min(passing, key=lambda f: (round(f.cost, 2), f.kl_mean))
+            if passing
+            else min(found[: len(candidates)], key=lambda f: f.kl_mean)
+        )
+        prefix = replace(self._finding(Candidate("none", 0.0), exact), arm=EXACT)
+        noise_kl = float(np.mean(noise.kl))
+        return Report(self._lab.loaded.id, len(questions), noise_kl, (prefix, *found), chosen, self._thresholds)
 
     def _measure(
         self,
         question: Question,
         seed: int,
-        ratio: float,
-        arms: dict[str, _Divergence],
+        arms: dict[Candidate, _Divergence],
         exact: _Divergence,
         noise: _Divergence,
     ) -> None:
-        lab, tokenizer = self._lab, self._lab.loaded.tokenizer
+        lab, tokenizer, rng = self._lab, self._lab.loaded.tokenizer, random.Random(seed)
         head = tokenizer("", add_special_tokens=True)["input_ids"] or [tokenizer.bos_token_id or 0]
         parts = [tokenizer(d + "\n\n", add_special_tokens=False)["input_ids"] for d in question.documents]
-        asked = tokenizer(question.question, add_special_tokens=False)["input_ids"]
         read = lab.documents(head, parts)
-        tokens = read.tokens + asked
-        at = np.arange(len(read.tokens), len(tokens))
-        full = lab.full(tokens, at, go_on=_GO_ON)
-        noise.add(full, lab.full(tokens, at, piece=_NOISE_PIECE, go_on=_GO_ON))
-        exact.add(full, lab.reuse(tokens, read.stored(self._bits), [], STRATEGIES["none"], 0.0, at, go_on=_GO_ON))
-        first, placed = read.stored_in(another_order(len(parts), random.Random(seed)), self._bits)
-        for name, divergence in arms.items():
-            divergence.add(full, lab.reuse(tokens, first, placed, STRATEGIES[name], ratio, at, go_on=_GO_ON))
+        asked = _Tail(read, tokenizer(question.question, add_special_tokens=False)["input_ids"])
+        full = lab.full(asked.tokens, asked.at, go_on=_ANSWER)
+        noise.add(full, lab.full(asked.tokens, asked.at, piece=_NOISE_PIECE, go_on=_ANSWER))
+        none, answer = STRATEGIES["none"], full.following
+        exact.add(full, lab.reuse(asked.tokens, read.stored(self._bits), [], none, 0.0, asked.at, answer=answer))
+        first, placed = read.stored_in(another_order(len(parts), rng), self._bits)
+        quoted = _Tail(read, _quote(parts, rng), _JUDGED)
+        alone = lab.full(quoted.tokens, quoted.at)
+        for arm, divergence in arms.items():
+            repair = STRATEGIES[arm.strategy]
+            got = lab.reuse(asked.tokens, first, placed, repair, arm.ratio, asked.at, answer=answer)
+            divergence.add(full, got)
+            divergence.control(alone, lab.reuse(quoted.tokens, first, placed, repair, arm.ratio, quoted.at))
 
-    def _finding(self, arm: str, strategy: str, ratio: float, d: _Divergence) -> Finding:
-        kl, agreement = float(np.mean(d.kl)), float(np.mean(d.same))
-        limits = self._thresholds
+    def _finding(self, candidate: Candidate, d: _Divergence) -> Finding:
         return Finding(
-            arm=arm,
+            arm=f"{candidate.strategy} r={candidate.ratio:g}",
             bits=self._bits,
-            strategy=strategy,
-            ratio=ratio,
-            kl_mean=kl,
+            strategy=candidate.strategy,
+            ratio=candidate.ratio,
+            kl_mean=float(np.mean(d.kl)),
             kl_p99=float(np.quantile(d.kl, 0.99)),
-            top1_agreement=agreement,
+            top1_agreement=float(np.mean(d.same)),
             first_divergence=float(np.mean(d.equal)),
-            passed=kl <= limits.max_kl and agreement >= limits.min_agreement,
+            control_kl=float(np.mean(d.control_kl)) if d.control_kl else 0.0,
+            cost=float(np.mean(d.costs)),
         )
+
+
+class _Tail:
+    """What follows documents, and the positions whose logits are judged: all of it, or the ``last`` so many."""
+
+    def __init__(self, read: Documents, tail: Sequence[int], last: int | None = None) -> None:
+        self.tokens = read.tokens + list(tail)
+        self.at = np.arange(len(self.tokens) - (last or len(tail)), len(self.tokens))
+
+
+def _quote(parts: Sequence[Sequence[int]], rng: random.Random) -> list[int]:
+    """Tokens from inside one of the documents."""
+    part = list(rng.choice(parts))
+    start = rng.randrange(max(1, len(part) - _QUOTED))
+    return part[start : start + _QUOTED]
+
+
+def divergence(full: Outcome, got: Outcome) -> tuple[list[float], list[bool]]:
+    """For each judged position and each token of the answer: nats from full prefill, and whether the likeliest token is
+    the same. The last position's logits are the answer's first."""
+    pairs = ((full.logits, got.logits), (full.answer[1:], got.answer[1:]))
+    kl: list[float] = []
+    same: list[bool] = []
+    for mine, theirs in pairs:
+        p, q = mine.log_softmax(-1), theirs.log_softmax(-1)
+        kl += (p.exp() * (p - q)).sum(-1).clamp_min(0).tolist()
+        same += (p.argmax(-1) == q.argmax(-1)).tolist()
+    return kl, same
 
 
 class _Divergence:
@@ -183,10 +183,18 @@ class _Divergence:
         self.kl: list[float] = []
         self.same: list[bool] = []
         self.equal: list[int] = []
+        self.costs: list[float] = []
+        self.control_kl: list[float] = []
 
     def add(self, full: Outcome, got: Outcome) -> None:
-        p, q = full.logits.log_softmax(-1), got.logits.log_softmax(-1)
-        self.kl += (p.exp() * (p - q)).sum(-1).clamp_min(0).tolist()
-        self.same += (p.argmax(-1) == q.argmax(-1)).tolist()
-        pairs = zip(full.following, got.following, strict=True)
-        self.equal.append(next((i for i, (a, b) in enumerate(pairs) if a != b), len(full.following)))
+        kl, same = divergence(full, got)
+        self.kl += kl
+        self.same += same
+        self.costs.append(got.cost)
+        # The likeliest token at every place of the same answer: a greedy one would differ from the first other one on.
+        likeliest = got.answer.argmax(-1).tolist()
+        pairs = enumerate(zip(full.following, likeliest, strict=True))
+        self.equal.append(next((i for i, (a, b) in pairs if a != b), len(full.following)))
+
+    def control(self, full: Outcome, got: Outcome) -> None:
+        self.control_kl += divergence(full, got)[0]

@@ -9,19 +9,28 @@ from inference_svc.reuse.strategies.first_k import FirstK
 from inference_svc.reuse.strategies.guided import Guided
 from inference_svc.reuse.strategies.none import NoRepair
 from inference_svc.reuse.strategies.random_tokens import RandomTokens
+from inference_svc.reuse.strategies.salient import Salient
 from inference_svc.reuse.strategies.selective import Selective
 
 STRATEGIES: dict[str, Repair] = {
-    r.name: r for r in (NoRepair(), RandomTokens(), FirstK(), Selective(), CacheBlend(), Guided(), Guided(4), Guided(8))
+    r.name: r
+    for r in (
+        NoRepair(),
+        RandomTokens(),
+        FirstK(),
+        Selective(),
+        CacheBlend(),
+        Salient(),
+        Guided(),
+        Guided(4),
+        Guided(8),
+    )
 }
-DEFAULT = "guided"
-# What a verification tries, cheapest first, when it is to find out.
-AUTO = (DEFAULT, "guided_4", "guided_8")
+DEFAULT, DEFAULT_RATIO = "guided", 0.15
+# What a verification tries when it is to find out: what is cheaper is taken where it passes.
+AUTO = ("salient", DEFAULT, "guided_4", "guided_8")
+# What it tries more of the tokens with when it is to find that out, too.
+THOROUGH, THOROUGH_RATIO = "salient", 0.3
 
 
-def candidates(name: str) -> tuple[str, ...]:
-    """What a verification of a setting measures: the repair of that name, or those of ``auto``."""
-    return AUTO if name == "auto" else (name,)
-
-
-__all__ = ["AUTO", "DEFAULT", "STRATEGIES", "Repair", "Signals", "candidates"]
+__all__ = ["AUTO", "DEFAULT", "DEFAULT_RATIO", "STRATEGIES", "THOROUGH", "THOROUGH_RATIO", "Repair", "Signals"]

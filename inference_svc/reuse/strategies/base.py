@@ -15,7 +15,8 @@ from inference_svc.reuse.plan import Plan, Positions
 class Signals:
     """What was measured of the approximate tokens, each ``[approximate tokens]`` in the order of their positions.
 
-    ``deviation``: how far keys and values at the strategy's depth lie from the stored ones, relative to their norm.
+    ``deviation``: how far keys and values of layers 1 to the strategy's depth lie from the stored ones: the root of the
+    sum of squares, each layer's keys and values relative to their mean norm.
     ``attention``: how hard attention heads look at a token when they read the question: over heads and layers, the sum
     of squares of the largest weight that any of the question's tokens gives it.
     """
@@ -28,14 +29,14 @@ class Repair(Protocol):
     """Chooses the approximate tokens to compute again.
 
     ``depth`` layers are computed for all approximate tokens before the choice; 0 when nothing need be measured.
-    ``wants_deviation`` and ``wants_attention`` say which signals are measured; for attention, the question is read once
-    over the stored keys.
+    ``wants_deviation`` says whether that signal is measured. ``look`` is the share of layers through which the question
+    is read over the stored keys, to see where it looks; 0 when attention need not be measured.
     """
 
     name: str
     depth: int
     wants_deviation: bool
-    wants_attention: bool
+    look: float
 
     def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
         """Rising positions, about ``ratio`` of the approximate ones; all of them for 1."""

@@ -13,7 +13,7 @@ from inference_svc.reuse.strategies.base import Signals, top
 class CacheBlend:
     """Top ``ratio`` by deviation at layer 1."""
 
-    name, depth, wants_deviation, wants_attention = "cacheblend", 1, True, False
+    name, depth, wants_deviation, look = "cacheblend", 1, True, 0.0
 
     def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
         assert signals.deviation is not None

@@ -14,7 +14,7 @@ from inference_svc.reuse.strategies.base import Signals
 class FirstK:
     """The same share of every stretch, from its start."""
 
-    name, depth, wants_deviation, wants_attention = "first_k", 0, False, False
+    name, depth, wants_deviation, look = "first_k", 0, False, 0.0
 
     def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
         parts = [s.positions[: round(ratio * (s.end - s.start))] for s in plan.approximate]

@@ -20,7 +20,8 @@ from inference_svc.reuse.strategies.base import Signals, top
 class Guided:
     """Top ``ratio`` by the question's attention after ``depth`` layers."""
 
-    wants_attention, wants_deviation = True, False
+    # Where the built-in model looks shows well before its last layer.
+    wants_deviation, look = False, 2 / 3
 
     def __init__(self, depth: int = 2) -> None:
         self.depth = depth

@@ -11,7 +11,7 @@ from inference_svc.reuse.strategies.base import Signals
 class NoRepair:
     """Computes nothing again."""
 
-    name, depth, wants_deviation, wants_attention = "none", 0, False, False
+    name, depth, wants_deviation, look = "none", 0, False, 0.0
 
     def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
         return np.empty(0, np.int64)

@@ -11,7 +11,7 @@ from inference_svc.reuse.strategies.base import Signals
 class RandomTokens:
     """The same draw for the same plan."""
 
-    name, depth, wants_deviation, wants_attention = "random", 0, False, False
+    name, depth, wants_deviation, look = "random", 0, False, 0.0
 
     def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
         positions = plan.approximate_positions

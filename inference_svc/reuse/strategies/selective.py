@@ -11,7 +11,7 @@ from inference_svc.reuse.strategies.base import Signals
 class Selective:
     """Of every stretch's share, two thirds at its start and one third at its end."""
 
-    name, depth, wants_deviation, wants_attention = "selective", 0, False, False
+    name, depth, wants_deviation, look = "selective", 0, False, 0.0
 
     def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
         parts = []

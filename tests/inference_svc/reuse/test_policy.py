@@ -14,8 +14,10 @@ from inference_svc.reuse.strategies import STRATEGIES
 ROTARY: Any = object()
 
 
-def policy(repair: str = "auto", mode: Any = "verified", rotary: Any = ROTARY) -> ReusePolicy:
-    return ReusePolicy(new_chunker("fixed", 64, (), frozenset()), rotary, STRATEGIES.get(repair), 0.15, mode)
+def policy(
+    repair: str = "auto", mode: Any = "verified", rotary: Any = ROTARY, ratio: float | None = 0.15
+) -> ReusePolicy:
+    return ReusePolicy(new_chunker("fixed", 64, (), frozenset()), rotary, STRATEGIES.get(repair), ratio, mode)
 
 
 def verdict(strategy: str = "guided_4", ratio: float = 0.15, passed: bool = True) -> ReuseVerdict:
@@ -45,3 +47,12 @@ def test_the_repair_follows_from_setting_and_verdict(
     found = chosen.repair_for(given)
     assert (found.repair.name if found else None) == expected
     assert found is None or found.ratio == 0.15
+
+
+def test_without_a_setting_the_share_is_the_verified_one() -> None:
+    found = policy(ratio=None).repair_for(verdict("salient", ratio=0.3))
+    assert found is not None
+    assert (found.repair.name, found.ratio) == ("salient", 0.3)
+    insisted = policy(mode="always", ratio=None).repair_for(None)
+    assert insisted is not None
+    assert insisted.ratio == 0.15

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from kvsidecar.errors import InvalidRequest
 
 from benchmarks.node import Node
 from inference_svc.api import Engine
-from inference_svc.reuse.verify import BUILT_IN, Question, Thresholds, read_questions
+from inference_svc.reuse.judgement import EXACT, Finding, Report, Thresholds, failing
+from inference_svc.reuse.strategies import AUTO
+from inference_svc.reuse.verify import BUILT_IN, Question, read_questions
 from inference_svc.verify_command import main
 from tests.inference_svc.reuse.test_approximate import documents, joined
 from tests.inference_svc.test_exactness import prompt
@@ -22,15 +26,62 @@ QUESTIONS = read_questions(BUILT_IN)[:3]
 
 def test_everything_computed_again_passes_and_coarse_thresholds_fail() -> None:
     with Engine.from_pretrained("demo", cache=None, dtype="float32", storage_bits=16) as engine:
-        report = engine.verify_correctness(QUESTIONS, repair="cacheblend", ratio=1.0)
+        limits = Thresholds(max_kl=0.001, min_prompts=3)
+        report = engine.verify_correctness(QUESTIONS, repair="cacheblend", ratio=1.0, thresholds=limits)
         assert report.passed
         assert report.chosen.kl_mean < 1e-6
+        assert report.chosen.control_kl < 1e-6
         assert report.chosen.first_divergence == 16
+        assert report.chosen.cost == pytest.approx(1.0)
         assert report.noise_kl < 1e-6
-        none = next(f for f in report.findings if f.strategy == "none" and f.arm != "exact prefix")
+        none = next(f for f in report.findings if f.strategy == "none" and f.arm != EXACT)
         assert none.kl_mean > 100 * report.chosen.kl_mean
-        strict = Thresholds(max_kl=none.kl_mean / 10, min_agreement=0.0)
+        strict = Thresholds(max_kl=none.kl_mean / 10, min_agreement=0.0, min_prompts=3)
         assert not engine.verify_correctness(QUESTIONS, repair="none", ratio=0.0, thresholds=strict).passed
+
+
+def finding(strategy: str, kl: float, agreement: float = 1.0, control: float = 0.0, **more: float) -> Finding:
+    return Finding(
+        arm=strategy, bits=16, strategy=strategy, ratio=0.15, kl_mean=kl, kl_p99=kl, top1_agreement=agreement,
+        first_divergence=16, control_kl=control, cost=more.get("cost", 0.3),
+    )  # fmt: skip
+
+
+def report_of(repair: Finding, none: Finding, prompts: int = 12) -> Report:
+    limits = Thresholds()
+    exact, none, repair = (
+        replace(f, arm=f.arm if i else EXACT, why=failing(f, none, limits))
+        for i, f in enumerate((finding("none", 0.0), none, repair))
+    )
+    return Report("a model", prompts, 0.0, (exact, repair, none), repair, limits)
+
+
+LOSES = finding("none", 0.2, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("report", "outcome", "said"),
+    [
+        (report_of(finding("guided", 0.01), LOSES), "passed", "is text that was read in another context, repaired by"),
+        (report_of(finding("guided", 0.06), LOSES), "failed", "not reused: no repair passed, .* KL 0.06 is more"),
+        (report_of(finding("guided", 0.01, 0.9), LOSES), "failed", "agreement 0.9 is less than 0.95"),
+        (
+            report_of(finding("guided", 0.01, control=0.05), LOSES),
+            "failed",
+            "harms controls: KL 0.05, without",
+        ),
+        (
+            report_of(finding("guided", 0.01), finding("none", 0.02)),
+            "inconclusive",
+            "without any repair passes as well",
+        ),
+        (report_of(finding("guided", 0.01), LOSES, prompts=7), "inconclusive", "7 prompts are too few, at least 8"),
+    ],
+)
+def test_the_report_says_what_will_be_reused_and_why_not(report: Report, outcome: str, said: str) -> None:
+    assert report.outcome == outcome
+    assert report.verdict().passed == (outcome == "passed"), "what is inconclusive is not stored as passed"
+    assert re.search(said, report.sentence)
 
 
 def test_prompts_that_cannot_be_measured_are_refused(tmp_path: Path) -> None:
@@ -53,7 +104,8 @@ def test_the_verdict_switches_reuse_on_and_off(tmp_path: Path, capsys: pytest.Ca
         "demo", arena_bytes="64MiB", pool_bytes="64MiB", worker_flags=flags, daemon_flags={"heartbeat_ms": 100}
     ) as node:
         common = ["demo", "--dtype", "float32", "--bits", "16", "--prompts", str(prompts), "--store-verdict"]
-        common += ["--cache-socket", str(node.cache_socket), "--json"]
+        common += ["--cache-socket", str(node.cache_socket), "--json", "--min-agreement", "0", "--max-harm", "100"]
+        few = ["--min-prompts", str(len(QUESTIONS))]
 
         def reused(seed: int) -> int:
             time.sleep(0.5)
@@ -68,18 +120,20 @@ def test_the_verdict_switches_reuse_on_and_off(tmp_path: Path, capsys: pytest.Ca
             return found
 
         assert reused(1) == 0
-        assert main([*common, "--max-kl", "100", "--min-agreement", "0"]) == 0
+        assert main([*common, "--max-kl", "100"]) == 3
+        assert "too few" in printed()["sentence"]
+        assert reused(2) == 0, "inconclusive is not passed"
+        assert main([*common, *few, "--max-kl", "0"]) == 1
+        kl = {(f["strategy"], f["ratio"]): f["kl_mean"] for f in printed()["findings"] if f["arm"] != EXACT}
+        best, none = min(v for (name, _), v in kl.items() if name in AUTO), kl["none", 0.0]
+        assert main([*common, *few, "--max-kl", str((best + none) / 2)]) == 0
         report = printed()
-        assert report["passed"]
-        assert report["chosen"]["strategy"] == "guided", "the cheapest that passes"
-        assert reused(2) > 0
+        chosen = report["chosen"]
+        cheaper = [f for f in report["findings"] if f["passed"] and f["strategy"] in AUTO]
+        assert chosen["cost"] == pytest.approx(min(f["cost"] for f in cheaper), abs=0.01), "the cheapest that passes"
+        assert reused(3) > 0
         node.restart_daemon()
         node.settle()
-        assert reused(3) > 0
-        kl = {f["strategy"]: f["kl_mean"] for f in report["findings"] if f["ratio"] > 0}
-        between = (kl["guided"] + kl["guided_8"]) / 2
-        assert main([*common, "--max-kl", str(between), "--min-agreement", "0"]) == 0
-        assert printed()["chosen"]["strategy"] != "guided", "it does not pass any more"
-        assert reused(4) > 0, "workers follow the verdict"
-        assert main([*common, "--max-kl", "0", "--min-agreement", "1"]) == 1
-        assert reused(5) == 0
+        assert reused(4) > 0
+        assert main([*common, *few, "--max-kl", "0"]) == 1
+        assert reused(5) == 0, "workers follow the verdict"

@@ -1,0 +1,36 @@
+"""Small functions with one planted bug: where is it? The question that the reference system measures itself by."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+# Functions, each with the number of the line that is replaced (from 1), and by what.
+_FUNCTIONS = Path(__file__).parent / "data" / "functions.jsonl"
+
+
+@dataclass(frozen=True)
+class PlantedBug:
+    """Functions with numbered lines, one of them with a bug, a question, and the number of the line."""
+
+    functions: tuple[str, ...]
+    question: str
+    line: int
+
+
+def planted_bug(rng: random.Random, functions: int) -> PlantedBug:
+    """So many different functions, of which one has a bug; lines are numbered through."""
+    known = [json.loads(line) for line in _FUNCTIONS.read_text(encoding="utf-8").splitlines()]
+    chosen, broken = rng.sample(known, functions), rng.randrange(functions)
+    out, number, line = [], 0, 0
+    for i, function in enumerate(chosen):
+        lines = function["source"].split("\n")
+        if i == broken:
+            lines[function["line"] - 1] = function["bug"]
+            line = number + function["line"]
+        out.append("\n".join(f"{number + n}: {text}" for n, text in enumerate(lines, 1)))
+        number += len(lines)
+    name = chosen[broken]["source"].split("(")[0].removeprefix("def ")
+    return PlantedBug(tuple(out), f"Question: The function {name} has a bug. Which line is wrong?\nAnswer: line", line)
