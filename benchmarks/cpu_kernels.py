@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from kvkernels import pack_chunk, reference, unpack_chunk
-from kvkernels.cpu_attention import PAGE, Attention, Rows, pages_for, serves
-from kvkernels.cpu_products import MOST_ROWS
+from kvkernels.cpu.attention import PAGE, Attention, Rows, pages_for, serves
+from kvkernels.cpu.products import MOST_ROWS
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
 from kvsidecar.layout import Geometry, layout_of, new_header
 from torch import Tensor

@@ -19,7 +19,7 @@ from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
 
 if TYPE_CHECKING:
-    from kvkernels.cpu_attention import Attention
+    from kvkernels.cpu.attention import Attention
 
     from inference_svc.engine.native_attention import Index
 
