@@ -8,6 +8,7 @@
 //
 // All arithmetic is per row and in one order. Where the CPU multiplies pairs of bfloat16, probabilities are rounded to
 // bfloat16, as torch's kernel and the CUDA ones do; elsewhere all is float32.
+#include "jobs.h"
 #include "team.h"
 #include "vector.h"
 
@@ -23,46 +24,12 @@ constexpr int FEW_GROUPS = 2;
 constexpr int SCORES = KEYS / LANES;
 constexpr float MASKED = -1e30f, LEAST = -1e29f;
 
-// kvkernels/cpu/attention.py has the same fields in the same order.
-struct Job {
-  int64_t taken;   // units that threads have taken
-  int64_t joined;  // threads that have begun
-  int64_t units;   // times key heads
-  const void* query;         // [rows, heads, dim]
-  const void* keys;          // [kv_heads, slots, dim]
-  const void* values;        // likewise
-  void* out;                 // [rows, heads, dim]
-  const int64_t* positions;  // [rows]
-  const int64_t* pages;      // first slots of the sequences' pages
-  const struct Unit* unit;   // [units]
-  float* scratch;            // [threads, scratch_floats(dim)]
-  float* partial;            // sums of the pieces of split tiles: [.., kv_heads, per_kv rows, state_floats(dim)]
-  int64_t* ended;            // [split tiles, kv_heads] of zeros: pieces that are done
-  float* looks;              // [tiles, heads, look_size] of zeros, or null
-  int64_t look_size;         // keys to the end of the last block
-  int64_t kv_heads, per_kv, dim;
-  int64_t head_size;  // elements from one key head to the next
-  int64_t window;     // keys that a row sees, or more than there are
-  int64_t of_bf16;    // else float32
-  int64_t capped;
-  float scale;  // of scores, in units of log 2; with a cap, what the score is multiplied with inside it
-  float cap;    // in units of log 2
-};
-
-// What a thread takes: a tile, or one piece of a tile that is split.
-struct Unit {
-  int64_t first_row, rows;
-  int64_t first_page;  // where its sequence's pages begin
-  int64_t tile;        // its number, or that among the split ones
-  int64_t piece;       // -1: all
-  int64_t pieces;      // of the whole tile
-  int64_t partial;     // where the tile's partial sums begin, in rows of one key head
-};
-
 int64_t state_floats(int64_t dim) { return dim + 2 * LANES; }
 
 // Queries, a block's keys, values and probabilities, and two states of a tile.
-int64_t scratch_floats(int64_t dim) { return PLACES * dim + 2 * KEYS * dim + ROWS * KEYS + 2 * PLACES * state_floats(dim); }
+int64_t scratch_floats(int64_t dim) {
+  return PLACES * dim + 2 * KEYS * dim + ROWS * KEYS + 2 * PLACES * state_floats(dim);
+}
 
 // Sums of a tile's rows: `dim` of weighted values, then a vector of the weights' sums and one of their maximum.
 struct State {
@@ -177,7 +144,7 @@ template <class T> class Tile {
   static constexpr int WORD = PAIRED ? 2 : 1;  // elements
 
  public:
-  Tile(const Job& job, float* scratch, const Unit& unit, int64_t head)
+  Tile(const AttentionJob& job, float* scratch, const AttentionUnit& unit, int64_t head)
       : job_(job), unit_(unit), head_(head), dim_(job.dim), places_(unit.rows * job.per_kv) {
     query_ = scratch, keys_ = query_ + PLACES * dim_, values_ = keys_ + KEYS * dim_, weights_ = values_ + KEYS * dim_;
     total_ = {weights_ + ROWS * KEYS, dim_}, piece_ = {total_.first + PLACES * state_floats(dim_), dim_};
@@ -225,7 +192,8 @@ template <class T> class Tile {
   // One piece of a split tile; whoever ends the last one merges them all.
   void run_piece() {
     const int64_t size = places_ * state_floats(dim_);
-    float* first = job_.partial + (unit_.partial * job_.kv_heads * job_.per_kv + head_ * unit_.pieces * places_) * state_floats(dim_);
+    const int64_t rows_before = unit_.partial * job_.kv_heads * job_.per_kv + head_ * unit_.pieces * places_;
+    float* first = job_.partial + rows_before * state_floats(dim_);
     sum(unit_.piece, piece_);
     memcpy(first + unit_.piece * size, piece_.first, size * sizeof(float));
     int64_t* ended = job_.ended + unit_.tile * job_.kv_heads + head_;
@@ -251,14 +219,16 @@ template <class T> class Tile {
     const int64_t oldest_block = oldest_ / KEYS * KEYS;
     const T* keys = (const T*)job_.keys + head_ * job_.head_size;
     const T* values = (const T*)job_.values + head_ * job_.head_size;
-    for (first_key_ = from > oldest_block ? from : oldest_block; first_key_ < to && first_key_ <= last_; first_key_ += KEYS) {
+    first_key_ = from > oldest_block ? from : oldest_block;
+    for (; first_key_ < to && first_key_ <= last_; first_key_ += KEYS) {
       const int64_t* pages = job_.pages + unit_.first_page + first_key_ / PAGE;
       const bool whole = first_key_ >= oldest_ && first_key_ + KEYS - 1 <= last_;
       in_place_ = whole && !PAIRED && (sizeof(T) == sizeof(float) || groups_ <= FEW_GROUPS);
       for (int page = 0; page < KEYS / PAGE; page++) {
         take_keys<T, PAIRED>(keys_ + page * PAGE, keys + pages[page] * dim_, dim_);
         value_page_[page] = values + pages[page] * dim_;
-        if (with_values && !in_place_) take_values<T, PAIRED>(values_ + page * PAGE / WORD * dim_, value_page_[page], dim_);
+        if (with_values && !in_place_)
+          take_values<T, PAIRED>(values_ + page * PAGE / WORD * dim_, value_page_[page], dim_);
       }
       if (with_values && !whole)
         for (int key = 0; key < KEYS; key++)
@@ -286,7 +256,8 @@ template <class T> class Tile {
     if (job_.capped)
       for (int i = 0; i < ROWS; i++)
         for (int p = 0; p < SCORES; p++) scores[i][p] = capped(scores[i][p]);
-    if (place[0].position < first_key_ + KEYS - 1 || place[ROWS - 1].position - job_.window >= first_key_) mask(place, scores);
+    if (place[0].position < first_key_ + KEYS - 1 || place[ROWS - 1].position - job_.window >= first_key_)
+      mask(place, scores);
   }
 
   // cap * tanh(x), where exp2(scaled) is exp(2 x): 1 - 2 / (exp(2 x) + 1). Far out it is 1 to the last bit.
@@ -363,9 +334,10 @@ template <class T> class Tile {
     Floats scores[ROWS][SCORES];
     score(group, scores);
     for (int i = 0; i < ROWS; i++) {
-      const Place& place = place_[group * ROWS + i];
-      const Floats most = load<Floats>(total_.maximum(group * ROWS + i)), inverse = load<Floats>(total_.weights(group * ROWS + i));
-      float* to = job_.looks + ((unit_.tile * job_.kv_heads + head_) * job_.per_kv + place.head) * job_.look_size + first_key_;
+      const int64_t row = group * ROWS + i;
+      const Floats most = load<Floats>(total_.maximum(row)), inverse = load<Floats>(total_.weights(row));
+      const int64_t head = (unit_.tile * job_.kv_heads + head_) * job_.per_kv + place_[row].head;
+      float* to = job_.looks + head * job_.look_size + first_key_;
       for (int p = 0; p < SCORES; p++) {
         const Floats found = exp2(scores[i][p] - most) * inverse, kept = load<Floats>(to + p * LANES);
         store(to + p * LANES, kept == kept ? larger(kept, found) : kept);
@@ -378,14 +350,15 @@ template <class T> class Tile {
     for (int64_t row = 0; row < places_; row++) {
       const Floats inverse = 1.f / sum_of(load<Floats>(state.weights(row)));
       store(state.weights(row), inverse);
-      for (int64_t d = 0; d < dim_; d += LANES) narrow_coarsely(place_[row].out + d, load<Floats>(state.values(row) + d) * inverse);
+      for (int64_t d = 0; d < dim_; d += LANES)
+        narrow_coarsely(place_[row].out + d, load<Floats>(state.values(row) + d) * inverse);
     }
     for (int64_t row = places_; row < groups_ * ROWS; row++)  // for the second pass
       memcpy(state.values(row), state.values(places_ - 1), state_floats(dim_) * sizeof(float));
   }
 
-  const Job& job_;
-  const Unit& unit_;
+  const AttentionJob& job_;
+  const AttentionUnit& unit_;
   const int64_t head_, dim_, places_;
   int64_t groups_, oldest_, last_, first_key_;
   float *query_, *keys_, *values_, *weights_;
@@ -397,15 +370,15 @@ template <class T> class Tile {
 
 }  // namespace
 
-KVK_JOB(attention, Job)
+KVK_JOB(attention, AttentionJob)
 KVK_EXPORT int64_t kvk_attention_scratch(int64_t dim) { return scratch_floats(dim); }
 KVK_EXPORT int64_t kvk_attention_state(int64_t dim) { return state_floats(dim); }
 
 // For every thread of a team.
-KVK_EXPORT void kvk_attention(Job* job) {
+KVK_EXPORT void kvk_attention(AttentionJob* job) {
   float* scratch = job->scratch + take(&job->joined) * scratch_floats(job->dim);
   for (int64_t item; (item = take(&job->taken)) < job->units * job->kv_heads;) {
-    const Unit& unit = job->unit[item / job->kv_heads];
+    const AttentionUnit& unit = job->unit[item / job->kv_heads];
     const int64_t head = item % job->kv_heads;
     if (job->of_bf16) Tile<bf16>(*job, scratch, unit, head).run();
     else Tile<float>(*job, scratch, unit, head).run();

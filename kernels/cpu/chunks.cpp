@@ -3,6 +3,7 @@
 // The payload is specified in protos/kvsidecar/cache/v1/chunk.proto. Keys are quantized per channel over groups of
 // tokens, values per token (KIVI, arXiv:2402.02750). Every float32 operation is rounded on its own, as torch does, so
 // the bytes equal those of the torch reference.
+#include "jobs.h"
 #include "team.h"
 #include "vector.h"
 
@@ -12,29 +13,6 @@ namespace {
 
 constexpr int MOST_DIM = 1024;
 constexpr int64_t BLOCK = 64;  // tokens that a thread takes, where no group of keys says otherwise
-
-// A chunk to be moved; kvkernels/cpu/chunks.py has the same fields in the same order.
-struct Chunk {
-  const int64_t* slots;  // [tokens] of the pool
-  uint8_t *keys, *values;
-  float *key_scale, *key_zero, *value_scale, *value_zero;
-  uint8_t *sink_keys, *sink_values;
-  const float *cosine, *sine;  // [half] of the angles by which keys are turned further; null: not at all
-  int64_t tokens;              // to be moved, of
-  int64_t chunk_tokens;
-  int64_t bits, group_tokens, sink_tokens;
-  int64_t half;  // of the rotary channels: channel i < half turns with channel i + half
-};
-
-struct Job {
-  int64_t taken;
-  const Chunk* chunks;
-  int64_t count;
-  void *keys, *values;               // [layers, kv_heads, slots, dim]
-  int64_t layer_stride, head_stride;  // in elements
-  int64_t first_layer, layers, heads, dim;
-  int64_t of_bf16;
-};
 
 KVK_INLINE Words extended_bytes(const uint8_t* from) {
 #if defined(__AVX512F__)  // as one instruction, which GCC does not find
@@ -61,8 +39,13 @@ Floats codes_at(const uint8_t* codes, int64_t count) {
 
 template <class T> class Mover {
  public:
-  Mover(const Job& job, const Chunk& chunk, int64_t layer)
-      : job_(job), c_(chunk), layer_(layer), dim_(job.dim), four_(chunk.bits == 4), code_bytes_(job.dim * chunk.bits / 8) {}
+  Mover(const ChunkJob& job, const Chunk& chunk, int64_t layer)
+      : job_(job),
+        c_(chunk),
+        layer_(layer),
+        dim_(job.dim),
+        four_(chunk.bits == 4),
+        code_bytes_(job.dim * chunk.bits / 8) {}
 
   // Tokens `first` to before `end` of the chunk: one group of keys, where they are quantized.
   void pack(int64_t first, int64_t end) const {
@@ -108,7 +91,9 @@ template <class T> class Mover {
   T* value(int64_t token, int64_t head) const { return in_pool(job_.values, token, head); }
 
   // Number of a head's vector in a section [layers, tokens, heads, ..].
-  int64_t at(int64_t tokens, int64_t token, int64_t head) const { return (layer_ * tokens + token) * job_.heads + head; }
+  int64_t at(int64_t tokens, int64_t token, int64_t head) const {
+    return (layer_ * tokens + token) * job_.heads + head;
+  }
   T* whole(uint8_t* section, int64_t token, int64_t head) const {
     return (T*)section + at(c_.chunk_tokens, token, head) * dim_;
   }
@@ -150,7 +135,7 @@ template <class T> class Mover {
 
   void pack_keys(int64_t first, int64_t end, int64_t head) const {
     // The sequence's first tokens are outliers and stored apart: they must not widen the scale of the rest.
-    const int64_t sinks_end = first > c_.sink_tokens ? first : c_.sink_tokens, rest = sinks_end < end ? sinks_end : first;
+    const int64_t behind = first > c_.sink_tokens ? first : c_.sink_tokens, rest = behind < end ? behind : first;
     float lows[MOST_DIM], inverses[MOST_DIM];
     for (int64_t d = 0; d < dim_; d += LANES) {
       const int64_t count = dim_ - d;
@@ -242,7 +227,7 @@ template <class T> class Mover {
     for (int64_t d = 0; d < dim_; d += LANES) narrow(to + d, codes_at(code + d, dim_ - d) * scale + zero, dim_ - d);
   }
 
-  const Job& job_;
+  const ChunkJob& job_;
   const Chunk& c_;
   const int64_t layer_, dim_;
   const bool four_;
@@ -250,34 +235,34 @@ template <class T> class Mover {
 };
 
 // `work(chunk, layer, first token, end)` for what this thread takes: layers in order, some tokens of a chunk at a time.
-template <class Work> void each_block(Job* job, bool by_groups, Work work) {
+template <class Work> void each_block(ChunkJob* job, bool by_groups, Work work) {
   auto size_of = [&](const Chunk& chunk) { return by_groups && chunk.group_tokens ? chunk.group_tokens : BLOCK; };
   int64_t blocks = 0;  // of a layer
-  for (int64_t i = 0; i < job->count; i++) blocks += (job->chunks[i].tokens + size_of(job->chunks[i]) - 1) / size_of(job->chunks[i]);
+  auto blocks_of = [&](const Chunk& chunk) { return (chunk.tokens + size_of(chunk) - 1) / size_of(chunk); };
+  for (int64_t i = 0; i < job->count; i++) blocks += blocks_of(job->chunks[i]);
   for (int64_t item; (item = take(&job->taken)) < blocks * job->layers;) {
     const Chunk* chunk = job->chunks;
-    int64_t first = item % blocks * size_of(*chunk);
-    for (int64_t block = item % blocks; first >= chunk->tokens; first = block * size_of(*chunk))
-      block -= (chunk->tokens + size_of(*chunk) - 1) / size_of(*chunk), chunk++;
-    const int64_t end = first + size_of(*chunk);
+    int64_t block = item % blocks;
+    while (block >= blocks_of(*chunk)) block -= blocks_of(*chunk++);
+    const int64_t first = block * size_of(*chunk), end = first + size_of(*chunk);
     work(*chunk, job->first_layer + item / blocks, first, end < chunk->tokens ? end : chunk->tokens);
   }
 }
 
 }  // namespace
 
-KVK_JOB(pack, Job)
-KVK_JOB(unpack, Job)
+KVK_JOB(pack, ChunkJob)
+KVK_JOB(unpack, ChunkJob)
 KVK_EXPORT int64_t kvk_chunk_bytes() { return sizeof(Chunk); }
 
 // Both for every thread that takes part.
-KVK_EXPORT void kvk_pack(Job* job) {
+KVK_EXPORT void kvk_pack(ChunkJob* job) {
   each_block(job, true, [&](const Chunk& chunk, int64_t layer, int64_t first, int64_t end) {
     if (job->of_bf16) Mover<bf16>(*job, chunk, layer).pack(first, end);
     else Mover<float>(*job, chunk, layer).pack(first, end);
   });
 }
-KVK_EXPORT void kvk_unpack(Job* job) {
+KVK_EXPORT void kvk_unpack(ChunkJob* job) {
   each_block(job, false, [&](const Chunk& chunk, int64_t layer, int64_t first, int64_t end) {
     if (job->of_bf16) Mover<bf16>(*job, chunk, layer).unpack(first, end);
     else Mover<float>(*job, chunk, layer).unpack(first, end);

@@ -1,5 +1,6 @@
-// Products of few rows with a large bfloat16 weight that oneDNN packed, at the speed of memory and with oneDNN's bits: a
+// Products of few rows with a large bfloat16 weight that oneDNN packed, at the speed of memory, with oneDNN's bits: a
 // sum per block of input features, the blocks' sums added up, then the bias.
+#include "jobs.h"
 #include "team.h"
 #include "vector.h"
 
@@ -9,19 +10,8 @@ namespace {
 
 constexpr int ROWS = 4, OUTPUTS = 64, VECTORS = OUTPUTS / LANES;
 
-// kvkernels/cpu/products.py has the same fields in the same order.
-struct Job {
-  int64_t taken;          // parts of the outputs that a thread has taken
-  int64_t parts;          // as many as there are threads; a late one finds its part taken
-  const int32_t* weight;  // pairs: [out / 64, in / 2, 64]
-  const int32_t* x;       // pairs: [rows, in / 2]
-  const bf16* bias;       // [out], or null
-  bf16* y;                // [rows, out]
-  int64_t inputs, outputs, block, rows;
-};
-
 // Four rows times 64 outputs, their sums in registers.
-void multiply(const Job& job, int64_t strip, int64_t row) {
+void multiply(const ProductJob& job, int64_t strip, int64_t row) {
   const int64_t words = job.inputs / 2, step = job.block / 2;
   const int32_t* weight = job.weight + strip * OUTPUTS * words;
   const int32_t* x = job.x + row * words;
@@ -54,10 +44,10 @@ void multiply(const Job& job, int64_t strip, int64_t row) {
 
 }  // namespace
 
-KVK_JOB(product, Job)
+KVK_JOB(product, ProductJob)
 
 // For every thread of a team: each has a stretch of the weight, which it reads from end to end.
-KVK_EXPORT void kvk_product(Job* job) {
+KVK_EXPORT void kvk_product(ProductJob* job) {
   const int64_t strips = job->outputs / OUTPUTS;
   for (int64_t part; (part = take(&job->taken)) < job->parts;)
     for (int64_t strip = strips * part / job->parts; strip < strips * (part + 1) / job->parts; strip++)

@@ -2,6 +2,7 @@
 //
 // All work row by row, in one order whatever else is in the batch, so that results do not depend on the batch. Rounding
 // follows the eager model: to the element's type after the normalization and after the activation, float32 inside.
+#include "jobs.h"
 #include "team.h"
 #include "vector.h"
 
@@ -11,37 +12,6 @@ namespace {
 
 constexpr int BLOCK = 8;       // rows that a thread takes
 constexpr int MOST_DIM = 256;  // of a head
-
-// kvkernels/cpu/rows.py has the same fields in the same order, in all three.
-struct Norm {
-  int64_t taken, rows, of_bf16, width;
-  void* hidden;         // [rows, width]
-  const void* delta;    // likewise, added to hidden; or null
-  const float* weight;  // [width]
-  void* out;            // [rows, width]
-  double epsilon;
-};
-
-struct Rotate {
-  int64_t taken, rows, of_bf16, heads, kv_heads, dim;
-  const void* qkv;        // [rows, (heads + 2 kv_heads) * dim]
-  const float* cosine;    // [rows, dim]
-  const float* sine;      // likewise
-  const float* q_weight;  // [dim] of a norm of each head; or null
-  const float* k_weight;
-  const int64_t* slots;  // [rows]
-  void* keys;            // [kv_heads, slots, dim]
-  void* values;          // likewise
-  int64_t head_size;     // elements from one key head to the next
-  void* queries;         // [rows, heads * dim]
-  double epsilon;
-};
-
-struct Gate {
-  int64_t taken, rows, of_bf16, width;
-  const void* gate_up;  // [rows, 2 width]
-  void* out;            // [rows, width]
-};
 
 // `work` for every row that this thread takes.
 template <class Job, class Work> void each_row(Job* job, Work work) {
@@ -53,7 +23,7 @@ float scale_of(Floats squares, int64_t width, double epsilon) {
   return 1.f / __builtin_sqrtf(sum_of(squares)[0] / (float)width + (float)epsilon);
 }
 
-template <class T> void norm(const Norm& job, int64_t row) {
+template <class T> void norm(const NormJob& job, int64_t row) {
   const int64_t width = job.width;
   T *hidden = (T*)job.hidden + row * width, *out = (T*)job.out + row * width;
   Floats squares = {};
@@ -74,7 +44,7 @@ template <class T> void norm(const Norm& job, int64_t row) {
 
 // A head's vector in float32, normalized where there is a weight (Qwen3), and rotated: halves, as Llama pairs channels.
 template <class T>
-void turn(T* to, const T* from, const float* weight, const float* cosine, const float* sine, const Rotate& job) {
+void turn(T* to, const T* from, const float* weight, const float* cosine, const float* sine, const RotateJob& job) {
   const int64_t dim = job.dim, half = dim / 2;
   float x[MOST_DIM];
   for (int64_t d = 0; d < dim; d += LANES) store(x + d, widened(from + d));
@@ -93,7 +63,7 @@ void turn(T* to, const T* from, const float* weight, const float* cosine, const 
   }
 }
 
-template <class T> void rotate(const Rotate& job, int64_t row) {
+template <class T> void rotate(const RotateJob& job, int64_t row) {
   const int64_t dim = job.dim, heads = job.heads, kv_heads = job.kv_heads;
   const T* from = (const T*)job.qkv + row * (heads + 2 * kv_heads) * dim;
   const float *cosine = job.cosine + row * dim, *sine = job.sine + row * dim;
@@ -109,7 +79,8 @@ template <class T> void rotate(const Rotate& job, int64_t row) {
 // e to the power of x for |x| <= 87, by Cephes' polynomial: 2 ulp. NaN stays.
 Floats exponential(Floats x) {
   constexpr float SHIFT = 12582912.f;  // as in exp2
-  constexpr float FACTORS[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+  constexpr float FACTORS[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                               5.0000001201e-1f};
   const Floats shifted = x * 1.4426950408889634f + SHIFT, whole = shifted - SHIFT;
   const Floats part = x - whole * 0.693359375f - whole * -2.12194440e-4f;
   Floats power = splat(1.9875691500e-4f);
@@ -117,7 +88,7 @@ Floats exponential(Floats x) {
   return (power * part * part + part + 1.f) * (Floats)(((Words)shifted + 127) << 23);
 }
 
-template <class T> void gate(const Gate& job, int64_t row) {
+template <class T> void gate(const GateJob& job, int64_t row) {
   const int64_t width = job.width;
   const T *gates = (const T*)job.gate_up + row * 2 * width, *ups = gates + width;
   for (int64_t c = 0; c < width; c += LANES) {
@@ -130,17 +101,17 @@ template <class T> void gate(const Gate& job, int64_t row) {
 
 }  // namespace
 
-KVK_JOB(norm, Norm)
-KVK_JOB(rotate, Rotate)
-KVK_JOB(gate, Gate)
+KVK_JOB(norm, NormJob)
+KVK_JOB(rotate, RotateJob)
+KVK_JOB(gate, GateJob)
 
 // Each for one thread, or every thread of a team.
-KVK_EXPORT void kvk_norm(Norm* job) {
+KVK_EXPORT void kvk_norm(NormJob* job) {
   each_row(job, [&](int64_t row) { job->of_bf16 ? norm<bf16>(*job, row) : norm<float>(*job, row); });
 }
-KVK_EXPORT void kvk_rotate(Rotate* job) {
+KVK_EXPORT void kvk_rotate(RotateJob* job) {
   each_row(job, [&](int64_t row) { job->of_bf16 ? rotate<bf16>(*job, row) : rotate<float>(*job, row); });
 }
-KVK_EXPORT void kvk_gate(Gate* job) {
+KVK_EXPORT void kvk_gate(GateJob* job) {
   each_row(job, [&](int64_t row) { job->of_bf16 ? gate<bf16>(*job, row) : gate<float>(*job, row); });
 }

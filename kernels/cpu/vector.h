@@ -1,5 +1,5 @@
-// Vectors as wide as the instruction set has them that a variant is compiled for, and the few operations that compilers'
-// vector extensions do not name: fused products, maxima, products of pairs of bfloat16.
+// Vectors as wide as the instruction set has them that a variant is compiled for, and the few operations that
+// compilers' vector extensions do not name: fused products, maxima, products of pairs of bfloat16.
 //
 // All variants are compiled with -ffp-contract=off: what is fused is written here, so that a sum has the same bits
 // wherever it is inlined.
@@ -192,7 +192,7 @@ template <class T> KVK_INLINE void narrow_coarsely(T* to, Floats x) {
 // As precise as T is.
 template <class T> KVK_INLINE Floats as_precise(Floats x) { return sizeof(T) == sizeof(bf16) ? (Floats)rounded(x) : x; }
 
-// ---- ends of rows: of `count` elements at most LANES ------------------------------------------------------------------
+// ---- ends of rows: of `count` elements at most LANES -----------------------------------------------------------------
 
 template <class T> KVK_INLINE Floats widened(const T* from, int64_t count) {
   if (count >= LANES) return widened(from);

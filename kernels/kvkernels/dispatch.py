@@ -17,10 +17,10 @@ from kvkernels import reference
 from kvkernels.cpu import attention as cpu_attention
 from kvkernels.cpu import chunks as cpu_chunks
 from kvkernels.cpu import products as cpu_products
-from kvkernels.native import chunks, visible
-from kvkernels.native.attention import HEAD_DIMS
-from kvkernels.native.library import Kernels
-from kvkernels.native.select import kernels_for, takes
+from kvkernels.cuda import chunks, visible
+from kvkernels.cuda.attention import HEAD_DIMS
+from kvkernels.cuda.library import Kernels
+from kvkernels.cuda.select import kernels_for, takes
 from kvkernels.payload import Array, Payload, Piece
 
 
@@ -60,7 +60,7 @@ def implementations() -> tuple[Implementation, ...]:
     return tuple(out)
 
 
-def _native(pool: Tensor, half: int) -> Kernels | None:
+def _cuda_kernels(pool: Tensor, half: int) -> Kernels | None:
     """Our CUDA kernels, when they move such a pool's heads, turning ``half`` pairs of channels."""
     if pool.device.type != "cuda" or pool.dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -90,7 +90,7 @@ def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader,
     CPU. ``payload`` is the slot's memory, ``header.payload_bytes`` long, owned by the caller. Returns when the
     bytes are there. Raises ValueError for a payload in device memory that only kernels could write, without any.
     """
-    kernels = _native(keys, 0)
+    kernels = _cuda_kernels(keys, 0)
     if kernels is not None:
         with visible.using(payload) as address:
             if address is not None:
@@ -136,7 +136,7 @@ def unpack_chunks(keys: Tensor, values: Tensor, pieces: Sequence[Piece], groups:
 
 def _unpack(keys: Tensor, values: Tensor, piece: Piece, layers: range) -> None:
     rotation, header = piece.rotation, piece.header
-    kernels = _native(keys, 0 if rotation is None else len(rotation[0]))
+    kernels = _cuda_kernels(keys, 0 if rotation is None else len(rotation[0]))
     if kernels is not None:
         with visible.using(piece.payload) as address:
             if address is not None:

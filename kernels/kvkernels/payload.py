@@ -28,9 +28,9 @@ Payload = memoryview | DeviceBytes
 class Piece:
     """The first ``len(slots)`` tokens of a chunk, and their int64 ``slots`` in the pool, on the CPU.
 
-    ``rotation`` is the cosine and sine ``[rotary_dim / 2]`` (float32) of the angles by which keys are turned further, in
-    float32, before they are rounded to the pool's dtype: ``RoPE`` in the rotate-half convention, channel i with channel
-    ``i + rotary_dim / 2``.
+    ``rotation`` is the cosine and sine ``[rotary_dim / 2]`` (float32) of the angles by which keys are turned further,
+    in float32, before they are rounded to the pool's dtype: ``RoPE`` in the rotate-half convention, channel i with
+    channel ``i + rotary_dim / 2``.
     """
 
     header: ChunkHeader

@@ -21,6 +21,8 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parent.parent
 LIBRARIES = _PACKAGE / "lib" / "cpu"
+# Beside them, the fingerprint of what they were compiled from.
+STAMP = "fingerprint"
 KERNELS = ("attention.cpp", "chunks.cpp", "products.cpp", "rows.cpp")
 _FLAGS = (
     "-std=c++17",
@@ -33,7 +35,9 @@ _FLAGS = (
     "-fno-exceptions",
     "-fno-rtti",
     "-fvisibility=hidden",
-    "-w",
+    "-Wall",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -85,6 +89,11 @@ def compiler() -> list[str] | None:
     return None
 
 
+def asks_for_ziglang() -> bool:
+    """Whether an installation should bring a compiler along: the machine has none, and nobody said which to use."""
+    return bool(variants()) and not os.environ.get("CXX") and not os.environ.get("CC") and compiler() is None
+
+
 def compile_one(command: list[str], target: Path, names: tuple[str, ...], flags: tuple[str, ...]) -> None:
     """One library of some sources. Raises RuntimeError with the compiler's message."""
     paths = [str(sources() / name) for name in names]
@@ -102,7 +111,7 @@ def compile_one(command: list[str], target: Path, names: tuple[str, ...], flags:
 def build(folder: Path = LIBRARIES) -> list[str]:
     """Compiles all of this architecture's variants unless they are there; returns their names. Raises RuntimeError:
     when there is no compiler, with a compiler's message."""
-    stamp, now = folder / "fingerprint", fingerprint(sources())
+    stamp, now = folder / STAMP, fingerprint(sources())
     if stamp.exists() and stamp.read_text() == now:
         return list(variants())
     command = compiler()

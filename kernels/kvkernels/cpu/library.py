@@ -58,32 +58,37 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Found:
-    """The best variant's library, or a sentence on why there is none and what to do about it."""
+    """The best variant's library, or why there is none and what to do about it."""
 
     library: Library | None
     why: str
+    advice: str = ""
 
 
 @cache
 def found() -> Found:
     """What serves on this machine."""
-    again = "then run: python -m kvkernels.cpu.build"
-    if not build.variants():
+    names, again = build.variants(), "python -m kvkernels.cpu.build"
+    stamp = build.LIBRARIES / build.STAMP
+    if not names:
         return Found(None, f"there are no CPU kernels for {build.architecture()}")
-    if not (build.LIBRARIES / "fingerprint").exists():
-        return Found(None, f"the CPU kernels were not compiled: install g++, or `pip install ziglang`, {again}")
+    if not stamp.exists():
+        advice = f"install g++, or pip install ziglang; then {again}"
+        return Found(None, "the CPU kernels were not compiled when kvsidecar was installed", advice)
     try:
-        names = usable()
-        if not names:
-            return Found(None, f"this CPU has none of {', '.join(build.variants())}")
-        return Found(Library(names[-1]), f"C++, {names[-1]}")
+        if stamp.read_text() != build.fingerprint(build.sources()):
+            return Found(None, "the CPU kernels are older than their sources", again)
+        runs = usable()
+        if not runs:
+            return Found(None, f"this CPU has none of {', '.join(names)}")
+        return Found(Library(runs[-1]), f"C++, {runs[-1]}")
     except OSError as error:
-        return Found(None, f"the CPU kernels do not load ({error}); {again}")
+        return Found(None, f"the CPU kernels do not load: {error}", again)
 
 
 def usable() -> list[str]:
     """The compiled variants that this CPU can run, the best last. Raises OSError when what tells does not load."""
-    if not (build.LIBRARIES / "fingerprint").exists():
+    if not (build.LIBRARIES / build.STAMP).exists():
         return []
     can = int(ctypes.CDLL(str(build.LIBRARIES / "features.so")).kvk_features())
     return [name for i, name in enumerate(build.variants()) if can >> i & 1]

@@ -1,8 +1,9 @@
 """The elementwise parts of a decoder layer on the CPU, fused: norm, rotation with scatter, gated activation.
 
-A row's bits do not depend on what else is in the batch. Rounding follows the eager model: to the tensors' type after the
-normalization and after the activation, float32 inside. All tensors are contiguous and of one type, float32 or bfloat16,
-but for weights and angles, which are float32. ``kernels/cpu/rows.cpp`` does it. Raises RuntimeError without kernels.
+A row's bits do not depend on what else is in the batch. Rounding follows the eager model: to the tensors' type after
+the normalization and after the activation, float32 inside. All tensors are contiguous and of one type, float32 or
+bfloat16, but for weights and angles, which are float32. ``kernels/cpu/rows.cpp`` does it. Raises RuntimeError without
+kernels.
 """
 
 from __future__ import annotations
