@@ -30,7 +30,7 @@ const uint8_t* codes_of(const uint8_t* from, int64_t dim, bool four, uint8_t* by
   return bytes;
 }
 
-Floats codes_at(const uint8_t* codes, int64_t count) {
+KVK_INLINE Floats codes_at(const uint8_t* codes, int64_t count) {
   if (count >= LANES) return __builtin_convertvector(extended_bytes(codes), Floats);
   uint8_t bytes[LANES] = {};
   memcpy(bytes, codes, count);
@@ -45,6 +45,7 @@ template <class T> class Mover {
         layer_(layer),
         dim_(job.dim),
         four_(chunk.bits == 4),
+        groups_(chunk.bits == 16 ? 0 : (chunk.chunk_tokens + chunk.group_tokens - 1) / chunk.group_tokens),
         code_bytes_(job.dim * chunk.bits / 8) {}
 
   // Tokens `first` to before `end` of the chunk: one group of keys, where they are quantized.
@@ -62,18 +63,24 @@ template <class T> class Mover {
   }
 
   void unpack(int64_t first, int64_t end) const {
-    each(first, end, [&](int64_t token, int64_t head) {
-      if (c_.bits == 16) {
-        place_key(whole(c_.keys, token, head), token, head);
-        memcpy(value(token, head), whole(c_.values, token, head), dim_ * sizeof(T));
-      } else if (token < c_.sink_tokens) {
-        place_key(sink(c_.sink_keys, token, head), token, head);
-        memcpy(value(token, head), sink(c_.sink_values, token, head), dim_ * sizeof(T));
-      } else {
-        unpack_key(token, head);
-        unpack_value(token, head);
-      }
+    if (c_.bits == 16) return each(first, end, [&](int64_t token, int64_t head) {
+      place_key(whole(c_.keys, token, head), token, head);
+      memcpy(value(token, head), whole(c_.values, token, head), dim_ * sizeof(T));
     });
+    const int64_t sinks = end < c_.sink_tokens ? end : c_.sink_tokens;
+    each(first, sinks, [&](int64_t token, int64_t head) {
+      place_key(sink(c_.sink_keys, token, head), token, head);
+      memcpy(value(token, head), sink(c_.sink_values, token, head), dim_ * sizeof(T));
+    });
+    for (int64_t token = first > sinks ? first : sinks; token < end;) {
+      const int64_t group = token / c_.group_tokens, behind = (group + 1) * c_.group_tokens;
+      const int64_t stop = behind < end ? behind : end;
+      each(token, stop, [&](int64_t at, int64_t head) {
+        unpack_key(at, group, head);
+        unpack_value(at, head);
+      });
+      token = stop;
+    }
   }
 
  private:
@@ -103,10 +110,7 @@ template <class T> class Mover {
   uint8_t* codes(uint8_t* section, int64_t token, int64_t head) const {
     return section + at(c_.chunk_tokens, token, head) * code_bytes_;
   }
-  int64_t of_group(int64_t token, int64_t head) const {
-    const int64_t groups = (c_.chunk_tokens + c_.group_tokens - 1) / c_.group_tokens;
-    return at(groups, token / c_.group_tokens, head) * dim_;
-  }
+  int64_t of_group(int64_t group, int64_t head) const { return at(groups_, group, head) * dim_; }
 
   // ---- packing ----------------------------------------------------------------------------------------------------
 
@@ -136,14 +140,15 @@ template <class T> class Mover {
   void pack_keys(int64_t first, int64_t end, int64_t head) const {
     // The sequence's first tokens are outliers and stored apart: they must not widen the scale of the rest.
     const int64_t behind = first > c_.sink_tokens ? first : c_.sink_tokens, rest = behind < end ? behind : first;
+    const int64_t group = of_group(first / c_.group_tokens, head);
     float lows[MOST_DIM], inverses[MOST_DIM];
     for (int64_t d = 0; d < dim_; d += LANES) {
       const int64_t count = dim_ - d;
       Floats low = splat(__builtin_inff()), high = -low;
       for (int64_t token = rest; token < end; token++) widen_range(low, high, widened(key(token, head) + d, count));
       const Floats scale = (high - low) / top();
-      narrow(c_.key_scale + of_group(first, head) + d, scale, count);
-      narrow(c_.key_zero + of_group(first, head) + d, low, count);
+      narrow(c_.key_scale + group + d, scale, count);
+      narrow(c_.key_zero + group + d, low, count);
       narrow(lows + d, low, count);
       narrow(inverses + d, inverse_of(scale), count);
     }
@@ -203,19 +208,18 @@ template <class T> class Mover {
     for (int64_t d = 2 * c_.half; d < dim_; d += LANES) narrow(to + d, widened(x + d, dim_ - d), dim_ - d);
   }
 
-  void unpack_key(int64_t token, int64_t head) const {
+  void unpack_key(int64_t token, int64_t group, int64_t head) const {
     uint8_t bytes[MOST_DIM];
     float x[MOST_DIM];
     const uint8_t* code = codes_of(codes(c_.keys, token, head), dim_, four_, bytes);
-    const float *scale = c_.key_scale + of_group(token, head), *zero = c_.key_zero + of_group(token, head);
-    T* to = key(token, head);
-    for (int64_t d = 0; d < dim_; d += LANES) {
-      const int64_t n = dim_ - d;
-      const Floats found = codes_at(code + d, n) * widened(scale + d, n) + widened(zero + d, n);
-      if (c_.cosine) narrow(x + d, found, n);
-      else narrow(to + d, found, n);
+    const float *scale = c_.key_scale + of_group(group, head), *zero = c_.key_zero + of_group(group, head);
+    auto found = KVK_EACH { return codes_at(code + d, n) * widened(scale + d, n) + widened(zero + d, n); };
+    if (!c_.cosine) {
+      T* to = key(token, head);
+      return each_vector(dim_, KVK_EACH { narrow(to + d, found(d, n), n); });
     }
-    if (c_.cosine) put_turned(x, token, head);
+    each_vector(dim_, KVK_EACH { narrow(x + d, found(d, n), n); });
+    put_turned(x, token, head);
   }
 
   void unpack_value(int64_t token, int64_t head) const {
@@ -224,13 +228,14 @@ template <class T> class Mover {
     const int64_t number = at(c_.chunk_tokens, token, head);
     const Floats scale = splat(c_.value_scale[number]), zero = splat(c_.value_zero[number]);
     T* to = value(token, head);
-    for (int64_t d = 0; d < dim_; d += LANES) narrow(to + d, codes_at(code + d, dim_ - d) * scale + zero, dim_ - d);
+    each_vector(dim_, KVK_EACH { narrow(to + d, codes_at(code + d, n) * scale + zero, n); });
   }
 
   const ChunkJob& job_;
   const Chunk& c_;
   const int64_t layer_, dim_;
   const bool four_;
+  const int64_t groups_;
   const int64_t code_bytes_;
 };
 

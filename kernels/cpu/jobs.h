@@ -34,7 +34,7 @@ struct AttentionJob {
 
 // What a thread takes: a tile, or one piece of a tile that is split.
 struct AttentionUnit {
-  int64_t first_row, rows;
+  int64_t first_row, rows;  // times per_kv at most 256
   int64_t first_page;  // where its sequence's pages begin
   int64_t tile;        // its number, or that among the split ones
   int64_t piece;       // -1: all

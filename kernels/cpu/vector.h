@@ -171,11 +171,10 @@ KVK_INLINE Halves shortened(Words x) {
 #endif
 }
 
-// To the nearest bfloat16, of two to the even one; the bits in the upper half, the lower one 0.
+// To the nearest bfloat16, of two to the even one: its bits in the upper half, anything in the lower one.
 KVK_INLINE Words rounded(Floats x) {
   const Words bits = (Words)x;
-  const Words up = bits + 0x7FFF + (bits >> 16 & 1);
-  return (x == x ? up : bits | 0x400000) & (int32_t)0xFFFF0000;
+  return x == x ? bits + 0x7FFF + (bits >> 16 & 1) : bits | 0x400000;
 }
 
 KVK_INLINE void narrow(bf16* to, Floats x) { store(to, shortened(rounded(x) >> 16)); }
@@ -190,7 +189,7 @@ template <class T> KVK_INLINE void narrow_coarsely(T* to, Floats x) {
 }
 
 // As precise as T is.
-template <class T> KVK_INLINE Floats as_precise(Floats x) { return sizeof(T) == sizeof(bf16) ? (Floats)rounded(x) : x; }
+template <class T> KVK_INLINE Floats as_precise(Floats x) { return sizeof(T) == sizeof(bf16) ? upper(rounded(x)) : x; }
 
 // ---- ends of rows: of `count` elements at most LANES -----------------------------------------------------------------
 
@@ -200,6 +199,15 @@ template <class T> KVK_INLINE Floats widened(const T* from, int64_t count) {
   memcpy(elements, from, count * sizeof(T));
   return widened(elements);
 }
+
+// `work(first, count)` for vectors of `length` elements, the last of which may be shorter.
+template <class Work> KVK_INLINE void each_vector(int64_t length, Work work) {
+  int64_t first = 0;
+  for (; first + LANES <= length; first += LANES) work(first, (int64_t)LANES);
+  if (first < length) work(first, length - first);
+}
+// Inlined twice, so that whole vectors ask for nothing.
+#define KVK_EACH [&](int64_t d, int64_t n) __attribute__((always_inline))
 
 template <class T> KVK_INLINE void narrow(T* to, Floats x, int64_t count) {
   if (count >= LANES) return narrow(to, x);
