@@ -17,7 +17,7 @@ from kvkernels.cpu import attention, build, chunks, library
 
 # Plain loops beside every kernel, without Python.
 _CHECK = Path(__file__).with_name("cpu_kernels.cpp")
-_FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w")
+_FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions", "-w")
 
 
 def compile_check(command: Sequence[str], folder: Path, *flags: str) -> Path:
