@@ -12,7 +12,7 @@ help:  ## List the targets
 
 setup: $(STAMP)  ## Create .venv and install the project with its development tools
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(wildcard kernels/cpu/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
@@ -41,7 +41,7 @@ protos: setup  ## Generate the Python stubs
 
 .PHONY: stubs-current kernels-current
 kernels-current: setup
-	$(BIN)/python -m kvkernels.native.build --out build/kernels/libkvkernels.so --no-volta --if-possible \
+	$(BIN)/python -m kvkernels.cuda.build --out build/kernels/libkvkernels.so --no-volta --if-possible \
 		--check kernels/resources.json
 
 stubs-current: setup
@@ -49,7 +49,7 @@ stubs-current: setup
 
 kernels: setup  ## Compile the CUDA kernels (needs nvcc, no GPU) and report what they use
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[kernels]'
-	$(BIN)/python -m kvkernels.native.build --report kernels/resources.json
+	$(BIN)/python -m kvkernels.cuda.build --report kernels/resources.json
 
 bench: setup  ## All benchmarks at their small size, JSON under bench-out/
 	$(BIN)/python -m benchmarks.all --quick --out-dir bench-out

@@ -1,9 +1,12 @@
-"""What pyproject.toml cannot say: the wheel carries the CUDA sources, and the library where it has been made.
+"""What pyproject.toml cannot say: the wheel carries the kernels' sources, and libraries where they could be made.
 
-Installing never needs a compiler: without nvcc the kernels are compiled by NVRTC when they are first used on a GPU.
+The CPU's are compiled now, by the machine's compiler or ziglang's; without one torch serves. The CUDA ones are not:
+without ``make kernels`` they are compiled by NVRTC when they are first used on a GPU.
 """
 
+import runpy
 import shutil
+import sys
 from pathlib import Path
 
 from setuptools import setup
@@ -11,28 +14,33 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
+CPU = runpy.run_path(str(HERE / "kernels" / "kvkernels" / "cpu" / "build.py"))
 
 
 class BuildWithKernels(build_py):
-    """Copies ``kernels/cuda`` into the package, and ``make kernels``' library if it has been made."""
+    """Compiles the CPU kernels; copies sources and libraries into the package, ``make kernels``' too if it was made."""
 
     def run(self) -> None:
         super().run()
+        try:
+            CPU["build"]()
+        except (RuntimeError, OSError) as error:
+            print(f"warning: torch will serve instead of the CPU kernels: {error}", file=sys.stderr)
         if self.editable_mode:
             return
         package = Path(self.build_lib) / "kvkernels"
-        for part in ("cuda", "kvkernels/lib"):
-            folder = HERE / "kernels" / part
-            if folder.is_dir():
-                shutil.copytree(folder, package / Path(part).name, dirs_exist_ok=True)
+        for folder, target in (("cuda", "sources/cuda"), ("cpu", "sources/cpu"), ("kvkernels/lib", "lib")):
+            if (HERE / "kernels" / folder).is_dir():
+                shutil.copytree(HERE / "kernels" / folder, package / target, dirs_exist_ok=True)
 
 
 class PlatformWheel(bdist_wheel):
-    """With the library in it, a wheel is for this platform; loaded with ctypes, it suits every Python."""
+    """With libraries in it, a wheel is for this platform; loaded with ctypes, they suit every Python."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.root_is_pure = not (HERE / "kernels" / "kvkernels" / "lib").is_dir()
+        made = (HERE / "kernels" / "kvkernels" / "lib").is_dir()
+        self.root_is_pure = not made and (not CPU["variants"]() or CPU["compiler"]() is None)
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()

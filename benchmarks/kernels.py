@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from kvkernels import reference
-from kvkernels.native import awq, chunks
-from kvkernels.native.attention import InPool, Rows, attend
-from kvkernels.native.library import Kernels
-from kvkernels.native.select import kernels_for
+from kvkernels.cuda import awq, chunks
+from kvkernels.cuda.attention import InPool, Rows, attend
+from kvkernels.cuda.library import Kernels
+from kvkernels.cuda.select import kernels_for
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
 from kvsidecar.layout import Geometry, layout_of, new_header
 from torch import Tensor

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 console = Console(width=None if os.environ.get("COLUMNS") or os.isatty(1) else 120)
-_VERSIONS = ("kvsidecar", "torch", "transformers", "grpcio", "numba", "lmdb", "numpy")
+_VERSIONS = ("kvsidecar", "torch", "transformers", "grpcio", "lmdb", "numpy")
 
 
 def parser(name: str, text: str) -> argparse.ArgumentParser:

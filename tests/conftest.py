@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from kvkernels.cpu import build
 
 from benchmarks.node import Node, Process
 from inference_svc.model.numerics import make_reproducible
 from tests.nursery import Nursery
 
 make_reproducible()  # before any test's first product
+
+
+def pytest_sessionstart() -> None:
+    try:
+        build.build()  # does nothing when the kernels are as their sources
+    except RuntimeError as error:
+        print(f"torch serves instead of the CPU kernels: {error}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

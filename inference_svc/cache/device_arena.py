@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvkernels.native import visible
+from kvkernels.cuda import visible
 from kvkernels.payload import DeviceBytes
 from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_CUDA_IPC, Welcome
 from kvsidecar.cuda_memory import (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from kvkernels import Payload, unpack_chunk
+from kvkernels import Piece, unpack_chunks
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
@@ -35,16 +35,6 @@ _LEAST_PLACED = 8
 _LAYERWISE_TOKENS, _LAYER_GROUP = 512, 8
 # What is cold comes from a disk: a call may take so much longer for each byte that it may have to bring in.
 _SLOW_BYTES_PER_SECOND = 200e6
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A chunk to be copied to ``slots [tokens]`` of the pool."""
-
-    header: ChunkHeader
-    payload: Payload
-    slots: Tensor
-    rotation: Rotation | None
 
 
 class Loading:
@@ -113,10 +103,8 @@ class Loading:
                 gate = LayerGate(layers)
                 done(sequence, replace(restored, gate=gate))
             group = _LAYER_GROUP if gate else layers
-            for first in range(0, layers, group):
-                part = range(first, min(first + group, layers))
-                for piece in pieces:
-                    unpack_chunk(pool.keys, pool.values, piece.slots, piece.header, piece.payload, piece.rotation, part)
+            groups = [range(first, min(first + group, layers)) for first in range(0, layers, group)]
+            for part in unpack_chunks(pool.keys, pool.values, pieces, groups):
                 if not session.trusted:
                     raise ConnectionError("the session ended while chunks were copied")
                 if gate:
@@ -132,11 +120,11 @@ class Loading:
 
     def _prefix_pieces(
         self, session: Session, sequence: Sequence, pool: KVPool, matches: Any
-    ) -> tuple[list[_Piece], int]:
+    ) -> tuple[list[Piece], int]:
         """The chunks of the longest stored prefix, and how many tokens it has."""
         # The last token is always computed: its logits are wanted.
         most = len(sequence.tokens) - 1
-        out: list[_Piece] = []
+        out: list[Piece] = []
         tokens = 0
         assert sequence.table is not None
         for match in matches:
@@ -153,7 +141,7 @@ class Loading:
             tokens += take
         return out, tokens
 
-    def _piece(self, session: Session, match: pb.ChunkMatch, slots: Tensor, rotation: Rotation | None) -> _Piece:
+    def _piece(self, session: Session, match: pb.ChunkMatch, slots: Tensor, rotation: Rotation | None) -> Piece:
         g = self._geometry
         header = ChunkHeader(
             layers=g.layers,
@@ -168,7 +156,7 @@ class Loading:
         )
         if match.payload_bytes != layout_of(header).size_bytes:
             raise ValueError(f"{match.payload_bytes} bytes are not a chunk of {match.tokens} tokens of this model")
-        return _Piece(header, session.payload(match), slots, rotation)
+        return Piece(header, session.payload(match), slots, rotation)
 
     def _probes(self, session: Session, root: bytes, sequence: Sequence) -> list[pb.ContentProbe]:
         """The chunks of a prompt that might have been read elsewhere, where such may be reused."""
@@ -186,10 +174,10 @@ class Loading:
 
     def _content_pieces(
         self, session: Session, sequence: Sequence, pool: KVPool, contents: Any, exact: int
-    ) -> tuple[list[_Piece], list[Stretch]]:
+    ) -> tuple[list[Piece], list[Stretch]]:
         """Chunks that were found by content, keys turned to where the prompt has them."""
         assert sequence.table is not None
-        out: list[_Piece] = []
+        out: list[Piece] = []
         stretches: list[Stretch] = []
         for found in contents:
             match = found.match

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from kvkernels import cpu_attention
-from kvkernels.cpu_attention import Attention
+from kvkernels.cpu import attention as cpu_attention
+from kvkernels.cpu.attention import Attention
 from numpy.typing import NDArray
 from torch import Tensor
 

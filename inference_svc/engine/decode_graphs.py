@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import structlog
 import torch
-from kvkernels.native.attention import Rows
+from kvkernels.cuda.attention import Rows
 from torch import Tensor
 
 from inference_svc.engine.forward import Decoder

@@ -12,13 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from kvkernels import cpu_attention as kernel
-from kvkernels import cpu_rows
-from kvkernels.compiled import AVAILABLE, raw
-from numpy.typing import NDArray
+from kvkernels.cpu import attention as kernel
+from kvkernels.cpu import rows as cpu_rows
 from torch import Tensor, nn
 
 from inference_svc.engine import cpu_attention
@@ -28,7 +25,6 @@ from inference_svc.model.packed_linear import PackedLinear
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 # The last layer is cut to the rows that want logits where they are at most one in so many.
 _FEW = 4
-_NO_WEIGHT: NDArray[Any] = np.empty(0, np.float32)
 Product = Callable[[Tensor], Tensor]
 
 
@@ -36,7 +32,7 @@ def suits(model: Any) -> bool:
     """Whether the model's layers can be fused: on a CPU, of a known structure, with SiLU gates and whole heads
     rotated."""
     layers = model.model.layers
-    if not AVAILABLE or type(layers[0]).__name__ not in _LAYERS:
+    if type(layers[0]).__name__ not in _LAYERS:
         return False
     weight = layers[0].input_layernorm.weight
     config = model.config
@@ -71,17 +67,16 @@ class _Layer:
     o: Product
     gate_up: Product
     down: Product
-    input_norm: NDArray[Any]
-    post_norm: NDArray[Any]
-    q_norm: NDArray[Any]
-    k_norm: NDArray[Any]
+    input_norm: Tensor
+    post_norm: Tensor
+    head_norms: tuple[Tensor | None, Tensor | None]
     epsilon: float
     scale: float
     window: int | None
 
 
-def _weight(norm: Any) -> NDArray[Any]:
-    return np.ascontiguousarray(norm.weight.detach().float().numpy())
+def _weight(norm: Any) -> Tensor:
+    return norm.weight.detach().float().contiguous()  # type: ignore[no-any-return]
 
 
 def _window(attention: Any) -> int | None:
@@ -101,8 +96,7 @@ def _take(layer: Any) -> _Layer:
         down=_join([m.down_proj]),
         input_norm=_weight(layer.input_layernorm),
         post_norm=_weight(layer.post_attention_layernorm),
-        q_norm=_weight(a.q_norm) if hasattr(a, "q_norm") else _NO_WEIGHT,
-        k_norm=_weight(a.k_norm) if hasattr(a, "k_norm") else _NO_WEIGHT,
+        head_norms=(_weight(a.q_norm), _weight(a.k_norm)) if hasattr(a, "q_norm") else (None, None),
         epsilon=float(layer.input_layernorm.variance_epsilon),
         scale=float(a.scaling),
         window=_window(a),
@@ -118,10 +112,8 @@ class _Work:
 
     def __init__(self, layers: FusedLayers, hidden: Tensor, batch: Batch) -> None:
         rows = hidden.shape[0]
-        self.batch, self.real, self.brain = batch, batch.real, hidden.dtype == torch.bfloat16
-        self.cos, self.sin = layers.angles(batch.positions.numpy(), hidden)
-        self.slots = batch.slots.numpy()
-        self.hidden = raw(hidden)
+        self.batch, self.real, self.hidden = batch, batch.real, hidden
+        self.angles = layers.angles(batch.positions, hidden)
         self.normed = torch.zeros_like(hidden)
         self.queries = hidden.new_zeros(rows, layers.heads, layers.dim)
         self.attended = hidden.new_zeros(rows, layers.heads, layers.dim)
@@ -129,8 +121,6 @@ class _Work:
         self.attention.bind(self.queries, self.attended)
         self.flat = self.attended.view(rows, -1)
         self.gated = hidden.new_zeros(rows, layers.width)
-        self.normed_raw, self.gated_raw = raw(self.normed), raw(self.gated)
-        self.queries_raw = raw(self.queries).reshape(rows, -1)
 
 
 class FusedLayers:
@@ -143,12 +133,12 @@ class FusedLayers:
         self.dim = _head_dim(config)
         self.width = int(config.intermediate_size)
         self._rotary = model.model.rotary_emb
-        self._cos = self._sin = np.empty((0, self.dim), np.float32)
+        self._cos = self._sin = torch.empty(0, self.dim)
         self._layers = [_take(layer) for layer in model.model.layers]
         self._final_norm = _weight(model.model.norm)
         self._final_epsilon = float(model.model.norm.variance_epsilon)
 
-    def run(self, hidden: Tensor, batch: Batch, first: int, end: int) -> NDArray[Any] | None:
+    def run(self, hidden: Tensor, batch: Batch, first: int, end: int) -> Tensor | None:
         """Layers ``first`` to ``end`` over ``hidden [rows, hidden]``, changed in place. What the last one still adds
         to it is returned, for ``settle``."""
         return self._run(_Work(self, hidden, batch), first, end)
@@ -172,50 +162,53 @@ class FusedLayers:
         self._last_norm(hidden, batch, delta, normed)
         return normed.index_select(0, batch.logit_rows)
 
-    def _run(self, work: _Work, first: int, end: int) -> NDArray[Any] | None:
-        delta: NDArray[Any] | None = None
+    def _run(self, work: _Work, first: int, end: int) -> Tensor | None:
+        delta: Tensor | None = None
         for i in range(first, end):
             layer = self._layers[i]
             self._project(work, i, delta)
             cpu_attention.attend_in_place(work.attention, work.batch, i, layer.scale, layer.window)
-            delta = raw(layer.o(work.flat))
-            cpu_rows.norm_rows(
-                work.real, work.brain, work.hidden, delta, layer.post_norm, layer.epsilon, work.normed_raw
-            )
-            cpu_rows.gate_rows(work.real, work.brain, raw(layer.gate_up(work.normed)), work.gated_raw)
-            delta = raw(layer.down(work.gated))
+            delta = layer.o(work.flat)
+            cpu_rows.norm_rows(work.real, work.hidden, delta, layer.post_norm, layer.epsilon, work.normed)
+            cpu_rows.gate_rows(work.real, layer.gate_up(work.normed), work.gated)
+            delta = layer.down(work.gated)
         return delta
 
     def project(self, hidden: Tensor, batch: Batch, i: int) -> None:
         """Writes keys and values of layer ``i`` to the pool, and no more."""
         self._project(_Work(self, hidden, batch), i, None)
 
-    def settle(self, hidden: Tensor, batch: Batch, delta: NDArray[Any] | None) -> None:
+    def settle(self, hidden: Tensor, batch: Batch, delta: Tensor | None) -> None:
         """Adds what ``run`` left over, as the next layer would."""
         if delta is not None:
             self._last_norm(hidden, batch, delta, torch.empty_like(hidden))
 
-    def _last_norm(self, hidden: Tensor, batch: Batch, delta: NDArray[Any] | None, out: Tensor) -> None:
-        brain = hidden.dtype == torch.bfloat16
-        cpu_rows.norm_rows(batch.real, brain, raw(hidden), delta, self._final_norm, self._final_epsilon, raw(out))
+    def _last_norm(self, hidden: Tensor, batch: Batch, delta: Tensor | None, out: Tensor) -> None:
+        cpu_rows.norm_rows(batch.real, hidden, delta, self._final_norm, self._final_epsilon, out)
 
-    def _project(self, work: _Work, i: int, delta: NDArray[Any] | None) -> None:
+    def _project(self, work: _Work, i: int, delta: Tensor | None) -> None:
         """Up to the rotated queries of layer ``i``, with its keys and values in the pool: after what is being loaded of
         it, which a repair's rows replace."""
         work.batch.pass_layer(i)
         layer, pool = self._layers[i], work.batch.pool
-        cpu_rows.norm_rows(work.real, work.brain, work.hidden, delta, layer.input_norm, layer.epsilon, work.normed_raw)
+        cpu_rows.norm_rows(work.real, work.hidden, delta, layer.input_norm, layer.epsilon, work.normed)
         cpu_rows.rotate_rows(
-            work.real, work.brain, raw(layer.qkv(work.normed)), self.heads, self.kv_heads, self.dim, work.cos, work.sin,
-            layer.q_norm, layer.k_norm, layer.epsilon, work.slots, *pool.arrays[i],
-            work.queries_raw,
-        )  # fmt: skip
+            work.real,
+            layer.qkv(work.normed),
+            self.kv_heads,
+            work.angles,
+            layer.head_norms,
+            layer.epsilon,
+            work.batch.slots,
+            pool.layers[i],
+            work.queries,
+        )
 
-    def angles(self, positions: NDArray[np.int64], like: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
+    def angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[rows, dim]`` from a table that the model's own rotary module filled."""
         longest = int(positions.max()) + 1
         if longest > len(self._cos):
             size = 1 << (longest - 1).bit_length()
             cos, sin = self._rotary(like[None, :1], torch.arange(size)[None])
-            self._cos, self._sin = cos[0].float().numpy(), sin[0].float().numpy()
+            self._cos, self._sin = cos[0].float(), sin[0].float()
         return self._cos[positions], self._sin[positions]

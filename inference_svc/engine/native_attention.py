@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from kvkernels.native.attention import HEAD_DIMS, InPool, Rows, attend
-from kvkernels.native.library import Kernels
-from kvkernels.native.select import kernels_for, takes
+from kvkernels.cuda.attention import HEAD_DIMS, InPool, Rows, attend
+from kvkernels.cuda.library import Kernels
+from kvkernels.cuda.select import kernels_for, takes
 from torch import Tensor
 
 from inference_svc.engine import rows

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from kvkernels import cpu_attention
-from kvkernels.compiled import raw
+from kvkernels.cpu import attention as cpu_attention
 from kvsidecar.extents import Extents
 from numpy.typing import NDArray
 
@@ -100,9 +99,9 @@ class KVPool:
         self.values = torch.empty(shape, dtype=dtype, device=device).zero_()
 
     @cached_property
-    def arrays(self) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Keys and values of each layer as arrays over the same memory, of a pool on the CPU."""
-        return [(raw(keys), raw(values)) for keys, values in zip(self.keys, self.values, strict=True)]
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer, ``[kv_heads, slots, head_dim]``."""
+        return list(zip(self.keys, self.values, strict=True))
 
     @cached_property
     def read_by_pages(self) -> bool:

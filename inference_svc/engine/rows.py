@@ -19,8 +19,8 @@ from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
 
 if TYPE_CHECKING:
-    from kvkernels.cpu_attention import Attention
-    from kvkernels.native.attention import Rows
+    from kvkernels.cpu.attention import Attention
+    from kvkernels.cuda.attention import Rows
 
 # Matrix kernels give a row the same bits in every batch whose row count is a multiple of this.
 ROW_MULTIPLE = 4

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from kvkernels import ops
-from kvkernels.native import awq
+from kvkernels.cuda import awq
 from kvsidecar.errors import ModelUnsupported
 from rich.progress import Progress
 from safetensors import safe_open

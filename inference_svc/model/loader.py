@@ -9,7 +9,7 @@ from typing import Any
 import structlog
 import torch
 import transformers
-from kvkernels.ops import native
+from kvkernels.ops import has_cuda_kernels
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import (
     DATA_TYPE_BFLOAT16,
@@ -234,7 +234,7 @@ def load(
     chosen = pick_dtype(dtype, getattr(config, "dtype", None), place)
     try:
         if quantized.method_of(config) and (strict or quantized.method_of(config) == "awq"):
-            dense = not native(place, chosen)
+            dense = not has_cuda_kernels(place, chosen)
             model = quantized.load(folder, config, chosen, ATTENTION, place, dense)
         else:
             # Elsewhere than on a CPU no order of rows is kept, and transformers' own way with experts is faster.

@@ -9,7 +9,7 @@ which reaches nearly all of it. The results are bit-equal to the plain ones for 
 from __future__ import annotations
 
 import torch
-from kvkernels.cpu_products import MOST_ROWS, ROWS, StreamedProduct, streamed
+from kvkernels.cpu.products import MOST_ROWS, ROWS, StreamedProduct, streamed
 from torch import Tensor, nn
 
 

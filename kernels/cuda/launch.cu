@@ -1,5 +1,5 @@
 // The library's C interface: kernels are launched by name with one struct of parameters. What to launch (variant, grid,
-// shared memory) is decided in one place for this library, for NVRTC modules and for the emulator: kvkernels/native/.
+// shared memory) is decided in one place for this library, for NVRTC modules and for the emulator: kvkernels/cuda/.
 #include <cuda_runtime.h>
 
 #include <cstring>

@@ -3,7 +3,7 @@
 Imports ``kvsidecar`` (the chunk layout) and nothing of the servers.
 """
 
-from kvkernels.dispatch import implementations, pack_chunk, unpack_chunk
-from kvkernels.payload import DeviceBytes, Payload
+from kvkernels.dispatch import implementations, pack_chunk, unpack_chunk, unpack_chunks
+from kvkernels.payload import DeviceBytes, Payload, Piece
 
-__all__ = ["DeviceBytes", "Payload", "implementations", "pack_chunk", "unpack_chunk"]
+__all__ = ["DeviceBytes", "Payload", "Piece", "implementations", "pack_chunk", "unpack_chunk", "unpack_chunks"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,13 +13,15 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import layout_of
 from torch import Tensor
 
-from kvkernels import compiled, cpu, cpu_attention, reference
-from kvkernels.compiled import Array
-from kvkernels.native import chunks, visible
-from kvkernels.native.attention import HEAD_DIMS
-from kvkernels.native.library import Kernels
-from kvkernels.native.select import kernels_for, takes
-from kvkernels.payload import Payload
+from kvkernels import reference
+from kvkernels.cpu import attention as cpu_attention
+from kvkernels.cpu import chunks as cpu_chunks
+from kvkernels.cpu import products as cpu_products
+from kvkernels.cuda import chunks, visible
+from kvkernels.cuda.attention import HEAD_DIMS
+from kvkernels.cuda.library import Kernels
+from kvkernels.cuda.select import kernels_for, takes
+from kvkernels.payload import Array, Payload, Piece
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,10 @@ class Implementation:
 
 def implementations() -> tuple[Implementation, ...]:
     """The table: what each op runs on the CPU, and on each CUDA device that torch sees."""
-    fused = "numba, fused" if compiled.AVAILABLE else "torch reference (numba is not installed)"
     out = [
         Implementation("attention", "cpu", cpu_attention.about()),
-        Implementation("pack_chunk, unpack_chunk", "cpu", fused),
+        Implementation("pack_chunk, unpack_chunks", "cpu", cpu_chunks.about()),
+        Implementation("products of few rows", "cpu", cpu_products.about()),
     ]
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     for device in devices:
@@ -58,11 +60,7 @@ def implementations() -> tuple[Implementation, ...]:
     return tuple(out)
 
 
-def _fused(pool: Tensor) -> bool:
-    return compiled.AVAILABLE and pool.device.type == "cpu" and pool.dtype in (torch.float32, torch.bfloat16)
-
-
-def _native(pool: Tensor, half: int) -> Kernels | None:
+def _cuda_kernels(pool: Tensor, half: int) -> Kernels | None:
     """Our CUDA kernels, when they move such a pool's heads, turning ``half`` pairs of channels."""
     if pool.device.type != "cuda" or pool.dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -92,18 +90,18 @@ def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader,
     CPU. ``payload`` is the slot's memory, ``header.payload_bytes`` long, owned by the caller. Returns when the
     bytes are there. Raises ValueError for a payload in device memory that only kernels could write, without any.
     """
-    kernels = _native(keys, 0)
+    kernels = _cuda_kernels(keys, 0)
     if kernels is not None:
         with visible.using(payload) as address:
             if address is not None:
                 with _on_copy_stream(keys.device):
                     chunks.pack(kernels, keys, values, slots.to(keys.device), header, address)
                 return
-    arrays = layout_of(header).arrays(_on_host(payload))
-    if _fused(keys):
-        cpu.pack(keys, values, slots, header, arrays)
+    memory = _on_host(payload)
+    if cpu_chunks.serves(keys):
+        cpu_chunks.pack(keys, values, slots, header, memory)
     else:
-        reference.pack(keys, values, slots, header, arrays)
+        reference.pack(keys, values, slots, header, layout_of(header).arrays(memory))
 
 
 def unpack_chunk(
@@ -115,26 +113,40 @@ def unpack_chunk(
     rotation: tuple[Array, Array] | None = None,
     layers: range | None = None,
 ) -> None:
-    """Writes the first ``len(slots)`` tokens of a chunk into the pool, dequantizing. The inverse of ``pack_chunk``.
-
-    ``rotation`` is the cosine and sine ``[rotary_dim / 2]`` (float32) of the angles by which keys are turned further,
-    in float32, before they are rounded to the pool's dtype: ``RoPE`` in the rotate-half convention, channel i with
-    channel ``i + rotary_dim / 2``. ``layers`` limits the work to some layers. Returns when the pool holds them.
-    """
+    """Writes one ``Piece`` into the pool, dequantizing: the inverse of ``pack_chunk``. ``layers`` limits the work to
+    some layers. Returns when the pool holds them."""
     chosen = range(header.layers) if layers is None else layers
-    kernels = _native(keys, 0 if rotation is None else len(rotation[0]))
+    for _ in unpack_chunks(keys, values, [Piece(header, payload, slots, rotation)], [chosen]):
+        pass
+
+
+def unpack_chunks(keys: Tensor, values: Tensor, pieces: Sequence[Piece], groups: Sequence[range]) -> Iterator[range]:
+    """Writes pieces of chunks into the pool, one group of layers after the other; gives each when the pool holds it."""
+    if cpu_chunks.serves(keys):
+        unpacking = cpu_chunks.Unpacking(keys, values, pieces)
+        for layers in groups:
+            unpacking(layers)
+            yield layers
+        return
+    for layers in groups:
+        for piece in pieces:
+            _unpack(keys, values, piece, layers)
+        yield layers
+
+
+def _unpack(keys: Tensor, values: Tensor, piece: Piece, layers: range) -> None:
+    rotation, header = piece.rotation, piece.header
+    kernels = _cuda_kernels(keys, 0 if rotation is None else len(rotation[0]))
     if kernels is not None:
-        with visible.using(payload) as address:
+        with visible.using(piece.payload) as address:
             if address is not None:
                 with _on_copy_stream(keys.device):
                     angles = None if rotation is None else _angles(rotation, keys.device)
-                    chunks.unpack(kernels, keys, values, slots.to(keys.device), header, address, angles, chosen)
+                    slots = piece.slots.to(keys.device)
+                    chunks.unpack(kernels, keys, values, slots, header, address, angles, layers)
                 return
-    arrays = layout_of(header).arrays(_on_host(payload))
-    if _fused(keys):
-        cpu.unpack(keys, values, slots, header, arrays, rotation, chosen)
-    else:
-        reference.unpack(keys, values, slots, header, arrays, rotation, chosen)
+    arrays = layout_of(header).arrays(_on_host(piece.payload))
+    reference.unpack(keys, values, piece.slots, header, arrays, rotation, layers)
 
 
 def _on_host(payload: Payload) -> memoryview:

@@ -10,19 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkernels.native import awq
-from kvkernels.native.attention import HEAD_DIMS, InPool, Rows, attend
-from kvkernels.native.library import Kernels
-from kvkernels.native.select import kernels_for, takes
+from kvkernels.cuda import awq
+from kvkernels.cuda.attention import HEAD_DIMS, InPool, Rows, attend
+from kvkernels.cuda.library import Kernels
+from kvkernels.cuda.select import kernels_for, takes
 
 
-def native(device: torch.device, dtype: torch.dtype) -> bool:
+def has_cuda_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether our CUDA kernels serve a device and a type."""
     return device.type == "cuda" and takes(device, dtype) and kernels_for(device).kernels is not None
 
 
 def _kernels(x: Tensor) -> Kernels | None:
-    return kernels_for(x.device).kernels if native(x.device, x.dtype) else None
+    return kernels_for(x.device).kernels if has_cuda_kernels(x.device, x.dtype) else None
 
 
 @torch.library.custom_op("kvkernels::attention", mutates_args=())

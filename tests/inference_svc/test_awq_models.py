@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvkernels.native import awq
+from kvkernels.cuda import awq
 from kvsidecar.errors import ModelUnsupported
 from safetensors.torch import load_file, save_file
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvkernels import cpu_attention
+from kvkernels.cpu import attention as cpu_attention
 
 from inference_svc.engine import rows
 from inference_svc.engine.forward import Decoder

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from kvkernels import implementations
-from kvkernels.native import build, nvrtc, select, sources
-from kvkernels.native.attention import _AttentionParams, _CombineParams
-from kvkernels.native.awq import _AwqParams
-from kvkernels.native.chunks import _ChunkParams
-from kvkernels.native.library import KernelFailed, SharedLibrary
-from kvkernels.native.visible import adopt, give_up, using
+from kvkernels.cuda import build, nvrtc, select, sources
+from kvkernels.cuda.attention import _AttentionParams, _CombineParams
+from kvkernels.cuda.awq import _AwqParams
+from kvkernels.cuda.chunks import _ChunkParams
+from kvkernels.cuda.library import KernelFailed, SharedLibrary
+from kvkernels.cuda.visible import adopt, give_up, using
 from kvkernels.payload import DeviceBytes
 
 REPORT = sources.folder() / "resources.json"

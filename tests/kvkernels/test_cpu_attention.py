@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from kvkernels import cpu_attention, llvm_code
-from kvkernels.cpu_attention import PAGE, Attention, Rows, pages_for
+from kvkernels.cpu import attention as cpu_attention
+from kvkernels.cpu import library, threads
+from kvkernels.cpu.attention import PAGE, Attention, Rows, pages_for
 from numpy.typing import NDArray
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not cpu_attention.AVAILABLE, reason="numba, which brings LLVM, is not installed")
+pytestmark = pytest.mark.skipif(library.found().library is None, reason=library.found().why)
 
 LAYERS, LAYER = 2, 1
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2}
@@ -72,14 +72,11 @@ def last(count: int, keys: int) -> NDArray[np.int64]:
     return np.arange(keys - count, keys)
 
 
-@pytest.fixture(params=["native", "portable"], autouse=True)
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With what this CPU has, and with what every CPU has."""
-    cpu_attention._compiled.cache_clear()
-    if request.param == "portable":
-        monkeypatch.setattr(cpu_attention, "cpu_has", lambda feature: False)
-    yield
-    cpu_attention._compiled.cache_clear()
+@pytest.fixture(params=library.usable(), autouse=True)
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every variant that this CPU can run."""
+    chosen = library.Found(library.Library(request.param), request.param)
+    monkeypatch.setattr(cpu_attention, "found", lambda: chosen)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -150,6 +147,38 @@ def test_a_row_has_the_same_bits_in_every_company(dtype: torch.dtype, window: in
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 1000])
+def test_one_long_sequence_is_for_all_threads_and_keeps_its_bits(dtype: torch.dtype, window: int | None) -> None:
+    case = Case(dtype, 64, 4, 2, 2500, last(2, 2500))
+    torch.testing.assert_close(
+        case.attend(window=window).float(), case.reference(window), atol=TOLERANCE[dtype], rtol=0
+    )
+    before, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            found.append(case.attend(window=window))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)
+    work = cpu_attention._Work.of(case.positions, [Rows(0, 2, case.pages)], 2, 2, 8, False)
+    assert len(work.units) == 5, "a piece of 512 keys for each thread that comes"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_nan_is_the_rows_own_that_see_it(dtype: torch.dtype) -> None:
+    case = Case(dtype, 64, 4, 2, 700, last(700, 700))
+    want = case.attend()
+    for pool, damaged in ((case.keys, 300), (case.values, 640)):
+        pool[LAYER, 1, case.slots[damaged], 7] = float("nan")
+        found = case.attend()
+        assert found[damaged:, 2:].isnan().any(-1).all(), "who sees it, says so"
+        assert torch.equal(found[:, :2], want[:, :2]), "another head"
+        assert torch.equal(case.attend(0, 64), want[:64]), "another block"
+        pool[LAYER, 1, case.slots[damaged], 7] = 0
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 def test_sequences_in_one_call_are_strangers(dtype: torch.dtype) -> None:
     case = Case(dtype, 64, 4, 2, 400, last(400, 400))
     pieces = [(0, 10), (390, 391), (100, 250), (399, 400)]
@@ -172,9 +201,10 @@ def test_what_lies_behind_a_row_does_not_matter(dtype: torch.dtype) -> None:
     before = case.attend()
     unseen = torch.ones(case.keys.shape[2], dtype=torch.bool)
     unseen[case.slots] = False
-    case.keys[:, :, unseen] = 3e38
-    case.values[:, :, unseen] = -3e38
-    assert torch.equal(case.attend(), before)
+    for junk in (3e38, float("nan"), float("inf")):
+        case.keys[:, :, unseen] = junk
+        case.values[:, :, unseen] = -junk
+        assert torch.equal(case.attend(), before)
 
 
 def test_large_scores_stay_finite() -> None:
@@ -188,7 +218,7 @@ def test_large_scores_stay_finite() -> None:
 def test_without_torchs_threads_our_own_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(torch.float32, 64, 4, 2, 300, last(300, 300))
     want = case.attend()
-    monkeypatch.setattr(llvm_code, "openmp", lambda: None)
+    monkeypatch.setattr(threads, "openmp", lambda: None)
     assert torch.equal(case.attend(), want)
 
 

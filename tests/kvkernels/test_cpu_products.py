@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kvkernels import cpu_products
-from kvkernels.cpu_products import MOST_ROWS, ROWS
+from kvkernels.cpu import products as cpu_products
+from kvkernels.cpu.products import MOST_ROWS, ROWS
 from torch import Tensor
 
 from inference_svc.model.packed_linear import PackedLinear
 
-pytestmark = pytest.mark.skipif(cpu_products._compiled() is None, reason="this CPU has no AVX512-BF16")
+pytestmark = pytest.mark.skipif(cpu_products.kernel() is None, reason="this CPU has no AVX512-BF16")
 SHAPES = [(896, 896), (1152, 896), (896, 4864), (2048, 2048), (512, 64), (320, 320), (4096, 448)]
 
 

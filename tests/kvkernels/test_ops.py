@@ -3,8 +3,8 @@
 import pytest
 import torch
 from kvkernels import ops
-from kvkernels.native import awq
-from kvkernels.native.attention import InPool, Rows, attend
+from kvkernels.cuda import awq
+from kvkernels.cuda.attention import InPool, Rows, attend
 
 from tests.kvkernels.emulated.conftest import Emulated, library
 from tests.kvkernels.emulated.oracle import int32

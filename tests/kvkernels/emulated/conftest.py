@@ -4,8 +4,8 @@ import ctypes
 from pathlib import Path
 
 import pytest
-from kvkernels.native import emulator
-from kvkernels.native.library import SharedLibrary
+from kvkernels.cuda import emulator
+from kvkernels.cuda.library import SharedLibrary
 
 
 class Emulated(SharedLibrary):

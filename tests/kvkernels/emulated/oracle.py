@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from kvkernels.native.attention import Rows
+from kvkernels.cuda.attention import Rows
 from torch import Tensor
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}

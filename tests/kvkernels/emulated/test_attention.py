@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from kvkernels import reference
-from kvkernels.native.attention import (
+from kvkernels.cuda.attention import (
     HEAD_DIMS,
     InChunks,
     InPool,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvkernels.native import awq
+from kvkernels.cuda import awq
 
 from tests.kvkernels.emulated.conftest import Emulated
 from tests.kvkernels.emulated.oracle import TOLERANCE

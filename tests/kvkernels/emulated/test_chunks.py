@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from kvkernels import reference
-from kvkernels.native import chunks
+from kvkernels.cuda import chunks
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16
 from kvsidecar.layout import Geometry, layout_of, new_header
 

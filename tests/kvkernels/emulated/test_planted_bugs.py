@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvkernels.native import awq, emulator, sources
+from kvkernels.cuda import awq, emulator, sources
 
 from tests.kvkernels.emulated.conftest import Emulated
 from tests.kvkernels.emulated.oracle import Case

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvkernels.native import emulator, sources
+from kvkernels.cuda import emulator, sources
 
 
 def runtime() -> str | None:

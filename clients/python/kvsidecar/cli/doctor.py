@@ -29,7 +29,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.runtime import default_runtime_dir, socket_target
 from kvsidecar.sizes import format_size
 
-_PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "lmdb", "numba", "uvloop", "numpy")
+_PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "lmdb", "uvloop", "numpy")
 _LEAST_MEMORY, _LONGEST_STALL_MS = 2 << 30, 250.0
 _MKL_SETTING = "MKL_CBWR"
 _CGROUP = Path("/sys/fs/cgroup")
@@ -86,10 +86,7 @@ def _packages() -> list[Finding]:
         try:
             out.append(Finding(name, _OK, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
-            needed = name != "numba"
-            out.append(
-                Finding(name, _BAD if needed else _NOTE, "not installed", f"pip install {name}" if needed else "")
-            )
+            out.append(Finding(name, _BAD, "not installed", f"pip install {name}"))
     return out
 
 
@@ -97,6 +94,7 @@ def _kernels() -> list[Finding]:
     try:
         torch: Any = importlib.import_module("torch")
         kernels: Any = importlib.import_module("kvkernels")
+        cpu: Any = importlib.import_module("kvkernels.cpu.library").found()
     except ImportError as error:
         return [Finding("kernels", _BAD, str(error), "pip install kvsidecar")]
     out = []
@@ -113,6 +111,8 @@ def _kernels() -> list[Finding]:
                 "" if native else "models run as float32 here, at half the speed",
             )
         )
+    if cpu.library is None:
+        out.append(Finding("CPU kernels", _NOTE, f"torch serves, some times slower: {cpu.why}", cpu.advice))
     out.extend(Finding(f"{i.op} on {i.device}", _OK, i.name) for i in kernels.implementations())
     return out
 

@@ -1,6 +1,6 @@
 """Builds the CUDA kernels without a GPU: one fat library with nvcc, and sm_70 with NVRTC 12.9, which still knows it.
 
-``python -m kvkernels.native.build`` is ``make kernels``. Reads no driver and needs no torch.
+``python -m kvkernels.cuda.build`` is ``make kernels``. Reads no driver and needs no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvkernels.native import nvrtc, sources
+from kvkernels.cuda import nvrtc, sources
 
 LIBRARY = Path(__file__).parent.parent / "lib" / "libkvkernels.so"
 ARCHITECTURES = (75, 80, 86, 89, 90)

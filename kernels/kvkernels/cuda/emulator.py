@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from kvkernels.native import sources
+from kvkernels.cuda import sources
 
 _FLAGS = ("-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-DKVK_EMULATED", "-shared", "-fPIC", "-w")
 

@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvkernels.native import sources
-from kvkernels.native.library import KernelFailed
+from kvkernels.cuda import sources
+from kvkernels.cuda.library import KernelFailed
 
 
 def nvidia_folders() -> Iterator[Path]:

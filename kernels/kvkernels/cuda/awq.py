@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkernels.native.library import Kernels, pointer, stream_of, type_name
+from kvkernels.cuda.library import Kernels, pointer, stream_of, type_name
 
 _COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 _THREADS = 128

@@ -12,7 +12,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import layout_of
 from torch import Tensor
 
-from kvkernels.native.library import Kernels, pointer, stream_of, type_name
+from kvkernels.cuda.library import Kernels, pointer, stream_of, type_name
 
 HEAD_DIMS = (64, 96, 128, 256)
 THREADS, ROWS = 128, 64

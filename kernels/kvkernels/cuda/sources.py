@@ -14,7 +14,7 @@ KERNELS = ("attention.cu", "awq.cu", "chunks.cu")
 @cache
 def folder() -> Path:
     """The folder that holds ``cuda/`` and, in the repository, ``emulator/``. Raises FileNotFoundError."""
-    for root in (_PACKAGE.parent, _PACKAGE):
+    for root in (_PACKAGE.parent, _PACKAGE / "sources"):
         if (root / "cuda" / KERNELS[0]).exists():
             return root
     raise FileNotFoundError(f"no CUDA sources beside {_PACKAGE} or in it; install kvsidecar from a wheel or a clone")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from kvkernels.native import nvrtc
-from kvkernels.native.library import KernelFailed, Kernels, SharedLibrary
+from kvkernels.cuda import nvrtc
+from kvkernels.cuda.library import KernelFailed, Kernels, SharedLibrary
 
 LIBRARY = Path(__file__).parent.parent / "lib" / "libkvkernels.so"
 VOLTA_CUBIN = LIBRARY.with_name("kvkernels_sm70.cubin")

@@ -1,0 +1,386 @@
+// FlashAttention-2 (arXiv:2307.08691) over a paged pool: a row's bits do not depend on what is computed with it.
+//
+// A tile is some rows of a sequence and one key head; the query heads that share the head are packed as rows. It goes
+// through the keys in blocks of 64, counted from the sequence's beginning. A block's keys and values are first laid out
+// so that one instruction works on many keys, or many channels; four rows then share each load. Eight blocks are a
+// piece: a row's maximum and sums begin anew with every piece and are merged in the pieces' order, so that a long
+// sequence may be split over threads and its bits stay.
+//
+// All arithmetic is per row and in one order. Where the CPU multiplies pairs of bfloat16, probabilities are rounded to
+// bfloat16, as torch's kernel and the CUDA ones do; elsewhere all is float32.
+#include "jobs.h"
+#include "team.h"
+#include "vector.h"
+
+using namespace kvk;
+
+namespace {
+
+constexpr int PAGE = 32, KEYS = 64, PIECE = 512, ROWS = 4;
+// Rows times heads of a tile: what they keep of their sums should stay in the L2 cache.
+constexpr int TILE = 256, PLACES = TILE + ROWS;
+// With so few groups of rows, values are widened where they lie each time instead of once for all.
+constexpr int FEW_GROUPS = 2;
+constexpr int SCORES = KEYS / LANES;
+constexpr float MASKED = -1e30f, LEAST = -1e29f;
+
+int64_t state_floats(int64_t dim) { return dim + 2 * LANES; }
+
+// Queries, a block's keys, values and probabilities, and two states of a tile.
+int64_t scratch_floats(int64_t dim) {
+  return PLACES * dim + 2 * KEYS * dim + ROWS * KEYS + 2 * PLACES * state_floats(dim);
+}
+
+// Sums of a tile's rows: `dim` of weighted values, then a vector of the weights' sums and one of their maximum.
+struct State {
+  float* first;
+  int64_t dim;
+
+  float* values(int64_t row) const { return first + row * state_floats(dim); }
+  float* weights(int64_t row) const { return values(row) + dim; }
+  float* maximum(int64_t row) const { return weights(row) + LANES; }
+
+  void clear(int64_t rows) const {
+    for (int64_t row = 0; row < rows; row++) {
+      for (int64_t d = 0; d < dim + LANES; d += LANES) store(values(row) + d, Floats{});
+      store(maximum(row), splat(LEAST));
+    }
+  }
+
+  // Adds the sums of a later piece.
+  void merge(const State& piece, int64_t rows) const {
+    for (int64_t row = 0; row < rows; row++) {
+      const Floats added = load<Floats>(piece.weights(row)), kept = load<Floats>(weights(row));
+      if (sum_of(added)[0] == 0) continue;
+      if (sum_of(kept)[0] == 0) {
+        memcpy(values(row), piece.values(row), state_floats(dim) * sizeof(float));
+        continue;
+      }
+      const Floats old = load<Floats>(maximum(row)), other = load<Floats>(piece.maximum(row));
+      const Floats maximum_now = larger(old, other), mine = exp2(old - maximum_now), its = exp2(other - maximum_now);
+      for (int64_t d = 0; d < dim; d += LANES) {
+        float* at = values(row) + d;
+        store(at, fma(load<Floats>(at), mine, load<Floats>(piece.values(row) + d) * its));
+      }
+      store(weights(row), fma(kept, mine, added * its));
+      store(maximum(row), maximum_now);
+    }
+  }
+};
+
+// ---- a block's keys and values in the layouts that products read: a word is a float, or a pair of bfloat16 ----------
+
+// `count` words, LANES of them or fewer, and zeros.
+KVK_INLINE Words words(const int32_t* from, int64_t count) {
+  if (count >= LANES) return load<Words>(from);
+  Words out = {};
+  memcpy(&out, from, LANES / 2 * sizeof(int32_t));  // dimensions come by 16
+  return out;
+}
+
+// A page's keys [PAGE, dim] to columns of [words, KEYS].
+template <class T, bool PAIRED> void take_keys(float* to, const T* from, int64_t dim) {
+  const int64_t size = dim * sizeof(T) / sizeof(int32_t);
+  for (int key = 0; key < PAGE; key += LANES)
+    for (int64_t word = 0; word < size; word += LANES) {
+      Words lines[LANES];
+      const int64_t count = size - word;
+      for (int i = 0; i < LANES; i++) lines[i] = words((const int32_t*)(from + (key + i) * dim) + word, count);
+      transpose(lines);
+      for (int i = 0; i < LANES && i < count; i++) {
+        if constexpr (PAIRED || sizeof(T) == sizeof(float)) {
+          store(to + (word + i) * KEYS + key, lines[i]);
+        } else {
+          store(to + 2 * (word + i) * KEYS + key, lower(lines[i]));
+          store(to + (2 * (word + i) + 1) * KEYS + key, upper(lines[i]));
+        }
+      }
+    }
+}
+
+// A page's values [PAGE, dim] as they are in float32, or to [PAGE / 2, dim] pairs.
+template <class T, bool PAIRED> void take_values(float* to, const T* from, int64_t dim) {
+  if constexpr (PAIRED) {
+    for (int key = 0; key < PAGE; key += 2, from += 2 * dim, to += dim)
+      for (int64_t d = 0; d < dim; d += LANES)
+        store(to + d, extended(load<Halves>(from + d)) | extended(load<Halves>(from + dim + d)) << 16);
+  } else {
+    for (int64_t d = 0; d < PAGE * dim; d += LANES) store(to + d, widened(from + d));
+  }
+}
+
+// What lies in a page behind the keys that anybody sees may be anything, NaN too: 0 times that is not 0.
+template <bool PAIRED> void blank(float* values, int key, int64_t dim) {
+  if constexpr (PAIRED) {
+    uint16_t* pairs = (uint16_t*)(values + key / 2 * dim) + key % 2;
+    for (int64_t d = 0; d < dim; d++) pairs[2 * d] = 0;
+  } else {
+    memset(values + key * dim, 0, dim * sizeof(float));
+  }
+}
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+// Adds four rows of words times `weights [depth, width]` to sums for COUNT vectors of columns. Weights are words, or
+// bfloat16 to be widened.
+template <bool PAIRED, int COUNT, class Weight>
+KVK_INLINE void multiply(Floats (&sums)[ROWS][COUNT], const float* const (&lines)[ROWS], const Weight* weights,
+                         int64_t depth, int64_t width) {
+  for (int64_t n = 0; n < depth; n++) {
+    Floats weight[COUNT];
+    for (int p = 0; p < COUNT; p++) weight[p] = widened(weights + n * width + p * LANES);
+    for (int i = 0; i < ROWS; i++) {
+      const Floats number = splat(lines[i][n]);
+      for (int p = 0; p < COUNT; p++)
+        sums[i][p] = PAIRED ? dot((Words)weight[p], (Words)number, sums[i][p]) : fma(weight[p], number, sums[i][p]);
+    }
+  }
+}
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+
+template <class T> class Tile {
+  static constexpr bool PAIRED = PAIRS && sizeof(T) == sizeof(bf16);
+  static constexpr int WORD = PAIRED ? 2 : 1;  // elements
+
+ public:
+  Tile(const AttentionJob& job, float* scratch, const AttentionUnit& unit, int64_t head)
+      : job_(job), unit_(unit), head_(head), dim_(job.dim), places_(unit.rows * job.per_kv) {
+    query_ = scratch, keys_ = query_ + PLACES * dim_, values_ = keys_ + KEYS * dim_, weights_ = values_ + KEYS * dim_;
+    total_ = {weights_ + ROWS * KEYS, dim_}, piece_ = {total_.first + PLACES * state_floats(dim_), dim_};
+    const int64_t groups = (places_ + ROWS - 1) / ROWS;
+    const int64_t* positions = job.positions + unit.first_row;
+    for (int64_t at = 0; at < groups * ROWS; at++) {
+      const int64_t place = at < places_ ? at : places_ - 1;  // the last one again where there are no four left
+      const int64_t row = place / job.per_kv, of_kv = place % job.per_kv;
+      const int64_t element = (((unit.first_row + row) * job.kv_heads + head) * job.per_kv + of_kv) * dim_;
+      place_[at] = {prepared((const T*)job.query + element, at), (T*)job.out + element, (int32_t)positions[row], of_kv};
+    }
+    groups_ = groups;
+    const int64_t oldest = positions[0] + 1 - job.window;
+    oldest_ = oldest > 0 ? oldest : 0, last_ = positions[unit.rows - 1];
+  }
+
+  void run() {
+    if (unit_.piece >= 0) return run_piece();
+    const int64_t first = oldest_ / PIECE, end = last_ / PIECE + 1;
+    sum(first, total_);
+    for (int64_t piece = first + 1; piece < end; piece++) {
+      sum(piece, piece_);
+      total_.merge(piece_, places_);
+    }
+    finish(total_);
+    if (job_.looks) look();
+  }
+
+ private:
+  struct Place {
+    const float* query;  // words
+    T* out;
+    int32_t position;
+    int64_t head;  // of those that share the key head
+  };
+
+  // A row and head's query as products read it.
+  const float* prepared(const T* from, int64_t at) {
+    if constexpr (PAIRED || sizeof(T) == sizeof(float)) return (const float*)from;
+    float* to = query_ + at * dim_;
+    for (int64_t d = 0; d < dim_; d += LANES) store(to + d, widened(from + d));
+    return to;
+  }
+
+  // One piece of a split tile; whoever ends the last one merges them all.
+  void run_piece() {
+    const int64_t size = places_ * state_floats(dim_);
+    const int64_t rows_before = unit_.partial * job_.kv_heads * job_.per_kv + head_ * unit_.pieces * places_;
+    float* first = job_.partial + rows_before * state_floats(dim_);
+    sum(unit_.piece, piece_);
+    memcpy(first + unit_.piece * size, piece_.first, size * sizeof(float));
+    int64_t* ended = job_.ended + unit_.tile * job_.kv_heads + head_;
+    if (__atomic_fetch_add(ended, 1, __ATOMIC_ACQ_REL) != unit_.pieces - 1) return;
+    memcpy(total_.first, first, size * sizeof(float));
+    for (int64_t piece = 1; piece < unit_.pieces; piece++) total_.merge({first + piece * size, dim_}, places_);
+    finish(total_);
+  }
+
+  // A piece's sums, begun anew.
+  void sum(int64_t piece, const State& state) {
+    state.clear(groups_ * ROWS);
+    each_block(piece * PIECE, (piece + 1) * PIECE, true, [&](int64_t group) { attend(group, state); });
+  }
+
+  // The strongest probability that any row gives each key: a second pass, when the sums are known.
+  void look() {
+    each_block(0, last_ + 1, false, [&](int64_t group) { look_at(group); });
+  }
+
+  // `work` for every group of rows that sees a key of the blocks between two keys.
+  template <class Work> void each_block(int64_t from, int64_t to, bool with_values, Work work) {
+    const int64_t oldest_block = oldest_ / KEYS * KEYS;
+    const T* keys = (const T*)job_.keys + head_ * job_.head_size;
+    const T* values = (const T*)job_.values + head_ * job_.head_size;
+    first_key_ = from > oldest_block ? from : oldest_block;
+    for (; first_key_ < to && first_key_ <= last_; first_key_ += KEYS) {
+      const int64_t* pages = job_.pages + unit_.first_page + first_key_ / PAGE;
+      const bool whole = first_key_ >= oldest_ && first_key_ + KEYS - 1 <= last_;
+      in_place_ = whole && !PAIRED && (sizeof(T) == sizeof(float) || groups_ <= FEW_GROUPS);
+      for (int page = 0; page < KEYS / PAGE; page++) {
+        take_keys<T, PAIRED>(keys_ + page * PAGE, keys + pages[page] * dim_, dim_);
+        value_page_[page] = values + pages[page] * dim_;
+        if (with_values && !in_place_)
+          take_values<T, PAIRED>(values_ + page * PAGE / WORD * dim_, value_page_[page], dim_);
+      }
+      if (with_values && !whole)
+        for (int key = 0; key < KEYS; key++)
+          if (first_key_ + key < oldest_ || first_key_ + key > last_) blank<PAIRED>(values_, key, dim_);
+      for (int64_t group = 0; group < groups_; group++) {
+        const bool above = place_[group * ROWS + ROWS - 1].position >= first_key_;
+        const bool within = place_[group * ROWS].position - job_.window < first_key_ + KEYS - 1;
+        if (above && within) work(group);
+      }
+    }
+  }
+
+  // In units of log 2; hidden keys far below all others.
+  KVK_INLINE void score(int64_t group, Floats (&scores)[ROWS][SCORES]) {
+    const Place* place = place_ + group * ROWS;
+    const float* const lines[ROWS] = {place[0].query, place[1].query, place[2].query, place[3].query};
+    for (int part = 0; part < SCORES; part += PARTS) {
+      Floats sums[ROWS][PARTS];
+      for (int i = 0; i < ROWS; i++)
+        for (int p = 0; p < PARTS; p++) sums[i][p] = Floats{};
+      multiply<PAIRED>(sums, lines, keys_ + part * LANES, dim_ / WORD, KEYS);
+      for (int i = 0; i < ROWS; i++)
+        for (int p = 0; p < PARTS; p++) scores[i][part + p] = sums[i][p] * job_.scale;
+    }
+    if (job_.capped)
+      for (int i = 0; i < ROWS; i++)
+        for (int p = 0; p < SCORES; p++) scores[i][p] = capped(scores[i][p]);
+    if (place[0].position < first_key_ + KEYS - 1 || place[ROWS - 1].position - job_.window >= first_key_)
+      mask(place, scores);
+  }
+
+  // cap * tanh(x), where exp2(scaled) is exp(2 x): 1 - 2 / (exp(2 x) + 1). Far out it is 1 to the last bit.
+  KVK_INLINE Floats capped(Floats scaled) {
+    const Floats near = smaller(splat(60.f), larger(splat(-60.f), scaled));
+    return job_.cap * (1.f - 2.f / (exp2(near) + 1.f));
+  }
+
+  KVK_INLINE void mask(const Place* place, Floats (&scores)[ROWS][SCORES]) {
+    for (int i = 0; i < ROWS; i++) {
+      const int64_t gone = place[i].position - job_.window;
+      const Words position = splat(place[i].position), unseen = splat((int32_t)(gone > -1 ? gone : -1));
+      Words key = splat((int32_t)first_key_);
+      for (int lane = 0; lane < LANES; lane++) key[lane] += lane;
+      for (int p = 0; p < SCORES; p++, key += LANES)
+        scores[i][p] = ((key > position) | (key <= unseen)) ? splat(MASKED) : scores[i][p];
+    }
+  }
+
+  void attend(int64_t group, const State& state) {
+    Floats scores[ROWS][SCORES], shrink[ROWS];
+    score(group, scores);
+    for (int i = 0; i < ROWS; i++) {
+      const int64_t row = group * ROWS + i;
+      Floats most = scores[i][0];
+      for (int p = 1; p < SCORES; p++) most = larger(most, scores[i][p]);
+      const Floats old = load<Floats>(state.maximum(row)), now = larger(old, maximum_of(most));
+      store(state.maximum(row), now);
+      shrink[i] = exp2(old - now);
+      Floats added = {};
+      for (int p = 0; p < SCORES; p++) {
+        const Floats weight = exp2(scores[i][p] - now);
+        added += weight;
+        if constexpr (PAIRED) narrow_coarsely((bf16*)(weights_ + i * KEYS / WORD) + p * LANES, weight);
+        else store(weights_ + i * KEYS + p * LANES, weight);
+      }
+      store(state.weights(row), fma(load<Floats>(state.weights(row)), shrink[i], added));
+    }
+    float* sums = state.values(group * ROWS);
+    if (in_place_) {
+      add_values(sums, shrink, value_page_[0], value_page_[1]);
+    } else {
+      add_values(sums, shrink, (const float*)values_, (const float*)values_ + PAGE / WORD * dim_);
+    }
+  }
+
+  // Adds the block's values, two pages of them, to the sums of four rows.
+  template <class Value>
+  KVK_INLINE void add_values(float* sums, const Floats (&shrink)[ROWS], const Value* page, const Value* other) {
+    int64_t d = 0;
+    for (; d + PARTS * LANES <= dim_; d += PARTS * LANES) weigh<PARTS>(sums + d, shrink, page + d, other + d);
+    if constexpr (PARTS > 2)
+      for (; d + 2 * LANES <= dim_; d += 2 * LANES) weigh<2>(sums + d, shrink, page + d, other + d);
+    for (; d < dim_; d += LANES) weigh<1>(sums + d, shrink, page + d, other + d);
+  }
+
+  // The same for COUNT vectors of channels.
+  template <int COUNT, class Value>
+  KVK_INLINE void weigh(float* to, const Floats (&shrink)[ROWS], const Value* page, const Value* other) {
+    constexpr int DEPTH = KEYS / WORD, HALF = DEPTH / 2;
+    const float* const lines[ROWS] = {weights_, weights_ + DEPTH, weights_ + 2 * DEPTH, weights_ + 3 * DEPTH};
+    const float* const others[ROWS] = {lines[0] + HALF, lines[1] + HALF, lines[2] + HALF, lines[3] + HALF};
+    const int64_t stride = state_floats(dim_);
+    Floats sums[ROWS][COUNT];
+    for (int i = 0; i < ROWS; i++)
+      for (int p = 0; p < COUNT; p++) sums[i][p] = load<Floats>(to + i * stride + p * LANES) * shrink[i];
+    multiply<PAIRED>(sums, lines, page, HALF, dim_);
+    multiply<PAIRED>(sums, others, other, HALF, dim_);
+    for (int i = 0; i < ROWS; i++)
+      for (int p = 0; p < COUNT; p++) store(to + i * stride + p * LANES, sums[i][p]);
+  }
+
+  void look_at(int64_t group) {
+    Floats scores[ROWS][SCORES];
+    score(group, scores);
+    for (int i = 0; i < ROWS; i++) {
+      const int64_t row = group * ROWS + i;
+      const Floats most = load<Floats>(total_.maximum(row)), inverse = load<Floats>(total_.weights(row));
+      const int64_t head = (unit_.tile * job_.kv_heads + head_) * job_.per_kv + place_[row].head;
+      float* to = job_.looks + head * job_.look_size + first_key_;
+      for (int p = 0; p < SCORES; p++) {
+        const Floats found = exp2(scores[i][p] - most) * inverse, kept = load<Floats>(to + p * LANES);
+        store(to + p * LANES, kept == kept ? larger(kept, found) : kept);
+      }
+    }
+  }
+
+  // Divides by the weights' sums, whose inverse stays there, and writes the output.
+  void finish(const State& state) {
+    for (int64_t row = 0; row < places_; row++) {
+      const Floats inverse = 1.f / sum_of(load<Floats>(state.weights(row)));
+      store(state.weights(row), inverse);
+      for (int64_t d = 0; d < dim_; d += LANES)
+        narrow_coarsely(place_[row].out + d, load<Floats>(state.values(row) + d) * inverse);
+    }
+    for (int64_t row = places_; row < groups_ * ROWS; row++)  // for the second pass
+      memcpy(state.values(row), state.values(places_ - 1), state_floats(dim_) * sizeof(float));
+  }
+
+  const AttentionJob& job_;
+  const AttentionUnit& unit_;
+  const int64_t head_, dim_, places_;
+  int64_t groups_, oldest_, last_, first_key_;
+  float *query_, *keys_, *values_, *weights_;
+  State total_, piece_;
+  const T* value_page_[KEYS / PAGE];  // of the block, in the pool
+  bool in_place_;                     // values are read from there
+  Place place_[PLACES];
+};
+
+}  // namespace
+
+KVK_JOB(attention, AttentionJob)
+KVK_EXPORT int64_t kvk_attention_scratch(int64_t dim) { return scratch_floats(dim); }
+KVK_EXPORT int64_t kvk_attention_state(int64_t dim) { return state_floats(dim); }
+
+// For every thread of a team.
+KVK_EXPORT void kvk_attention(AttentionJob* job) {
+  float* scratch = job->scratch + take(&job->joined) * scratch_floats(job->dim);
+  for (int64_t item; (item = take(&job->taken)) < job->units * job->kv_heads;) {
+    const AttentionUnit& unit = job->unit[item / job->kv_heads];
+    const int64_t head = item % job->kv_heads;
+    if (job->of_bf16) Tile<bf16>(*job, scratch, unit, head).run();
+    else Tile<float>(*job, scratch, unit, head).run();
+  }
+}

@@ -1,0 +1,132 @@
+// What kernels take. The modules of the same names in kvkernels/cpu describe the same fields in the same order, and see
+// by `kvk_*_bytes` whether they are. A job's first field counts what threads have taken of it.
+#pragma once
+#include "vector.h"
+
+namespace kvk {
+
+// ---- attention.cpp --------------------------------------------------------------------------------------------------
+
+struct AttentionJob {
+  int64_t taken;   // units that threads have taken
+  int64_t joined;  // threads that have begun
+  int64_t units;   // times key heads
+  const void* query;         // [rows, heads, dim]
+  const void* keys;          // [kv_heads, slots, dim]
+  const void* values;        // likewise
+  void* out;                 // [rows, heads, dim]
+  const int64_t* positions;  // [rows]
+  const int64_t* pages;      // first slots of the sequences' pages
+  const struct AttentionUnit* unit;  // [units]
+  float* scratch;            // [threads, scratch_floats(dim)]
+  float* partial;            // sums of the pieces of split tiles: [.., kv_heads, per_kv rows, state_floats(dim)]
+  int64_t* ended;            // [split tiles, kv_heads] of zeros: pieces that are done
+  float* looks;              // [tiles, heads, look_size] of zeros, or null
+  int64_t look_size;         // keys to the end of the last block
+  int64_t kv_heads, per_kv, dim;
+  int64_t head_size;  // elements from one key head to the next
+  int64_t window;     // keys that a row sees, or more than there are
+  int64_t of_bf16;    // else float32
+  int64_t capped;
+  float scale;  // of scores, in units of log 2; with a cap, what the score is multiplied with inside it
+  float cap;    // in units of log 2
+};
+
+// What a thread takes: a tile, or one piece of a tile that is split.
+struct AttentionUnit {
+  int64_t first_row, rows;  // times per_kv at most 256
+  int64_t first_page;  // where its sequence's pages begin
+  int64_t tile;        // its number, or that among the split ones
+  int64_t piece;       // -1: all
+  int64_t pieces;      // of the whole tile
+  int64_t partial;     // where the tile's partial sums begin, in rows of one key head
+};
+
+// ---- chunks.cpp -----------------------------------------------------------------------------------------------------
+
+// A chunk to be moved.
+struct Chunk {
+  const int64_t* slots;  // [tokens] of the pool
+  uint8_t *keys, *values;
+  float *key_scale, *key_zero, *value_scale, *value_zero;
+  uint8_t *sink_keys, *sink_values;
+  const float *cosine, *sine;  // [half] of the angles by which keys are turned further; null: not at all
+  int64_t tokens;              // to be moved, of
+  int64_t chunk_tokens;
+  int64_t bits, group_tokens, sink_tokens;
+  int64_t half;  // of the rotary channels: channel i < half turns with channel i + half
+};
+
+struct ChunkJob {
+  int64_t taken;
+  const Chunk* chunks;
+  int64_t count;
+  void *keys, *values;               // [layers, kv_heads, slots, dim]
+  int64_t layer_stride, head_stride;  // in elements
+  int64_t first_layer, layers, heads, dim;
+  int64_t of_bf16;
+};
+
+// ---- rows.cpp -------------------------------------------------------------------------------------------------------
+
+struct NormJob {
+  int64_t taken, rows, of_bf16, width;
+  void* hidden;         // [rows, width]
+  const void* delta;    // likewise, added to hidden; or null
+  const float* weight;  // [width]
+  void* out;            // [rows, width]
+  double epsilon;
+};
+
+struct RotateJob {
+  int64_t taken, rows, of_bf16, heads, kv_heads, dim;
+  const void* qkv;        // [rows, (heads + 2 kv_heads) * dim]
+  const float* cosine;    // [rows, dim]
+  const float* sine;      // likewise
+  const float* q_weight;  // [dim] of a norm of each head; or null
+  const float* k_weight;
+  const int64_t* slots;  // [rows]
+  void* keys;            // [kv_heads, slots, dim]
+  void* values;          // likewise
+  int64_t head_size;     // elements from one key head to the next
+  void* queries;         // [rows, heads * dim]
+  double epsilon;
+};
+
+struct GateJob {
+  int64_t taken, rows, of_bf16, width;
+  const void* gate_up;  // [rows, 2 width]
+  void* out;            // [rows, width]
+};
+
+// ---- products.cpp ---------------------------------------------------------------------------------------------------
+
+struct ProductJob {
+  int64_t taken;          // parts of the outputs that a thread has taken
+  int64_t parts;          // as many as there are threads; a late one finds its part taken
+  const int32_t* weight;  // pairs: [out / 64, in / 2, 64]
+  const int32_t* x;       // pairs: [rows, in / 2]
+  const bf16* bias;       // [out], or null
+  bf16* y;                // [rows, out]
+  int64_t inputs, outputs, block, rows;
+};
+
+}  // namespace kvk
+
+// Each for every thread that takes part; and the size of its job.
+#define KVK_KERNEL(name, Job)       \
+  KVK_EXPORT void kvk_##name(Job*); \
+  KVK_EXPORT int64_t kvk_##name##_bytes();
+KVK_KERNEL(attention, kvk::AttentionJob)
+KVK_KERNEL(pack, kvk::ChunkJob)
+KVK_KERNEL(unpack, kvk::ChunkJob)
+KVK_KERNEL(norm, kvk::NormJob)
+KVK_KERNEL(rotate, kvk::RotateJob)
+KVK_KERNEL(gate, kvk::GateJob)
+KVK_KERNEL(product, kvk::ProductJob)
+#undef KVK_KERNEL
+
+KVK_EXPORT int64_t kvk_chunk_bytes();
+// Floats of a thread's scratch, and of the sums that are kept for a row and head.
+KVK_EXPORT int64_t kvk_attention_scratch(int64_t dim);
+KVK_EXPORT int64_t kvk_attention_state(int64_t dim);

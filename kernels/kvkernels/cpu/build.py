@@ -1,0 +1,145 @@
+"""Compiles the CPU kernels, one library for each instruction set: ``python -m kvkernels.cpu.build``.
+
+``pip install`` does it with the machine's compiler, or with the ``ziglang`` wheel where there is none. Imports nothing
+but the standard library, so that it runs where nothing is installed yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent.parent
+LIBRARIES = _PACKAGE / "lib" / "cpu"
+# Beside them, the fingerprint of what they were compiled from.
+STAMP = "fingerprint"
+KERNELS = ("attention.cpp", "chunks.cpp", "products.cpp", "rows.cpp")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=off",  # what is fused is written as such, so that bits do not depend on the compiler
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+# By architecture, the best last: bit i of features.cpp says whether the i-th can run.
+VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": (*_AVX512, "-mavx512bf16")},
+    "aarch64": {"neon": ()},
+}
+_SAME = {"amd64": "x86_64", "arm64": "aarch64"}
+
+
+def architecture() -> str:
+    """This machine's, by the name that compilers give it."""
+    machine = platform.machine().lower()
+    return _SAME.get(machine, machine)
+
+
+def variants() -> dict[str, tuple[str, ...]]:
+    """Names and compiler flags of what this architecture can have, the best last."""
+    return VARIANTS.get(architecture(), {})
+
+
+def sources() -> Path:
+    """The folder of the sources: in the repository, or copied into the installed package. Raises FileNotFoundError."""
+    for folder in (_PACKAGE.parent / "cpu", _PACKAGE / "sources" / "cpu"):
+        if (folder / KERNELS[0]).exists():
+            return folder
+    raise FileNotFoundError(f"no sources of CPU kernels beside {_PACKAGE} or in it; install kvsidecar from a wheel")
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash of the sources and flags: libraries of other ones are other libraries."""
+    digest = hashlib.sha256(repr((_FLAGS, VARIANTS)).encode())
+    for path in sorted(folder.glob("*.*")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compiler() -> list[str] | None:
+    """The command of a C++ compiler: what CXX or CC name, and only that; else the machine's; else ziglang's."""
+    if named := os.environ.get("CXX") or os.environ.get("CC"):
+        command = shlex.split(named)
+        return command if shutil.which(command[0]) and Path(command[0]).name != "false" else None
+    for name in ("g++", "clang++", "c++"):
+        if found := shutil.which(name):
+            return [found]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "c++", "-nostdlib++"]
+    return None
+
+
+def asks_for_ziglang() -> bool:
+    """Whether an installation should bring a compiler along: the machine has none, and nobody said which to use."""
+    return bool(variants()) and not os.environ.get("CXX") and not os.environ.get("CC") and compiler() is None
+
+
+def compile_one(command: list[str], target: Path, names: tuple[str, ...], flags: tuple[str, ...]) -> None:
+    """One library of some sources. Raises RuntimeError with the compiler's message."""
+    paths = [str(sources() / name) for name in names]
+    with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".part", delete=False) as unfinished:
+        done = subprocess.run(
+            [*command, *_FLAGS, *flags, *paths, "-o", unfinished.name], capture_output=True, text=True
+        )
+    if done.returncode:
+        Path(unfinished.name).unlink()
+        raise RuntimeError(f"{shlex.join(command)} does not compile the CPU kernels:\n{done.stderr[-4000:]}")
+    Path(unfinished.name).chmod(0o755)
+    Path(unfinished.name).replace(target)  # whole or not at all, whoever else builds
+
+
+def build(folder: Path = LIBRARIES) -> list[str]:
+    """Compiles all of this architecture's variants unless they are there; returns their names. Raises RuntimeError:
+    when there is no compiler, with a compiler's message."""
+    stamp, now = folder / STAMP, fingerprint(sources())
+    if stamp.exists() and stamp.read_text() == now:
+        return list(variants())
+    command = compiler()
+    if command is None:
+        raise RuntimeError("no C++ compiler: install g++ or clang++, or `pip install ziglang`")
+    if not variants():
+        raise RuntimeError(f"there are no CPU kernels for {architecture()}")
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp.unlink(missing_ok=True)
+    jobs = [("features", ("features.cpp",), ()), *((name, KERNELS, flags) for name, flags in variants().items())]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda job: compile_one(command, folder / f"{job[0]}.so", job[1], job[2]), jobs))
+    stamp.write_text(now)
+    return list(variants())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="kvkernels.cpu.build", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=LIBRARIES)
+    options = parser.parse_args()
+    try:
+        names = build(options.out)
+    except (RuntimeError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{options.out}: {', '.join(names)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+// Every CPU kernel against plain loops in double or integers, without Python: for other architectures under qemu-user, and
+// under the address sanitizer. Every buffer is of exactly the size that the kernel may touch. Ends with 1 at the first
+// difference. With the argument `short`, one buffer is too short, which the sanitizer must see.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "jobs.h"
+
+using namespace kvk;
+
+static uint32_t state = 1;
+static float number() {  // of about a normal distribution
+  float sum = 0;
+  for (int i = 0; i < 4; i++) state = state * 1664525u + 1013904223u, sum += (float)(state >> 8) / (1 << 24) - 0.5f;
+  return 1.7f * sum;
+}
+
+template <class T> struct Buffer {
+  T* at;
+  explicit Buffer(size_t count) : at((T*)calloc(count ? count : 1, sizeof(T))) {}
+  ~Buffer() { free(at); }
+  T& operator[](size_t i) const { return at[i]; }
+};
+
+static float value(float x) { return x; }
+static float value(bf16 x) {
+  const uint32_t bits = (uint32_t)x.bits << 16;
+  float out;
+  memcpy(&out, &bits, 4);
+  return out;
+}
+static void put(float& to, float x) { to = x; }
+static void put(bf16& to, float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  to.bits = (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+template <class T> void fill(const Buffer<T>& buffer, size_t count) {
+  for (size_t i = 0; i < count; i++) put(buffer[i], number());
+}
+
+static void expect(double found, double wanted, double tolerance, const char* what, int64_t at) {
+  if (fabs(found - wanted) <= tolerance) return;
+  printf("%s: %g instead of %g at %lld\n", what, found, wanted, (long long)at);
+  exit(1);
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+// A tile has at most 256 rows times heads.
+template <class T> void attention(int64_t dim, int64_t keys, int64_t rows, int64_t window, int64_t shortened) {
+  const int64_t kv_heads = 2, per_kv = 3, heads = kv_heads * per_kv, pages = (keys + 63) / 64 * 2, slots = (pages + 1) * 32;
+  Buffer<T> k(kv_heads * slots * dim), v(kv_heads * slots * dim), q(rows * heads * dim), out(rows * heads * dim), again(rows * heads * dim);
+  fill(q, rows * heads * dim), fill(k, kv_heads * slots * dim), fill(v, kv_heads * slots * dim);
+  Buffer<int64_t> page(pages), positions(rows);
+  for (int64_t i = 0; i < pages; i++) page[i] = (pages - i) * 32;  // from the back
+  for (int64_t i = 0; i < rows; i++) positions.at[i] = keys - rows + i;
+  auto slot = [&](int64_t key) { return page[key / 32] + key % 32; };
+  for (int64_t key = keys; key < pages * 32; key++)
+    for (int64_t d = 0; d < kv_heads * dim; d++)
+      put(k[(d / dim * slots + slot(key)) * dim + d % dim], NAN), put(v[(d / dim * slots + slot(key)) * dim + d % dim], NAN);
+
+  const int64_t pieces = (keys + 511) / 512;
+  Buffer<float> scratch(kvk_attention_scratch(dim)), partial(pieces * rows * heads * kvk_attention_state(dim)), looks(heads * pages * 32 - shortened);
+  Buffer<int64_t> ended(kv_heads);
+  Buffer<AttentionUnit> units(pieces);
+  AttentionJob job = {};
+  job.query = q.at, job.keys = k.at, job.values = v.at, job.out = out.at, job.positions = positions.at, job.pages = page.at;
+  job.unit = units.at, job.scratch = scratch.at, job.partial = partial.at, job.ended = ended.at, job.looks = looks.at;
+  job.look_size = pages * 32, job.kv_heads = kv_heads, job.per_kv = per_kv, job.dim = dim, job.head_size = slots * dim;
+  job.window = window, job.of_bf16 = sizeof(T) == 2, job.units = 1;
+  const double scale = 1 / sqrt((double)dim);
+  job.scale = (float)(scale * 1.4426950408889634);
+  units[0] = {0, rows, 0, 0, -1, pieces, 0};
+  kvk_attention(&job);
+
+  // The same in pieces, the last first.
+  for (int64_t i = 0; i < pieces; i++) units[i] = {0, rows, 0, 0, pieces - 1 - i, pieces, 0};
+  AttentionJob split = job;
+  split.out = again.at, split.looks = nullptr, split.taken = split.joined = 0, split.units = pieces;
+  kvk_attention(&split);
+  if (memcmp(out.at, again.at, rows * heads * dim * sizeof(T))) expect(1, 0, 0, "attention: bits of pieces", 0);
+
+  const double tolerance = sizeof(T) == 2 ? 2e-2 : 1e-5;
+  Buffer<double> weight(keys), most(heads * keys);
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t head = 0; head < heads; head++) {
+      const T *mine = q.at + (row * heads + head) * dim, *its = k.at + head / per_kv * slots * dim;
+      const int64_t last = keys - rows + row, first = last - window < -1 ? 0 : last - window + 1;
+      double sum = 0;
+      for (int64_t key = first; key <= last; key++) {
+        double score = 0;
+        for (int64_t d = 0; d < dim; d++) score += (double)value(mine[d]) * value(its[slot(key) * dim + d]);
+        sum += weight[key] = exp(score * scale);
+      }
+      for (int64_t key = first; key <= last; key++) most[head * keys + key] = fmax(most[head * keys + key], weight[key] / sum);
+      for (int64_t d = 0; d < dim; d++) {
+        double wanted = 0;
+        for (int64_t key = first; key <= last; key++)
+          wanted += weight[key] / sum * value(v[(head / per_kv * slots + slot(key)) * dim + d]);
+        expect(value(out[(row * heads + head) * dim + d]), wanted, tolerance, "attention", (row * heads + head) * dim + d);
+      }
+    }
+  for (int64_t i = 0; i < heads * pages * 32; i++) {
+    const int64_t key = i % (pages * 32);
+    expect(looks[i], key < keys ? most[i / (pages * 32) * keys + key] : 0, 1e-3, "looks", i);
+  }
+}
+
+// ---- chunks ---------------------------------------------------------------------------------------------------------
+
+static int round_even(float x) { return (int)nearbyintf(fminf(fmaxf(x, 0), 255)); }
+
+template <class T> void chunks(int64_t bits, int64_t tokens, bool turned) {
+  const int64_t layers = 2, heads = 2, dim = 48, slots = 200, group = bits == 8 ? 40 : 32, sinks = bits == 16 ? 0 : 3, half = 12;
+  const int64_t groups = (tokens + group - 1) / group, vectors = layers * tokens * heads, pool = layers * heads * slots * dim;
+  Buffer<T> k(pool), v(pool), back_k(pool), back_v(pool);
+  fill(k, pool), fill(v, pool);
+  Buffer<int64_t> slot(tokens);
+  for (int64_t t = 0; t < tokens; t++) slot[t] = (t * 7 + 3) % slots;
+  const int64_t bytes = vectors * dim * (bits == 16 ? (int64_t)sizeof(T) : 1) * (bits == 4 ? 1 : 2) / 2;
+  Buffer<uint8_t> keys(bytes), values(bytes), sink_k(layers * sinks * heads * dim * sizeof(T)), sink_v(layers * sinks * heads * dim * sizeof(T));
+  Buffer<float> ks(layers * groups * heads * dim), kz(layers * groups * heads * dim), vs(vectors), vz(vectors), cosine(half), sine(half);
+  for (int64_t i = 0; i < half; i++) cosine[i] = cosf(0.3f * i), sine[i] = sinf(0.3f * i);
+  Chunk chunk = {slot.at, keys.at, values.at, ks.at, kz.at, vs.at, vz.at, sink_k.at, sink_v.at, nullptr, nullptr, tokens, tokens, bits, bits == 16 ? 0 : group, sinks, 0};
+  ChunkJob job = {0, &chunk, 1, k.at, v.at, heads * slots * dim, slots * dim, 0, layers, heads, dim, sizeof(T) == 2};
+  kvk_pack(&job);
+  if (turned) chunk.cosine = cosine.at, chunk.sine = sine.at, chunk.half = half;
+  job.taken = 0, job.keys = back_k.at, job.values = back_v.at;
+  kvk_unpack(&job);
+
+  for (int64_t n = 0; n < vectors; n++) {
+    const int64_t head = n % heads, token = n / heads % tokens, layer = n / heads / tokens;
+    const int64_t from = ((layer * heads + head) * slots + slot[token]) * dim;
+    const bool plain = bits == 16 || token < sinks;
+    float x[48];
+    for (int64_t d = 0; d < dim; d++) {
+      const int64_t g = ((layer * groups + token / group) * heads + head) * dim + d;
+      const uint8_t* bytes_at = keys.at + n * dim * bits / 8;
+      const int code = bits == 8 ? bytes_at[d] : bytes_at[d / 2] >> d % 2 * 4 & 15;
+      x[d] = value(k[from + d]);
+      if (!plain) {
+        const float inverse = ks[g] > 0 ? 1 / ks[g] : 0;
+        expect(code, fmin(round_even((x[d] - kz[g]) * inverse), bits == 8 ? 255 : 15), 0, "key code", n * dim + d);
+        x[d] = (float)code * ks[g];
+        x[d] += kz[g];
+        expect(x[d], value(k[from + d]), 0.51 * ks[g] + 1e-6, "key", n * dim + d);
+        const float low = vz[n], step = vs[n], found = value(back_v[from + d]);
+        expect(found, value(v[from + d]), 0.51 * step + fabs(found) * (sizeof(T) == 2 ? 0.004 : 1e-6), "value", n * dim + d);
+        expect(low <= value(v[from + d]), 1, 0, "zero", n * dim + d);
+      } else {
+        expect(value(back_v[from + d]), value(v[from + d]), 0, "value as it was", n * dim + d);
+      }
+    }
+    for (int64_t d = 0; d < dim; d++) {
+      double wanted = x[d];
+      if (turned && d < half) wanted = (double)x[d] * cosine[d] - (double)x[d + half] * sine[d];
+      else if (turned && d < 2 * half) wanted = (double)x[d] * cosine[d - half] + (double)x[d - half] * sine[d - half];
+      expect(value(back_k[from + d]), wanted, (sizeof(T) == 2 ? 0.004 : 1e-6) * (fabs(wanted) + 1), "turned key", n * dim + d);
+    }
+  }
+}
+
+// ---- rows and products ----------------------------------------------------------------------------------------------
+
+template <class T> void rows(int64_t width) {
+  const int64_t count = 11, dim = 48, half = dim / 2;
+  const double tolerance = sizeof(T) == 2 ? 0.02 : 2e-6;
+  Buffer<T> hidden(count * width), delta(count * width), out(count * width), gate_up(count * 2 * width);
+  Buffer<float> weight(width), sums(count * width), cosine(count * dim), sine(count * dim);
+  fill(hidden, count * width), fill(delta, count * width), fill(gate_up, count * 2 * width), fill(weight, width);
+  fill(cosine, count * dim), fill(sine, count * dim);
+  for (int64_t i = 0; i < count * width; i++) sums[i] = value(hidden[i]) + value(delta[i]);
+  NormJob norm = {0, count, sizeof(T) == 2, width, hidden.at, delta.at, weight.at, out.at, 1e-6};
+  kvk_norm(&norm);
+  for (int64_t row = 0; row < count; row++) {
+    double squares = 0;
+    for (int64_t c = 0; c < width; c++) squares += (double)sums[row * width + c] * sums[row * width + c];
+    for (int64_t c = 0; c < width; c++) {
+      const double wanted = sums[row * width + c] / sqrt(squares / width + 1e-6) * weight[c];
+      expect(value(out[row * width + c]), wanted, tolerance * (1 + fabs(wanted)), "norm", row * width + c);
+    }
+  }
+  GateJob gate = {0, count, sizeof(T) == 2, width, gate_up.at, out.at};
+  kvk_gate(&gate);
+  for (int64_t i = 0; i < count * width; i++) {
+    const double g = value(gate_up[i / width * 2 * width + i % width]), u = value(gate_up[i / width * 2 * width + width + i % width]);
+    expect(value(out[i]), g / (1 + exp(-g)) * u, tolerance, "gate", i);
+  }
+  Buffer<T> qkv(count * 4 * dim), queries(count * 2 * dim), keys(count * dim), values(count * dim);
+  Buffer<int64_t> slots(count);
+  fill(qkv, count * 4 * dim);
+  for (int64_t i = 0; i < count; i++) slots[i] = count - 1 - i;
+  RotateJob rotate = {0, count, sizeof(T) == 2, 2, 1, dim, qkv.at, cosine.at, sine.at, nullptr, nullptr, slots.at, keys.at, values.at, count * dim, queries.at, 1e-6};
+  kvk_rotate(&rotate);
+  for (int64_t row = 0; row < count; row++)
+    for (int64_t i = 0; i < 4 * dim; i++) {
+      const int64_t h = i / dim, d = i % dim, to = (count - 1 - row) * dim + d;
+      const T* x = qkv.at + row * 4 * dim + h * dim;
+      const double other = d < half ? -value(x[d + half]) : value(x[d - half]);
+      const double turned = value(x[d]) * cosine[row * dim + d] + other * sine[row * dim + d];
+      if (h < 2) expect(value(queries[(row * 2 + h) * dim + d]), turned, tolerance, "query", row);
+      else expect(value(h == 2 ? keys[to] : values[to]), h == 2 ? turned : value(x[d]), tolerance, "key or value", row);
+    }
+}
+
+static void product() {
+  const int64_t inputs = 100, outputs = 128, count = 8;
+  Buffer<bf16> weight(inputs * outputs), x(count * inputs), bias(outputs), y(count * outputs);
+  fill(weight, inputs * outputs), fill(x, count * inputs), fill(bias, outputs);
+  ProductJob job = {0, 2, (const int32_t*)weight.at, (const int32_t*)x.at, bias.at, y.at, inputs, outputs, 64, count};
+  kvk_product(&job);
+  for (int64_t row = 0; row < count; row++)
+    for (int64_t o = 0; o < outputs; o++) {
+      double wanted = value(bias[o]);
+      for (int64_t i = 0; i < inputs; i++)
+        wanted += (double)value(x[row * inputs + i]) * value(weight[((o / 64 * inputs / 2 + i / 2) * 64 + o % 64) * 2 + i % 2]);
+      expect(value(y[row * outputs + o]), wanted, 0.005 * (1 + fabs(wanted)), "product", o);
+    }
+}
+
+int main(int arguments, char**) {
+  attention<bf16>(48, 40, 5, 1 << 30, arguments > 1);
+  attention<float>(64, 1100, 3, 1 << 30, 0);
+  attention<bf16>(64, 1100, 3, 600, 0);
+  attention<float>(80, 130, 70, 33, 0);
+  attention<bf16>(64, 600, 80, 1 << 30, 0);
+  for (int64_t bits = 16; bits >= 4; bits /= 2)
+    for (int turned = 0; turned < 2; turned++) chunks<float>(bits, 70, turned), chunks<bf16>(bits, 81, turned);
+  rows<float>(75), rows<bf16>(75), rows<bf16>(64);
+  product();
+  printf("all kernels agree with plain loops\n");
+}
