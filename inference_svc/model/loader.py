@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from inference_svc.engine.attention import ATTENTION, register
 from inference_svc.model import awq as quantized
-from inference_svc.model import fingerprint
+from kvsidecar.models import fingerprint
 from inference_svc.model.architectures import check_architecture
 from inference_svc.model.experts import EXPERTS, register_experts
 from inference_svc.model.gguf import file as gguf_file
