@@ -130,6 +130,7 @@ def test_the_fingerprint_is_of_the_contents_not_of_the_name(tmp_path: Path) -> N
     import shutil
 
     from kvsidecar.models import fingerprint
+
     from inference_svc.model.loader import DEMO_MODEL
 
     copy = tmp_path / "other-name"

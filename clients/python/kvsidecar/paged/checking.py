@@ -84,7 +84,7 @@ class _Marks:
                     token, head, channel = wrong[0]
                     raise ConfigurationError(
                         f"layer {layer}'s {name} of token {token}, head {head}, channel {channel} {complaint}; "
-                        f"{len(wrong)} of {marks.size} values are elsewhere. Its chunks would be wrong, so none are kept"
+                        f"{len(wrong)} of {marks.size} values are elsewhere, and its chunks would be wrong"
                     )
 
     def _bits(self, marks: NDArray[Any]) -> NDArray[Any]:

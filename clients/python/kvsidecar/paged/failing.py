@@ -10,8 +10,11 @@ from kvsidecar.paged.session import Session
 
 
 def give_up(link: DaemonLink, session: Session, error: Exception) -> str:
-    """Does with the session what a failure asks for, and says the failure in a sentence. A call that was not answered in
-    time is undone by the daemon; any other failure ends the session, and with it all that it held."""
+    """Does with the session what a failure asks for, and says the failure in a sentence.
+
+    A call that was not answered in time is undone by the daemon; any other failure ends the session, and with it all
+    that it held.
+    """
     if isinstance(error, grpc.RpcError):
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             session.doubt()

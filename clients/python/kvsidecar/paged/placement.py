@@ -1,8 +1,8 @@
 """Where the keys and values of a paged cache lie, said by the engine and never guessed from a shape.
 
 A placement gives, for one layer's keys or values, an offset and the strides of blocks, tokens, heads and channels. An
-axis may be split into several modes, as in CuTe's layouts: the tiles of Intel's AMX have tokens as ``(n / 16, 16)`` with
-strides of their own. So any order of dimensions can be said, packed or apart; what cannot be said cannot be used.
+axis may be split into several modes, as in CuTe's layouts: the tiles of Intel's AMX have tokens as ``(n / 16, 16)``
+with strides of their own. So any order of dimensions can be said, packed or apart; what cannot be said cannot be used.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LayerPlacement:
 
 @dataclass(frozen=True)
 class PagedCache:
-    """An engine's cache: its layers in the order of the model, all of one geometry. ``name`` says the layout in messages.
+    """An engine's cache: its layers in the model's order, all of one geometry. ``name`` says the layout in messages.
 
     Raises ConfigurationError when the layers do not fit each other or the geometry.
     """

@@ -21,8 +21,8 @@ class Reader:
         self._matcher = Matcher(geometry, timeout)
 
     def load(self, session: Session, tokens: list[int], salt: bytes, slots: Integers, first: int) -> int:
-        """Copies what is stored of ``tokens[first:]`` to ``slots [len(tokens)]``, of which those before ``first`` are not
-        looked at. Returns how many leading tokens there are then, those before ``first`` included.
+        """Copies what is stored of ``tokens[first:]`` to ``slots [len(tokens)]``, of which those before ``first`` are
+        not looked at. Returns how many leading tokens there are then, those before ``first`` included.
 
         Raises grpc.RpcError, ValueError, and ConnectionError when the lease may have ended while it copied; then the
         blocks hold anything.

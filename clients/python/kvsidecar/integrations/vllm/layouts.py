@@ -78,6 +78,6 @@ def placement_of(name: str, tensor: Tensor) -> LayerPlacement:
         )
     if tensor.ndim != 4 or tensor.shape[3] % 2:
         raise ConfigurationError(
-            f"the KV cache of {name} is {list(tensor.shape)}; expected is [blocks, kv_heads, block_tokens, 2 * head_dim]"
+            f"the KV cache of {name} is {list(tensor.shape)}; expected is [blocks, kv_heads, tokens, 2 * head_dim]"
         )
     return KNOWN[name](tensor)
