@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +12,10 @@ from typing import Any
 import pytest
 
 from benchmarks.node import Node
+from tests.integrations.vllm_child import Engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 _BLOCK = 32
-_CHILD = Path(__file__).with_name("vllm_child.py")
 _SHAPE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -30,47 +26,6 @@ _SHAPE: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.2,
 }
-
-
-class Engine:
-    """vLLM in a child process."""
-
-    def __init__(
-        self, model: Path, node: Node | None, log: Path, extra: dict[str, Any] | None = None, **options: Any
-    ) -> None:
-        transfer = None
-        if node is not None:
-            transfer = {
-                "kv_connector": "KVSidecarConnector",
-                "kv_connector_module_path": "kvsidecar.integrations.vllm",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"socket": str(node.cache_socket), **(extra or {})},
-            }
-        self.log = log
-        with log.open("w") as told:
-            self.process = subprocess.Popen(
-                [sys.executable, str(_CHILD), str(model), json.dumps({"transfer": transfer, "options": options})],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=told, text=True,
-            )  # fmt: skip
-        assert self._line() == "READY"
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
-        assert line, f"the engine ended:\n{self.log.read_text()[-3000:]}"
-        return line
-
-    def ask(self, prompts: list[list[int]], tokens: int = 8, **more: Any) -> list[dict[str, Any]]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens, **more}) + "\n")
-        self.process.stdin.flush()
-        found: list[dict[str, Any]] = json.loads(self._line())
-        assert all(one["why"] == "length" for one in found), "a request failed"
-        return found
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(30)
 
 
 def prompts(seed: int, count: int, length: int = 200) -> list[list[int]]:
@@ -104,7 +59,7 @@ def node() -> Iterator[Node]:
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[int]]]:
     """What vLLM answers without a connector and without its own prefix cache."""
-    engine = Engine(model, None, tmp_path_factory.mktemp("log") / "plain", enable_prefix_caching=False)
+    engine = Engine(model, tmp_path_factory.mktemp("log") / "plain", None, enable_prefix_caching=False)
     found = {seed: ids(engine.ask(prompts(seed, 12))) for seed in range(4)}
     engine.kill()
     return found
@@ -116,13 +71,13 @@ def warm(
 ) -> Iterator[Engine]:
     """An engine whose predecessor has read the prompts of seeds 0 and 1, stored them, and was killed."""
     logs = tmp_path_factory.mktemp("log")
-    first = Engine(model, node, logs / "first")
+    first = Engine(model, logs / "first", node.cache_socket)
     for seed in (0, 1):
         assert ids(first.ask(prompts(seed, 12))) == expected[seed], "answers changed while storing"
     wait_stored(node)
     first.kill()
     # Few blocks: eight requests do not fit, so that some are preempted.
-    engine = Engine(model, node, logs / "second", num_gpu_blocks_override=44)
+    engine = Engine(model, logs / "second", node.cache_socket, num_gpu_blocks_override=44)
     yield engine
     engine.kill()
 
@@ -190,7 +145,8 @@ def test_no_request_fails_when_the_daemon_is_killed_in_the_middle(
 def test_loads_that_break_off_are_computed_again(warm: Engine, expected: dict[int, list[list[int]]]) -> None:
     """The last test: from here on no load of this engine succeeds."""
     warm.ask(prompts(60, 6, 400))  # what it had of its own is gone
-    assert ids(warm.ask(prompts(0, 12), break_loads=True)) == expected[0]
+    warm.break_loads()
+    assert ids(warm.ask(prompts(0, 12))) == expected[0]
     assert "planted" in warm.log.read_text()
 
 

@@ -6,7 +6,7 @@ kernels in a process that has imported llvmlite by then, which our kernels do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -25,6 +25,20 @@ from kvsidecar.integrations.vllm.settings import read_settings
 if TYPE_CHECKING:
     from kvsidecar.integrations.vllm.scheduling import SchedulerHalf
     from kvsidecar.integrations.vllm.working import WorkerHalf
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """A step's work, as vLLM carries it."""
+
+    step: Step
+
+
+@dataclass
+class WorkerMetadata(KVConnectorHandshakeMetadata):
+    """A worker's introduction, as vLLM carries it."""
+
+    introduction: Introduction
 
 
 class KVSidecarConnector(KVConnectorBase_V1):
@@ -64,12 +78,12 @@ class KVSidecarConnector(KVConnectorBase_V1):
         self._worker = start_worker(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return None if self._worker is None else self._worker.introduction()
+        return None if self._worker is None else WorkerMetadata(self._worker.introduction())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._worker is not None:
-            assert isinstance(kv_connector_metadata, Step)
-            self._worker.preempted(kv_connector_metadata)
+            assert isinstance(kv_connector_metadata, StepMetadata)
+            self._worker.preempted(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
@@ -91,11 +105,17 @@ class KVSidecarConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.failed_blocks()
 
+    def get_kv_connector_stats(self) -> Any:
+        from kvsidecar.integrations.vllm.metrics import Stats
+
+        counted = {} if self._worker is None else self._worker.tally.take()
+        return Stats(counted) if counted else None
+
     @property
     def _bound(self) -> Step:
         found = self._get_connector_metadata()
-        assert isinstance(found, Step)
-        return found
+        assert isinstance(found, StepMetadata)
+        return found.step
 
     # ---- the scheduler's half -------------------------------------------------------------------------------
 
@@ -105,8 +125,9 @@ class KVSidecarConnector(KVConnectorBase_V1):
         return self._scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        introductions = {rank: one for rank, one in metadata.items() if isinstance(one, Introduction)}
-        self._scheduling.introduce(introductions)
+        self._scheduling.introduce(
+            {rank: one.introduction for rank, one in metadata.items() if isinstance(one, WorkerMetadata)}
+        )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduling.matched(request, num_computed_tokens)
@@ -115,7 +136,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
         self._scheduling.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._scheduling.order(scheduler_output)
+        return StepMetadata(self._scheduling.order(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduling.received(connector_output.finished_recving or ())
@@ -123,5 +144,18 @@ class KVSidecarConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduling.finished(request, block_ids), None
 
-    def take_events(self) -> Iterable[Any]:
-        return ()
+    # ---- what vLLM shows ------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        from kvsidecar.integrations.vllm.metrics import Stats
+
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> Any:
+        from kvsidecar.integrations.vllm.metrics import Metrics
+
+        return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

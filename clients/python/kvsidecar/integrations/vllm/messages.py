@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
-
 
 @dataclass(frozen=True)
 class Load:
@@ -34,8 +32,8 @@ class Store:
     began: float = 0.0
 
 
-@dataclass
-class Step(KVConnectorMetadata):
+@dataclass(frozen=True)
+class Step:
     """One step's work. ``ending`` are finished requests whose blocks the workers may still be reading: each says when
     it does not. ``preempted`` are those whose blocks are somebody else's from this step on."""
 
@@ -45,8 +43,8 @@ class Step(KVConnectorMetadata):
     preempted: set[str] = field(default_factory=set)
 
 
-@dataclass
-class Introduction(KVConnectorHandshakeMetadata):
+@dataclass(frozen=True)
+class Introduction:
     """A worker's namespace, as a serialized ``NamespaceDescriptor``."""
 
     descriptor: bytes

@@ -33,7 +33,7 @@ def cacheable_tokens(request: Any) -> int:
     if request.prompt_embeds is not None:
         return 0
     inputs = request.mm_features or []
-    return min((one.mm_position.offset for one in inputs), default=request.num_tokens)
+    return int(min((one.mm_position.offset for one in inputs), default=request.num_tokens))
 
 
 def _adapter(lora: Any) -> bytes:

@@ -9,8 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.request import RequestStatus
-
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.integrations.vllm.messages import Introduction, Load, Step, Store
@@ -29,7 +27,8 @@ _AT_ONCE_SECONDS = 0.003
 # A request that found no blocks gives its leases back after this time and looks again.
 _HOLD_SECONDS = 5.0
 _THREADS = 4
-_SOUND = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_ABORTED)
+# Ends after which what was computed is right.
+_SOUND = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED")
 
 
 @dataclass
@@ -59,6 +58,7 @@ class _Followed:
     loading: bool = False
     loaded: bool = False  # or tried in vain; not again before it is preempted
     known: tuple[tuple[int, bytes], ...] = ()  # stored already, by rank
+    prompt_ordered: bool = False
     ordered: int = 0  # tokens that workers were told to store
     began: float = 0.0
     computed_from: int = 0
@@ -197,15 +197,17 @@ class SchedulerHalf:
             self._step.preempted.add(name)
             followed = self._followed.get(name)
             if followed is not None:
-                followed.ordered, followed.loaded, followed.began = 0, False, 0.0
+                followed.ordered, followed.prompt_ordered = 0, False
+                followed.loaded, followed.began = False, 0.0
         for name, scheduled in output.num_scheduled_tokens.items():
             followed = self._followed.get(name)
-            if followed is None:
+            if followed is None or followed.prompt_ordered:
                 continue
             request = followed.request
             if request.num_computed_tokens + scheduled >= request.num_prompt_tokens:
                 blocks = output.kv_connector_block_state.resolve_block_ids(name)[0]
                 self._store(followed, request.num_prompt_tokens, blocks)
+                followed.prompt_ordered = True
         step, self._step = self._step, Step()
         return step
 
@@ -218,7 +220,7 @@ class SchedulerHalf:
             self._followed[request.request_id] = followed
             return False
         self._let_go(followed)
-        if request.status in _SOUND:
+        if request.status.name in _SOUND:
             # The last token was sampled and never computed.
             computed = min(request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block)
             self._store(followed, computed, blocks)

@@ -36,14 +36,14 @@ class Settings:
 
 def read_settings(given: Mapping[str, Any]) -> Settings:
     """Raises ConfigurationError for what is unknown or out of range."""
-    known = {field.name: field for field in fields(Settings)}
+    known = {field.name: str if field.name == "socket" else int for field in fields(Settings)}
     for name, value in given.items():
         if name not in known:
             raise ConfigurationError(f"kv_connector_extra_config has {name!r}; allowed are {', '.join(known)}")
-        kind = type(known[name].default)
+        kind = known[name]
         if type(value) is not kind:
             raise ConfigurationError(f"{name} is {value!r}; it must be {'text' if kind is str else 'a whole number'}")
-        if kind is int and value < 1:
+        if isinstance(value, int) and value < 1:
             raise ConfigurationError(f"{name} is {value}; it must be at least 1")
     settings = Settings(**given)
     if settings.bits not in KEY_GROUP_TOKENS:

@@ -16,6 +16,7 @@ import torch
 from kvsidecar import keys
 from kvsidecar.integrations.vllm.messages import Introduction, Load, Step, Store
 from kvsidecar.integrations.vllm.settings import Settings
+from kvsidecar.integrations.vllm.tally import Tally
 from kvsidecar.paged.copying import BlockCopier, slots_of
 from kvsidecar.paged.failing import give_up
 from kvsidecar.paged.link import DaemonLink
@@ -65,6 +66,7 @@ class WorkerHalf:
         self._loading: dict[str, Future[set[int]]] = {}
         self._storing: dict[str, list[tuple[_Storing, Future[None]]]] = defaultdict(list)
         self._ending: set[str] = set()
+        self.tally = Tally()
         self._failed: set[int] = set()
 
     def introduction(self) -> Introduction:
@@ -133,10 +135,12 @@ class WorkerHalf:
     def _load(self, job: Load) -> set[int]:
         """Returns the blocks that could not be filled."""
         slots = slots_of(job.blocks, self._block)
-        there = job.first
+        there, began = job.first, time.perf_counter()
         with self._guard("loading") as session:
             if session is not None:
                 there = self._reader.load(session, job.tokens, job.salt, slots, job.first)
+        failed = there < len(job.tokens)
+        self.tally.add(loaded_tokens=there - job.first, failed_loads=failed, load_seconds=time.perf_counter() - began)
         return set(job.blocks[there // self._block :])
 
     def _store(self, storing: _Storing) -> None:
@@ -147,7 +151,7 @@ class WorkerHalf:
             root = keys.tenant_root(self._link.namespace, job.salt)
             slots = slots_of(job.blocks, self._block)
             prefix = Prefix(*job.known[self._rank])
-            self._writer.store(
+            outcome = self._writer.store(
                 session,
                 root,
                 job.tokens,
@@ -158,6 +162,7 @@ class WorkerHalf:
                 after=storing.event,
                 turn=storing.turn,
             )
+            self.tally.add(stored_chunks=outcome.stored_chunks, refused_chunks=outcome.refused_chunks)
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[Session | None]:
@@ -170,4 +175,5 @@ class WorkerHalf:
         except Exception as error:
             if session is None:
                 raise
+            self.tally.add(failed_stores=what == "storing")
             log.warning("%s failed, computing instead: %s", what, give_up(self._link, session, error))
