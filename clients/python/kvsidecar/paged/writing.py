@@ -152,7 +152,7 @@ class Writer:
         payload, start = job.session.staged(reservation.staging), header.start_position
         with job.turn():
             self._copier.pack(job.slots[start : start + header.token_count], header, payload, job.after)
-        return pb.CommitItem(reservation_id=reservation.reservation_id, checksum=job.session.checksum(payload))
+        return pb.CommitItem(reservation_id=reservation.reservation_id, checksum=keys.checksum(payload))
 
 
 @dataclass(frozen=True)
