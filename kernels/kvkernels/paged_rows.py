@@ -22,7 +22,7 @@ if AVAILABLE:
     from numba.core import cgutils
     from numba.extending import intrinsic
 
-    @intrinsic
+    @intrinsic  # type: ignore[untyped-decorator]
     def _pointer(_typing: Any, address: Any) -> Any:
         """An integer as a pointer."""
 

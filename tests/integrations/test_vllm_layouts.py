@@ -14,6 +14,7 @@ from kvsidecar.paged.placement import PagedCache
 from torch import Tensor
 
 BLOCKS, HEADS, TOKENS, DIM, LAYERS = 4, 2, 32, 64, 2
+CHANNEL = torch.arange(DIM)
 
 
 def vec(cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -31,11 +32,8 @@ def amx(cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     for slot, key, value in zip(slots.tolist(), keys, values, strict=True):
         block, token = divmod(slot, TOKENS)
         group, within = divmod(token, 16)
-        for channel in range(DIM):
-            word, part = divmod(channel, 2)
-            halves[block, :, 0, 2 * (group * 16 * (DIM // 2) + word * 16 + within) + part] = key[:, channel]
-            tile, column = divmod(channel, 16)
-            halves[block, :, 1, tile * 16 * TOKENS + token // 2 * 32 + column * 2 + token % 2] = value[:, channel]
+        halves[block, :, 0, 2 * (group * 16 * (DIM // 2) + CHANNEL // 2 * 16 + within) + CHANNEL % 2] = key
+        halves[block, :, 1, CHANNEL // 16 * 16 * TOKENS + token // 2 * 32 + CHANNEL % 16 * 2 + token % 2] = value
 
 
 def packed(cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:

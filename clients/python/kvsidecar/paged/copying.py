@@ -40,7 +40,7 @@ class BlockCopier:
         ``after`` is a CUDA event that the engine recorded when it had enqueued what wrote these tokens.
         """
         with self._turn(after):
-            if self._directly(header, payload):
+            if isinstance(payload, memoryview) and self._directly(header):
                 arrays = layout_of(header).arrays(payload)
                 gather(self._keys, slots, arrays["keys"])
                 gather(self._values, slots, arrays["values"])
@@ -55,7 +55,7 @@ class BlockCopier:
         """Writes the first ``len(slots)`` tokens of a payload to ``slots``, dequantizing; returns when the cache has
         them. Tokens whose slot is negative are left out."""
         with self._turn(None):
-            if self._directly(header, payload):
+            if isinstance(payload, memoryview) and self._directly(header):
                 arrays = layout_of(header).arrays(payload)
                 scatter(self._keys, slots, arrays["keys"][:, : len(slots)])
                 scatter(self._values, slots, arrays["values"][:, : len(slots)])
@@ -66,9 +66,9 @@ class BlockCopier:
             scatter(self._values, slots, values.transpose(1, 2))
             self._wait()
 
-    def _directly(self, header: ChunkHeader, payload: Payload) -> bool:
-        """Whether the payload's sections are plain memory with the cache's elements."""
-        return header.bits == 16 and self._stream is None and isinstance(payload, memoryview)
+    def _directly(self, header: ChunkHeader) -> bool:
+        """Whether the payload's sections have the cache's elements, and both are in the host's memory."""
+        return header.bits == 16 and self._stream is None
 
     def _scratch(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[layers, kv_heads, tokens, head_dim]``, as the chunk kernels take them."""
