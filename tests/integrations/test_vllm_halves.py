@@ -303,6 +303,18 @@ def test_a_request_that_goes_while_it_loads_leaves_no_lease(node: Node, engines:
         time.sleep(0.01)
 
 
+def test_after_a_reset_nothing_of_before_is_found_nor_by_others(node: Node, engines: ExitStack) -> None:
+    """vLLM resets when its weights were changed in place."""
+    one, other = start(engines, node, "reset"), start(engines, node, "reset")
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    one.scheduler.reset()
+    assert one.matched(Request("b", PROMPT)) == (0, False)
+    longer = [*PROMPT, *PROMPT]
+    one.compute(Request("c", longer[: 2 * BLOCK_TOKENS + 1]), [0, 1, 2])
+    assert one.matched(Request("d", longer)) == (2 * BLOCK_TOKENS, True)
+    assert other.matched(Request("e", longer)) == (WHOLE, True), "of before, which is right for it"
+
+
 def test_a_request_that_failed_stores_no_answer(node: Node, engines: ExitStack) -> None:
     one = start(engines, node, "failed")
     request = Request("a", PROMPT)

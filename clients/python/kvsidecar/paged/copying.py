@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
-from kvsidecar.layout import layout_of
+from kvsidecar.layout import layout_of, new_header
 from kvsidecar.paged.placement import PagedCache, Placement
+
+_WARM_UP_TOKENS = 8
 
 
 def slots_of(blocks: NDArray[Any] | list[int], block_tokens: int) -> Integers:
@@ -33,6 +35,15 @@ class BlockCopier:
         self._values = _memory([layer.values for layer in cache.layers], cache.block_tokens)
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(cache.device) if cache.device.type == "cuda" else None
+
+    def warm_up(self) -> None:
+        """Compiles what chunks of this cache need, before the first one does. Touches no block."""
+        header = new_header(self.cache.geometry, [0] * _WARM_UP_TOKENS, 0)
+        payload = memoryview(bytearray(header.payload_bytes))
+        nothing = np.full(_WARM_UP_TOKENS, -1, np.int64)
+        self.pack(nothing, header, payload)
+        for slots in (nothing, nothing[1:]):
+            self.unpack(slots, header, payload.toreadonly())
 
     def pack(self, slots: Integers, header: ChunkHeader, payload: Payload, after: Any = None) -> None:
         """Writes the tokens at ``slots`` into a payload, quantizing as the header says; returns when it is there.

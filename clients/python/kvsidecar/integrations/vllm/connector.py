@@ -141,6 +141,10 @@ class KVSidecarConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduling.received(connector_output.finished_recving or ())
 
+    def reset_cache(self) -> bool | None:
+        self._scheduling.reset()
+        return True
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduling.finished(request, block_ids), None
 

@@ -12,6 +12,7 @@ from kvsidecar.keys import MAX_SALT_BYTES
 # No text in UTF-8 has this byte, so no cache_salt can be chosen that is an adapter's.
 _ADAPTER = b"\xffkvsidecar/lora/1"
 _LONG = b"\xffkvsidecar/salt/1"
+_SINCE = b"\xffkvsidecar/since/1"
 
 
 class Unidentified(Exception):
@@ -25,6 +26,11 @@ def salt_of(request: Any) -> bytes:
         adapter = _adapter(request.lora_request)
         return _ADAPTER + hashlib.sha256(len(salt).to_bytes(4, "little") + salt + adapter).digest()
     return salt if len(salt) <= MAX_SALT_BYTES else _LONG + hashlib.sha256(salt).digest()
+
+
+def since(generation: bytes, salt: bytes) -> bytes:
+    """A salt of what is computed from some moment on; itself for the empty generation, which began with the engine."""
+    return _SINCE + hashlib.sha256(generation + salt).digest() if generation else salt
 
 
 def cacheable_tokens(request: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,7 +13,7 @@ from typing import Any
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.integrations.vllm.messages import Introduction, Load, Step, Store
-from kvsidecar.integrations.vllm.salts import Unidentified, cacheable_tokens, salt_of
+from kvsidecar.integrations.vllm.salts import Unidentified, cacheable_tokens, salt_of, since
 from kvsidecar.integrations.vllm.settings import Settings
 from kvsidecar.layout import Geometry
 from kvsidecar.paged.failing import give_up
@@ -72,6 +73,7 @@ class SchedulerHalf:
         self._ranks: list[_Rank] = []
         self._followed: dict[str, _Followed] = {}
         self._step = Step()
+        self._generation = b""
         self._threads = ThreadPoolExecutor(_THREADS, "kvsidecar-lookup")
 
     def introduce(self, workers: Mapping[int, Introduction]) -> None:
@@ -81,6 +83,15 @@ class SchedulerHalf:
             target, name = socket_target(self._settings.path), f"vllm-scheduler-{described.tensor_parallel_rank}"
             link = DaemonLink(target, name, described, log=log)
             self._ranks.append(_Rank(link, Matcher(Geometry.of(described), self._settings.timeout)))
+
+    def reset(self) -> None:
+        """What was stored may not be used any more: vLLM says so when its weights were changed in place. From here on
+        this process alone knows what it stores, since nobody can say what its weights are."""
+        self._generation = os.urandom(16)
+        for followed in self._followed.values():
+            followed.salt = None
+            if not followed.loading:
+                self._let_go(followed)
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
@@ -93,7 +104,7 @@ class SchedulerHalf:
         found = self._followed.get(request.request_id)
         if found is None:
             try:
-                salt = salt_of(request)
+                salt = since(self._generation, salt_of(request))
             except Unidentified as error:
                 log.warning("%s; its requests are not cached", error)
                 salt = None

@@ -59,7 +59,9 @@ class WorkerHalf:
     def __init__(self, settings: Settings, cache: PagedCache, link: DaemonLink, rank: int, block_tokens: int) -> None:
         self._settings, self._cache, self._link, self._rank, self._block = settings, cache, link, rank, block_tokens
         g = cache.geometry
-        self._reader = Reader(BlockCopier(cache), g, settings.timeout)
+        copier = BlockCopier(cache)
+        copier.warm_up()
+        self._reader = Reader(copier, g, settings.timeout)
         chunk_tokens = -(-settings.chunk_tokens // block_tokens) * block_tokens
         self._writer = Writer(BlockCopier(cache), g, chunk_tokens, settings.timeout)
         self._loads, self._stores = ThreadPoolExecutor(1, "kvsidecar-load"), ThreadPoolExecutor(1, "kvsidecar-store")
