@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -284,6 +285,17 @@ def test_without_a_daemon_there_are_misses_and_nothing_waits(engines: ExitStack)
         assert not one.step({"b": (request, len(PROMPT), [0, 1, 2, 3, 4])}).stores
         request.status = Status.FINISHED_STOPPED
         assert not one.scheduler.finished(request, [0, 1, 2, 3, 4])
+
+
+def test_a_daemon_that_hangs_is_not_waited_for(engines: ExitStack) -> None:
+    with Node(workers=0, arena_bytes="8MiB", daemon_flags={"heartbeat_ms": 200}) as short:
+        one = start(engines, short, "hangs")
+        one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+        short.kill("daemon", signal.SIGSTOP)
+        try:
+            assert one.matched(Request("b", PROMPT)) == (0, False)
+        finally:
+            short.kill("daemon", signal.SIGCONT)
 
 
 def test_a_request_that_goes_while_it_loads_leaves_no_lease(node: Node, engines: ExitStack) -> None:

@@ -19,6 +19,7 @@ from kvsidecar.layout import Geometry
 from kvsidecar.paged.failing import give_up
 from kvsidecar.paged.link import DaemonLink
 from kvsidecar.paged.matching import Found, Matcher
+from kvsidecar.paged.session import Session
 from kvsidecar.runtime import socket_target
 
 log = logging.getLogger("vllm.kvsidecar")
@@ -127,7 +128,11 @@ class SchedulerHalf:
                 return 0, False
             wait([lookup.answer], _AT_ONCE_SECONDS)
         if not lookup.answer.done():
-            return None, False
+            if all(session is not None and session.trusted for session in self._sessions()):
+                return None, False
+            self._let_go(followed)  # the daemon hangs or is gone: its answer is not waited for
+            followed.loaded = True
+            return 0, False
         found = lookup.answer.result()
         if found is None:
             return 0, False
@@ -142,14 +147,16 @@ class SchedulerHalf:
         if salt is None or most < self._block or not self._ranks:
             return None
         tokens = list(request.all_token_ids[:most])
-        sessions = [rank.link.session for rank in self._ranks]
-        for rank, session in zip(self._ranks, sessions, strict=True):
+        for rank, session in zip(self._ranks, self._sessions(), strict=True):
             if session is None:
                 return None
             if not session.may_hold(keys.tenant_root(rank.link.namespace, salt), tokens):
                 session.skipped(len(tokens))
                 return None
         return _Lookup(time.monotonic(), self._threads.submit(self._match, tokens, salt))
+
+    def _sessions(self) -> list[Session | None]:
+        return [rank.link.session for rank in self._ranks]
 
     def _match(self, tokens: list[int], salt: bytes) -> tuple[Found, ...] | None:
         found: list[Found] = []
@@ -246,7 +253,7 @@ class SchedulerHalf:
         known = followed.known or ((0, b""),) * len(self._ranks)
         if followed.salt is None or tokens <= max(followed.ordered, min((n for n, _ in known), default=0)):
             return
-        if any(rank.link.session is None for rank in self._ranks):
+        if None in self._sessions():
             return
         followed.ordered = tokens
         self._step.stores.append(
