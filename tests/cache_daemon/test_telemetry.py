@@ -240,9 +240,8 @@ def test_a_daemon_that_does_not_trace_does_not_load_opentelemetry() -> None:
 
 def test_a_worker_names_its_span_where_it_has_one(tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.sdk.trace")
+    from kvsidecar.paged.trace_context import with_trace_context
     from opentelemetry.sdk.trace import TracerProvider
-
-    from inference_svc.cache.trace_context import with_trace_context
 
     seen: list[list[str]] = []
 

@@ -129,7 +129,8 @@ def test_missing_and_broken_model_files_are_named(tmp_path: Path) -> None:
 def test_the_fingerprint_is_of_the_contents_not_of_the_name(tmp_path: Path) -> None:
     import shutil
 
-    from inference_svc.model import fingerprint
+    from kvsidecar.models import fingerprint
+
     from inference_svc.model.loader import DEMO_MODEL
 
     copy = tmp_path / "other-name"

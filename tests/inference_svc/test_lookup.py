@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from kvsidecar.paged.link import DaemonLink
 from kvsidecar.runtime import socket_target
 
 from benchmarks.node import Node
-from inference_svc.cache.daemon import DaemonLink
 from tests.cache_daemon.conftest import descriptor
 from tests.inference_svc.test_exactness import prompt
 
@@ -53,7 +53,7 @@ def test_a_worker_that_cannot_map_the_summary_asks(pair: Node, monkeypatch: pyte
     def refuse(_: object) -> memoryview:
         raise PermissionError("not in this container")
 
-    monkeypatch.setattr("inference_svc.cache.daemon.map_summary", refuse)
+    monkeypatch.setattr("kvsidecar.paged.link.map_summary", refuse)
     link = DaemonLink(socket_target(pair.cache_socket), "blind", descriptor())
     assert link.wait(5)
     session = link.session

@@ -26,6 +26,7 @@ from kvsidecar.cli.cache.shown import percent
 from kvsidecar.errors import KVSidecarError, PermissionDenied
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
+from kvsidecar.integrations.vllm import finding as vllm
 from kvsidecar.runtime import default_runtime_dir, socket_target
 from kvsidecar.sizes import format_size
 
@@ -48,11 +49,14 @@ class Finding:
 
 def doctor() -> None:
     """Say what is installed, what would be used, what is reachable, and what to do."""
-    findings = [*_machine(), *_packages(), *_kernels(), *_bits(), *_services()]
+    findings = [*_machine(), *_packages(), *_kernels(), *_bits(), *_services(), *engine_findings()]
     table = Table("what", "", "detail", "what to do")
     for f in findings:
         table.add_row(f.what, f.state, f.detail, f.advice)
     Console().print(table)
+    if vllm.installed() is not None:
+        # Not in the table, which would break it: this is copied.
+        print(f"vLLM on this daemon: vllm serve MODEL {vllm.flag()}")
     if any(f.state == _BAD for f in findings):
         raise SystemExit(1)
 
@@ -193,6 +197,20 @@ def cache_findings() -> list[Finding]:
         text = f"stood still for {stats.loop_stall_ms:.0f} ms in the last minute"
         out.append(Finding("cache daemon's loop", _NOTE, text, "give the daemon a core of its own"))
     return out
+
+
+def engine_findings() -> list[Finding]:
+    """Engines that are not ours and could use the daemon."""
+    found = vllm.installed()
+    if found is None:
+        return [Finding("vLLM", _OK, "not installed here")]
+    name, version = found
+    if not vllm.new_enough(version):
+        least = ".".join(map(str, vllm.LEAST))
+        return [
+            Finding("vLLM", _NOTE, f"{name} {version}: too old for the connector", f"pip install '{name}>={least}'")
+        ]
+    return [Finding("vLLM", _OK, f"{name} {version}; its layout is checked whenever it starts")]
 
 
 def _services() -> list[Finding]:

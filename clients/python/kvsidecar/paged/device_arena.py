@@ -6,6 +6,7 @@ import os
 
 from kvkernels.cuda import visible
 from kvkernels.payload import DeviceBytes
+
 from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_CUDA_IPC, Welcome
 from kvsidecar.cuda_memory import (
     HANDLE_BYTES,

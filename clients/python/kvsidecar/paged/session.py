@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from kvkernels import Payload
 from kvkernels.cuda import visible
+
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.paged.device_arena import CudaArena
 from kvsidecar.summary import Summary
-
-from inference_svc.cache.device_arena import CudaArena
 
 
 @dataclass(frozen=True)

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
-import structlog
+
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.errors import from_rpc
 from kvsidecar.memory import map_arena, map_staging, map_summary
+from kvsidecar.paged.device_arena import CudaArena
+from kvsidecar.paged.session import Served, Session
+from kvsidecar.paged.trace_context import with_trace_context
 from kvsidecar.serving import CLIENT_KEEPALIVE
+from kvsidecar.sizes import format_size
 from kvsidecar.summary import Summary
-
-from inference_svc.cache.device_arena import CudaArena
-from inference_svc.cache.session import Served, Session
-from inference_svc.cache.trace_context import with_trace_context
 
 PROTOCOL_VERSION = 2
 CONNECT_SECONDS = 2.0
@@ -35,14 +36,29 @@ _CHANNEL_OPTIONS = [
 ]
 _Outgoing = queue.SimpleQueue[pb.AttachRequest | None]
 
-log = structlog.get_logger("cache")
+
+class Log(Protocol):
+    """Where a link says what becomes of it: a logger of the standard library, or of structlog."""
+
+    def info(self, text: str, /) -> Any: ...
+
+    def warning(self, text: str, /) -> Any: ...
 
 
 class DaemonLink:
     """Works on a thread of its own. ``session`` is None while there is none."""
 
-    def __init__(self, target: str, name: str, descriptor: NamespaceDescriptor, gpu: int | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        name: str,
+        descriptor: NamespaceDescriptor,
+        gpu: int | None = None,
+        *,
+        log: Log | None = None,
+    ) -> None:
         """``gpu`` is the CUDA device that reads and writes the daemon's memory directly, if one does."""
+        self._log = log or logging.getLogger(__name__)
         self._target, self._name, self.descriptor, self._gpu = target, name, descriptor, gpu
         self.namespace = keys.namespace_id(descriptor)
         self.served: Callable[[], Served] = Served  # what heartbeats tell; the runtime knows it
@@ -145,7 +161,8 @@ class DaemonLink:
             self._session = session
             self._logged = ""
             self._changed.notify_all()
-        log.info("attached to the cache daemon", epoch=f"{welcome.epoch:x}", arena_bytes=welcome.arena.size_bytes)
+        size = format_size(welcome.arena.size_bytes)
+        self._log.info(f"attached to the cache daemon of epoch {welcome.epoch:x}, arena of {size}")
         session.over.wait()
 
     def _map(self, session: Session, welcome: pb.Welcome) -> None:
@@ -179,4 +196,4 @@ class DaemonLink:
         """Logs a state once, not at every attempt."""
         if text != self._logged:
             self._logged = text
-            log.warning(text)
+            self._log.warning(text)

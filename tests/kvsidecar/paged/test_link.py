@@ -1,4 +1,4 @@
-"""The worker's link to the daemon: when it may trust what it copied, and what a slow daemon costs."""
+"""A link to the daemon: when it may trust what it copied, and what a slow daemon costs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.paged import link as link_module
+from kvsidecar.paged.link import DaemonLink
+from kvsidecar.paged.session import Served, Session
 from kvsidecar.runtime import socket_target
 
 from benchmarks.node import Node
-from inference_svc.cache import daemon as daemon_module
-from inference_svc.cache.daemon import DaemonLink
-from inference_svc.cache.session import Served, Session
 from tests.cache_daemon.conftest import descriptor
 
 
@@ -54,14 +54,14 @@ def test_answers_belong_to_the_oldest_unanswered_heartbeat(monkeypatch: pytest.M
 
 def test_heartbeats_go_on_while_a_large_arena_is_mapped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mapping and registering took longer than the daemon waits for a heartbeat, at every attempt, for ever."""
-    real, attempts = daemon_module.map_arena, []
+    real, attempts = link_module.map_arena, []
 
     def slowly(welcome: pb.Welcome) -> memoryview:
         attempts.append(time.monotonic())
         time.sleep(1.5)
         return real(welcome)
 
-    monkeypatch.setattr(daemon_module, "map_arena", slowly)
+    monkeypatch.setattr(link_module, "map_arena", slowly)
     link = DaemonLink(socket_target(node.cache_socket), "slow", descriptor())
     try:
         assert link.wait(10)

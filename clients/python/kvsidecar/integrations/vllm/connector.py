@@ -1,0 +1,165 @@
+"""The connector that vLLM loads: each half does what its role is asked.
+
+Imports the halves when they are made. vLLM reads this module while it is configured, and vLLM 0.32 cannot start its CPU
+kernels in a process that has imported llvmlite by then, which our kernels do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvsidecar.integrations.vllm.messages import Introduction, Step
+from kvsidecar.integrations.vllm.refusals import check_config
+from kvsidecar.integrations.vllm.settings import read_settings
+
+if TYPE_CHECKING:
+    from kvsidecar.integrations.vllm.scheduling import SchedulerHalf
+    from kvsidecar.integrations.vllm.working import WorkerHalf
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """A step's work, as vLLM carries it."""
+
+    step: Step
+
+
+@dataclass
+class WorkerMetadata(KVConnectorHandshakeMetadata):
+    """A worker's introduction, as vLLM carries it."""
+
+    introduction: Introduction
+
+
+class KVSidecarConnector(KVConnectorBase_V1):
+    """See ``docs/engines.md``. Raises ConfigurationError at the start for what it cannot keep."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config or {})
+        check_config(vllm_config, kv_cache_config)
+        self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        # A cache is never a reason to fail a request. The scheduler reads this after it has made us.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            from kvsidecar.integrations.vllm.scheduling import SchedulerHalf
+
+            self._scheduler = SchedulerHalf(self._settings, self._block_tokens)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # what was not stored is computed again
+
+    def shutdown(self) -> None:
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.close()
+        self._scheduler = self._worker = None
+
+    # ---- the workers' half ----------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        from kvsidecar.integrations.vllm.starting import start_worker
+
+        self._worker = start_worker(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return None if self._worker is None else WorkerMetadata(self._worker.introduction())
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._worker is not None:
+            assert isinstance(kv_connector_metadata, StepMetadata)
+            self._worker.preempted(kv_connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.load(self._bound)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request is not scheduled before it has its blocks."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Whole blocks are stored when a step has computed them in all layers."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.store(self._bound)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return (None, None) if self._worker is None else self._worker.done()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.failed_blocks()
+
+    def get_kv_connector_stats(self) -> Any:
+        from kvsidecar.integrations.vllm.metrics import Stats
+
+        counted = {} if self._worker is None else self._worker.tally.take()
+        return Stats(counted) if counted else None
+
+    @property
+    def _bound(self) -> Step:
+        found = self._get_connector_metadata()
+        assert isinstance(found, StepMetadata)
+        return found.step
+
+    # ---- the scheduler's half -------------------------------------------------------------------------------
+
+    @property
+    def _scheduling(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "only the scheduler's connector is asked this"
+        return self._scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        self._scheduling.introduce(
+            {rank: one.introduction for rank, one in metadata.items() if isinstance(one, WorkerMetadata)}
+        )
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduling.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduling.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return StepMetadata(self._scheduling.order(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduling.received(connector_output.finished_recving or ())
+
+    def reset_cache(self) -> bool | None:
+        self._scheduling.reset()
+        return True
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.finished(request, block_ids), None
+
+    # ---- what vLLM shows ------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        from kvsidecar.integrations.vllm.metrics import Stats
+
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> Any:
+        from kvsidecar.integrations.vllm.metrics import Metrics
+
+        return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

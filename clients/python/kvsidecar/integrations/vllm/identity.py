@@ -1,0 +1,80 @@
+"""Which chunks an engine may share: everything that decides their bytes, as a namespace."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+
+from kvsidecar import keys
+from kvsidecar.cache.v1.chunk_pb2 import (
+    DATA_TYPE_BFLOAT16,
+    DATA_TYPE_FLOAT16,
+    DATA_TYPE_FLOAT32,
+    DataType,
+    NamespaceDescriptor,
+)
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.layout import Geometry
+from kvsidecar.models import fingerprint
+
+DATA_TYPES: dict[torch.dtype, DataType.ValueType] = {
+    torch.float32: DATA_TYPE_FLOAT32,
+    torch.float16: DATA_TYPE_FLOAT16,
+    torch.bfloat16: DATA_TYPE_BFLOAT16,
+}
+# Where a configuration was read from and what it was written by, which say nothing of the numbers.
+_IGNORED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+
+
+def descriptor(config: Any, geometry: Geometry, backend: str, rank: int) -> NamespaceDescriptor:
+    """The namespace of one tensor-parallel rank of an engine with the ``VllmConfig``. Raises ConfigurationError."""
+    model = config.model_config
+    text = model.hf_text_config.to_dict()
+    rope = {name: text[name] for name in ("rope_parameters", "rope_scaling", "rope_theta") if text.get(name)}
+    return NamespaceDescriptor(
+        model_fingerprint=_fingerprint(config),
+        architecture=model.architecture,
+        layers=geometry.layers,
+        kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=geometry.dtype,
+        rope_parameters=json.dumps(rope, sort_keys=True, default=str) if rope else "",
+        format_version=keys.FORMAT_VERSION,
+        quantizer_version=0 if geometry.bits == 16 else keys.QUANTIZER_VERSION,
+        bits=geometry.bits,
+        tensor_parallel_rank=rank,
+        tensor_parallel_size=config.parallel_config.tensor_parallel_size,
+        producer=f"vllm/{vllm.__version__} torch/{torch.__version__} {backend} {model.dtype} {model.quantization}",
+    )
+
+
+def _fingerprint(config: Any) -> bytes:
+    """Of the weights' contents and of the configuration that the engine made of them."""
+    model, load = config.model_config, config.load_config
+    settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in _IGNORED}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    if load.load_format == "dummy":  # random weights, which vLLM draws alike in every process
+        digest.update(b"dummy")
+    else:
+        digest.update(fingerprint.of_directory(_folder(model, load)))
+    return digest.digest()
+
+
+def _folder(model: Any, load: Any) -> Path:
+    """Where the weights lie that the engine loaded."""
+    folder = Path(model.model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model.model, "config.json", cache_dir=load.download_dir, revision=model.revision)
+    if not isinstance(found, str):
+        raise ConfigurationError(
+            f"cannot tell what the weights of {model.model} are: no folder and no repository in the local cache"
+        )
+    return Path(found).parent

@@ -1,0 +1,50 @@
+"""What the scheduler's half tells the workers' halves, and what they tell it when they start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Load:
+    """Copy ``tokens[first:]`` into the blocks. Blocks are vLLM's, in the order of the tokens."""
+
+    request: str
+    tokens: list[int]
+    salt: bytes
+    blocks: list[int]
+    first: int
+
+
+@dataclass(frozen=True)
+class Store:
+    """Store ``tokens``, of which some are stored already: per rank, how many and the last chunk's prefix hash.
+
+    ``computed`` of them were computed since ``began``, a time of the monotonic clock.
+    """
+
+    request: str
+    tokens: list[int]
+    salt: bytes
+    blocks: list[int]
+    known: tuple[tuple[int, bytes], ...]
+    computed: int = 0
+    began: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's work. ``ending`` are finished requests whose blocks the workers may still be reading: each says when
+    it does not. ``preempted`` are those whose blocks are somebody else's from this step on."""
+
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+    ending: set[str] = field(default_factory=set)
+    preempted: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """A worker's namespace, as a serialized ``NamespaceDescriptor``."""
+
+    descriptor: bytes

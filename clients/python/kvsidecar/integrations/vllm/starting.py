@@ -1,0 +1,74 @@
+"""A worker's start: which layout its cache has, whether that is so, and the link to the daemon."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.attention import Attention
+
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.integrations.vllm.identity import DATA_TYPES, descriptor
+from kvsidecar.integrations.vllm.layouts import placement_of
+from kvsidecar.integrations.vllm.settings import Settings
+from kvsidecar.integrations.vllm.working import WorkerHalf
+from kvsidecar.layout import Geometry
+from kvsidecar.paged.checking import check_placement
+from kvsidecar.paged.link import DaemonLink
+from kvsidecar.paged.placement import PagedCache
+from kvsidecar.runtime import socket_target
+
+log = logging.getLogger("vllm.kvsidecar")
+_ATTACH_SECONDS = 1.0
+
+
+def start_worker(settings: Settings, config: Any, caches: Any, tensors: dict[str, Tensor]) -> WorkerHalf:
+    """Raises ConfigurationError when the cache's layout is not known, or is not what it is known as."""
+    group = caches.kv_cache_groups[0]
+    spec, names = group.kv_cache_spec, group.layer_names
+    layers = get_layers_from_vllm_config(config, Attention, names)
+    backend = _backend(layers, names)
+    first = tensors[names[0]]
+    if spec.dtype not in DATA_TYPES:
+        raise ConfigurationError(f"the KV cache is of {spec.dtype}; allowed are {', '.join(map(str, DATA_TYPES))}")
+    geometry = Geometry(len(names), spec.num_kv_heads, spec.head_size, DATA_TYPES[spec.dtype], settings.bits)
+    cache = PagedCache(backend, geometry, first.shape[2], tuple(placement_of(backend, tensors[n]) for n in names))
+    check_placement(cache, lambda layer, k, v, slots: _write(layers[names[layer]], tensors[names[layer]], k, v, slots))
+    rank = get_tensor_model_parallel_rank()
+    link = DaemonLink(
+        socket_target(settings.path),
+        f"vllm-{rank}",
+        descriptor(config, geometry, backend, rank),
+        first.device.index if first.device.type == "cuda" else None,
+        log=log,
+    )
+    link.wait(_ATTACH_SECONDS)
+    return WorkerHalf(settings, cache, link, rank, spec.block_size)
+
+
+def _backend(layers: dict[str, Any], names: list[str]) -> str:
+    """The attention backend that all layers have, with the CPU kernels' instruction set."""
+    found = set()
+    for name in names:
+        backend = layers[name].get_attn_backend().get_name()
+        isa = getattr(layers[name], "isa", "")
+        found.add(f"{backend} {isa}" if isa else backend)
+    if len(found) != 1:
+        raise ConfigurationError(f"layers have the attention backends {', '.join(sorted(found))}; all must have one")
+    return found.pop()
+
+
+def _write(layer: Any, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Writes as the engine does: ``keys`` and ``values [tokens, kv_heads, head_dim]`` to a layer's slots."""
+    update = getattr(layer.impl, "do_kv_cache_update", None)
+    if update is None:
+        raise ConfigurationError(
+            f"the attention backend {layer.get_attn_backend().get_name()} has no way to write its cache apart from "
+            "computing, so its layout cannot be checked"
+        )
+    with torch.inference_mode():
+        update(layer, keys, values, cache, slots)

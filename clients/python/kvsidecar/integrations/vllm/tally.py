@@ -1,0 +1,32 @@
+"""What the workers' halves did, between two looks."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+COUNTERS = {
+    "loaded_tokens": "Tokens whose keys and values were copied from the daemon; each rank counts its own.",
+    "failed_loads": "Loads that broke off; what they were to bring was computed.",
+    "load_seconds": "Seconds that loading took, on a thread of its own.",
+    "stored_chunks": "Chunks that were stored.",
+    "refused_chunks": "Chunks that the daemon did not take: no room, or over quota.",
+    "failed_stores": "Stores that broke off.",
+}
+
+
+class Tally:
+    """Sums by the names of ``COUNTERS``. Any thread may add."""
+
+    def __init__(self) -> None:
+        self._lock, self._sums = threading.Lock(), Counter[str]()
+
+    def add(self, **counts: float) -> None:
+        with self._lock:
+            self._sums.update(counts)
+
+    def take(self) -> dict[str, float]:
+        """What was counted since it was taken last, without zeros."""
+        with self._lock:
+            sums, self._sums = self._sums, Counter[str]()
+        return {name: value for name, value in sums.items() if value}

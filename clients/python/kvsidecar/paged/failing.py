@@ -1,0 +1,25 @@
+"""What a failure with the daemon means for the session: nothing of it ever fails a request."""
+
+from __future__ import annotations
+
+import grpc
+
+from kvsidecar.errors import from_rpc
+from kvsidecar.paged.link import DaemonLink
+from kvsidecar.paged.session import Session
+
+
+def give_up(link: DaemonLink, session: Session, error: Exception) -> str:
+    """Does with the session what a failure asks for, and says the failure in a sentence.
+
+    A call that was not answered in time is undone by the daemon; any other failure ends the session, and with it all
+    that it held.
+    """
+    if isinstance(error, grpc.RpcError):
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            session.doubt()
+        else:
+            link.drop(session)
+        return str(from_rpc(error))
+    link.drop(session)
+    return str(error) or type(error).__name__

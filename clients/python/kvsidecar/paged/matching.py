@@ -1,0 +1,73 @@
+"""Looking a prompt up, and giving back what was leased."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.layout import Geometry
+from kvsidecar.paged.session import Session
+
+# What is cold comes from a disk: a call may take so much longer for each byte that it may have to bring in.
+_SLOW_BYTES_PER_SECOND = 200e6
+_RELEASE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """The longest stored prefix of some tokens, under lease until it is released."""
+
+    session: Session
+    matches: tuple[pb.ChunkMatch, ...]
+    tokens: int
+    lease_id: bytes
+
+    @property
+    def whole(self) -> tuple[int, bytes]:
+        """Tokens of the leading chunks that match wholly, and the last one's prefix hash: where storing goes on."""
+        tokens, last = 0, b""
+        for match in self.matches:
+            if match.matched_tokens < match.tokens:
+                break
+            tokens, last = tokens + match.tokens, match.prefix_hash
+        return tokens, last
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """Asks the daemon. ``timeout`` is in seconds, for a prompt of no length. Any thread may use it."""
+
+    geometry: Geometry
+    timeout: float
+    _releases: set[Any] = field(default_factory=set)
+
+    def match(self, session: Session, tokens: list[int], salt: bytes) -> Found:
+        """Finds and leases. Raises grpc.RpcError, and ValueError for an answer that cannot be meant."""
+        request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens)
+        answer = session.stub.Match(request, timeout=self._patience(len(tokens)))
+        if answer.epoch != session.epoch:
+            raise ValueError(f"an answer of epoch {answer.epoch:x} in a session of epoch {session.epoch:x}")
+        found = Found(session, tuple(answer.matches), answer.matched_tokens, answer.lease_id)
+        at = 0
+        for match in found.matches:
+            if match.start_position != at:
+                self.release(found)
+                raise ValueError(f"a chunk at {match.start_position} does not continue {at} tokens")
+            at += match.matched_tokens
+        return found
+
+    def release(self, found: Found) -> None:
+        """Gives the lease back without waiting for the answer."""
+        if found.lease_id and found.session.alive:
+            request = pb.ReleaseRequest(session_id=found.session.id, lease_ids=[found.lease_id])
+            call = found.session.stub.Release.future(request, timeout=_RELEASE_SECONDS)
+            # A call nobody refers to is cancelled, and its lease would stay until the session ends.
+            self._releases.add(call)
+            call.add_done_callback(self._releases.discard)
+
+    def _patience(self, tokens: int) -> float:
+        """Seconds to wait for a Match, which may have to read so many tokens from disk."""
+        g = self.geometry
+        token_bytes = 4 * g.layers * g.kv_heads * g.head_dim * g.bits / 8  # roughly: keys and values
+        return self.timeout + tokens * token_bytes / _SLOW_BYTES_PER_SECOND

@@ -1,0 +1,61 @@
+"""Match → copy → release: what of a prompt is stored, into an engine's blocks."""
+
+from __future__ import annotations
+
+from kvkernels.paged_rows import Integers
+
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.layout import Geometry, layout_of
+from kvsidecar.paged.copying import BlockCopier
+from kvsidecar.paged.matching import Matcher
+from kvsidecar.paged.session import Session
+
+
+class Reader:
+    """Copies stored prefixes. For one thread."""
+
+    def __init__(self, copier: BlockCopier, geometry: Geometry, timeout: float) -> None:
+        self._copier, self._geometry = copier, geometry
+        self._matcher = Matcher(geometry, timeout)
+
+    def load(self, session: Session, tokens: list[int], salt: bytes, slots: Integers, first: int) -> int:
+        """Copies what is stored of ``tokens[first:]`` to ``slots [len(tokens)]``, of which those before ``first`` are
+        not looked at. Returns how many leading tokens there are then, those before ``first`` included.
+
+        Raises grpc.RpcError, ValueError, and ConnectionError when the lease may have ended while it copied; then the
+        blocks hold anything.
+        """
+        found = self._matcher.match(session, tokens, salt)
+        try:
+            at = 0
+            for match in found.matches:
+                end = min(at + match.matched_tokens, len(tokens))
+                if end > first:
+                    wanted = slots[at:end].copy()
+                    wanted[: max(0, first - at)] = -1
+                    self._copier.unpack(wanted, self._header(match), session.payload(match))
+                at = end
+            if not session.trusted:
+                raise ConnectionError("the session ended while chunks were copied")
+            return max(at, first)
+        finally:
+            self._matcher.release(found)
+
+    def _header(self, match: pb.ChunkMatch) -> ChunkHeader:
+        g = self._geometry
+        header = ChunkHeader(
+            layers=g.layers,
+            kv_heads=g.kv_heads,
+            head_dim=g.head_dim,
+            dtype=g.dtype,
+            bits=g.bits,
+            token_count=match.tokens,
+            key_group_tokens=match.key_group_tokens,
+            sink_tokens=match.sink_tokens,
+            format_version=keys.FORMAT_VERSION,
+        )
+        if match.payload_bytes != layout_of(header).size_bytes:
+            raise ValueError(f"{match.payload_bytes} bytes are not a chunk of {match.tokens} tokens of this model")
+        return header

@@ -1,0 +1,167 @@
+"""Reserve → copy into staging → commit: from an engine's blocks to the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from kvkernels.paged_rows import Integers
+
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.layout import Geometry, new_header
+from kvsidecar.paged.copying import BlockCopier
+from kvsidecar.paged.session import Session
+
+# Chunks are written in groups of at most this many, so that a long prompt does not wait for its last chunk, and of at
+# most this share of staging.
+_GROUP, _STAGING_SHARE = 32, 0.5
+_ALIGNMENT = 4096
+
+
+class Cancelled(Exception):
+    """The engine wants its blocks back."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What is stored already: tokens that end where a chunk ends, and that chunk's prefix hash."""
+
+    tokens: int = 0
+    prefix_hash: bytes = b""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a prompt: its leading tokens that are stored now, and how many chunks were new or refused."""
+
+    prefix: Prefix
+    stored_chunks: int = 0
+    refused_chunks: int = 0
+
+
+class Writer:
+    """Stores prompts. For one thread. ``timeout`` is in seconds, for a call that moves nothing."""
+
+    def __init__(self, copier: BlockCopier, geometry: Geometry, chunk_tokens: int, timeout: float) -> None:
+        self._copier, self._geometry = copier, geometry
+        self._chunk_tokens, self._timeout = chunk_tokens, timeout
+
+    def store(
+        self,
+        session: Session,
+        root: bytes,
+        tokens: list[int],
+        salt: bytes,
+        slots: Integers,
+        prefix: Prefix,
+        *,
+        token_seconds: float = 0.0,
+        after: Any = None,
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Outcome:
+        """Stores the tokens after ``prefix``, which lie at ``slots [len(tokens)]``.
+
+        ``token_seconds`` is what computing a token took, ``after`` the CUDA event after which the slots hold them. The
+        cache is read inside ``turn()`` and nowhere else, a chunk at a time; to end it all, ``turn`` raises Cancelled.
+        Raises that, grpc.RpcError and ValueError; what was reserved is given back first, if the daemon is there.
+        """
+        job = _Job(session, root, tokens, salt, slots, token_seconds, after, turn)
+        outcome = self._store_from(job, prefix)
+        if outcome is None:  # the parent was evicted or superseded meanwhile: the engine still has it all
+            outcome = self._store_from(job, Prefix())
+        return outcome or Outcome(Prefix())
+
+    def _store_from(self, job: _Job, prefix: Prefix) -> Outcome | None:
+        """Stores what comes after ``prefix``; None when its last chunk is gone."""
+        headers = self._headers(job, prefix.tokens)
+        parent, outcome, first = prefix.prefix_hash, Outcome(prefix), True
+        while headers:
+            group = headers[: self._group(job.session, headers)]
+            headers, hashes = headers[len(group) :], []
+            for header in group:
+                header.parent_prefix_hash = parent
+                parent = keys.prefix_hash(parent or job.root, header.token_ids)
+                hashes.append(parent)
+            request = pb.ReserveRequest(session_id=job.session.id, tenant_salt=job.salt, headers=group)
+            reserved = list(job.session.stub.Reserve(request, timeout=self._timeout * 4).reservations)
+            if first and reserved[0].outcome == pb.RESERVE_OUTCOME_PARENT_MISSING and prefix.tokens:
+                return None
+            first = False
+            there, fresh = self._write(job, group, reserved)
+            if there:
+                tokens = outcome.prefix.tokens + sum(h.token_count for h in group[:there])
+                outcome = Outcome(Prefix(tokens, hashes[there - 1]), outcome.stored_chunks, outcome.refused_chunks)
+            refused = len(group) - there
+            outcome = Outcome(outcome.prefix, outcome.stored_chunks + fresh, outcome.refused_chunks + refused)
+            if refused:
+                break
+        return outcome
+
+    def _headers(self, job: _Job, start: int) -> list[ChunkHeader]:
+        """Headers of the chunks from ``start`` on; they end at multiples of the chunk length, and with the tokens."""
+        longest = min(self._chunk_tokens, job.session.max_chunk_tokens)
+        headers = list[ChunkHeader]()
+        while start < len(job.tokens):
+            stop = min(start // longest * longest + longest, len(job.tokens))
+            header = new_header(self._geometry, job.tokens[start:stop], start)
+            header.prefill_seconds = job.token_seconds * (stop - start)
+            headers.append(header)
+            start = stop
+        return headers
+
+    @staticmethod
+    def _group(session: Session, headers: list[ChunkHeader]) -> int:
+        """How many of the next chunks are written together: at least one."""
+        room, count = len(session.staging) * _STAGING_SHARE, 0
+        for header in headers[:_GROUP]:
+            room -= -(-header.payload_bytes // _ALIGNMENT) * _ALIGNMENT
+            if count and room < 0:
+                break
+            count += 1
+        return count
+
+    def _write(self, job: _Job, headers: list[ChunkHeader], reserved: list[pb.Reservation]) -> tuple[int, int]:
+        """Fills what was granted and commits it. Returns how many leading chunks are stored, and how many are new."""
+        session, items = job.session, list[pb.CommitItem]()
+        try:
+            for header, reservation in zip(headers, reserved, strict=True):
+                if reservation.reservation_id:
+                    items.append(self._fill(job, header, reservation))
+        except Exception:
+            given = [r.reservation_id for r in reserved if r.reservation_id]
+            session.stub.Abort(pb.AbortRequest(session_id=session.id, reservation_ids=given), timeout=self._timeout)
+            raise
+        outcomes: dict[bytes, int] = {}
+        if items:
+            request = pb.CommitRequest(session_id=session.id, epoch=session.epoch, items=items)
+            answer = session.stub.Commit(request, timeout=self._timeout * 10)
+            outcomes = {item.reservation_id: o for item, o in zip(items, answer.outcomes, strict=True)}
+        there = [
+            r.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED
+            or outcomes.get(r.reservation_id) == pb.COMMIT_OUTCOME_COMMITTED
+            for r in reserved
+        ]
+        fresh = sum(o == pb.COMMIT_OUTCOME_COMMITTED for o in outcomes.values())
+        return (there.index(False) if False in there else len(there)), fresh
+
+    def _fill(self, job: _Job, header: ChunkHeader, reservation: pb.Reservation) -> pb.CommitItem:
+        payload, start = job.session.staged(reservation.staging), header.start_position
+        with job.turn():
+            self._copier.pack(job.slots[start : start + header.token_count], header, payload, job.after)
+        return pb.CommitItem(reservation_id=reservation.reservation_id, checksum=keys.checksum(payload))
+
+
+@dataclass(frozen=True)
+class _Job:
+    session: Session
+    root: bytes
+    tokens: list[int]
+    salt: bytes
+    slots: Integers
+    token_seconds: float
+    after: Any
+    turn: Callable[[], AbstractContextManager[None]]

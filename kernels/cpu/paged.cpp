@@ -1,0 +1,53 @@
+// Tokens between another engine's paged cache, of any layout, and an array [layers, tokens, heads, channels].
+//
+// Where an element lies in its layer is the sum of its block's, its token's, its head's and its channel's offset. Bits
+// are moved as they are.
+#include "jobs.h"
+#include "team.h"
+
+using namespace kvk;
+
+namespace {
+
+constexpr int64_t BLOCK = 64;  // tokens that a thread takes
+
+// `work(memory, array)` for every pair of elements of one type that this thread takes.
+template <class T, class Work> void each_element(PagedJob* job, Work work) {
+  const int64_t blocks = (job->tokens + BLOCK - 1) / BLOCK;
+  for (int64_t item; (item = take(&job->taken)) < blocks * job->layers;) {
+    const int64_t layer = item / blocks, first = item % blocks * BLOCK;
+    T* const memory = (T*)job->memory[layer];
+    for (int64_t token = first; token < first + BLOCK && token < job->tokens; token++) {
+      const int64_t slot = job->slots[token];
+      if (slot < 0) continue;
+      const int64_t at = slot / job->block_tokens * job->block_stride + job->token[slot % job->block_tokens];
+      for (int64_t head = 0; head < job->heads; head++) {
+        T* const from = memory + at + job->head[head];
+        T* const to =
+            (T*)job->array + layer * job->layer_stride + token * job->token_stride + head * job->head_stride;
+        if (job->plain && job->channel_stride == 1)
+          for (int64_t c = 0; c < job->channels; c++) work(from[c], to[c]);
+        else
+          for (int64_t c = 0; c < job->channels; c++) work(from[job->channel[c]], to[c * job->channel_stride]);
+      }
+    }
+  }
+}
+
+template <class Work> void each(PagedJob* job, Work work) {
+  if (job->element_bytes == 2) each_element<uint16_t>(job, work);
+  else each_element<uint32_t>(job, work);
+}
+
+}  // namespace
+
+KVK_JOB(gather, PagedJob)
+KVK_JOB(scatter, PagedJob)
+
+// Both for every thread that takes part.
+KVK_EXPORT void kvk_gather(PagedJob* job) {
+  each(job, [](auto& memory, auto& array) { array = memory; });
+}
+KVK_EXPORT void kvk_scatter(PagedJob* job) {
+  each(job, [](auto& memory, auto& array) { memory = array; });
+}
