@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels, one library for each instruction set: ``python -m kvkernels.cpu.build``.
+"""Compiles the CPU kernels, one library for each instruction set: ``python -m kvkernels.cpu``.
 
 ``pip install`` does it with the machine's compiler, or with the ``ziglang`` wheel where there is none. Imports nothing
 but the standard library, so that it runs where nothing is installed yet.
@@ -129,7 +129,7 @@ def build(folder: Path = LIBRARIES) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="kvkernels.cpu.build", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="kvkernels.cpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=LIBRARIES)
     options = parser.parse_args()
     try:
@@ -139,7 +139,3 @@ def main() -> int:
         return 1
     print(f"{options.out}: {', '.join(names)}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

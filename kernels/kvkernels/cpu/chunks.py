@@ -54,7 +54,7 @@ class _Job(ctypes.Structure):
 @cache
 def _kernel(library: Library, name: str) -> Kernel:
     if library.number("chunk_bytes") != ctypes.sizeof(_Chunk):
-        raise RuntimeError(f"{library.name}'s chunks are others: run python -m kvkernels.cpu.build")
+        raise RuntimeError(f"{library.name}'s chunks are others: run python -m kvkernels.cpu")
     return library.kernel(name, _Job)
 
 

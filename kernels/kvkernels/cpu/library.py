@@ -68,7 +68,7 @@ class Found:
 @cache
 def found() -> Found:
     """What serves on this machine."""
-    names, again = build.variants(), "python -m kvkernels.cpu.build"
+    names, again = build.variants(), "python -m kvkernels.cpu"
     stamp = build.LIBRARIES / build.STAMP
     if not names:
         return Found(None, f"there are no CPU kernels for {build.architecture()}")
