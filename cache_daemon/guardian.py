@@ -8,7 +8,6 @@ it needs takes a second of CPU, a fork of a process that has imported it a few m
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -19,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
+from kvsidecar.runtime import end_with_parent
 
 _PASSED_ON = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _WAITED_FOR = _PASSED_ON | {signal.SIGCHLD}
-_PR_SET_PDEATHSIG = 1
 # A daemon that dies again and again at its start is somebody else's to look at.
 _STABLE_SECONDS = 5.0
 _MOST_QUICK_DEATHS = 5
@@ -76,10 +75,9 @@ def _forked(run: Callable[[], int], mask: set[signal.Signals | int]) -> int:
         return child
     code = 1
     try:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(parent, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if os.getppid() == parent:  # else it died before the line above could see it
-            code = run()
+        code = run()
     except BaseException:
         traceback.print_exc()
     finally:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -25,7 +26,13 @@ import uvloop
 from kvsidecar.addresses import TcpAddress, why_not_bindable
 from kvsidecar.cli.settings import add_flags, configure_logging, read_settings, refuse_unknown_variables
 from kvsidecar.errors import ConfigurationError, KVSidecarError
-from kvsidecar.runtime import default_data_dir, default_runtime_dir, ensure_private_dir, socket_target
+from kvsidecar.runtime import (
+    default_data_dir,
+    default_runtime_dir,
+    end_with_parent,
+    ensure_private_dir,
+    socket_target,
+)
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -180,7 +187,12 @@ class Supervisor:
         while not self._stop.is_set():
             child.started = time.monotonic()
             # A session of its own: Ctrl-C reaches the supervisor alone, which ends the children in order.
-            child.process = await asyncio.create_subprocess_exec(*child.command, start_new_session=True)
+            # Should this process be killed, they end in order as well, so that nothing holds the port.
+            child.process = await asyncio.create_subprocess_exec(
+                *child.command,
+                start_new_session=True,
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+            )
             code = await child.process.wait()
             if self._stop.is_set():
                 return

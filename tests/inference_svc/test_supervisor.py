@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ CLI = str(Path(sys.executable).parent / "kvsidecar")
 class Served:
     """A running ``kvsidecar serve`` with folders of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, workers: int = 2) -> None:
         folder.chmod(0o700)
         self.folder, self.port = folder, free_port()
         own = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
@@ -33,17 +34,16 @@ class Served:
         (folder / "kvsidecar").mkdir(mode=0o700)
         self.log = (folder / "log").open("w+")
         self.process = subprocess.Popen(
-            [CLI, "serve", "demo", "--workers", "2", "--port", str(self.port), "--arena-bytes", "64MiB"],
+            [CLI, "serve", "demo", "--workers", str(workers), "--port", str(self.port), "--arena-bytes", "64MiB"],
             env=self.environment, stdout=self.log, stderr=self.log,
         )  # fmt: skip
         try:
-            self.until(lambda: self.health().get("workers_up") == 2, 150)
+            self.until(lambda: self.health().get("workers_up") == workers, 150)
         except BaseException:
             self.end()
             raise
 
     def end(self) -> None:
-        """In order: a supervisor that is killed leaves its children behind."""
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait(60)
@@ -153,6 +153,20 @@ def test_stop_ends_everything_in_order(served: Served) -> None:
     assert served.process.returncode == 0, served.text()
     assert not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     assert not list((served.folder / "kvsidecar").glob("*.sock"))
+
+
+def test_a_supervisor_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    served = Served(tmp_path, workers=1)
+    processes = psutil.Process(served.process.pid).children(recursive=True)
+    assert len(processes) == 4, "the daemon's guardian and the daemon, a worker, the gateway"
+    served.process.kill()
+    served.process.wait()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    served.log.close()
+    with socket.socket() as again:
+        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        again.bind(("127.0.0.1", served.port))
 
 
 def test_a_child_that_cannot_start_ends_the_whole(tmp_path: Path) -> None:

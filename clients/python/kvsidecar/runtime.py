@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import stat
 from pathlib import Path
 
 from kvsidecar.errors import ConfigurationError
 
+_PR_SET_PDEATHSIG = 1
 _LONGEST_SOCKET_PATH = 107  # sun_path, without its terminating zero
 
 
@@ -45,3 +48,14 @@ def socket_target(path: Path) -> str:
             f"the socket path {absolute} has {len(absolute.encode())} bytes; at most {_LONGEST_SOCKET_PATH} are allowed"
         )
     return f"unix:{absolute}"
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """In a new process: has the kernel send it signal ``number`` when its parent, of that id, ends (prctl(2)).
+
+    Where the parent has ended already, so does this process. Does nothing where there is no such call.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
