@@ -86,7 +86,7 @@ def test_a_cpu_writes_the_weights_out(folders: tuple[Path, Path]) -> None:
 
 def test_layers_of_4_bits_give_the_same(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """As a CUDA device has them; the operator runs by its reference here."""
-    monkeypatch.setattr("inference_svc.model.loader.native", lambda device, dtype: True)
+    monkeypatch.setattr("inference_svc.model.loader.has_cuda_kernels", lambda device, dtype: True)
     monkeypatch.setattr("inference_svc.engine.fused.suits", lambda model: False)
     quantized, dense = folders
     loaded = load(str(quantized), device="cpu", dtype="float32")
