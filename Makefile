@@ -12,7 +12,7 @@ help:  ## List the targets
 
 setup: $(STAMP)  ## Create .venv and install the project with its development tools
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard kernels/cpu/*)
+$(STAMP): pyproject.toml constraints.txt setup.py kernels/build_backend.py kernels/kvkernels/cpu/build.py $(wildcard kernels/cpu/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

@@ -43,7 +43,7 @@ from inference_svc.model.preflight import settled
 log = structlog.get_logger("serve")
 
 _FIRST_PAUSE, _LAST_PAUSE, _STABLE_SECONDS = 0.1, 10.0, 30.0
-_STOP_SECONDS = 15.0
+_STOP_SECONDS = 45.0  # the daemon's longest: what is queued is written
 _BAD_SETTINGS = 2
 
 

@@ -102,7 +102,7 @@ class Gittins:
         self._promise: list[list[float]] | None = None  # until it is asked for
         self._groups: dict[tuple[int, int, int], _Group] = {}
         self._ranked: SortedDict[_Rank, _Group] | None = None  # until somebody is to go
-        self._ghosts = Ghosts(_LOOK_BACK * AGES)
+        self._ghosts = Ghosts(_LEAST_SLICE_TICKS * AGES)  # as when slices widen
         # Who came in or was refused last, and whether it is but taken to be an inner one: its child may come next.
         self._newest: tuple[Entry, _Held] | None = None
         self._presumed_inner = False

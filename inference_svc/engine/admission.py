@@ -125,10 +125,10 @@ class Admission:
         table = self._pool.allocate_contiguous(wanted)
         if table is None:
             return False
+        sequence.table = table  # from here on whoever fails frees it
         self._pool.copy(_table(source), table, 0, source.tokens)
         if source.resident is not None:
             self._residents.touch(source.resident)
-        sequence.table = table
         self._begin(sequence, source)
         return True
 
@@ -146,8 +146,8 @@ class Admission:
         source_table = _table(source)
         kept = bool(source_table.ranges)
         end = source.tokens if kept else shared
+        sequence.table = table  # from here on whoever fails frees it
         self._pool.copy(source_table, table, shared, end)
-        sequence.table = table
         self._begin(sequence, Source(end, source.resident, source.running))
         return True
 

@@ -67,6 +67,7 @@ class Endings:
         stats.requests += 1
         stats.prompt_tokens += sequence.prompt_tokens
         stats.cached_tokens += sequence.cached_tokens
+        stats.resident_tokens += sequence.resident_tokens
         stats.approximate_tokens += sequence.approximate_tokens
         stats.recomputed_tokens += sequence.recomputed_tokens
         stats.generated_tokens += sequence.generated
@@ -103,7 +104,10 @@ class Endings:
         self._stats.failed += 1
         _wait_for_loader(sequence)
         if sequence.table is not None:
-            self._pool.erase(sequence.table)
+            try:
+                self._pool.erase(sequence.table)
+            except Exception:  # the device itself is broken: whoever waits must be told all the same
+                log.exception("the pages of a failed request could not be cleared", request=sequence.id)
         self.release(sequence)
         sequence.state = State.DONE
         _tell(sequence, Output(finish=Finish.FAILED, error=as_failure(error)))

@@ -117,12 +117,15 @@ class Loop:
             self._read_again(sequence)
         self._admit()
         repair = self._next_repair()
+        preemptions = self._stats.preemptions
         spans = self._plan(decoding_only=repair is not None)
         if spans:
             self._forward(spans)
         if repair is not None and repair in self._repairs and not (spans and _gated(repair)):
             self._repair_piece(repair)
-        self._stuck = not spans and repair is None and bool(self.running)
+        # Pages that were given back let somebody else go on.
+        given_back = self._stats.preemptions > preemptions
+        self._stuck = not spans and repair is None and not given_back and bool(self.running)
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) + len(self.loading) < self._limits.batch_sequences:
@@ -143,7 +146,7 @@ class Loop:
             now = time.perf_counter()
             sequence.timings.queue_ms += (now - sequence.queued_at) * 1e3
             if not sequence.first_token_at:
-                self._stats.resident_tokens += sequence.computed
+                sequence.resident_tokens = sequence.computed
             try:
                 if sequence.cache.read and self._cache.load(sequence, self.pool, self._on_loaded):
                     continue
@@ -253,7 +256,16 @@ class Loop:
 
     def _draw(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
         """Advances sequences by what is drawn from their rows of logits."""
-        for sequence, drawn in zip(sequences, draw(logits, [s.sampler for s in sequences]), strict=True):
+        try:
+            found = draw(logits, [s.sampler for s in sequences])
+        except Exception as error:
+            if len(sequences) == 1:
+                self._fail(sequences[0], error)
+                return
+            for i, one in enumerate(sequences):
+                self._draw([one], logits[i : i + 1])
+            return
+        for sequence, drawn in zip(sequences, found, strict=True):
             if isinstance(drawn, GenerationFailed):
                 self._fail(sequence, drawn)
                 continue
@@ -312,7 +324,8 @@ class Loop:
             self._fail(sequence, error)
             return
         del self._repairs[sequence]
-        sequence.recomputed_tokens = work.recomputed
+        if not sequence.first_token_at:
+            sequence.recomputed_tokens = work.recomputed
         sequence.computed = len(sequence.tokens)
         self._stats.steps += 1
         self._draw([sequence], work.logits[-1][-1:])

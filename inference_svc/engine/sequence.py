@@ -111,6 +111,7 @@ class Sequence:
     table: BlockTable | None = None
     computed: int = 0
     cached_tokens: int = 0  # of the prompt, tokens that were not computed for the first token
+    resident_tokens: int = 0  # of cached_tokens, those that were still in the pool
     approximate_tokens: int = 0  # of these, tokens that were read in another context
     expected_cached: int = 0  # what the cache was seen to hold while the sequence waited
     gate: LayerGate | None = None  # while deeper layers are still being loaded

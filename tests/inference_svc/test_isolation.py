@@ -9,9 +9,12 @@ import pytest
 import torch
 from kvsidecar.errors import GenerationFailed, ModelUnsupported, status_of
 
+from inference_svc.engine import loop
 from inference_svc.engine.cache_port import NoCache
+from inference_svc.engine.drawing import Outcome
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.pool import KVPool
+from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.sequence import CacheUse, Finish, Sequence
 from inference_svc.engine.stats import EngineLimits
 from inference_svc.gateway.router import retryable
@@ -102,6 +105,32 @@ def test_nan_in_one_sequence_fails_that_one_alone(engine: Engine, want: list[lis
     idle(engine)
     assert torch.isfinite(engine.pool.keys).all()
     assert torch.isfinite(engine.pool.values).all(), "the next owner of these pages would read NaN"
+    assert [r.tokens() for r in others(engine)] == want
+
+
+def test_who_waits_is_told_even_where_pages_cannot_be_cleared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is broken refuses that as well; the engine's thread ended, and everybody hung."""
+
+    def broken(_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(engine.pool, "erase", broken)
+    bad = Request([POISON, 5], 5)
+    engine.submit(bad.sequence)
+    assert "NaN" in str(failure(bad))
+
+
+def test_a_drawing_that_raises_for_the_batch_is_done_for_each_alone(
+    engine: Engine, want: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loop.draw
+
+    def short_of_memory(logits: torch.Tensor, samplers: list[Sampler]) -> list[Outcome]:
+        if len(samplers) > 1:
+            raise torch.OutOfMemoryError("rows times the vocabulary")
+        return real(logits, samplers)
+
+    monkeypatch.setattr(loop, "draw", short_of_memory)
     assert [r.tokens() for r in others(engine)] == want
 
 

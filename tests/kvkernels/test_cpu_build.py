@@ -91,7 +91,7 @@ def test_a_named_compiler_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> No
     assert build.compiler() is None
     assert build.asks_for_ziglang()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert build.compiler() == [sys.executable, "-m", "ziglang", "c++", "-nostdlib++"]
+    assert build.compiler() == [sys.executable, "-m", "ziglang", "c++", "-nostdlib++", "-mcpu=baseline"]
 
 
 def test_without_a_compiler_torch_serves_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

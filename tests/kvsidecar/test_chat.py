@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,10 @@ def read_until(process: subprocess.Popen[str], wanted: str) -> str:
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(endless: tuple[Endless, Path]) -> None:
     worker, socket = endless
     pipe = subprocess.PIPE
-    with subprocess.Popen([*CLI, "chat", "--worker", str(socket)], stdin=pipe, stdout=pipe, text=True) as chat:
+    # At a terminal; what runs in the background has SIGINT ignored, and hands that on.
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = [*CLI, "chat", "--worker", str(socket)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, preexec_fn=heeding) as chat:
         assert chat.stdin is not None
         assert "for tests and no assistant" in read_until(chat, "you: ")
         for question in ("first", "second"):

@@ -70,7 +70,7 @@ def sources() -> Path:
 
 def fingerprint(folder: Path) -> str:
     """A hash of the sources and flags: libraries of other ones are other libraries."""
-    digest = hashlib.sha256(repr((_FLAGS, VARIANTS)).encode())
+    digest = hashlib.sha256(repr((architecture(), _FLAGS, VARIANTS)).encode())
     for path in sorted(folder.glob("*.*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -85,7 +85,7 @@ def compiler() -> list[str] | None:
         if found := shutil.which(name):
             return [found]
     if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "c++", "-nostdlib++"]
+        return [sys.executable, "-m", "ziglang", "c++", "-nostdlib++", "-mcpu=baseline"]  # not this machine's
     return None
 
 
@@ -109,11 +109,11 @@ def compile_one(command: list[str], target: Path, names: tuple[str, ...], flags:
 
 
 def build(folder: Path = LIBRARIES) -> list[str]:
-    """Compiles all of this architecture's variants unless they are there; returns their names. Raises RuntimeError:
-    when there is no compiler, with a compiler's message."""
+    """Compiles this architecture's variants unless they are there; returns the names of those that the compiler
+    knows how to. Raises RuntimeError when there is no compiler, or none compiles, with the compiler's message."""
     stamp, now = folder / STAMP, fingerprint(sources())
     if stamp.exists() and stamp.read_text() == now:
-        return list(variants())
+        return compiled(folder)
     command = compiler()
     if command is None:
         raise RuntimeError("no C++ compiler: install g++ or clang++, or `pip install ziglang`")
@@ -122,10 +122,29 @@ def build(folder: Path = LIBRARIES) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
     jobs = [("features", ("features.cpp",), ()), *((name, KERNELS, flags) for name, flags in variants().items())]
+
+    def attempt(job: tuple[str, tuple[str, ...], tuple[str, ...]]) -> RuntimeError | None:
+        target = folder / f"{job[0]}.so"
+        target.unlink(missing_ok=True)
+        try:
+            compile_one(command, target, job[1], job[2])
+        except RuntimeError as error:  # an older compiler does not know the newest instructions
+            return error
+        return None
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda job: compile_one(command, folder / f"{job[0]}.so", job[1], job[2]), jobs))
+        features, *failed = pool.map(attempt, jobs)
+    if features is not None:
+        raise features
+    if not compiled(folder):
+        raise next(error for error in failed if error is not None)
     stamp.write_text(now)
-    return list(variants())
+    return compiled(folder)
+
+
+def compiled(folder: Path = LIBRARIES) -> list[str]:
+    """This architecture's variants that are there, the best last."""
+    return [name for name in variants() if (folder / f"{name}.so").exists()]
 
 
 def main() -> int:

@@ -91,4 +91,5 @@ def usable() -> list[str]:
     if not (build.LIBRARIES / build.STAMP).exists():
         return []
     can = int(ctypes.CDLL(str(build.LIBRARIES / "features.so")).kvk_features())
-    return [name for i, name in enumerate(build.variants()) if can >> i & 1]
+    made = build.compiled()
+    return [name for i, name in enumerate(build.variants()) if can >> i & 1 and name in made]

@@ -39,7 +39,7 @@ def _params(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, pa
         payload=payload,
         layer_stride=keys.stride(0),
         head_stride=keys.stride(1),
-        chunk_tokens=len(header.token_ids),
+        chunk_tokens=header.token_count,
         tokens=len(slots),
         heads=header.kv_heads,
         dim=header.head_dim,

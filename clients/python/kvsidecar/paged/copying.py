@@ -72,6 +72,7 @@ class BlockCopier:
                 scatter(self._values, slots, arrays["values"][:, : len(slots)])
                 return
             keys, values = self._scratch(len(slots))
+            self._wait()  # the chunk kernels run on a stream of their own
             unpack_chunk(keys, values, torch.arange(len(slots)), header, payload)
             scatter(self._keys, slots, keys.transpose(1, 2))
             scatter(self._values, slots, values.transpose(1, 2))

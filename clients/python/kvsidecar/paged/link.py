@@ -99,7 +99,7 @@ class DaemonLink:
             self._stop.wait(backoff)
 
     def _attach_once(self) -> bool:
-        """One session from beginning to end. True when it came about."""
+        """One session from beginning to end. True when it came about, with its memory."""
         outgoing: _Outgoing = queue.SimpleQueue()
         hello = pb.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -119,6 +119,7 @@ class DaemonLink:
             watchdog = threading.Timer(CONNECT_SECONDS, incoming.cancel)
             watchdog.start()
             session: Session | None = None
+            held = False
             try:
                 welcome = next(incoming).welcome
                 watchdog.cancel()
@@ -133,7 +134,7 @@ class DaemonLink:
                 )
                 self._current = session
                 if not self._stop.is_set():
-                    self._hold(session, welcome, incoming, outgoing)
+                    held = self._hold(session, welcome, incoming, outgoing)
             except (grpc.RpcError, StopIteration, OSError, ValueError) as error:
                 text = str(from_rpc(error)) if isinstance(error, grpc.RpcError) else str(error)
                 self._note(f"the session with the cache daemon ended: {text}; serving without cache")
@@ -144,19 +145,20 @@ class DaemonLink:
                     session.end()
                 outgoing.put(None)
                 incoming.cancel()
-            return session is not None
+            return held
 
     def _hold(
         self, session: Session, welcome: pb.Welcome, incoming: Iterator[pb.AttachResponse], outgoing: _Outgoing
-    ) -> None:
+    ) -> bool:
         """Heartbeats go from the beginning on: mapping and registering a large arena may take longer than the daemon
-        waits for one. Returns when the stream ends, the session is dropped or the link is closed."""
+        waits for one. Returns when the stream ends, the session is dropped or the link is closed, and whether there was
+        a session that could be used."""
         for work in (self._read, self._beat):
             arguments = (session, incoming if work == self._read else outgoing)
             threading.Thread(target=work, args=arguments, name=f"kv-link-{work.__name__[1:]}", daemon=True).start()
         self._map(session, welcome)
         if not session.alive:
-            return
+            return False
         with self._changed:
             self._session = session
             self._logged = ""
@@ -164,6 +166,7 @@ class DaemonLink:
         size = format_size(welcome.arena.size_bytes)
         self._log.info(f"attached to the cache daemon of epoch {welcome.epoch:x}, arena of {size}")
         session.over.wait()
+        return True
 
     def _map(self, session: Session, welcome: pb.Welcome) -> None:
         if not welcome.HasField("arena"):
