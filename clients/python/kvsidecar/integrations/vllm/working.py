@@ -140,7 +140,7 @@ class WorkerHalf:
         there, began = job.first, time.perf_counter()
         with self._guard("loading") as session:
             if session is not None:
-                there = self._reader.load(session, job.tokens, job.salt, slots, job.first)
+                there = self._reader.load(session, job.tokens, job.salt, slots, job.first, leased=True)
         failed = there < len(job.tokens)
         self.tally.add(loaded_tokens=there - job.first, failed_loads=failed, load_seconds=time.perf_counter() - began)
         return set(job.blocks[there // self._block :])
