@@ -20,7 +20,7 @@ from kvsidecar.runtime import socket_target
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
-from tests.kvsidecar.paged.caches import BLOCK_TOKENS, apart, fill, geometry, packed
+from tests.kvsidecar.paged.caches import BLOCK_TOKENS, BLOCKS, apart, fill, geometry, packed
 
 PROMPT = list(range(500, 500 + 4 * BLOCK_TOKENS + 3))
 WHOLE = 4 * BLOCK_TOKENS
@@ -65,7 +65,7 @@ class Vllm:
 
     def __init__(self, node: Node, name: str, *, ranks: int = 1, transposed: bool = False) -> None:
         settings = Settings(str(node.cache_socket), chunk_tokens=BLOCK_TOKENS, timeout_ms=5000, least_tokens=1)
-        self.scheduler = SchedulerHalf(settings, BLOCK_TOKENS)
+        self.scheduler = SchedulerHalf(settings, BLOCK_TOKENS, BLOCKS)
         self.caches, self.workers, self.writes = [], list[WorkerHalf](), []
         for rank in range(ranks):
             cache, write = apart("bhct") if transposed else packed()
@@ -127,6 +127,7 @@ class Vllm:
                 time.sleep(0.002)
             assert (gone, came) == (sent, received)
         self.scheduler.received(received)
+        self.scheduler.sent(sent)
 
     def compute(self, request: Request, blocks: list[int]) -> None:
         """Prefills the whole request in one step, and ends it."""

@@ -128,6 +128,39 @@ def test_blocks_of_a_preempted_request_are_not_read_any_more(node: Node, engines
     assert one.matched(Request("b", PROMPT)) == (WHOLE, True)
 
 
+def test_stores_that_wait_keep_no_more_than_a_quarter_of_the_blocks(
+    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, go, pack = start(engines, node, "pinned"), threading.Event(), BlockCopier.pack
+
+    def late(*arguments: Any) -> None:
+        assert go.wait(10)
+        pack(*arguments)
+
+    def run(name: str, blocks: list[int], first: int) -> bool:
+        request = Request(name, list(range(first, first + 2 * BLOCK_TOKENS + 1)))
+        one.matched(request)
+        one.allocated(request, blocks, 0)
+        one.step({name: (request, request.num_tokens, blocks)})
+        request.status = Status.FINISHED_STOPPED
+        return one.scheduler.finished(request, blocks)
+
+    monkeypatch.setattr(BlockCopier, "pack", late)
+    try:
+        assert run("a", [0, 1, 2], 7000), "one alone may be larger"
+        assert not run("b", [3, 4], 8000)
+        assert one.step().dropped == {"b"}
+    finally:
+        go.set()
+    one.wait({"a"}, set())
+    assert one.workers[0].tally.take()["dropped_stores"] == 1
+    assert one.matched(Request("c", list(range(8000, 8000 + 3 * BLOCK_TOKENS)))) == (0, False)
+    assert run("d", [3, 4, 0], 8000)
+    one.step()
+    one.wait({"d"}, set())
+    assert one.matched(Request("e", list(range(8000, 8000 + 3 * BLOCK_TOKENS)))) == (2 * BLOCK_TOKENS, True)
+
+
 def test_a_load_that_breaks_off_names_its_blocks(node: Node, engines: ExitStack) -> None:
     one = start(engines, node, "breaks")
     one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])

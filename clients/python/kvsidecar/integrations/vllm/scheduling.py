@@ -31,6 +31,8 @@ _AT_ONCE_SECONDS = 0.003
 # A request that found no blocks gives its leases back after this time and looks again.
 _HOLD_SECONDS, _SWEEP_SECONDS = 5.0, 1.0
 _THREADS = 4
+# Finished requests may keep so much of all blocks until they are stored; live ones need the rest.
+_PINNED_SHARE = 1 / 4
 # Ends after which what was computed is right.
 _SOUND = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED")
 
@@ -84,8 +86,11 @@ class _Followed:
 class SchedulerHalf:
     """Never blocks for longer than a few milliseconds: the scheduler's loop is every request's."""
 
-    def __init__(self, settings: Settings, block_tokens: int) -> None:
+    def __init__(self, settings: Settings, block_tokens: int, blocks: int) -> None:
+        """``blocks`` is how many the engine has, each of ``block_tokens``."""
         self._settings, self._block = settings, block_tokens
+        self._most_pinned = int(blocks * _PINNED_SHARE)
+        self._pinned: dict[str, int] = {}  # blocks of finished requests that the workers may still be reading
         self._ranks: list[_Rank] = []
         self._followed: dict[str, _Followed] = {}
         self._step = Step()
@@ -271,9 +276,26 @@ class SchedulerHalf:
             # The last token was sampled and never computed.
             computed = min(request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block)
             self._store(followed, computed, blocks)
-        if followed.ordered:
-            self._step.ending.add(request.request_id)
-        return bool(followed.ordered)
+        if not followed.ordered:
+            return False
+        # One alone may be larger than the share: a long prompt is worth the most.
+        if self._pinned and sum(self._pinned.values()) + len(blocks) > self._most_pinned:
+            self._drop(request.request_id)
+            return False
+        self._pinned[request.request_id] = len(blocks)
+        self._step.ending.add(request.request_id)
+        return True
+
+    def sent(self, names: Iterable[str]) -> None:
+        """Blocks of these finished requests are not read any more."""
+        for name in names:
+            self._pinned.pop(name, None)
+
+    def _drop(self, name: str) -> None:
+        """What workers have not read yet of a finished request is not stored: they store more slowly than is computed,
+        and the blocks are needed."""
+        self._step.stores[:] = [store for store in self._step.stores if store.request != name]
+        self._step.dropped.add(name)
 
     def _store(self, followed: _Followed, tokens: int, blocks: list[int]) -> None:
         """Orders that the whole blocks of so many tokens be stored, unless they are."""

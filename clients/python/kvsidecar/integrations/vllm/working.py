@@ -90,7 +90,8 @@ class WorkerHalf:
 
     def preempted(self, step: Step) -> None:
         """Blocks of these requests are somebody else's now: what was read of them is kept, no more is read."""
-        for name in step.preempted:
+        self.tally.add(dropped_stores=len(step.dropped))
+        for name in step.preempted | step.dropped:
             for job, _ in self._storing.pop(name, ()):
                 job.cancel()
 
