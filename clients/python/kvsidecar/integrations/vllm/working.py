@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from kvkernels.cpu.threads import spread
 
 from kvsidecar import keys
 from kvsidecar.integrations.vllm.messages import Introduction, Load, Step, Store
@@ -64,7 +65,8 @@ class WorkerHalf:
         self._reader = Reader(copier, g, settings.timeout)
         chunk_tokens = -(-settings.chunk_tokens // block_tokens) * block_tokens
         self._writer = Writer(BlockCopier(cache), g, chunk_tokens, settings.timeout)
-        self._loads, self._stores = ThreadPoolExecutor(1, "kvsidecar-load"), ThreadPoolExecutor(1, "kvsidecar-store")
+        self._loads = ThreadPoolExecutor(1, "kvsidecar-load", spread)
+        self._stores = ThreadPoolExecutor(1, "kvsidecar-store", spread)
         self._loading: dict[str, Future[set[int]]] = {}
         self._storing: dict[str, list[tuple[_Storing, Future[None]]]] = defaultdict(list)
         self._ending: set[str] = set()
