@@ -311,8 +311,9 @@ def test_a_request_without_blocks_gives_its_leases_back_after_a_while_and_looks_
     clock = 60.0  # a disk that took its time
     go.set()
     assert one.matched(waiting) == (WHOLE, True)
+    held = one.scheduler._followed["b"].lookup
     one.step()
-    assert one.scheduler.matched(waiting, 0) == (WHOLE, True), "the hold begins with the answer"
+    assert one.scheduler._followed["b"].lookup is held, "the hold begins with the answer"
     assert node.cache_stats().leases == 1
     clock = 120.0
     one.step()
