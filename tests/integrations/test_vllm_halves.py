@@ -2,155 +2,24 @@
 
 from __future__ import annotations
 
-import enum
+import logging
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from kvsidecar.integrations.vllm.messages import Step
-from kvsidecar.integrations.vllm.salts import Unidentified, cacheable_tokens, salt_of
-from kvsidecar.integrations.vllm.scheduling import SchedulerHalf
-from kvsidecar.integrations.vllm.settings import Settings
-from kvsidecar.integrations.vllm.working import WorkerHalf
-from kvsidecar.layout import Geometry, new_header
-from kvsidecar.paged.copying import BlockCopier, slots_of
-from kvsidecar.paged.link import DaemonLink
-from kvsidecar.runtime import socket_target
+from kvsidecar.integrations.vllm import scheduling
+from kvsidecar.paged.copying import BlockCopier
+from kvsidecar.paged.matching import Matcher
 
 from benchmarks.node import Node
-from tests.cache_daemon.conftest import descriptor
-from tests.kvsidecar.paged.caches import BLOCK_TOKENS, apart, fill, geometry, packed
-
-PROMPT = list(range(500, 500 + 4 * BLOCK_TOKENS + 3))
-WHOLE = 4 * BLOCK_TOKENS
-
-
-class Status(enum.Enum):
-    """The names of vLLM's."""
-
-    RUNNING = 1
-    FINISHED_STOPPED = 2
-    FINISHED_ABORTED = 3
-    FINISHED_ERROR = 4
-
-
-@dataclass
-class Request:
-    """What is used of vLLM's ``Request``."""
-
-    request_id: str
-    all_token_ids: list[int]
-    num_computed_tokens: int = 0
-    cache_salt: str | None = None
-    lora_request: Any = None
-    mm_features: list[Any] = field(default_factory=list)
-    prompt_embeds: Any = None
-    status: Status = Status.RUNNING
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.num_tokens
-
-    def is_finished(self) -> bool:
-        return self.status is not Status.RUNNING
-
-
-class Vllm:
-    """One scheduler and its ranks."""
-
-    def __init__(self, node: Node, name: str, *, ranks: int = 1, transposed: bool = False) -> None:
-        settings = Settings(str(node.cache_socket), chunk_tokens=BLOCK_TOKENS, timeout_ms=5000, least_tokens=1)
-        self.scheduler = SchedulerHalf(settings, BLOCK_TOKENS)
-        self.caches, self.workers, self.writes = [], list[WorkerHalf](), []
-        for rank in range(ranks):
-            cache, write = apart("bhct") if transposed else packed()
-            described = descriptor(name, geometry(torch.bfloat16))
-            described.tensor_parallel_rank, described.tensor_parallel_size = rank, ranks
-            link = DaemonLink(socket_target(node.cache_socket), f"{name}-{rank}", described)
-            assert link.wait(10)
-            self.caches.append(cache)
-            self.writes.append(write)
-            self.workers.append(WorkerHalf(settings, cache, link, rank, BLOCK_TOKENS))
-        self.scheduler.introduce({i: w.introduction() for i, w in enumerate(self.workers)})
-        self.links = [rank.link for rank in self.scheduler._ranks]
-        assert all(link.wait(10) for link in self.links)
-
-    def close(self) -> None:
-        self.scheduler.close()
-        for worker in self.workers:
-            worker.close()
-
-    def matched(self, request: Request, local: int = 0) -> tuple[int, bool]:
-        deadline = time.monotonic() + 10
-        while True:
-            tokens, later = self.scheduler.matched(request, local)
-            if tokens is not None:
-                return tokens, later
-            assert time.monotonic() < deadline
-
-    def allocated(self, request: Request, blocks: list[int], external: int) -> None:
-        self.scheduler.allocated(request, SimpleNamespace(get_block_ids=lambda: (blocks,)), external)
-
-    def step(
-        self, scheduled: dict[str, tuple[Request, int, list[int]]] | None = None, preempted: tuple[str, ...] = ()
-    ) -> Step:
-        """Schedules so many tokens of requests in blocks, and tells the workers."""
-        given = scheduled or {}
-        output = SimpleNamespace(
-            preempted_req_ids=set(preempted),
-            num_scheduled_tokens={name: tokens for name, (_, tokens, _) in given.items()},
-            kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda name: (given[name][2],)),
-        )
-        step = self.scheduler.order(output)
-        for request, tokens, _ in given.values():
-            request.num_computed_tokens += tokens
-        for worker in self.workers:
-            worker.preempted(step)
-            worker.load(step)
-            worker.store(step)
-        return step
-
-    def wait(self, sent: set[str], received: set[str]) -> None:
-        """Until all ranks have said so."""
-        for worker in self.workers:
-            gone, came = set[str](), set[str]()
-            deadline = time.monotonic() + 10
-            while not (gone >= sent and came >= received):
-                assert time.monotonic() < deadline, f"sent {gone}, received {came}"
-                more = worker.done()
-                gone, came = gone | more[0], came | more[1]
-                time.sleep(0.002)
-            assert (gone, came) == (sent, received)
-        self.scheduler.received(received)
-
-    def compute(self, request: Request, blocks: list[int]) -> None:
-        """Prefills the whole request in one step, and ends it."""
-        self.allocated(request, blocks, 0)
-        for i, write in enumerate(self.writes):
-            fill(write, torch.from_numpy(slots_of(blocks, BLOCK_TOKENS)), torch.bfloat16, seed=i)
-        self.step({request.request_id: (request, request.num_tokens, blocks)})
-        request.status = Status.FINISHED_STOPPED
-        if self.scheduler.finished(request, blocks):
-            self.step()
-            self.wait({request.request_id}, set())
-
-    def payload(self, rank: int, blocks: list[int]) -> bytes:
-        g = self.caches[rank].geometry
-        header = new_header(Geometry(g.layers, g.kv_heads, g.head_dim, g.dtype, 16), [0] * len(blocks) * 8, 0)
-        out = memoryview(bytearray(header.payload_bytes))
-        BlockCopier(self.caches[rank]).pack(slots_of(blocks, BLOCK_TOKENS), header, out)
-        return bytes(out)
+from tests.integrations.halves import PROMPT, WHOLE, Request, Status, Vllm
+from tests.kvsidecar.paged.caches import BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +38,13 @@ def start(stack: ExitStack, node: Node, name: str, **options: Any) -> Vllm:
     found = Vllm(node, name, **options)
     stack.callback(found.close)
     return found
+
+
+def until_no_lease(node: Node) -> None:
+    deadline = time.monotonic() + 5
+    while node.cache_stats().leases:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_prompt_that_one_engine_computed_another_loads(node: Node, engines: ExitStack) -> None:
@@ -252,6 +128,39 @@ def test_blocks_of_a_preempted_request_are_not_read_any_more(node: Node, engines
     assert one.matched(Request("b", PROMPT)) == (WHOLE, True)
 
 
+def test_stores_that_wait_keep_no_more_than_a_quarter_of_the_blocks(
+    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, go, pack = start(engines, node, "pinned"), threading.Event(), BlockCopier.pack
+
+    def late(*arguments: Any) -> None:
+        assert go.wait(10)
+        pack(*arguments)
+
+    def run(name: str, blocks: list[int], first: int) -> bool:
+        request = Request(name, list(range(first, first + 2 * BLOCK_TOKENS + 1)))
+        one.matched(request)
+        one.allocated(request, blocks, 0)
+        one.step({name: (request, request.num_tokens, blocks)})
+        request.status = Status.FINISHED_STOPPED
+        return one.scheduler.finished(request, blocks)
+
+    monkeypatch.setattr(BlockCopier, "pack", late)
+    try:
+        assert run("a", [0, 1, 2], 7000), "one alone may be larger"
+        assert not run("b", [3, 4], 8000)
+        assert one.step().dropped == {"b"}
+    finally:
+        go.set()
+    one.wait({"a"}, set())
+    assert one.workers[0].tally.take()["dropped_stores"] == 1
+    assert one.matched(Request("c", list(range(8000, 8000 + 3 * BLOCK_TOKENS)))) == (0, False)
+    assert run("d", [3, 4, 0], 8000)
+    one.step()
+    one.wait({"d"}, set())
+    assert one.matched(Request("e", list(range(8000, 8000 + 3 * BLOCK_TOKENS)))) == (2 * BLOCK_TOKENS, True)
+
+
 def test_a_load_that_breaks_off_names_its_blocks(node: Node, engines: ExitStack) -> None:
     one = start(engines, node, "breaks")
     one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
@@ -309,10 +218,7 @@ def test_a_request_that_goes_while_it_loads_leaves_no_lease(node: Node, engines:
     assert not one.scheduler.finished(again, [4, 3, 2, 1]), "vLLM keeps the blocks by itself"
     one.wait(set(), {"b"})
     assert "b" not in one.scheduler._followed
-    deadline = time.monotonic() + 5
-    while node.cache_stats().leases:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until_no_lease(node)
 
 
 def test_after_a_reset_nothing_of_before_is_found_nor_by_others(node: Node, engines: ExitStack) -> None:
@@ -336,32 +242,95 @@ def test_a_request_that_failed_stores_no_answer(node: Node, engines: ExitStack) 
     assert not one.scheduler.finished(request, [0, 1, 2, 3, 4])
 
 
-# ---- salts ----------------------------------------------------------------------------------------------------
+def test_the_scheduler_maps_no_payloads(node: Node, engines: ExitStack) -> None:
+    one = start(engines, node, "maps")
+    (session,) = one.scheduler._sessions()
+    assert session is not None
+    assert session.summary is not None
+    assert len(session.arena) == len(session.staging) == 0
 
 
-def test_a_cache_salt_is_the_tenants_salt() -> None:
-    assert salt_of(Request("a", PROMPT, cache_salt="alice")) == b"alice"
-    assert salt_of(Request("a", PROMPT)) == b""
-    assert len(salt_of(Request("a", PROMPT, cache_salt="x" * 1000))) <= 256
+def test_a_lookup_that_fails_finds_nothing(
+    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = start(engines, node, "fails")
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(one.scheduler, "_match", fails)
+    request = Request("b", PROMPT)
+    with caplog.at_level(logging.WARNING):
+        assert one.matched(request) == (0, False)
+    assert "looking a prompt up failed, computing instead: planted" in caplog.text
+    one.allocated(request, [0, 1, 2, 3, 4], 0)
 
 
-def test_an_adapter_is_known_by_its_contents(tmp_path: Path) -> None:
-    weights = tmp_path / "adapter_model.safetensors"
-    weights.write_bytes(b"one")
-    lora = SimpleNamespace(lora_name="l", lora_path=str(tmp_path))
-    first = salt_of(Request("a", PROMPT, lora_request=lora))
-    assert first == salt_of(Request("b", PROMPT, lora_request=SimpleNamespace(lora_name="m", lora_path=str(tmp_path))))
-    assert first != salt_of(Request("a", PROMPT, lora_request=lora, cache_salt="alice"))
-    assert first[0] == 0xFF, "no cache_salt has this byte"
-    weights.write_bytes(b"other")
-    assert salt_of(Request("a", PROMPT, lora_request=lora)) != first
-    weights.unlink()
-    with pytest.raises(Unidentified, match="the LoRA adapter l has no weights at"):
-        salt_of(Request("a", PROMPT, lora_request=lora))
+def test_the_lookups_of_a_step_are_waited_for_together(
+    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start(engines, node, "waits")
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    real, patience, go = scheduling.wait, [], threading.Event()
+
+    def waiting(futures: Any, seconds: float) -> None:
+        patience.append(seconds)
+        real(futures, seconds)
+
+    monkeypatch.setattr(scheduling, "wait", waiting)
+    monkeypatch.setattr(one.scheduler, "_match", lambda *_: go.wait(10) and None)
+    try:
+        for name in "bcd":
+            one.scheduler.matched(Request(name, PROMPT), 0)
+        one.step()
+        one.scheduler.matched(Request("e", PROMPT), 0)
+    finally:
+        go.set()
+    assert patience[0] == patience[3] == scheduling._AT_ONCE_SECONDS
+    assert max(patience[1:3]) < patience[0] / 2
 
 
-def test_nothing_behind_an_image_is_kept() -> None:
-    image = SimpleNamespace(mm_position=SimpleNamespace(offset=20))
-    assert cacheable_tokens(Request("a", PROMPT, mm_features=[image])) == 20
-    assert cacheable_tokens(Request("a", PROMPT, prompt_embeds=object())) == 0
-    assert cacheable_tokens(Request("a", PROMPT)) == len(PROMPT)
+def test_a_request_without_blocks_gives_its_leases_back_after_a_while_and_looks_again(
+    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start(engines, node, "holds")
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    until_no_lease(node)
+    clock, real = 0.0, time.monotonic
+    monkeypatch.setattr(scheduling, "time", SimpleNamespace(monotonic=lambda: real() + clock))
+    go, match = threading.Event(), Matcher.match
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        assert go.wait(10)
+        return match(*arguments, **options)
+
+    monkeypatch.setattr(Matcher, "match", late)
+    waiting = Request("b", PROMPT)
+    assert one.scheduler.matched(waiting, 0) == (None, False)
+    clock = 60.0  # a disk that took its time
+    go.set()
+    assert one.matched(waiting) == (WHOLE, True)
+    held = one.scheduler._followed["b"].lookup
+    one.step()
+    assert one.scheduler._followed["b"].lookup is held, "the hold begins with the answer"
+    assert node.cache_stats().leases == 1
+    clock = 120.0
+    one.step()
+    until_no_lease(node)
+    assert one.matched(waiting) == (WHOLE, True)
+    one.allocated(waiting, [4, 3, 2, 1], WHOLE)
+    clock = 180.0
+    one.scheduler.order(SimpleNamespace(preempted_req_ids=(), num_scheduled_tokens={}))
+    assert node.cache_stats().leases == 1, "what is loading is kept"
+
+
+def test_an_adapter_that_cannot_be_identified_is_said_once(
+    node: Node, engines: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = start(engines, node, "adapter")
+    lora = SimpleNamespace(lora_name="l", lora_int_id=1, lora_path=str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        for name in "ab":
+            assert one.matched(Request(name, PROMPT, lora_request=lora)) == (0, False)
+    assert caplog.text.count("the LoRA adapter l has no weights at") == 1

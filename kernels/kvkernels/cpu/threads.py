@@ -47,12 +47,30 @@ def run_own(call: Callable[[int], None], job: int, threads: int) -> None:
         other.result()
 
 
+def spread() -> None:
+    """Lets the calling thread run wherever any thread of this process may. OpenMP may have bound each thread of its
+    team to a core of its own, the first included: what the first one makes would stay there and hold all of them up."""
+    if cores := _cores():
+        with contextlib.suppress(OSError):  # where it may not, it works on fewer
+            os.sched_setaffinity(0, cores)
+
+
+def _cores() -> set[int]:
+    """Empty where nobody can say."""
+    found = set[int]()
+    if hasattr(os, "sched_getaffinity"):
+        for thread in Path("/proc/self/task").glob("*"):
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                found |= os.sched_getaffinity(int(thread.name))
+    return found
+
+
 @cache
 def own_count() -> int:
     """How many threads chunks are moved on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(_cores()) or os.cpu_count() or 1
 
 
 @cache
 def _own_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(own_count(), "kv-kernel")
+    return ThreadPoolExecutor(own_count(), "kv-kernel", spread)

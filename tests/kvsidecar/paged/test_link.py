@@ -72,6 +72,25 @@ def test_heartbeats_go_on_while_a_large_arena_is_mapped(node: Node, monkeypatch:
         link.close()
 
 
+def test_a_link_that_maps_nothing_does_not_need_what_cannot_be_mapped(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's arena, for who has no GPU."""
+
+    def fails(_: pb.Welcome) -> memoryview:
+        raise OSError("memory of a GPU")
+
+    monkeypatch.setattr(link_module, "map_arena", fails)
+    link = DaemonLink(socket_target(node.cache_socket), "nothing", descriptor(), maps=False)
+    try:
+        assert link.wait(10)
+        held = link.session
+        assert held is not None
+        assert held.summary is not None
+    finally:
+        link.close()
+
+
 def test_a_call_that_was_not_answered_is_followed_by_a_question_and_not_by_another_call(node: Node) -> None:
     link = DaemonLink(socket_target(node.cache_socket), "patient", descriptor())
     try:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
+from kvsidecar.layout import Geometry, new_header
 from kvsidecar.paged.copying import BlockCopier, slots_of
 from kvsidecar.paged.failing import give_up
 from kvsidecar.paged.link import DaemonLink
@@ -23,7 +24,7 @@ from kvsidecar.runtime import socket_target
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
-from tests.kvsidecar.paged.caches import BLOCK_TOKENS, apart, fill, geometry, packed
+from tests.kvsidecar.paged.caches import BLOCK_TOKENS, BLOCKS, apart, fill, geometry, packed
 
 TOKENS = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
 CHUNK = 2 * BLOCK_TOKENS
@@ -65,8 +66,6 @@ class Engine:
         return self.reader.load(self.session, tokens, salt, slots_of(blocks, BLOCK_TOKENS), first)
 
     def payload(self, blocks: list[int]) -> bytes:
-        from kvsidecar.layout import Geometry, new_header
-
         g = self.cache.geometry
         header = new_header(
             Geometry(g.layers, g.kv_heads, g.head_dim, g.dtype, 16), [0] * len(blocks) * BLOCK_TOKENS, 0
@@ -170,6 +169,35 @@ def test_leases_are_given_back(node: Node) -> None:
         while node.cache_stats().leases:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_disk_is_not_waited_for_by_who_has_it_leased(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines(node, "patience") as (one, two):
+        one.store([0, 1, 2, 3], TOKENS)
+        stub, timeouts = two.session.stub, list[float]()
+        real = stub.Match
+
+        def watched(request: object, timeout: float) -> object:
+            timeouts.append(timeout)
+            return real(request, timeout=timeout)
+
+        monkeypatch.setattr(stub, "Match", watched)
+        slots = slots_of([0, 1, 2, 3], BLOCK_TOKENS)
+        for leased in (True, False):
+            assert two.reader.load(two.session, TOKENS, b"", slots, 0, leased=leased) == len(TOKENS)
+        assert timeouts[0] == 5.0 < timeouts[1]
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_slots_outside_of_the_cache_are_refused(bits: int) -> None:
+    cache, _ = packed(torch.bfloat16, bits)
+    copier, slots = BlockCopier(cache), slots_of([BLOCKS - 1, BLOCKS], BLOCK_TOKENS)
+    header = new_header(cache.geometry, [0] * len(slots), 0)
+    payload = memoryview(bytearray(header.payload_bytes))
+    for copy in (copier.pack, copier.unpack):
+        with pytest.raises(ValueError, match=r"slot 47 is outside of the cache, whose last one is 39"):
+            copy(slots, header, payload)
+        copy(slots[:BLOCK_TOKENS], new_header(cache.geometry, [0] * BLOCK_TOKENS, 0), payload)
 
 
 def test_what_was_copied_in_a_session_that_may_have_ended_is_not_believed(node: Node) -> None:

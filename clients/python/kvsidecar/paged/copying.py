@@ -48,8 +48,10 @@ class BlockCopier:
     def pack(self, slots: Integers, header: ChunkHeader, payload: Payload, after: Any = None) -> None:
         """Writes the tokens at ``slots`` into a payload, quantizing as the header says; returns when it is there.
 
-        ``after`` is a CUDA event that the engine recorded when it had enqueued what wrote these tokens.
+        ``after`` is a CUDA event that the engine recorded when it had enqueued what wrote these tokens. Raises
+        ValueError for slots outside of the cache.
         """
+        self._check(slots)
         with self._turn(after):
             if isinstance(payload, memoryview) and self._directly(header):
                 arrays = layout_of(header).arrays(payload)
@@ -64,7 +66,8 @@ class BlockCopier:
 
     def unpack(self, slots: Integers, header: ChunkHeader, payload: Payload) -> None:
         """Writes the first ``len(slots)`` tokens of a payload to ``slots``, dequantizing; returns when the cache has
-        them. Tokens whose slot is negative are left out."""
+        them. Tokens whose slot is negative are left out. Raises ValueError for slots outside of the cache."""
+        self._check(slots)
         with self._turn(None):
             if isinstance(payload, memoryview) and self._directly(header):
                 arrays = layout_of(header).arrays(payload)
@@ -77,6 +80,12 @@ class BlockCopier:
             scatter(self._keys, slots, keys.transpose(1, 2))
             scatter(self._values, slots, values.transpose(1, 2))
             self._wait()
+
+    def _check(self, slots: Integers) -> None:
+        """What copies knows only addresses, and would write into somebody else's memory."""
+        end = self.cache.blocks * self.cache.block_tokens
+        if len(slots) and slots.max() >= end:
+            raise ValueError(f"slot {slots.max()} is outside of the cache, whose last one is {end - 1}")
 
     def _directly(self, header: ChunkHeader) -> bool:
         """Whether the payload's sections have the cache's elements, and both are in the host's memory."""

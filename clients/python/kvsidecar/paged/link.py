@@ -55,11 +55,14 @@ class DaemonLink:
         descriptor: NamespaceDescriptor,
         gpu: int | None = None,
         *,
+        maps: bool = True,
         log: Log | None = None,
     ) -> None:
-        """``gpu`` is the CUDA device that reads and writes the daemon's memory directly, if one does."""
+        """``gpu`` is the CUDA device that reads and writes the daemon's memory directly, if one does. A link that maps
+        nothing looks up and leases, wherever the daemon's memory is; it can read and write no chunk."""
         self._log = log or logging.getLogger(__name__)
         self._target, self._name, self.descriptor, self._gpu = target, name, descriptor, gpu
+        self._maps = maps
         self.namespace = keys.namespace_id(descriptor)
         self.served: Callable[[], Served] = Served  # what heartbeats tell; the runtime knows it
         self._session: Session | None = None
@@ -171,14 +174,18 @@ class DaemonLink:
     def _map(self, session: Session, welcome: pb.Welcome) -> None:
         if not welcome.HasField("arena"):
             raise ValueError("the daemon shares no memory at this address; use its Unix socket")
+        if self._maps:
+            self._map_payloads(session, welcome)
+        if welcome.HasField("summary"):
+            with contextlib.suppress(OSError):  # without it every prompt is looked up
+                session.summary = Summary(map_summary(welcome))
+
+    def _map_payloads(self, session: Session, welcome: pb.Welcome) -> None:
         if welcome.arena.kind in (pb.ARENA_KIND_CUDA, pb.ARENA_KIND_CUDA_IPC) and self._gpu is not None:
             session.arena = CudaArena(welcome, self._gpu)
         else:
             session.arena = map_arena(welcome)
         session.staging = map_staging(welcome)
-        if welcome.HasField("summary"):
-            with contextlib.suppress(OSError):  # without it every prompt is looked up
-                session.summary = Summary(map_summary(welcome))
         if self._gpu is not None:
             session.pin()
 

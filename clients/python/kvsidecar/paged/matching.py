@@ -42,10 +42,11 @@ class Matcher:
     timeout: float
     _releases: set[Any] = field(default_factory=set)
 
-    def match(self, session: Session, tokens: list[int], salt: bytes) -> Found:
-        """Finds and leases. Raises grpc.RpcError, and ValueError for an answer that cannot be meant."""
+    def match(self, session: Session, tokens: list[int], salt: bytes, *, leased: bool = False) -> Found:
+        """Finds and leases. What is ``leased`` already, by whom it may be, is in memory, and no disk is waited for.
+        Raises grpc.RpcError, and ValueError for an answer that cannot be meant."""
         request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens)
-        answer = session.stub.Match(request, timeout=self._patience(len(tokens)))
+        answer = session.stub.Match(request, timeout=self._patience(0 if leased else len(tokens)))
         if answer.epoch != session.epoch:
             raise ValueError(f"an answer of epoch {answer.epoch:x} in a session of epoch {session.epoch:x}")
         found = Found(session, tuple(answer.matches), answer.matched_tokens, answer.lease_id)

@@ -20,14 +20,24 @@ class Reader:
         self._copier, self._geometry = copier, geometry
         self._matcher = Matcher(geometry, timeout)
 
-    def load(self, session: Session, tokens: list[int], salt: bytes, slots: Integers, first: int) -> int:
+    def load(
+        self,
+        session: Session,
+        tokens: list[int],
+        salt: bytes,
+        slots: Integers,
+        first: int,
+        *,
+        leased: bool = False,
+    ) -> int:
         """Copies what is stored of ``tokens[first:]`` to ``slots [len(tokens)]``, of which those before ``first`` are
         not looked at. Returns how many leading tokens there are then, those before ``first`` included.
+        ``leased`` says that all of it is under lease already.
 
         Raises grpc.RpcError, ValueError, and ConnectionError when the lease may have ended while it copied; then the
         blocks hold anything.
         """
-        found = self._matcher.match(session, tokens, salt)
+        found = self._matcher.match(session, tokens, salt, leased=leased)
         try:
             at = 0
             for match in found.matches:

@@ -58,7 +58,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             from kvsidecar.integrations.vllm.scheduling import SchedulerHalf
 
-            self._scheduler = SchedulerHalf(self._settings, self._block_tokens)
+            self._scheduler = SchedulerHalf(self._settings, self._block_tokens, kv_cache_config.num_blocks)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -140,6 +140,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduling.received(connector_output.finished_recving or ())
+        self._scheduling.sent(connector_output.finished_sending or ())
 
     def reset_cache(self) -> bool | None:
         self._scheduling.reset()

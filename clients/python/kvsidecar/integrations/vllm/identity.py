@@ -19,6 +19,7 @@ from kvsidecar.cache.v1.chunk_pb2 import (
     NamespaceDescriptor,
 )
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.integrations.vllm.rope import rope_parameters
 from kvsidecar.layout import Geometry
 from kvsidecar.models import fingerprint
 
@@ -34,8 +35,6 @@ _IGNORED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 def descriptor(config: Any, geometry: Geometry, backend: str, rank: int) -> NamespaceDescriptor:
     """The namespace of one tensor-parallel rank of an engine with the ``VllmConfig``. Raises ConfigurationError."""
     model = config.model_config
-    text = model.hf_text_config.to_dict()
-    rope = {name: text[name] for name in ("rope_parameters", "rope_scaling", "rope_theta") if text.get(name)}
     return NamespaceDescriptor(
         model_fingerprint=_fingerprint(config),
         architecture=model.architecture,
@@ -43,7 +42,7 @@ def descriptor(config: Any, geometry: Geometry, backend: str, rank: int) -> Name
         kv_heads=geometry.kv_heads,
         head_dim=geometry.head_dim,
         dtype=geometry.dtype,
-        rope_parameters=json.dumps(rope, sort_keys=True, default=str) if rope else "",
+        rope_parameters=rope_parameters(model.hf_text_config.to_dict(), model.max_model_len),
         format_version=keys.FORMAT_VERSION,
         quantizer_version=0 if geometry.bits == 16 else keys.QUANTIZER_VERSION,
         bits=geometry.bits,
@@ -54,7 +53,7 @@ def descriptor(config: Any, geometry: Geometry, backend: str, rank: int) -> Name
 
 
 def _fingerprint(config: Any) -> bytes:
-    """Of the weights' contents and of the configuration that the engine made of them."""
+    """Of samples of all weights, and of the configuration that the engine made of them."""
     model, load = config.model_config, config.load_config
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in _IGNORED}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())

@@ -35,12 +35,14 @@ class Store:
 @dataclass(frozen=True)
 class Step:
     """One step's work. ``ending`` are finished requests whose blocks the workers may still be reading: each says when
-    it does not. ``preempted`` are those whose blocks are somebody else's from this step on."""
+    it does not. ``preempted`` are those whose blocks are somebody else's from this step on; so are those of the
+    ``dropped``, which have finished while too many blocks waited to be stored."""
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     ending: set[str] = field(default_factory=set)
     preempted: set[str] = field(default_factory=set)
+    dropped: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,39 @@ _LONG = b"\xffkvsidecar/salt/1"
 _SINCE = b"\xffkvsidecar/since/1"
 
 
+_Stamps = tuple[tuple[Path, int, int], ...]
+"""Files with their times of change in nanoseconds, and their sizes in bytes."""
+
+
 class Unidentified(Exception):
     """Nobody can say what the adapter's weights are."""
 
 
-def salt_of(request: Any) -> bytes:
+class Adapters:
+    """What the LoRA adapters of one engine contain. vLLM loads an adapter once for each ``lora_int_id`` and keeps the
+    weights, whatever becomes of the files."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[int, _Stamps] = {}
+
+    def contents(self, lora: Any) -> bytes:
+        """A digest of the weights of a ``LoRARequest``. Raises Unidentified."""
+        try:
+            stamps = _stamps(Path(lora.lora_path).expanduser())
+            if not any(file.suffix != ".json" for file, _, _ in stamps):
+                raise Unidentified(f"the LoRA adapter {lora.lora_name} has no weights at {lora.lora_path}")
+            if self._loaded.setdefault(lora.lora_int_id, stamps) != stamps:
+                raise Unidentified(f"the files of the LoRA adapter {lora.lora_name} changed after it was loaded")
+            return _contents(stamps)
+        except (OSError, RuntimeError) as error:  # expanduser raises the latter where there is no home
+            raise Unidentified(f"the LoRA adapter {lora.lora_name} cannot be read: {error}") from error
+
+
+def salt_of(request: Any, adapters: Adapters) -> bytes:
     """The salt of a vLLM ``Request``: its ``cache_salt``, and what its LoRA adapter contains. Raises Unidentified."""
     salt = (request.cache_salt or "").encode("utf-8", "surrogatepass")
     if request.lora_request is not None:
-        adapter = _adapter(request.lora_request)
+        adapter = adapters.contents(request.lora_request)
         return _ADAPTER + hashlib.sha256(len(salt).to_bytes(4, "little") + salt + adapter).digest()
     return salt if len(salt) <= MAX_SALT_BYTES else _LONG + hashlib.sha256(salt).digest()
 
@@ -42,16 +66,13 @@ def cacheable_tokens(request: Any) -> int:
     return int(min((one.mm_position.offset for one in inputs), default=request.num_tokens))
 
 
-def _adapter(lora: Any) -> bytes:
-    files = [f for f in Path(lora.lora_path).glob("*") if f.suffix in (".safetensors", ".json", ".bin", ".pt")]
-    if not any(f.suffix != ".json" for f in files):
-        raise Unidentified(f"the LoRA adapter {lora.lora_name} has no weights at {lora.lora_path}")
-    stamps = tuple((f, s.st_mtime_ns, s.st_size) for f in sorted(files) if (s := f.stat()))
-    return _contents(stamps)
+def _stamps(folder: Path) -> _Stamps:
+    files = sorted(f for f in folder.glob("*") if f.suffix in (".safetensors", ".json", ".bin", ".pt"))
+    return tuple((f, s.st_mtime_ns, s.st_size) for f in files if (s := f.stat()))
 
 
 @lru_cache(maxsize=256)
-def _contents(stamps: tuple[tuple[Path, int, int], ...]) -> bytes:
+def _contents(stamps: _Stamps) -> bytes:
     """SHA-256 over files; read again when one changed."""
     digest = hashlib.sha256()
     for file, _, size in stamps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.integrations.vllm.messages import Introduction, Load, Step, Store
-from kvsidecar.integrations.vllm.salts import Unidentified, cacheable_tokens, salt_of, since
+from kvsidecar.integrations.vllm.salts import Adapters, Unidentified, cacheable_tokens, salt_of, since
 from kvsidecar.integrations.vllm.settings import Settings
 from kvsidecar.layout import Geometry
 from kvsidecar.paged.failing import give_up
@@ -24,11 +25,14 @@ from kvsidecar.runtime import socket_target
 
 log = logging.getLogger("vllm.kvsidecar")
 
-# What is in the arena is found in less than this; what has to come from disk is asked for again in a later step.
+# What is in the arena is found in less than this; what has to come from disk is asked for again in a later step. All
+# lookups of a step together are waited for so long.
 _AT_ONCE_SECONDS = 0.003
 # A request that found no blocks gives its leases back after this time and looks again.
-_HOLD_SECONDS = 5.0
+_HOLD_SECONDS, _SWEEP_SECONDS = 5.0, 1.0
 _THREADS = 4
+# Finished requests may keep so much of all blocks until they are stored; live ones need the rest.
+_PINNED_SHARE = 1 / 4
 # Ends after which what was computed is right.
 _SOUND = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED")
 
@@ -45,8 +49,21 @@ class _Rank:
 class _Lookup:
     """What is stored of a prompt for every rank, when it is known."""
 
-    asked: float
     answer: Future[tuple[Found, ...] | None]
+    answered: float = math.inf  # by the monotonic clock
+
+    def __post_init__(self) -> None:
+        self.answer.add_done_callback(self._came)
+
+    @property
+    def found(self) -> tuple[Found, ...] | None:
+        """Of one that is answered; None when nothing was found, nor can be."""
+        return None if self.answer.cancelled() or self.answer.exception() else self.answer.result()
+
+    def _came(self, answer: Future[tuple[Found, ...] | None]) -> None:
+        self.answered = time.monotonic()
+        if not answer.cancelled() and (error := answer.exception()) is not None:
+            log.warning("looking a prompt up failed, computing instead: %s", error)
 
 
 @dataclass
@@ -69,12 +86,17 @@ class _Followed:
 class SchedulerHalf:
     """Never blocks for longer than a few milliseconds: the scheduler's loop is every request's."""
 
-    def __init__(self, settings: Settings, block_tokens: int) -> None:
+    def __init__(self, settings: Settings, block_tokens: int, blocks: int) -> None:
+        """``blocks`` is how many the engine has, each of ``block_tokens``."""
         self._settings, self._block = settings, block_tokens
+        self._most_pinned = int(blocks * _PINNED_SHARE)
+        self._pinned: dict[str, int] = {}  # blocks of finished requests that the workers may still be reading
         self._ranks: list[_Rank] = []
         self._followed: dict[str, _Followed] = {}
         self._step = Step()
         self._generation = b""
+        self._adapters, self._told = Adapters(), set[str]()
+        self._patience, self._swept = _AT_ONCE_SECONDS, time.monotonic()
         self._threads = ThreadPoolExecutor(_THREADS, "kvsidecar-lookup")
 
     def introduce(self, workers: Mapping[int, Introduction]) -> None:
@@ -82,7 +104,7 @@ class SchedulerHalf:
         for _, introduction in sorted(workers.items()):
             described = NamespaceDescriptor.FromString(introduction.descriptor)
             target, name = socket_target(self._settings.path), f"vllm-scheduler-{described.tensor_parallel_rank}"
-            link = DaemonLink(target, name, described, log=log)
+            link = DaemonLink(target, name, described, maps=False, log=log)
             self._ranks.append(_Rank(link, Matcher(Geometry.of(described), self._settings.timeout)))
 
     def reset(self) -> None:
@@ -105,9 +127,11 @@ class SchedulerHalf:
         found = self._followed.get(request.request_id)
         if found is None:
             try:
-                salt = since(self._generation, salt_of(request))
+                salt = since(self._generation, salt_of(request, self._adapters))
             except Unidentified as error:
-                log.warning("%s; its requests are not cached", error)
+                if str(error) not in self._told:
+                    self._told.add(str(error))
+                    log.warning("%s; its requests are not cached", error)
                 salt = None
             found = self._followed[request.request_id] = _Followed(request, salt)
         return found
@@ -119,21 +143,20 @@ class SchedulerHalf:
         if followed.loaded or followed.loading:
             return 0, False
         lookup = followed.lookup
-        if lookup is not None and lookup.answer.done() and time.monotonic() - lookup.asked > _HOLD_SECONDS:
-            self._let_go(followed)
-            lookup = None
         if lookup is None:
             lookup = followed.lookup = self._look_up(followed)
             if lookup is None:
                 return 0, False
-            wait([lookup.answer], _AT_ONCE_SECONDS)
+            asked = time.monotonic()
+            wait([lookup.answer], self._patience)
+            self._patience = max(0.0, self._patience - (time.monotonic() - asked))
         if not lookup.answer.done():
             if all(session is not None and session.trusted for session in self._sessions()):
                 return None, False
             self._let_go(followed)  # the daemon hangs or is gone: its answer is not waited for
             followed.loaded = True
             return 0, False
-        found = lookup.answer.result()
+        found = lookup.found
         if found is None:
             return 0, False
         followed.known = tuple(one.whole for one in found)
@@ -153,7 +176,7 @@ class SchedulerHalf:
             if not session.may_hold(keys.tenant_root(rank.link.namespace, salt), tokens):
                 session.skipped(len(tokens))
                 return None
-        return _Lookup(time.monotonic(), self._threads.submit(self._match, tokens, salt))
+        return _Lookup(self._threads.submit(self._match, tokens, salt))
 
     def _sessions(self) -> list[Session | None]:
         return [rank.link.session for rank in self._ranks]
@@ -177,13 +200,22 @@ class SchedulerHalf:
         """Gives a lookup's leases back, now or when it is answered."""
         lookup, followed.lookup = followed.lookup, None
         if lookup is not None:
-            lookup.answer.add_done_callback(self._release)
+            lookup.answer.add_done_callback(lambda _: self._release(lookup.found or ()))
 
-    def _release(self, answer: Future[tuple[Found, ...] | None]) -> None:
-        if answer.cancelled() or answer.exception() is not None:
+    def _release(self, found: tuple[Found, ...]) -> None:
+        for rank, one in zip(self._ranks, found, strict=False):
+            rank.matcher.release(one)
+
+    def _sweep(self) -> None:
+        """Lets go of what was found and has not been used for long, at most once in a while."""
+        now = time.monotonic()
+        if now - self._swept < _SWEEP_SECONDS:
             return
-        for rank, found in zip(self._ranks, answer.result() or (), strict=False):
-            rank.matcher.release(found)
+        self._swept = now
+        for followed in self._followed.values():
+            lookup = followed.lookup
+            if lookup is not None and not followed.loading and now - lookup.answered > _HOLD_SECONDS:
+                self._let_go(followed)
 
     # ---- ordering -------------------------------------------------------------------------------------------
 
@@ -211,6 +243,8 @@ class SchedulerHalf:
 
     def order(self, output: Any) -> Step:
         """This step's work for the workers."""
+        self._patience = _AT_ONCE_SECONDS
+        self._sweep()
         for name in output.preempted_req_ids or ():
             self._step.preempted.add(name)
             followed = self._followed.get(name)
@@ -242,9 +276,26 @@ class SchedulerHalf:
             # The last token was sampled and never computed.
             computed = min(request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block)
             self._store(followed, computed, blocks)
-        if followed.ordered:
-            self._step.ending.add(request.request_id)
-        return bool(followed.ordered)
+        if not followed.ordered:
+            return False
+        # One alone may be larger than the share: a long prompt is worth the most.
+        if self._pinned and sum(self._pinned.values()) + len(blocks) > self._most_pinned:
+            self._drop(request.request_id)
+            return False
+        self._pinned[request.request_id] = len(blocks)
+        self._step.ending.add(request.request_id)
+        return True
+
+    def sent(self, names: Iterable[str]) -> None:
+        """Blocks of these finished requests are not read any more."""
+        for name in names:
+            self._pinned.pop(name, None)
+
+    def _drop(self, name: str) -> None:
+        """What workers have not read yet of a finished request is not stored: they store more slowly than is computed,
+        and the blocks are needed."""
+        self._step.stores[:] = [store for store in self._step.stores if store.request != name]
+        self._step.dropped.add(name)
 
     def _store(self, followed: _Followed, tokens: int, blocks: list[int]) -> None:
         """Orders that the whole blocks of so many tokens be stored, unless they are."""

@@ -12,6 +12,7 @@ COUNTERS = {
     "stored_chunks": "Chunks that were stored.",
     "refused_chunks": "Chunks that the daemon did not take: no room, or over quota.",
     "failed_stores": "Stores that broke off.",
+    "dropped_stores": "Requests that were not stored to the end, because too many blocks waited to be.",
 }
 
 

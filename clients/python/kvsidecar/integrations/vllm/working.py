@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from kvkernels.cpu.threads import spread
 
 from kvsidecar import keys
 from kvsidecar.integrations.vllm.messages import Introduction, Load, Step, Store
@@ -64,7 +65,8 @@ class WorkerHalf:
         self._reader = Reader(copier, g, settings.timeout)
         chunk_tokens = -(-settings.chunk_tokens // block_tokens) * block_tokens
         self._writer = Writer(BlockCopier(cache), g, chunk_tokens, settings.timeout)
-        self._loads, self._stores = ThreadPoolExecutor(1, "kvsidecar-load"), ThreadPoolExecutor(1, "kvsidecar-store")
+        self._loads = ThreadPoolExecutor(1, "kvsidecar-load", spread)
+        self._stores = ThreadPoolExecutor(1, "kvsidecar-store", spread)
         self._loading: dict[str, Future[set[int]]] = {}
         self._storing: dict[str, list[tuple[_Storing, Future[None]]]] = defaultdict(list)
         self._ending: set[str] = set()
@@ -90,7 +92,8 @@ class WorkerHalf:
 
     def preempted(self, step: Step) -> None:
         """Blocks of these requests are somebody else's now: what was read of them is kept, no more is read."""
-        for name in step.preempted:
+        self.tally.add(dropped_stores=len(step.dropped))
+        for name in step.preempted | step.dropped:
             for job, _ in self._storing.pop(name, ()):
                 job.cancel()
 
@@ -140,7 +143,7 @@ class WorkerHalf:
         there, began = job.first, time.perf_counter()
         with self._guard("loading") as session:
             if session is not None:
-                there = self._reader.load(session, job.tokens, job.salt, slots, job.first)
+                there = self._reader.load(session, job.tokens, job.salt, slots, job.first, leased=True)
         failed = there < len(job.tokens)
         self.tally.add(loaded_tokens=there - job.first, failed_loads=failed, load_seconds=time.perf_counter() - began)
         return set(job.blocks[there // self._block :])

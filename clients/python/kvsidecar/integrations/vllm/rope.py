@@ -1,0 +1,21 @@
+"""What decides the rotary embedding that an engine applies to its keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_SETTINGS = ("rope_parameters", "rope_scaling", "rope_theta")
+_LONG = ("longrope", "su")
+
+
+def rope_parameters(text: Mapping[str, Any], max_model_len: int) -> str:
+    """As JSON, of a text model's configuration; empty for a model without. LongRoPE depends on ``max_model_len`` too:
+    vLLM takes the long factors or the short ones by it, for all requests."""
+    rope: dict[str, Any] = {name: text[name] for name in _SETTINGS if text.get(name)}
+    if not rope:
+        return ""
+    if any(f'"{kind}"' in json.dumps(rope, default=str) for kind in _LONG):
+        rope["max_model_len"] = max_model_len
+    return json.dumps(rope, sort_keys=True, default=str)
