@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from kvkernels import Piece, unpack_chunks
-from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
-from kvsidecar.layout import SINK_TOKENS, Geometry, layout_of
+from kvsidecar.layout import SINK_TOKENS, Geometry
+from kvsidecar.paged.matching import header_of
 from kvsidecar.paged.session import Session
 from torch import Tensor
 
@@ -142,20 +141,7 @@ class Loading:
         return out, tokens
 
     def _piece(self, session: Session, match: pb.ChunkMatch, slots: Tensor, rotation: Rotation | None) -> Piece:
-        g = self._geometry
-        header = ChunkHeader(
-            layers=g.layers,
-            kv_heads=g.kv_heads,
-            head_dim=g.head_dim,
-            dtype=g.dtype,
-            bits=g.bits,
-            token_count=match.tokens,
-            key_group_tokens=match.key_group_tokens,
-            sink_tokens=match.sink_tokens,
-            format_version=keys.FORMAT_VERSION,
-        )
-        if match.payload_bytes != layout_of(header).size_bytes:
-            raise ValueError(f"{match.payload_bytes} bytes are not a chunk of {match.tokens} tokens of this model")
+        header = header_of(match, self._geometry)
         return Piece(header, session.payload(match), slots, rotation)
 
     def _probes(self, session: Session, root: bytes, sequence: Sequence) -> list[pb.ContentProbe]:

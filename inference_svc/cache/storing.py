@@ -11,17 +11,13 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import Geometry, new_header
 from kvsidecar.paged.session import Session
+from kvsidecar.paged.writing import group_length
 
 from inference_svc.cache.economy import Economy
 from inference_svc.cache.loading import marks_of
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.reuse.policy import ReusePolicy
-
-# A sequence's chunks are written in groups of at most this many, so that a long one does not wait for its last chunk,
-# and of at most this share of staging.
-_GROUP, _STAGING_SHARE = 32, 0.5
-_ALIGNMENT = 4096
 
 
 @dataclass
@@ -57,7 +53,7 @@ class Storing:
         parent, stored = prefix.prefix_hash, prefix
         first = True
         while headers:
-            group = headers[: self._group(session, headers)]
+            group = headers[: group_length(session, headers)]
             headers, hashes = headers[len(group) :], []
             for header in group:
                 header.parent_prefix_hash = parent
@@ -75,17 +71,6 @@ class Storing:
             if chunks < len(group):
                 break
         return stored
-
-    @staticmethod
-    def _group(session: Session, headers: list[ChunkHeader]) -> int:
-        """How many of the next chunks are written together: at least one."""
-        room, count = len(session.staging) * _STAGING_SHARE, 0
-        for header in headers[:_GROUP]:
-            room -= -(-header.payload_bytes // _ALIGNMENT) * _ALIGNMENT
-            if count and room < 0:
-                break
-            count += 1
-        return count
 
     def _headers(self, sequence: Sequence, prefix: StoredPrefix, most_tokens: int) -> list[ChunkHeader]:
         """Headers of the chunks to store after ``prefix``, with the tail; none longer than the daemon takes."""

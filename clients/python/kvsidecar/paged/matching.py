@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.layout import Geometry
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.layout import Geometry, layout_of
 from kvsidecar.paged.session import Session
 
 # What is cold comes from a disk: a call may take so much longer for each byte that it may have to bring in.
@@ -72,3 +74,21 @@ class Matcher:
         g = self.geometry
         token_bytes = 4 * g.layers * g.kv_heads * g.head_dim * g.bits / 8  # roughly: keys and values
         return self.timeout + tokens * token_bytes / _SLOW_BYTES_PER_SECOND
+
+
+def header_of(match: pb.ChunkMatch, geometry: Geometry) -> ChunkHeader:
+    """The header, without token ids, of a chunk that was found. Raises ValueError when its payload has another size."""
+    header = ChunkHeader(
+        layers=geometry.layers,
+        kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=geometry.dtype,
+        bits=geometry.bits,
+        token_count=match.tokens,
+        key_group_tokens=match.key_group_tokens,
+        sink_tokens=match.sink_tokens,
+        format_version=keys.FORMAT_VERSION,
+    )
+    if match.payload_bytes != layout_of(header).size_bytes:
+        raise ValueError(f"{match.payload_bytes} bytes are not a chunk of {match.tokens} tokens of this model")
+    return header

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from kvkernels.paged_rows import Integers
 
-from kvsidecar import keys
-from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
-from kvsidecar.layout import Geometry, layout_of
+from kvsidecar.layout import Geometry
 from kvsidecar.paged.copying import BlockCopier
-from kvsidecar.paged.matching import Matcher
+from kvsidecar.paged.matching import Matcher, header_of
 from kvsidecar.paged.session import Session
 
 
@@ -45,27 +42,10 @@ class Reader:
                 if end > first:
                     wanted = slots[at:end].copy()
                     wanted[: max(0, first - at)] = -1
-                    self._copier.unpack(wanted, self._header(match), session.payload(match))
+                    self._copier.unpack(wanted, header_of(match, self._geometry), session.payload(match))
                 at = end
             if not session.trusted:
                 raise ConnectionError("the session ended while chunks were copied")
             return max(at, first)
         finally:
             self._matcher.release(found)
-
-    def _header(self, match: pb.ChunkMatch) -> ChunkHeader:
-        g = self._geometry
-        header = ChunkHeader(
-            layers=g.layers,
-            kv_heads=g.kv_heads,
-            head_dim=g.head_dim,
-            dtype=g.dtype,
-            bits=g.bits,
-            token_count=match.tokens,
-            key_group_tokens=match.key_group_tokens,
-            sink_tokens=match.sink_tokens,
-            format_version=keys.FORMAT_VERSION,
-        )
-        if match.payload_bytes != layout_of(header).size_bytes:
-            raise ValueError(f"{match.payload_bytes} bytes are not a chunk of {match.tokens} tokens of this model")
-        return header

@@ -80,7 +80,7 @@ class Writer:
         headers = self._headers(job, prefix.tokens)
         parent, outcome, first = prefix.prefix_hash, Outcome(prefix), True
         while headers:
-            group = headers[: self._group(job.session, headers)]
+            group = headers[: group_length(job.session, headers)]
             headers, hashes = headers[len(group) :], []
             for header in group:
                 header.parent_prefix_hash = parent
@@ -112,17 +112,6 @@ class Writer:
             headers.append(header)
             start = stop
         return headers
-
-    @staticmethod
-    def _group(session: Session, headers: list[ChunkHeader]) -> int:
-        """How many of the next chunks are written together: at least one."""
-        room, count = len(session.staging) * _STAGING_SHARE, 0
-        for header in headers[:_GROUP]:
-            room -= -(-header.payload_bytes // _ALIGNMENT) * _ALIGNMENT
-            if count and room < 0:
-                break
-            count += 1
-        return count
 
     def _write(self, job: _Job, headers: list[ChunkHeader], reserved: list[pb.Reservation]) -> tuple[int, int]:
         """Fills what was granted and commits it. Returns how many leading chunks are stored, and how many are new."""
@@ -165,3 +154,14 @@ class _Job:
     token_seconds: float
     after: Any
     turn: Callable[[], AbstractContextManager[None]]
+
+
+def group_length(session: Session, headers: list[ChunkHeader]) -> int:
+    """How many of the next chunks are written together: at least one."""
+    room, count = len(session.staging) * _STAGING_SHARE, 0
+    for header in headers[:_GROUP]:
+        room -= -(-header.payload_bytes // _ALIGNMENT) * _ALIGNMENT
+        if count and room < 0:
+            break
+        count += 1
+    return count
