@@ -154,6 +154,7 @@ class ChunkStore:
             with contextlib.suppress(TimeoutError):  # what is written meanwhile has a time of last use, too
                 async with asyncio.timeout(_STOP_SECONDS):
                     await self.settle()
+            self._lookup.touch_all()
             self._persistence.write_recency()
             if not await in_thread(None, self._writer.stop, _STOP_SECONDS):
                 log.error("the durable tier did not take all that was queued in time", failing=self._writer.failing)

@@ -254,10 +254,17 @@ class Lookup:
         self._touched.extend(elsewhere)
 
     def _touch_some(self) -> None:
-        for _ in range(min(_TOUCHES, len(self._touched))):
-            self._tiers.touch(self._touched.popleft())
+        self._touch(_TOUCHES)
         if self._touched:
             asyncio.get_running_loop().call_soon(self._touch_some)
+
+    def touch_all(self) -> None:
+        """Tells the tiers of every use that they have not yet heard of."""
+        self._touch(len(self._touched))
+
+    def _touch(self, most: int) -> None:
+        for _ in range(min(most, len(self._touched))):
+            self._tiers.touch(self._touched.popleft())
 
 
 def _readable(chunk: Chunk) -> bool:

@@ -104,10 +104,11 @@ async def opened(
     new_policy: Callable[[], EvictionPolicy] = POLICIES[DEFAULT],
     limits: dict[bytes, TenantLimits] | None = None,
     staging_bytes: int = 1 << 20,
+    clock: FakeClock | None = None,
 ) -> AsyncIterator[Bench]:
     """``limits`` are by salt. The store is checked at the end; nothing may be held by then."""
     by_id = {keys.tenant_id(salt): of for salt, of in (limits or {}).items()}
-    clock, faulty = FakeClock(), FaultyTier(tier or MemoryTier())
+    clock, faulty = clock or FakeClock(), FaultyTier(tier or MemoryTier())
     store = ChunkStore(
         MemoryArena(arena_bytes),
         faulty,

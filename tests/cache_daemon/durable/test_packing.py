@@ -28,7 +28,7 @@ def test_packing_pays_where_reading_less_saves_more_than_unpacking_costs(
     assert Measured(disk, unpack, ratio).pays is pays
 
 
-@pytest.mark.parametrize(("disk", "active"), [(50e6, True), (50e9, False)])
+@pytest.mark.parametrize(("disk", "active"), [(5e6, True), (50e9, False)])
 def test_auto_decides_once_there_is_enough_to_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: float, active: bool
 ) -> None:
