@@ -212,7 +212,7 @@ class Node:
 
     def cache_stats(self) -> cache_pb2.StatsResponse:
         with self.cache_channel() as channel:
-            response: cache_pb2.StatsResponse = CacheServiceStub(channel).Stats(cache_pb2.StatsRequest(), timeout=5)
+            response: cache_pb2.StatsResponse = CacheServiceStub(channel).Stats(cache_pb2.StatsRequest(), timeout=60)
             return response
 
     def settle(self, seconds: float = 30.0) -> None:
