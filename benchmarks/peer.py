@@ -142,6 +142,11 @@ class Peer:
         request = pb.ReleaseRequest(session_id=self.session, lease_ids=leases)
         return int(self.stub.Release(request, timeout=self.timeout).released)
 
+    def release_later(self, found: pb.MatchResponse) -> Any:
+        """The same, not waited for: the call, whose ``result`` is the answer."""
+        request = pb.ReleaseRequest(session_id=self.session, lease_ids=[found.lease_id])
+        return self.stub.Release.future(request, timeout=self.timeout)
+
     def is_right(self, ids: list[int], found: pb.MatchResponse) -> bool:
         """Whether every byte of what was found is that of its tokens. A chunk that matches partly is not of tokens that
         the asker knows, and its first bytes are checked alone."""

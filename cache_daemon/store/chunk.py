@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvsidecar import keys
-from kvsidecar.cache.v1.cache_pb2 import ChunkInfo
+from kvsidecar.cache.v1.cache_pb2 import ChunkInfo, ChunkMatch, MatchResponse
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.memory.arena import Slot
@@ -78,14 +78,17 @@ class Chunk:
     superseded: int = 0  # longer siblings that take its place as soon as they are durable
     supersedes: list[Chunk] = field(default_factory=list, repr=False)
     arrival: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING
+    # The header's, at hand: a Match reads them of every chunk that it finds.
+    key: bytes = field(init=False)
+    parent_key: bytes = field(init=False)
+    size_bytes: int = field(init=False)
+    tokens: int = field(init=False)
+    _told: tuple[Slot, bytes] | None = field(default=None, init=False, repr=False)
 
-    @property
-    def key(self) -> bytes:
-        return self.header.prefix_hash
-
-    @property
-    def parent_key(self) -> bytes:
-        return self.header.parent_prefix_hash
+    def __post_init__(self) -> None:
+        self.key, self.parent_key = self.header.prefix_hash, self.header.parent_prefix_hash
+        self.size_bytes = self.header.payload_bytes
+        self.tokens = len(self.ids) // keys.TOKEN_BYTES
 
     @property
     def root(self) -> bytes:
@@ -94,15 +97,7 @@ class Chunk:
     @property
     def is_first(self) -> bool:
         """It begins a prompt."""
-        return self.header.parent_prefix_hash == self.header.root
-
-    @property
-    def size_bytes(self) -> int:
-        return self.header.payload_bytes
-
-    @property
-    def tokens(self) -> int:
-        return len(self.ids) // keys.TOKEN_BYTES
+        return self.parent_key == self.header.root
 
     @property
     def start_position(self) -> int:
@@ -120,6 +115,29 @@ class Chunk:
     def in_use(self) -> bool:
         """Somebody reads or writes the slot."""
         return self.leases > 0 or Residency.ARRIVING in (self.in_arena, self.on_disk)
+
+    def match(self, tokens: int, offset: int) -> ChunkMatch:
+        """What a Match tells of it when so many of its leading tokens match."""
+        header = self.header
+        return ChunkMatch(
+            prefix_hash=self.key,
+            start_position=header.start_position,
+            tokens=self.tokens,
+            matched_tokens=tokens,
+            key_group_tokens=header.key_group_tokens,
+            sink_tokens=header.sink_tokens,
+            offset=offset,
+            payload_bytes=self.size_bytes,
+        )
+
+    def only_match(self) -> bytes:
+        """A MatchResponse with nothing but the whole chunk in its slot, encoded; such responses one behind the other
+        are one with all of them. Kept until the chunk moves."""
+        assert self.slot is not None, "a leased chunk has a slot"
+        if self._told is None or self._told[0] is not self.slot:
+            told = MatchResponse(matches=[self.match(self.tokens, self.slot.offset)])
+            self._told = self.slot, told.SerializeToString()
+        return self._told[1]
 
     def whole_header(self) -> ChunkHeader:
         """The header with its token ids, newly made."""

@@ -36,7 +36,7 @@ from cache_daemon.memory.staging import Staging
 from cache_daemon.store import pins, verdicts
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.events import EventLog
-from cache_daemon.store.index import PrefixIndex
+from cache_daemon.store.index import Found, PrefixIndex
 from cache_daemon.store.lookup import Lookup, MatchResult
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
@@ -216,7 +216,7 @@ class ChunkStore:
 
     # ---- chunks ---------------------------------------------------------------------------------------------
 
-    def probe(self, root: bytes, ids: bytes) -> list[tuple[Chunk, int]]:
+    def probe(self, root: bytes, ids: bytes) -> list[Found]:
         """See ``Lookup.probe``."""
         return self._lookup.probe(root, ids)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvsidecar.keys import TOKEN_BYTES
 from sortedcontainers import SortedDict, SortedList
@@ -17,6 +18,13 @@ from cache_daemon.store.summary import SummaryWriter
 _MOST_COPIES = 16
 # Enough for 2^20 tokens in chunks of 128.
 MOST_MATCHED = 8192
+
+
+class Found(NamedTuple):
+    """A chunk and how many of its leading tokens match."""
+
+    chunk: Chunk
+    tokens: int
 
 
 def _common_bytes(a: bytes, b: bytes) -> int:
@@ -159,8 +167,8 @@ class PrefixIndex:
         found = (siblings.by_tokens.get(tokens[:length]) for length in siblings.lengths if length < len(tokens))
         return [s for s in found if s is not None and not self.has_children(s)]
 
-    def match(self, root: bytes, tokens: bytes) -> list[tuple[Chunk, int]]:
-        """The longest stored prefix of ``tokens`` (uint32 little-endian) as ``[(chunk, matched tokens), ...]``.
+    def match(self, root: bytes, tokens: bytes) -> list[Found]:
+        """The longest stored prefix of ``tokens`` (uint32 little-endian).
 
         All but the last chunk match wholly; the last may match only at its start, which is as good, because
         attention is causal. Token ids are compared, never only hashes. Time is linear in what matches; a prefix of
@@ -188,7 +196,7 @@ class PrefixIndex:
         if last is None:
             return []
         path = self.path(last)
-        return [*((c, c.tokens) for c in path[:-1]), (last, shared_last // TOKEN_BYTES)]
+        return [*[Found(c, c.tokens) for c in path[:-1]], Found(last, shared_last // TOKEN_BYTES)]
 
     @staticmethod
     def _continuations(siblings: Chunk | _Siblings, tokens: bytes, at: int) -> Iterator[tuple[Chunk, int]]:

@@ -15,6 +15,7 @@ from kvsidecar.errors import UnknownSession
 from cache_daemon.durable.tier import DurableTier, ReadJob, ReadResult
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.index import Found
 from cache_daemon.store.sessions import Hold, Session
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.turns import Turns
@@ -26,23 +27,13 @@ _SLICE = 128
 # Uses are counted when the answer is on its way, so few at a time that the next request hardly waits.
 _TOUCH_AFTER_SECONDS, _TOUCHES = 0.002, 32
 
-Found = Sequence[tuple[Chunk, int]]
-
-
-@dataclass(frozen=True)
-class Usable:
-    """A chunk under lease and how many of its leading tokens are usable."""
-
-    chunk: Chunk
-    tokens: int
-
 
 @dataclass(frozen=True)
 class MatchResult:
     """The longest stored prefix, and chunks found by content, each with its place in the prompt; under one lease."""
 
-    matches: tuple[Usable, ...]
-    contents: tuple[tuple[int, Usable], ...] = ()
+    matches: tuple[Found, ...]
+    contents: tuple[tuple[int, Found], ...] = ()
     promoted_tokens: int = 0
     promote_ms: float = 0.0
     lease_id: bytes = b""
@@ -61,7 +52,7 @@ class Lookup:
         self._tiers, self._durable, self._in_thread, self._progress = tiers, durable, in_thread, progress
         self._touched: deque[Chunk] = deque()
 
-    def probe(self, root: bytes, ids: bytes) -> list[tuple[Chunk, int]]:
+    def probe(self, root: bytes, ids: bytes) -> list[Found]:
         """The longest stored prefix without leases."""
         return self._fresh(self._tiers.index.match(root, ids))
 
@@ -95,13 +86,12 @@ class Lookup:
         except BaseException:  # the caller went away: nobody will ever release these
             hold.give_back()
             raise
-        usable = self._usable(prefix)
-        matches = tuple(Usable(c, n) for c, n in usable)
-        placed = tuple((start, Usable(c, n)) for start, c, n in elsewhere if _readable(c))
+        matches = self._usable(prefix)
+        placed = tuple((start, Found(c, n)) for start, c, n in elsewhere if _readable(c))
         hold.keep([*(m.chunk for m in matches), *(m.chunk for _, m in placed)])
         lease_id = session.lease(hold) if hold.chunks else b""
         fresh = set(map(id, missing))
-        promoted = sum(m.tokens for m in matches if id(m.chunk) in fresh)
+        promoted = sum(m.tokens for m in matches if id(m.chunk) in fresh) if fresh else 0
         self._count(ids, matches, placed, promoted)
         self._touch_later([m.chunk for m in matches], [m.chunk for _, m in placed])
         return MatchResult(matches, placed, promoted, promote_ms, lease_id)
@@ -123,7 +113,7 @@ class Lookup:
 
     # ---- parts ----------------------------------------------------------------------------------------------
 
-    def _fresh(self, found: list[tuple[Chunk, int]]) -> list[tuple[Chunk, int]]:
+    def _fresh(self, found: list[Found]) -> list[Found]:
         """What is found, without chunks whose time to live has passed; those go."""
         if not found or found[0][0].tenant.limits.ttl_seconds is None:
             return found
@@ -144,17 +134,17 @@ class Lookup:
             if start + count > covered:
                 stretch = ids[start * keys.TOKEN_BYTES : (start + count) * keys.TOKEN_BYTES]
                 chunk = self._tiers.index.find_content(keys.content_hash(root, stretch), stretch)
-                if chunk is not None and self._fresh([(chunk, count)]):
+                if chunk is not None and self._fresh([Found(chunk, count)]):
                     found.append((start, chunk, count))
         return [(start, c, n) for start, c, n in found if c.listed]
 
     @staticmethod
-    def _usable(found: Found) -> Found:
+    def _usable(found: Sequence[Found]) -> tuple[Found, ...]:
         """The leading chunks that are in the arena."""
         usable = 0
-        while usable < len(found) and _readable(found[usable][0]):
+        while usable < len(found) and _readable(found[usable].chunk):
             usable += 1
-        return found[:usable]
+        return tuple(found[:usable])
 
     async def _bring(self, chunks: Sequence[Chunk]) -> None:
         """Brings held chunks into the arena, in order, until one does not fit."""
@@ -231,9 +221,7 @@ class Lookup:
         if arrival is not None and not arrival.done():
             arrival.set_result(None)
 
-    def _count(
-        self, ids: bytes, matches: Sequence[Usable], placed: Sequence[tuple[int, Usable]], promoted: int
-    ) -> None:
+    def _count(self, ids: bytes, matches: Sequence[Found], placed: Sequence[tuple[int, Found]], promoted: int) -> None:
         counts = self._tiers.counts
         counts.matches += 1
         counts.requested_tokens += len(ids) // keys.TOKEN_BYTES

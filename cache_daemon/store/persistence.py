@@ -130,8 +130,8 @@ class Persistence:
 
     @property
     def settled(self) -> bool:
-        """Nothing is being written."""
-        return not self._writer.pending
+        """Nothing is being written, and of all that was it is known what became of it."""
+        return not self._arriving
 
     async def progress(self, seconds: float) -> bool:
         """Waits until something was written, at most so long. False when nothing is being written."""

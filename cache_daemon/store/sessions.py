@@ -37,6 +37,8 @@ class Hold:
 
     def keep(self, wanted: Sequence[Chunk]) -> None:
         """Gives back all but these, which are among its chunks."""
+        if len(wanted) == len(self.chunks):
+            return
         kept = set(map(id, wanted))
         gone = [c for c in self.chunks if id(c) not in kept]
         self.chunks = [c for c in self.chunks if id(c) in kept]

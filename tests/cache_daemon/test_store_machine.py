@@ -296,7 +296,9 @@ class StoreMachine(Ground):
         lost = [self.paths[key] for key in set(before) - set(after)]
         assert not lost, f"{lost} was durable before an orderly end and is lost after {self.told[-60:]}"
         for key, (used_at, pinned) in before.items():
-            assert abs(after[key][0] - used_at) < 0.01, "when it was used is forgotten"
+            assert abs(after[key][0] - used_at) < 0.01, (
+                f"{self.paths[key][1:]} was used at {used_at}, which is forgotten: {after[key][0]} after {self.told[-60:]}"
+            )
             assert after[key][1] == pinned, "a pin is forgotten"
 
     @rule()
@@ -319,6 +321,8 @@ class StoreMachine(Ground):
             assert chunk.key in found or chunk.superseded or brief, (
                 f"{self.paths[chunk.key][1:]} was told durable and is lost after {self.told[-60:]}"
             )
+            if brief:
+                self._forget(chunk.key)
 
     # ---- what always holds ----------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 import pytest
@@ -10,6 +11,8 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import from_rpc
 
+from cache_daemon.durable.memory import MemoryTier
+from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.limits import TenantLimits
 from cache_daemon.store.chunk import Residency
 from tests.cache_daemon.conftest import Peer
@@ -113,3 +116,20 @@ def test_what_cannot_be_decoded_is_the_callers_error(peer: Peer) -> None:
     error = from_rpc(caught.value)
     assert error.reason == "INVALID_REQUEST"
     assert "cannot be decoded" in str(error)
+
+
+async def test_what_was_written_last_has_its_time_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An orderly end waits until the store has heard of what is written, and not only until it is written."""
+    deliver = DurableWriter._deliver
+
+    def late(writer: DurableWriter) -> None:
+        time.sleep(0.1)
+        deliver(writer)
+
+    inner = MemoryTier()
+    async with opened(tier=inner) as bench:
+        monkeypatch.setattr(DurableWriter, "_deliver", late)
+        await bench.put([1])
+    bench.clock.now += 60
+    async with opened(tier=inner, clock=bench.clock) as again:
+        assert [round(again.clock.now - c.used_at) for c in again.store.tiers.index] == [60]
