@@ -297,7 +297,7 @@ class StoreMachine(Ground):
         assert not lost, f"{lost} was durable before an orderly end and is lost after {self.told[-60:]}"
         for key, (used_at, pinned) in before.items():
             assert abs(after[key][0] - used_at) < 0.01, (
-                f"{self.paths[key][1:]} was used at {used_at}, which is forgotten: {after[key][0]} after {self.told[-60:]}"
+                f"{self.paths[key][1:]}: used at {used_at}, found as {after[key][0]} after {self.told[-60:]}"
             )
             assert after[key][1] == pinned, "a pin is forgotten"
 
