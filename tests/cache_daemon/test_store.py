@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from kvsidecar import keys
@@ -13,7 +14,8 @@ from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.durable.tier import ReadResult
 from cache_daemon.limits import TenantLimits
 from cache_daemon.store.chunk import Residency
-from tests.cache_daemon.stores import Bench, opened
+from cache_daemon.store.tiers import Clock
+from tests.cache_daemon.stores import Bench, FakeClock, opened
 
 SLOT = 4096
 
@@ -260,6 +262,27 @@ async def test_everything_durable_is_there_after_a_restart_with_recency_and_pins
         assert again.store.unpin(again.root(), keep) == 1
         with pytest.raises(ChunkNotFound):
             again.store.unpin(again.root(), keep)
+
+
+async def test_a_clock_that_was_set_between_two_lives_loses_nothing() -> None:
+    inner, limits = MemoryTier(), {b"brief": TenantLimits(ttl_seconds=100.0)}
+    async with opened(tier=inner, limits=limits) as bench:
+        await bench.put([1])
+        await bench.put([2], salt=b"brief")
+    for days in (-400, 1):
+        clock = FakeClock(bench.clock.now + days * 86_400)
+        async with opened(tier=inner, limits=limits, clock=clock) as again:
+            assert [c.used_at <= clock.now for c in again.store.tiers.index] == [True, True]
+            await again.store.sweep()
+            assert await again.found([1]) == 1
+            assert await again.found([2], salt=b"brief") == (days < 0), "a day is more than its time to live"
+
+
+def test_a_clock_that_is_set_back_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    before = clock()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert before <= clock() < before + 60
 
 
 # ---- keeping ------------------------------------------------------------------------------------------------
