@@ -100,7 +100,9 @@ class LostPages:
             by_pages.setdefault(-(-(16 + max(length, MINIMUM_VALUE_BYTES)) // PAGE_BYTES), set()).add(length)
         for number in values:
             for length in by_pages.get(overflow_pages(self._file, number), ()):
-                offset = number * PAGE_BYTES + 16
-                found = wanted.get((length, keys.checksum(self._file.read(offset, length))))
+                offset, stored = number * PAGE_BYTES + 16, bytearray(length)
+                if not self._file.read_into(memoryview(stored), offset):
+                    continue  # the file was cut off within it
+                found = wanted.get((length, keys.checksum(stored)))
                 if found is not None:
                     finds.places[found] = (offset, max(length, MINIMUM_VALUE_BYTES))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +80,24 @@ def test_a_truncated_file_is_salvaged_at_start(tmp_path: Path, share: float) -> 
     assert store(tier, chunk([5, 5])) == [PutOutcome.STORED]
     tier.close()
     assert [path.stat().st_size for path in tmp_path.glob("data.mdb.damaged-*")] == ([size] if size else [])
+
+
+def test_wherever_a_file_is_cut_off_it_is_salvaged(tmp_path: Path) -> None:
+    """Also within a payload of several pages whose record was saved and whose place was lost."""
+    tier, puts = opened(tmp_path / "whole"), []
+    for n in range(30):
+        puts.append(chunk([n], payload=random.Random(n).randbytes(20_000 + n % 3 * 4096)))
+        store(tier, puts[-1])
+        if n % 7 == 6:
+            tier.apply(WriteGroup(remove=tuple(key_of(put) for put in puts[-5:-2])))
+    tier.close()
+    for cut in range(used_bytes(tmp_path / "whole") - 4096, 2 * 4096, -8192):
+        shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+        os.truncate(data(tmp_path / "cut"), cut)
+        tier = opened(tmp_path / "cut")
+        assert read(tier, *puts).count(ReadResult.SOUND) == tier.usage().entries
+        tier.close()
+        shutil.rmtree(tmp_path / "cut")
 
 
 def test_a_file_truncated_under_the_tier_is_no_crash(tmp_path: Path) -> None:
