@@ -41,7 +41,28 @@ $(VLLM_STAMP): constraints.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip freeze --exclude-editable > $(VLLM_VENV)/pinned.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VLLM_VENV)/pinned.txt \
-		-e . pytest pytest-asyncio pytest-timeout
+		-e '.[events]' pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+# Theirs alone, without what they depend on: the tests import the few modules that they need, into our environment.
+SGLANG  ?= 0.5.23
+LMCACHE ?= 0.5.6
+ENGINES := $(CURDIR)/.engines
+FETCH   := $(BIN)/python -m pip install --quiet --disable-pip-version-check --target
+.PHONY: test-sglang test-lmcache
+test-sglang: setup $(ENGINES)/sglang-$(SGLANG)  ## Run the tests that need SGLang's own classes (40 MB, in .engines)
+	KVSIDECAR_TEST_SGLANG=$(ENGINES)/sglang-$(SGLANG) $(BIN)/python -m pytest -q tests/integrations/test_sglang.py
+
+test-lmcache: setup $(ENGINES)/lmcache-$(LMCACHE)  ## Run the tests that need LMCache's own classes (20 MB, in .engines)
+	KVSIDECAR_TEST_LMCACHE=$(ENGINES)/lmcache-$(LMCACHE) $(BIN)/python -m pytest -q tests/integrations/test_lmcache.py
+
+$(ENGINES)/sglang-$(SGLANG): $(STAMP)
+	$(FETCH) $@ --no-deps sglang==$(SGLANG)
+	@touch $@
+
+$(ENGINES)/lmcache-$(LMCACHE): $(STAMP)
+	$(FETCH) $@ --no-deps lmcache==$(LMCACHE)
+	$(FETCH) $@ aiohttp cachetools py-cpuinfo
 	@touch $@
 
 lint: setup
@@ -73,7 +94,7 @@ bench: setup  ## All benchmarks at their small size, JSON under bench-out/
 	$(BIN)/python -m benchmarks.all --quick --out-dir bench-out
 
 clean:  ## Remove the environment and build products
-	rm -rf $(VENV) $(VLLM_VENV) build dist bench-out *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(ENGINES) build dist bench-out *.egg-info
 
 .PHONY: clients
 clients: setup  ## Build the clients in other languages whose toolchains are installed

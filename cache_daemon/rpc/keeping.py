@@ -55,7 +55,8 @@ class Keeping(AtDoor):
         last = chunks[size - 1] if len(chunks) > size else None
         now = self.store.tiers.clock()
         return pb.ListResponse(
-            chunks=[c.info(now) for c in chunks[:size]], next_page_token=last.root + last.key if last else b""
+            chunks=[c.info(now, with_tokens=request.with_tokens) for c in chunks[:size]],
+            next_page_token=last.root + last.key if last else b"",
         )
 
     @unary

@@ -88,7 +88,10 @@ class Streams(AtDoor):
         else:
             self.principal_of(context).require_operator("watch all tenants")
         with self.stream("Watch", limits.MAX_WATCHERS):
-            async for event in self.store.events.follow(request.epoch, request.after_sequence, root):
+            events = self.store.events
+            async for event in events.follow(
+                request.epoch, request.after_sequence, root, with_tokens=request.with_tokens
+            ):
                 yield event
 
 

@@ -27,6 +27,7 @@ class ChunkState(NamedTuple):
     """What can be told of a chunk, at one time; cheaper to make than the message that tells it."""
 
     header: ChunkHeader
+    ids: bytes  # as in Chunk
     resident: bool
     durable: bool
     pinned: bool
@@ -35,7 +36,7 @@ class ChunkState(NamedTuple):
     stored_bytes: int
     idle_seconds: float
 
-    def info(self) -> ChunkInfo:
+    def info(self, *, with_tokens: bool = False) -> ChunkInfo:
         h = self.header
         return ChunkInfo(
             root=h.root,
@@ -52,6 +53,7 @@ class ChunkState(NamedTuple):
             hits=self.hits,
             stored_bytes=self.stored_bytes,
             idle_seconds=self.idle_seconds,
+            token_ids=memoryview(self.ids).cast("I").tolist() if with_tokens else None,
         )
 
 
@@ -149,6 +151,7 @@ class Chunk:
     def state(self, now: float) -> ChunkState:
         return ChunkState(
             self.header,
+            self.ids,
             self.in_arena is Residency.PRESENT,
             self.on_disk is Residency.PRESENT,
             self.pins > 0,
@@ -158,5 +161,5 @@ class Chunk:
             max(0.0, now - self.used_at),
         )
 
-    def info(self, now: float) -> ChunkInfo:
-        return self.state(now).info()
+    def info(self, now: float, *, with_tokens: bool = False) -> ChunkInfo:
+        return self.state(now).info(with_tokens=with_tokens)

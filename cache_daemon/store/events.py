@@ -54,7 +54,9 @@ class EventLog:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def follow(self, epoch: int, after: int, root: bytes = _ALL) -> AsyncIterator[WatchResponse]:
+    async def follow(
+        self, epoch: int, after: int, root: bytes = _ALL, *, with_tokens: bool = False
+    ) -> AsyncIterator[WatchResponse]:
         """Events after a number, then new ones as they come; all, or those of one tenant root by its own numbers.
 
         Raises EventsLost when they are no longer kept, InvalidRequest for a number that was never given.
@@ -75,6 +77,7 @@ class EventLog:
                 raise EventsLost(f"events after {after} are no longer kept; read the state with List, then watch anew")
             for event in [kept[i] for i in range(-due, 0)]:
                 after = event.number if root == _ALL else event.of_root
-                yield WatchResponse(epoch=self._epoch, sequence_number=after, type=event.kind, chunk=event.state.info())
+                info = event.state.info(with_tokens=with_tokens)
+                yield WatchResponse(epoch=self._epoch, sequence_number=after, type=event.kind, chunk=info)
             if after == self._last[root]:
                 await changed.wait()

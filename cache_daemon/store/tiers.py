@@ -13,6 +13,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_DELETED,
     EVENT_TYPE_DEMOTED,
     EVENT_TYPE_EVICTED,
+    EVENT_TYPE_PROMOTED,
     EVENT_TYPE_UNPERSISTED,
     EventType,
     StatsResponse,
@@ -71,6 +72,7 @@ class Tiers:
         if chunk.listed:
             self.hot.insert(chunk, footprint(chunk.size_bytes), self._resident(self.parent_of(chunk)))
             self.reconsider(chunk)
+            self.tell(EVENT_TYPE_PROMOTED, chunk)
 
     def goes_to_disk(self, chunk: Chunk, most_bytes: int) -> None:
         """The chunk is being written; room for the most that it can take is taken."""

@@ -218,6 +218,19 @@ def test_watch_resumes_where_it_stopped(peer: Peer) -> None:
     assert "List" in text
 
 
+def test_tokens_are_told_to_who_asks(peer: Peer) -> None:
+    first = peer.put([1, 2, 70000])
+    watch = peer.stub.Watch(pb.WatchRequest(with_tokens=True))
+    next(watch)
+    peer.put([3], start=3, parent=first)
+    second = next(event.chunk for event in watch if event.chunk.start_position == 3)
+    assert second.token_ids == [3]
+    watch.cancel()
+    listed = peer.stub.List(pb.ListRequest(with_tokens=True)).chunks
+    assert {c.start_position: list(c.token_ids) for c in listed} == {0: [1, 2, 70000], 3: [3]}
+    assert not any(c.token_ids for c in peer.list_all())
+
+
 def test_health_and_reflection_answer(daemon: Node) -> None:
     with daemon.cache_channel() as channel:
         health = health_pb2_grpc.HealthStub(channel)

@@ -1,4 +1,4 @@
-"""What needs an engine that is not ours is skipped where it is not installed."""
+"""What needs an engine that is not ours is skipped where it is not installed, or was not fetched."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import importlib.util
 
 import pytest
 
+from tests.integrations.pools import LMCACHE, SGLANG
+
+_MISSING = {
+    "vllm": "vLLM is not installed; make test-vllm runs it",
+    "sglang": "SGLang was not fetched; make test-sglang runs it",
+    "lmcache": "LMCache was not fetched; make test-lmcache runs it",
+}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        for item in items:
-            if item.get_closest_marker("vllm") is not None:
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed; make test-vllm runs it"))
+    there = {"vllm": importlib.util.find_spec("vllm") is not None, "sglang": bool(SGLANG), "lmcache": bool(LMCACHE)}
+    for item in items:
+        for name, reason in _MISSING.items():
+            if not there[name] and item.get_closest_marker(name) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))

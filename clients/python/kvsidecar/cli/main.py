@@ -13,6 +13,7 @@ import typer
 from kvsidecar.cli import cache as cache_commands
 from kvsidecar.cli import chat as chat_command
 from kvsidecar.cli import doctor as doctor_command
+from kvsidecar.cli import events as events_command
 from kvsidecar.cli import models as model_commands
 from kvsidecar.cli import node as node_commands
 from kvsidecar.cli.worker import Address, connected, console, show_costs
@@ -136,6 +137,7 @@ def _texts(paths: list[Path]) -> list[tuple[Path, str]]:
 
 app.command(name="chat")(chat_command.chat)
 app.command(name="doctor")(doctor_command.doctor)
+app.command(name="events")(events_command.events)
 app.command(name="pull")(model_commands.pull)
 app.command(name="status")(node_commands.status)
 app.command(name="stop")(node_commands.stop)

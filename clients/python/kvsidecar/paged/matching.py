@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +19,13 @@ _RELEASE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Found:
-    """The longest stored prefix of some tokens, under lease until it is released."""
+    """The longest stored prefix of some tokens, and what was found of them by content, under lease until released."""
 
     session: Session
     matches: tuple[pb.ChunkMatch, ...]
     tokens: int
     lease_id: bytes
+    contents: tuple[pb.ContentMatch, ...] = ()
 
     @property
     def whole(self) -> tuple[int, bytes]:
@@ -44,14 +46,22 @@ class Matcher:
     timeout: float
     _releases: set[Any] = field(default_factory=set)
 
-    def match(self, session: Session, tokens: list[int], salt: bytes, *, leased: bool = False) -> Found:
+    def match(
+        self,
+        session: Session,
+        tokens: list[int],
+        salt: bytes,
+        *,
+        leased: bool = False,
+        contents: Sequence[pb.ContentProbe] = (),
+    ) -> Found:
         """Finds and leases. What is ``leased`` already, by whom it may be, is in memory, and no disk is waited for.
         Raises grpc.RpcError, and ValueError for an answer that cannot be meant."""
-        request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens)
+        request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
         answer = session.stub.Match(request, timeout=self._patience(0 if leased else len(tokens)))
         if answer.epoch != session.epoch:
             raise ValueError(f"an answer of epoch {answer.epoch:x} in a session of epoch {session.epoch:x}")
-        found = Found(session, tuple(answer.matches), answer.matched_tokens, answer.lease_id)
+        found = Found(session, tuple(answer.matches), answer.matched_tokens, answer.lease_id, tuple(answer.contents))
         at = 0
         for match in found.matches:
             if match.start_position != at:

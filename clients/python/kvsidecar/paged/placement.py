@@ -15,8 +15,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16, DATA_TYPE_FLOAT32, DataType
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.layout import Geometry
+
+_DATA_TYPES: dict[torch.dtype, DataType.ValueType] = {
+    torch.float32: DATA_TYPE_FLOAT32,
+    torch.float16: DATA_TYPE_FLOAT16,
+    torch.bfloat16: DATA_TYPE_BFLOAT16,
+}
+
+
+def data_type(dtype: torch.dtype) -> DataType.ValueType:
+    """A cache's element type, as chunks have it. Raises ConfigurationError."""
+    if dtype not in _DATA_TYPES:
+        raise ConfigurationError(f"the KV cache is of {dtype}; allowed are {', '.join(map(str, _DATA_TYPES))}")
+    return _DATA_TYPES[dtype]
+
 
 Mode = tuple[int, int]
 """Extent and stride, the stride in elements."""

@@ -86,12 +86,11 @@ class Writer:
                 header.parent_prefix_hash = parent
                 parent = keys.prefix_hash(parent or job.root, header.token_ids)
                 hashes.append(parent)
-            request = pb.ReserveRequest(session_id=job.session.id, tenant_salt=job.salt, headers=group)
-            reserved = list(job.session.stub.Reserve(request, timeout=self._timeout * 4).reservations)
-            if first and reserved[0].outcome == pb.RESERVE_OUTCOME_PARENT_MISSING and prefix.tokens:
+            written = write(job.session, job.salt, group, self._filler(job, group), self._timeout)
+            if first and written.parent_missing and prefix.tokens:
                 return None
             first = False
-            there, fresh = self._write(job, group, reserved)
+            there, fresh = written.leading, sum(written.fresh)
             if there:
                 tokens = outcome.prefix.tokens + sum(h.token_count for h in group[:there])
                 outcome = Outcome(Prefix(tokens, hashes[there - 1]), outcome.stored_chunks, outcome.refused_chunks)
@@ -113,35 +112,13 @@ class Writer:
             start = stop
         return headers
 
-    def _write(self, job: _Job, headers: list[ChunkHeader], reserved: list[pb.Reservation]) -> tuple[int, int]:
-        """Fills what was granted and commits it. Returns how many leading chunks are stored, and how many are new."""
-        session, items = job.session, list[pb.CommitItem]()
-        try:
-            for header, reservation in zip(headers, reserved, strict=True):
-                if reservation.reservation_id:
-                    items.append(self._fill(job, header, reservation))
-        except Exception:
-            given = [r.reservation_id for r in reserved if r.reservation_id]
-            session.stub.Abort(pb.AbortRequest(session_id=session.id, reservation_ids=given), timeout=self._timeout)
-            raise
-        outcomes: dict[bytes, int] = {}
-        if items:
-            request = pb.CommitRequest(session_id=session.id, epoch=session.epoch, items=items)
-            answer = session.stub.Commit(request, timeout=self._timeout * 10)
-            outcomes = {item.reservation_id: o for item, o in zip(items, answer.outcomes, strict=True)}
-        there = [
-            r.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED
-            or outcomes.get(r.reservation_id) == pb.COMMIT_OUTCOME_COMMITTED
-            for r in reserved
-        ]
-        fresh = sum(o == pb.COMMIT_OUTCOME_COMMITTED for o in outcomes.values())
-        return (there.index(False) if False in there else len(there)), fresh
+    def _filler(self, job: _Job, headers: list[ChunkHeader]) -> Fill:
+        def fill(i: int, payload: memoryview) -> None:
+            start = headers[i].start_position
+            with job.turn():
+                self._copier.pack(job.slots[start : start + headers[i].token_count], headers[i], payload, job.after)
 
-    def _fill(self, job: _Job, header: ChunkHeader, reservation: pb.Reservation) -> pb.CommitItem:
-        payload, start = job.session.staged(reservation.staging), header.start_position
-        with job.turn():
-            self._copier.pack(job.slots[start : start + header.token_count], header, payload, job.after)
-        return pb.CommitItem(reservation_id=reservation.reservation_id, checksum=keys.checksum(payload))
+        return fill
 
 
 @dataclass(frozen=True)
@@ -154,6 +131,50 @@ class _Job:
     token_seconds: float
     after: Any
     turn: Callable[[], AbstractContextManager[None]]
+
+
+Fill = Callable[[int, memoryview], None]
+"""Writes the payload of the chunk with this number; the memory is the session's staging."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of some chunks, in their order: whether each is stored now, and whether it was not before."""
+
+    there: tuple[bool, ...]
+    fresh: tuple[bool, ...]
+    parent_missing: bool = False
+
+    @property
+    def leading(self) -> int:
+        """How many there are before the first that is not stored."""
+        return self.there.index(False) if False in self.there else len(self.there)
+
+
+def write(session: Session, salt: bytes, headers: list[ChunkHeader], fill: Fill, timeout: float) -> Written:
+    """Reserves, fills and commits as many chunks as ``group_length`` allows. ``timeout`` is in seconds, for a call that
+    moves nothing. Raises what ``fill`` raises, grpc.RpcError and ValueError; what was reserved is given back first."""
+    request = pb.ReserveRequest(session_id=session.id, tenant_salt=salt, headers=headers)
+    reserved = list(session.stub.Reserve(request, timeout=timeout * 4).reservations)
+    items = list[pb.CommitItem]()
+    try:
+        for i, reservation in enumerate(reserved):
+            if reservation.reservation_id:
+                payload = session.staged(reservation.staging)
+                fill(i, payload)
+                items.append(pb.CommitItem(reservation_id=reservation.reservation_id, checksum=keys.checksum(payload)))
+    except Exception:
+        given = [r.reservation_id for r in reserved if r.reservation_id]
+        session.stub.Abort(pb.AbortRequest(session_id=session.id, reservation_ids=given), timeout=timeout)
+        raise
+    outcomes: dict[bytes, int] = {}
+    if items:
+        commit = pb.CommitRequest(session_id=session.id, epoch=session.epoch, items=items)
+        answer = session.stub.Commit(commit, timeout=timeout * 10)
+        outcomes = {item.reservation_id: o for item, o in zip(items, answer.outcomes, strict=True)}
+    fresh = tuple(outcomes.get(r.reservation_id) == pb.COMMIT_OUTCOME_COMMITTED for r in reserved)
+    there = tuple(new or r.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED for new, r in zip(fresh, reserved, strict=True))
+    return Written(there, fresh, reserved[0].outcome == pb.RESERVE_OUTCOME_PARENT_MISSING)
 
 
 def group_length(session: Session, headers: list[ChunkHeader]) -> int:

@@ -144,6 +144,8 @@ class _EventTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventType.V
     """It is gone: deleted, superseded or corrupt."""
     EVENT_TYPE_UNPERSISTED: _EventType.ValueType  # 6
     """It left the durable tier and is in the arena."""
+    EVENT_TYPE_PROMOTED: _EventType.ValueType  # 7
+    """It was only in the durable tier, and is in the arena, too."""
 
 class EventType(_EventType, metaclass=_EventTypeEnumTypeWrapper):
     """What happened to a chunk."""
@@ -162,6 +164,8 @@ EVENT_TYPE_DELETED: EventType.ValueType  # 5
 """It is gone: deleted, superseded or corrupt."""
 EVENT_TYPE_UNPERSISTED: EventType.ValueType  # 6
 """It left the durable tier and is in the arena."""
+EVENT_TYPE_PROMOTED: EventType.ValueType  # 7
+"""It was only in the durable tier, and is in the arena, too."""
 Global___EventType: _TypeAlias = EventType  # noqa: Y015
 
 @_typing.final
@@ -1474,6 +1478,7 @@ class ListRequest(_message.Message):
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    WITH_TOKENS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """Restricts the list to a tenant of a namespace. Operators may leave it empty and see all."""
     tenant_salt: _builtins.bytes
@@ -1482,6 +1487,8 @@ class ListRequest(_message.Message):
     """Most entries in one answer; 100 when 0, at most 1000."""
     page_token: _builtins.bytes
     """next_page_token of the previous answer; empty for the first page."""
+    with_tokens: _builtins.bool
+    """Whether the chunks come with their tokens."""
     def __init__(
         self,
         *,
@@ -1489,10 +1496,11 @@ class ListRequest(_message.Message):
         tenant_salt: _builtins.bytes = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.bytes = ...,
+        with_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "page_size", b"page_size", "page_token", b"page_token", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "page_size", b"page_size", "page_token", b"page_token", "tenant_salt", b"tenant_salt", "with_tokens", b"with_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1500,7 +1508,7 @@ Global___ListRequest: _TypeAlias = ListRequest  # noqa: Y015
 
 @_typing.final
 class ChunkInfo(_message.Message):
-    """One stored chunk, without its tokens."""
+    """One stored chunk."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1518,6 +1526,7 @@ class ChunkInfo(_message.Message):
     HITS_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     IDLE_SECONDS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     root: _builtins.bytes
     """Tenant root of the chunk."""
     prefix_hash: _builtins.bytes
@@ -1546,6 +1555,10 @@ class ChunkInfo(_message.Message):
     """Bytes that it takes in the durable tier."""
     idle_seconds: _builtins.float
     """Seconds since it was used last."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens, in order; empty unless they were asked for."""
+
     def __init__(
         self,
         *,
@@ -1563,10 +1576,11 @@ class ChunkInfo(_message.Message):
         hits: _builtins.int = ...,
         stored_bytes: _builtins.int = ...,
         idle_seconds: _builtins.float = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "durable", b"durable", "hits", b"hits", "idle_seconds", b"idle_seconds", "leases", b"leases", "parent_prefix_hash", b"parent_prefix_hash", "payload_bytes", b"payload_bytes", "pinned", b"pinned", "prefix_hash", b"prefix_hash", "resident", b"resident", "root", b"root", "start_position", b"start_position", "stored_bytes", b"stored_bytes", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "durable", b"durable", "hits", b"hits", "idle_seconds", b"idle_seconds", "leases", b"leases", "parent_prefix_hash", b"parent_prefix_hash", "payload_bytes", b"payload_bytes", "pinned", b"pinned", "prefix_hash", b"prefix_hash", "resident", b"resident", "root", b"root", "start_position", b"start_position", "stored_bytes", b"stored_bytes", "token_ids", b"token_ids", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1888,6 +1902,7 @@ class WatchRequest(_message.Message):
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
+    WITH_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch that after_sequence belongs to; 0 to begin with the next event."""
     after_sequence: _builtins.int
@@ -1898,6 +1913,8 @@ class WatchRequest(_message.Message):
     """Restricts the events to a tenant of a namespace, which has numbers of its own. Operators may leave it empty."""
     tenant_salt: _builtins.bytes
     """As in MatchRequest."""
+    with_tokens: _builtins.bool
+    """Whether the chunks come with their tokens."""
     def __init__(
         self,
         *,
@@ -1905,10 +1922,11 @@ class WatchRequest(_message.Message):
         after_sequence: _builtins.int = ...,
         namespace: _builtins.bytes = ...,
         tenant_salt: _builtins.bytes = ...,
+        with_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "epoch", b"epoch", "namespace", b"namespace", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "epoch", b"epoch", "namespace", b"namespace", "tenant_salt", b"tenant_salt", "with_tokens", b"with_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

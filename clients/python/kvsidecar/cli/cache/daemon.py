@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,12 +42,22 @@ Salt = Annotated[
 def at_daemon(command: Callable[Concatenate[Any, P], None]) -> Callable[..., None]:
     """Gives a command whose first argument is a stub of the daemon the options that say where that is. The daemon's
     failures become KVSidecarErrors."""
+
+    def once(reach: Any, /, *given: P.args, **named: P.kwargs) -> None:
+        with reach() as stub:
+            command(stub, *given, **named)
+
+    functools.update_wrapper(once, command)
+    return reaching(once)
+
+
+def reaching(command: Callable[Concatenate[Any, P], None]) -> Callable[..., None]:
+    """Likewise for one whose first argument connects anew with every call: ``with reach() as stub``."""
     own = inspect.signature(command, eval_str=True)
 
     def run(**given: Any) -> None:
         reached = {name: given.pop(name) for name in _OPTIONS}
-        with connected(**reached) as stub:
-            command(stub, **given)  # type: ignore[call-arg]
+        command(functools.partial(connected, **reached), **given)  # type: ignore[call-arg]
 
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)

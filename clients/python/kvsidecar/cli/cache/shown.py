@@ -9,10 +9,14 @@ from google.protobuf.message import Message
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
+# What prompts say is not what an operator asks for, and no command asks the daemon for it.
+_CONTENT = "token_ids"
+
 
 def as_dict(message: Message) -> dict[str, Any]:
     """All fields of a message under their names: whole numbers as such, bytes in hex, enums by name."""
-    return {field.name: _value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+    fields = (field for field in message.DESCRIPTOR.fields if field.name != _CONTENT)
+    return {field.name: _value(field, getattr(message, field.name)) for field in fields}
 
 
 def _value(field: Any, value: Any) -> Any:

@@ -24,7 +24,7 @@ def watch(
     namespace: Namespace = "",
     salt: Salt = "",
 ) -> None:
-    """Changes of the store: committed, persisted, demoted, evicted, deleted."""
+    """Changes of the store: committed, persisted, promoted, demoted, evicted, deleted."""
     call = daemon.Watch(pb.WatchRequest(**scope(namespace, salt)))
     seen = 0
     with contextlib.suppress(KeyboardInterrupt):

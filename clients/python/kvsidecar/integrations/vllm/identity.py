@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
 
 from kvsidecar import keys
-from kvsidecar.cache.v1.chunk_pb2 import (
-    DATA_TYPE_BFLOAT16,
-    DATA_TYPE_FLOAT16,
-    DATA_TYPE_FLOAT32,
-    DataType,
-    NamespaceDescriptor,
-)
-from kvsidecar.errors import ConfigurationError
+from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.integrations.vllm.rope import rope_parameters
+from kvsidecar.integrations.weights import folder_of
 from kvsidecar.layout import Geometry
 from kvsidecar.models import fingerprint
 
-DATA_TYPES: dict[torch.dtype, DataType.ValueType] = {
-    torch.float32: DATA_TYPE_FLOAT32,
-    torch.float16: DATA_TYPE_FLOAT16,
-    torch.bfloat16: DATA_TYPE_BFLOAT16,
-}
 # Where a configuration was read from and what it was written by, which say nothing of the numbers.
 _IGNORED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 
@@ -60,20 +48,5 @@ def _fingerprint(config: Any) -> bytes:
     if load.load_format == "dummy":  # random weights, which vLLM draws alike in every process
         digest.update(b"dummy")
     else:
-        digest.update(fingerprint.of_directory(_folder(model, load)))
+        digest.update(fingerprint.of_directory(folder_of(model.model, load.download_dir, model.revision)))
     return digest.digest()
-
-
-def _folder(model: Any, load: Any) -> Path:
-    """Where the weights lie that the engine loaded."""
-    folder = Path(model.model)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model.model, "config.json", cache_dir=load.download_dir, revision=model.revision)
-    if not isinstance(found, str):
-        raise ConfigurationError(
-            f"cannot tell what the weights of {model.model} are: no folder and no repository in the local cache"
-        )
-    return Path(found).parent

@@ -12,14 +12,14 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.integrations.vllm.identity import DATA_TYPES, descriptor
+from kvsidecar.integrations.vllm.identity import descriptor
 from kvsidecar.integrations.vllm.layouts import placement_of
 from kvsidecar.integrations.vllm.settings import Settings
 from kvsidecar.integrations.vllm.working import WorkerHalf
 from kvsidecar.layout import Geometry
 from kvsidecar.paged.checking import check_placement
 from kvsidecar.paged.link import DaemonLink
-from kvsidecar.paged.placement import PagedCache
+from kvsidecar.paged.placement import PagedCache, data_type
 from kvsidecar.runtime import socket_target
 
 log = logging.getLogger("vllm.kvsidecar")
@@ -33,9 +33,7 @@ def start_worker(settings: Settings, config: Any, caches: Any, tensors: dict[str
     layers = get_layers_from_vllm_config(config, Attention, names)
     backend = _backend(layers, names)
     first = tensors[names[0]]
-    if spec.dtype not in DATA_TYPES:
-        raise ConfigurationError(f"the KV cache is of {spec.dtype}; allowed are {', '.join(map(str, DATA_TYPES))}")
-    geometry = Geometry(len(names), spec.num_kv_heads, spec.head_size, DATA_TYPES[spec.dtype], settings.bits)
+    geometry = Geometry(len(names), spec.num_kv_heads, spec.head_size, data_type(spec.dtype), settings.bits)
     cache = PagedCache(backend, geometry, first.shape[2], tuple(placement_of(backend, tensors[n]) for n in names))
     check_placement(cache, lambda layer, k, v, slots: _write(layers[names[layer]], tensors[names[layer]], k, v, slots))
     rank = get_tensor_model_parallel_rank()

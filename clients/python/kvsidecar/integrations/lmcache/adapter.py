@@ -1,0 +1,205 @@
+"""The adapter that LMCache loads."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface, L2TaskId
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.platform import create_event_notifier
+
+from kvsidecar import keys
+from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
+from kvsidecar.integrations import options
+from kvsidecar.integrations.lmcache.objects import GEOMETRY, Name, ObjectKeeper
+from kvsidecar.paged.link import DaemonLink
+from kvsidecar.runtime import socket_target
+
+log = logging.getLogger(__name__)
+_ATTACH_SECONDS = 1.0
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``socket`` is the daemon's, ``timeout_ms`` how long a call that moves nothing may take. ``weights`` is any text
+    that says which weights the model's name stands for: LMCache knows the name alone."""
+
+    socket: str = ""
+    timeout_ms: int = 500
+    weights: str = ""
+
+
+class KVSidecarL2Adapter(L2AdapterInterface):
+    """See ``docs/engines.md``. What is evicted, and when, is the daemon's to say, so no capacity is declared."""
+
+    def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
+        super().__init__()
+        settings = options.read(Settings, config, "the L2 adapter's adapter_params")
+        target = socket_target(options.daemon_socket(settings.socket))
+        link = DaemonLink(target, "lmcache", descriptor(settings), log=log)
+        link.wait(_ATTACH_SECONDS)
+        self._objects = ObjectKeeper(link, settings.timeout_ms / 1000)
+        self._threads = ThreadPoolExecutor(_THREADS, "kvsidecar-l2")
+        self._stored, self._looked_up, self._loaded = (create_event_notifier() for _ in range(3))
+        self._lock, self._last_task = threading.Lock(), 0
+        self._stores: dict[L2TaskId, L2StoreResult] = {}
+        self._bitmaps: dict[L2TaskId, Bitmap] = {}
+        self._sizes: dict[tuple[str, int, int], int] = {}  # of objects in bytes, by model, rank and group
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._objects.close()
+        for notifier in (self._stored, self._looked_up, self._loaded):
+            notifier.close()
+
+    def report_status(self) -> dict[str, Any]:
+        return {"is_healthy": self._objects.attached, "type": type(self).__name__}
+
+    def get_store_event_fd(self) -> int:
+        return int(self._stored.fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return int(self._looked_up.fileno())
+
+    def get_load_event_fd(self) -> int:
+        return int(self._loaded.fileno())
+
+    # ---- tasks ------------------------------------------------------------------------------------------------
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2TaskId:
+        return self._submit(lambda: self._store(keys, objects), self._stores, self._stored)
+
+    def pop_completed_store_tasks(self) -> dict[L2TaskId, L2StoreResult]:
+        with self._lock:
+            done = dict(self._stores)
+            self._stores.clear()
+        return done
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> L2TaskId:
+        return self._submit(lambda: self._look_up(keys, group_layout_descs), self._bitmaps, self._looked_up)
+
+    def query_lookup_and_lock_result(self, task_id: L2TaskId) -> Bitmap | None:
+        return self._result(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        self._objects.unlock([name_of(key) for key in keys])
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2TaskId:
+        return self._submit(lambda: self._load(keys, objects), self._bitmaps, self._loaded)
+
+    def query_load_result(self, task_id: L2TaskId) -> Bitmap | None:
+        return self._result(task_id)
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        known = [(key, size) for key in keys if (size := self._sizes.get(_kind(key))) is not None]
+        gone = self._objects.delete([name_of(key) for key, _ in known], [size for _, size in known])
+        deleted = [one for one, is_gone in zip(known, gone, strict=True) if is_gone]
+        if deleted:
+            self._notify_keys_deleted([key for key, _ in deleted], [size for _, size in deleted])
+
+    # ---- on threads -------------------------------------------------------------------------------------------
+
+    def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
+        views = self._views(keys, objects)
+        written = self._objects.store([name_of(key) for key in keys], views)
+        fresh = [(key, len(view)) for key, view, new in zip(keys, views, written.fresh, strict=True) if new]
+        if fresh:
+            self._notify_keys_stored([key for key, _ in fresh], [size for _, size in fresh])
+        return L2StoreResult(all(written.there), sum(size for _, size in fresh))
+
+    def _look_up(self, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
+        """An object's size is that of the last one of its kind or, before there was one, what LMCache says it will be:
+        compressed objects are found once one was stored."""
+        sized = []
+        for i, key in enumerate(keys):
+            size = self._sizes.get(_kind(key)) or _size(layouts.get(key.object_group_id))
+            if size:
+                sized.append((i, name_of(key), size))
+        found = self._objects.lock([name for _, name, _ in sized], [size for _, _, size in sized])
+        return _bitmap(len(keys), [i for (i, _, _), there in zip(sized, found, strict=True) if there])
+
+    def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
+        done = self._objects.load([name_of(key) for key in keys], self._views(keys, objects))
+        loaded = [i for i, there in enumerate(done) if there]
+        if loaded:
+            self._notify_keys_accessed([keys[i] for i in loaded])
+        return _bitmap(len(keys), loaded)
+
+    def _views(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> list[memoryview]:
+        """The objects' bytes, whose sizes are remembered."""
+        views = [memoryview(one.byte_array)[: one.get_size()] for one in objects]
+        for key, view in zip(keys, views, strict=True):
+            self._sizes[_kind(key)] = len(view)
+        return views
+
+    def _submit(self, work: Callable[[], Any], results: dict[L2TaskId, Any], notifier: Any) -> L2TaskId:
+        with self._lock:
+            self._last_task += 1
+            task = self._last_task
+
+        def run() -> None:
+            result = work()
+            with self._lock:
+                results[task] = result
+            notifier.notify()
+
+        self._threads.submit(run)
+        return task
+
+    def _result(self, task: L2TaskId) -> Bitmap | None:
+        with self._lock:
+            return self._bitmaps.pop(task, None)
+
+
+def name_of(key: ObjectKey) -> Name:
+    """A key's name; its salt is the tenant's, as with other engines."""
+    name = json.dumps([key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id])
+    return Name(key.cache_salt.encode("utf-8", "surrogatepass"), name.encode())
+
+
+def descriptor(settings: Settings) -> NamespaceDescriptor:
+    """The namespace of all that LMCache of this version stores; its models are told apart by the objects' names."""
+    return NamespaceDescriptor(
+        model_fingerprint=hashlib.sha256(settings.weights.encode()).digest(),
+        architecture="LMCache objects",
+        layers=GEOMETRY.layers,
+        kv_heads=GEOMETRY.kv_heads,
+        head_dim=GEOMETRY.head_dim,
+        dtype=GEOMETRY.dtype,
+        format_version=keys.FORMAT_VERSION,
+        bits=GEOMETRY.bits,
+        tensor_parallel_size=1,
+        producer=f"lmcache/{importlib.metadata.version('lmcache')}",
+    )
+
+
+def _kind(key: ObjectKey) -> tuple[str, int, int]:
+    """Objects of one kind have one size."""
+    return key.model_name, key.kv_rank, key.object_group_id
+
+
+def _size(layout: MemoryLayoutDesc | None) -> int:
+    if layout is None:
+        return 0
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True))
+
+
+def _bitmap(size: int, ones: list[int]) -> Bitmap:
+    out = Bitmap(size)
+    out.batched_set(ones)
+    return out

@@ -1,0 +1,152 @@
+"""The storage backend that SGLang loads."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvkernels.paged_rows import Integers
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+
+from kvsidecar import keys
+from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.integrations import options
+from kvsidecar.integrations.sglang.keeping import PageKeeper
+from kvsidecar.integrations.sglang.pool import cache_of
+from kvsidecar.integrations.weights import folder_of
+from kvsidecar.layout import Geometry
+from kvsidecar.models import fingerprint
+from kvsidecar.paged.link import DaemonLink
+from kvsidecar.runtime import socket_target
+
+log = logging.getLogger(__name__)
+_ATTACH_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``socket`` is the daemon's, ``bits`` how keys and values are stored, ``timeout_ms`` how long a call that moves
+    nothing may take, ``model`` the model's folder or repository where its served name does not say it. ``numerics``
+    keeps apart what no file of the model says, such as ``--quantization``: engines share what they say alike."""
+
+    socket: str = ""
+    bits: int = 16
+    timeout_ms: int = 500
+    model: str = ""
+    numerics: str = ""
+
+
+class KVSidecarStorage(HiCacheStorage):
+    """See ``docs/engines.md``. Raises ConfigurationError at the start for what it cannot keep."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, arguments: Any = None) -> None:
+        given = storage_config.extra_config or {}
+        self._config = storage_config
+        self._settings = options.read(Settings, given.get("kvsidecar", {}), 'the extra config\'s "kvsidecar"')
+        _check(storage_config, given)
+        self._folder = folder_of(self._settings.model or storage_config.model_name or "")
+        self._keeper: PageKeeper | None = None
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        cache = cache_of(mem_pool_host, self._settings.bits)
+        described = descriptor(self._config, self._settings, self._folder, cache.geometry)
+        target = socket_target(options.daemon_socket(self._settings.socket))
+        link = DaemonLink(target, f"sglang-{self._config.tp_rank}", described, log=log)
+        link.wait(_ATTACH_SECONDS)
+        self._keeper = PageKeeper(cache, link, self._settings.timeout_ms / 1000)
+
+    def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        return self._keeping.exists(keys)
+
+    def exists(self, key: str) -> bool:
+        return self._keeping.exists([key]) == 1
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        return self._keeping.load(keys, self._slots(keys, host_indices))
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        return self._keeping.store(keys, self._slots(keys, host_indices))
+
+    def clear(self) -> None:
+        self._keeping.clear()
+
+    # ---- the interface of copies, which "interface_v1" replaces -----------------------------------------------
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        raise NotImplementedError(_V1)
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
+        raise NotImplementedError(_V1)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        raise NotImplementedError(_V1)
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        raise NotImplementedError(_V1)
+
+    @property
+    def _keeping(self) -> PageKeeper:
+        if self._keeper is None:
+            raise RuntimeError("no host pool was registered; SGLang does so before it asks for pages")
+        return self._keeper
+
+    def _slots(self, keys: list[str], host_indices: torch.Tensor) -> Integers:
+        """The tokens' places in the host pool. Raises ValueError unless there is one for each token of each page."""
+        expected = len(keys) * self.mem_pool_host.page_size
+        if len(host_indices) != expected:
+            raise ValueError(f"{len(host_indices)} indices for {len(keys)} pages; expected are {expected}")
+        slots: Integers = host_indices.to("cpu", torch.int64).numpy()
+        return slots
+
+
+_V1 = 'KVSidecar copies pages in place; set "interface_v1": 1 in --hicache-storage-backend-extra-config'
+
+
+def descriptor(config: Any, settings: Settings, folder: Path, geometry: Geometry) -> NamespaceDescriptor:
+    """The namespace of one tensor-parallel rank; ``config.json`` is part of the fingerprint."""
+    return NamespaceDescriptor(
+        model_fingerprint=fingerprint.of_directory(folder),
+        layers=geometry.layers,
+        kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=geometry.dtype,
+        format_version=keys.FORMAT_VERSION,
+        quantizer_version=0 if geometry.bits == 16 else keys.QUANTIZER_VERSION,
+        bits=geometry.bits,
+        tensor_parallel_rank=config.tp_rank,
+        tensor_parallel_size=config.tp_size,
+        producer=f"sglang/{importlib.metadata.version('sglang')} torch/{torch.__version__} {settings.numerics}",
+    )
+
+
+def _check(config: Any, given: dict[str, Any]) -> None:
+    """Raises ConfigurationError for what is not kept, by name."""
+    if not given.get("interface_v1"):
+        raise ConfigurationError(_V1)
+    if config.is_mla_model:
+        raise ConfigurationError(
+            "the model keeps latents (MLA) or the same on all ranks; KVSidecar keeps keys and values"
+        )
+    for name in ("pp_size", "attn_cp_size", "dcp_size"):
+        if getattr(config, name, 1) != 1:
+            raise ConfigurationError(f"{name} is {getattr(config, name)}; KVSidecar keeps the caches of engines with 1")
+    if config.should_split_heads:
+        raise ConfigurationError(
+            "tp_lcm_size splits heads among engines; KVSidecar keeps pages of one size: leave it out"
+        )

@@ -1,0 +1,27 @@
+"""Where the weights lie that an engine has loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvsidecar.errors import ConfigurationError
+
+
+def folder_of(model: str, cache: str | None = None, revision: str | None = None) -> Path:
+    """The folder of a model by its path or, in the local cache of Hugging Face's hub, by its repository. Raises
+    ConfigurationError."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json", cache_dir=cache, revision=revision)
+    except HFValidationError:
+        found = None
+    if not isinstance(found, str):
+        raise ConfigurationError(
+            f"cannot tell what the weights of {model} are: no folder and no repository in the local cache"
+        )
+    return Path(found).parent
