@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import Context, InvalidRequest
@@ -11,6 +12,9 @@ from kvsidecar.keys import HASH_BYTES
 from cache_daemon.rpc import limits
 from cache_daemon.rpc.calls import unary
 from cache_daemon.rpc.door import AtDoor
+
+# A page with tokens ends before it has more, but for its first chunk: others have their turn.
+_LISTED_TOKENS = 1 << 16
 
 
 class Keeping(AtDoor):
@@ -52,6 +56,9 @@ class Keeping(AtDoor):
         if len(request.page_token) not in (0, 2 * HASH_BYTES):
             raise InvalidRequest(f"page_token has {len(request.page_token)} bytes; use that of the previous answer")
         chunks = self.store.walks.page(root, request.page_token, size + 1)
+        if request.with_tokens:
+            ends = accumulate(c.tokens for c in chunks)
+            size = min(size, max(1, sum(end <= _LISTED_TOKENS for end in ends)))
         last = chunks[size - 1] if len(chunks) > size else None
         now = self.store.tiers.clock()
         return pb.ListResponse(

@@ -1488,7 +1488,7 @@ class ListRequest(_message.Message):
     page_token: _builtins.bytes
     """next_page_token of the previous answer; empty for the first page."""
     with_tokens: _builtins.bool
-    """Whether the chunks come with their tokens."""
+    """Whether the chunks come with their tokens; a page then ends before 65,536 of them, but has at least one chunk."""
     def __init__(
         self,
         *,
