@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import signal
 import sys
@@ -22,9 +23,10 @@ from kvsidecar.runtime import end_with_parent
 
 _PASSED_ON = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _WAITED_FOR = _PASSED_ON | {signal.SIGCHLD}
-# A daemon that dies again and again at its start is somebody else's to look at.
-_STABLE_SECONDS = 5.0
-_MOST_QUICK_DEATHS = 5
+# A daemon that dies again and again before it serves is somebody else's to look at.
+_MOST_FAILED_STARTS = 5
+# Shared with the child: whether it has served.
+_served = mmap.mmap(-1, 1)
 
 log = structlog.get_logger("cache_daemon")
 
@@ -47,23 +49,28 @@ def kept_running(run: Callable[[], int]) -> int:
     gc.freeze()  # what is shared with the children stays shared
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
     try:
-        quick_deaths = 0
+        failed_starts = 0
         while True:
-            began = time.monotonic()
+            began, _served[0] = time.monotonic(), 0
             end = _waited_for(_forked(run, before))
             if end.code >= 0:
                 return end.code
             if end.asked:
                 return 128 - end.code
             seconds = time.monotonic() - began
-            quick_deaths = quick_deaths + 1 if seconds < _STABLE_SECONDS else 0
+            failed_starts = 0 if _served[0] else failed_starts + 1
             name = signal.Signals(-end.code).name
-            if quick_deaths == _MOST_QUICK_DEATHS:
-                log.error("the daemon died too often, giving up", signal=name, deaths=quick_deaths)
+            if failed_starts == _MOST_FAILED_STARTS:
+                log.error("the daemon died too often before it served, giving up", signal=name, deaths=failed_starts)
                 return 128 - end.code
             log.warning("the daemon died, starting it again", signal=name, after_seconds=round(seconds, 3))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def note_serving() -> None:
+    """Called by what serves once it does: from then on its death is none of its start."""
+    _served[0] = 1
 
 
 def _forked(run: Callable[[], int], mask: set[signal.Signals | int]) -> int:

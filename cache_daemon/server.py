@@ -29,6 +29,7 @@ from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.seal import key_from_file, parse_key
 from cache_daemon.eviction import POLICIES
 from cache_daemon.garbage import short_collections
+from cache_daemon.guardian import note_serving
 from cache_daemon.memory.arena import ALIGNMENT, Arena, HostArena
 from cache_daemon.memory.device_arena import DeviceArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
@@ -187,6 +188,7 @@ async def _serve(
             arena_bytes=stats.arena_bytes,
             format=keys.FORMAT_VERSION,
         )
+        note_serving()
         await stop.wait()
         log.info("stopping")
 

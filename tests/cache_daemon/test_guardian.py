@@ -52,7 +52,13 @@ def test_a_signal_to_the_guardian_ends_both_in_order(start: Callable[..., Node],
     assert "Traceback" not in node.read_log()
 
 
-def test_what_dies_again_and_again_is_given_up(daemon: Node) -> None:
+def test_whatever_kills_it_again_and_again_while_it_serves_it_comes_back(daemon: Node) -> None:
+    for _ in range(7):
+        daemon.crash_daemon()
+        daemon.wait_daemon()
+
+
+def test_what_dies_again_and_again_before_it_serves_is_given_up(daemon: Node) -> None:
     process = daemon._processes["a-daemon"]
     deadline = time.monotonic() + 30
     while process.poll() is None and time.monotonic() < deadline:
