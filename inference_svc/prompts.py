@@ -12,6 +12,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from inference_svc.engine.sampling import SamplingParams
 from inference_svc.engine.sequence import CacheUse, Output, Sequence
 from inference_svc.engine.text import TextStream
+from inference_svc.grammars import Grammars
 from inference_svc.model.loader import LoadedModel
 from inference_svc.reuse.chunking import Marks
 
@@ -30,6 +31,7 @@ class Prompter:
         self._context = context_length
         self._separator = document_separator
         self._vocabulary = int(loaded.config.vocab_size)
+        self._grammars = Grammars(self._tokenizer, self._vocabulary, loaded.stop_tokens)
         # No text of more characters than this fits: each token stands for at most as many as the longest one.
         self._most_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
 
@@ -174,6 +176,7 @@ class Prompter:
             sink=sink,
             cache=self.cache_use(request.cache, marks),
             logprobs=logprobs,
+            steering=self._grammars.steering(request.grammar) if request.HasField("grammar") else None,
             arrived=arrived,
         )
 
