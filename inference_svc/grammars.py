@@ -1,7 +1,8 @@
 """Requests' grammars into what steers an answer, compiled by llguidance (https://github.com/guidance-ai/llguidance).
 
-What compiling costs is bounded by size and by the compiler's own limits, which count work instead of time: the same grammar
-is refused everywhere, however busy the machine is. At 64 KiB nothing that was found takes longer than half a second.
+What compiling costs is bounded by size and by the compiler's own limits, which count work instead of time: the same
+grammar is refused everywhere, however busy the machine is. At 64 KiB nothing that was found takes longer than half a
+second.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ log = structlog.get_logger("worker")
 
 MAX_BYTES = 1 << 16
 _MAX_CHOICES = 1024
-# Between two parts of JSON: nothing, a space, or a line's end with its indentation. Small models would write nothing else.
+# Between two parts of JSON: nothing, a space, or a line's end and indentation. Small models would write nothing else.
 WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
 _KEPT = 64
 _MAX_THREADS = 8

@@ -1,7 +1,8 @@
 """What keeps one answer to a grammar: where it stands, and which tokens may follow there.
 
-The state moves on by accepted tokens alone, so a sequence that is preempted and computed again finds it as it was. The mask
-of the next token is computed on a thread beside the forward, without the GIL, and waited for when that token is drawn.
+The state moves on by accepted tokens alone, so a sequence that is preempted and computed again finds it as it was. The
+mask of the next token is computed on a thread beside the forward, without the GIL, and waited for when that token is
+drawn.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Steering:
             self._next = self._threads.submit(self._matcher.compute_bitmask)
 
     def mask(self) -> NDArray[np.uint8]:
-        """A bit for each token that may come next, from the lowest bit of the first byte on; beyond the vocabulary there
-        may be more. The same until a token is accepted. Raises GenerationFailed when the grammar cannot go on."""
+        """A bit for each token that may come next, from the lowest bit of the first byte on; beyond the vocabulary
+        there may be more. The same until a token is accepted. Raises GenerationFailed when the grammar cannot go on."""
         self.look_ahead()
         assert self._next is not None
         bits = self._next.result()

@@ -56,7 +56,9 @@ class SamplingParams:
         for name, value in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
             _within(f"{name}_penalty", value, -2.0 <= value <= 2.0, "-2 to 2")
         if len(self.logit_bias) > _MOST_BIASED:
-            raise InvalidRequest(f"logit_bias has {len(self.logit_bias)} tokens; at most {_MOST_BIASED} are allowed", param="logit_bias")
+            raise InvalidRequest(
+                f"logit_bias has {len(self.logit_bias)} tokens; at most {_MOST_BIASED} are allowed", param="logit_bias"
+            )
         for token, bias in self.logit_bias.items():
             if token < 0 or not -100.0 <= bias <= 100.0:
                 raise InvalidRequest(f"logit_bias of token {token} is {bias}; allowed are -100 to 100")

@@ -8,7 +8,11 @@ from typing import Any
 from kvsidecar.client import timings_dict
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_FINISH = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 
 
 def finish_reason(value: pb.FinishReason.ValueType) -> str | None:
