@@ -3,61 +3,14 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
 
 from benchmarks.node import Node
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-class Gateway:
-    def __init__(self, node: Node, *flags: str) -> None:
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
-        workers = ",".join(str(node.worker_socket(i)) for i in range(node.workers))
-        command = [sys.executable, "-m", "inference_svc", "gateway", "--port", str(port), "--workers", workers, *flags]
-        self.process = subprocess.Popen(command, stderr=node.log)
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                if httpx.get(f"{self.url}/health", timeout=1).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            assert time.monotonic() < deadline, node.read_log()
-            time.sleep(0.05)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="k", max_retries=0)
-
-    def close(self) -> None:
-        self.client.close()
-        self.process.terminate()
-        assert self.process.wait(20) in (0, -15)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Node]:
-    flags = {"chunking": "document", "approximate": "always"}
-    with Node("demo", workers=2, arena_bytes="64MiB", pool_bytes="64MiB", worker_flags=flags) as node:
-        yield node
-
-
-@pytest.fixture(scope="module")
-def gateway(two: Node) -> Iterator[Gateway]:
-    found = Gateway(two)
-    yield found
-    found.close()
-
+from tests.inference_svc.gateway.conftest import Gateway
 
 MESSAGES = [{"role": "user", "content": "hello there, I would like to book a table " * 8}]
 
@@ -131,8 +84,8 @@ def test_n_seed_stop_and_logprobs_work(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("option", "named"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"functions": [{"name": "f"}]}}, "functions"),
+        ({"extra_body": {"structured_outputs": {"structural_tag": "x"}}}, "structured_outputs.structural_tag"),
         ({"logit_bias": {"1": 5}}, "logit_bias"),
         ({"temperature": 9}, "temperature"),
         ({"top_p": -1}, "top_p"),
@@ -146,6 +99,7 @@ def test_what_is_unsupported_is_refused_by_name(gateway: Gateway, option: dict[s
     with pytest.raises(openai.BadRequestError) as caught:
         gateway.client.chat.completions.create(model="demo", messages=MESSAGES, **option)  # type: ignore[call-overload]
     assert named in caught.value.message
+    assert caught.value.param == named
 
 
 def test_an_unknown_model_is_404(gateway: Gateway) -> None:
