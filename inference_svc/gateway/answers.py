@@ -19,6 +19,18 @@ def finish_reason(value: pb.FinishReason.ValueType) -> str | None:
     return _FINISH.get(value)
 
 
+def model(found: pb.GetModelResponse) -> dict[str, Any]:
+    """A model as lists of them have it; the lengths are extensions, ``max_model_len`` vLLM's."""
+    return {
+        "id": found.model_id,
+        "object": "model",
+        "created": 0,
+        "owned_by": "kvsidecar",
+        "context_length": found.context_length,
+        "max_model_len": found.context_length,
+    }
+
+
 def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
     """Usage of all choices; a prompt counts once, however many choices it has."""
     prompts = parts[::choices_per_prompt]

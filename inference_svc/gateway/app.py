@@ -1,4 +1,4 @@
-"""The HTTP application: /v1/models, /v1/chat/completions, /v1/completions, /health, /metrics."""
+"""The HTTP application: OpenAI's paths, those of vLLM that go with them, /health and /metrics."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ import grpc
 import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from kvsidecar.errors import InvalidRequest, KVSidecarError, UnknownModel, from_rpc
+from kvsidecar import __version__
+from kvsidecar.errors import InvalidRequest, KVSidecarError, UnknownModel, UnsupportedOption, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
 
+from inference_svc.gateway import answers
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.guard import Guard, Metrics
 from inference_svc.gateway.router import Router, Worker, retryable
 from inference_svc.gateway.schema import MAX_ANSWERS, ChatRequest, CompletionRequest
-from inference_svc.gateway.writing import Piece, Writer, error_response
+from inference_svc.gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from inference_svc.gateway.writing import Piece, Writer, error_response, unknown_path
 
 log = structlog.get_logger("gateway")
 
@@ -40,17 +44,25 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         served = {w.model.model_id: w.model for w in self.router.alive}
-        data = [
-            {
-                "id": name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "kvsidecar",
-                "context_length": m.context_length,
-            }
-            for name, m in served.items()
-        ]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse({"object": "list", "data": [answers.model(m) for m in served.values()]})
+
+    async def model(self, request: Request) -> Response:
+        worker = self._worker(request.path_params["name"])
+        return JSONResponse(answers.model(worker.model))
+
+    async def tokenize(self, request: Request) -> Response:
+        body = parse(TokenizeBody, await self._body(request))
+        return JSONResponse(await tokenize(self._worker(body.model), body))
+
+    async def detokenize(self, request: Request) -> Response:
+        body = parse(DetokenizeBody, await self._body(request))
+        return JSONResponse(await detokenize(self._worker(body.model), body))
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def embed(self, request: Request) -> Response:
+        raise UnsupportedOption("this server has no embeddings: it serves models that generate text", param="model")
 
     async def health(self, request: Request) -> Response:
         up = [w.target for w in self.router.workers if w.alive]
@@ -125,10 +137,17 @@ class Gateway:
                 return Response(status_code=499)
         return JSONResponse(work.result())
 
+    def _worker(self, name: str) -> Worker:
+        """One that serves the model of this name, or any. Raises UnknownModel, Unavailable."""
+        self._check_model(name)
+        return next(w for w in self.router.alive if name in ("", w.model.model_id))
+
     def _check_model(self, name: str) -> None:
         served = {w.model.model_id for w in self.router.workers if w.alive}
         if name and served and name not in served:
-            raise UnknownModel(f"the model {name!r} is not served here; served: {', '.join(sorted(served))}")
+            raise UnknownModel(
+                f"the model {name!r} is not served here; served: {', '.join(sorted(served))}", param="model"
+            )
 
     async def _merge(self, requests: list[pb.GenerateRequest]) -> AsyncIterator[Piece]:
         """The pieces of all choices as they come. Ending early cancels all of them."""
@@ -230,9 +249,18 @@ def create_app(config: GatewayConfig) -> FastAPI:
     async def failed(_: Request, error: KVSidecarError) -> JSONResponse:
         return error_response(error)
 
+    @app.exception_handler(HTTPException)
+    async def not_here(request: Request, error: HTTPException) -> JSONResponse:
+        return unknown_path(request.method, request.url.path, error.status_code, error.headers)
+
     app.add_api_route("/v1/models", gateway.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
     app.add_api_route("/v1/chat/completions", gateway.chat, methods=["POST"])
     app.add_api_route("/v1/completions", gateway.complete, methods=["POST"])
+    app.add_api_route("/v1/embeddings", gateway.embed, methods=["POST"])
+    app.add_api_route("/tokenize", gateway.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", gateway.detokenize, methods=["POST"])
+    app.add_api_route("/version", gateway.version, methods=["GET"])
     app.add_api_route("/health", gateway.health, methods=["GET"])
     app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"])
     return app

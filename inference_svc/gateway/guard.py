@@ -11,7 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_svc.gateway.router import Router
 
-_PATHS = frozenset({"/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics"})
+# Open to everybody: probes and scrapers have no key.
+_OPEN = frozenset({"/health", "/metrics", "/version"})
+_PATHS = _OPEN | {"/v1/models", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"}
 
 
 class Metrics:
@@ -55,7 +57,7 @@ class Guard:
             await send(message)
 
         given = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ")
-        if self._key and path.startswith("/v1/") and not hmac.compare_digest(given.encode(), self._key.encode()):
+        if self._key and path not in _OPEN and not hmac.compare_digest(given.encode(), self._key.encode()):
             body = {"error": {"message": "the API key is missing or wrong", "type": "authentication_error"}}
             await JSONResponse(body, status_code=401)(scope, receive, counted)
         else:

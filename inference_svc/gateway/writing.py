@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,13 @@ def error_response(error: KVSidecarError) -> JSONResponse:
     kind = "invalid_request_error" if code < 500 else "server_error"
     body = {"error": {"message": str(error), "type": kind, "param": error.param or None, "code": error.reason.lower()}}
     return JSONResponse(body, status_code=code)
+
+
+def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] | None) -> JSONResponse:
+    """What is not served, in OpenAI's format."""
+    text = f"{path} is not served here" if code == 404 else f"{path} takes no {method}"
+    error = {"message": text, "type": "invalid_request_error", "param": None, "code": "not_found"}
+    return JSONResponse({"error": error}, status_code=code, headers=headers)
 
 
 @dataclass(eq=False)

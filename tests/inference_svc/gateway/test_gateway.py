@@ -201,3 +201,36 @@ def test_an_api_key_is_demanded_when_set(two: Node) -> None:
             assert client.models.list().data[0].id == "demo"
     finally:
         locked.close()
+
+
+def test_a_model_is_described_by_name(gateway: Gateway) -> None:
+    assert gateway.client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError, match="served: demo"):
+        gateway.client.models.retrieve("nobody/else")
+
+
+def test_what_is_not_served_is_an_openai_error(gateway: Gateway) -> None:
+    with pytest.raises(openai.BadRequestError, match="no embeddings"):
+        gateway.client.embeddings.create(model="demo", input="x")
+    with pytest.raises(openai.NotFoundError, match="/v1/images/generations is not served here"):
+        gateway.client.images.generate(model="demo", prompt="x")
+    wrong = httpx.get(f"{gateway.url}/v1/completions")
+    assert wrong.status_code == 405
+    assert wrong.headers["allow"] == "POST"
+    assert wrong.json()["error"]["message"] == "/v1/completions takes no GET"
+
+
+def test_texts_become_tokens_and_tokens_texts(gateway: Gateway) -> None:
+    def post(path: str, **body: object) -> dict[str, object]:
+        found: dict[str, object] = httpx.post(f"{gateway.url}/{path}", json=body).json()
+        return found
+
+    text = post("tokenize", model="demo", prompt="hello there")
+    assert text["count"] == len(text["tokens"])  # type: ignore[arg-type]
+    assert post("detokenize", tokens=text["tokens"]) == {"prompt": "hello there"}
+    chat = post("tokenize", messages=MESSAGES[:1])
+    answer = gateway.client.chat.completions.create(model="demo", messages=MESSAGES[:1], max_tokens=1)
+    assert chat["count"] == answer.usage.prompt_tokens
+    assert "one of prompt and messages" in str(post("tokenize"))
+    assert "token id 5000" in str(post("detokenize", tokens=[5000]))
+    assert httpx.get(f"{gateway.url}/version").json()["version"]
