@@ -125,13 +125,14 @@ class Characters:
 
     def _optional(self, text: str) -> Reading[None]:
         """Reads a text if it follows, after white space or not."""
-        character = yield from self._solid()
-        for i, wanted in enumerate(text):
-            if character != wanted:
-                self._push(text[:i] + (character or ""))
+        read = ""
+        while (character := (yield from self._next())) is not None:
+            read += character
+            if read.lstrip(_WHITE) == text:
                 return
-            if i + 1 < len(text):
-                character = yield from self._next()
+            if not text.startswith(read.lstrip(_WHITE)):
+                break
+        self._push(read)
 
     def _skip(self, end: str) -> Reading[None]:
         """Drops everything up to and with a text."""

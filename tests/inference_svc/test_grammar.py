@@ -36,7 +36,7 @@ class Steered(Request):
         super().__init__(ids, length, seed)
         params = self.sequence.params
         text = TextStream(TOKENIZER, (), END)
-        self.sequence = Sequence("r", ids, len(ids), length, params, END, text, self._sink, steering=steering)
+        self.sequence = Sequence("r", list(ids), len(ids), length, params, END, text, self._sink, steering=steering)
 
     def text(self) -> str:
         self.tokens()

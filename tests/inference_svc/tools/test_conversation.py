@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def test_one_that_is_named_is_the_only_one(tokenizer: PreTrainedTokenizerBase) -
     made = conversations(tokenizer, "hermes")
     request = to_request(HISTORY[:1], tools=TOOLS, tool_choice="now")
     text = made._tokenizer.decode([t for t in walk(made, request, 1) if t != END])
-    assert text == '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert re.fullmatch(r'<tool_call>\n\{"name": "now", "arguments": \{\s*\}\}\n</tool_call>', text)
 
 
 def test_markers_that_are_special_are_shown_to_the_parser_alone(tokenizer: PreTrainedTokenizerBase) -> None:
