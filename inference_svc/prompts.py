@@ -147,12 +147,12 @@ class Prompter:
         room = self._context - len(tokens)
         wanted = request.max_tokens if request.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, room)
         if wanted < 1:
-            raise InvalidRequest(f"max_tokens is {wanted}; at least 1 is needed")
+            raise InvalidRequest(f"max_tokens is {wanted}; at least 1 is needed", param="max_tokens")
         if len(request.request_id) > _MAX_ID:
             raise InvalidRequest(f"request_id has {len(request.request_id)} characters; at most {_MAX_ID} are allowed")
         logprobs = request.logprobs if request.HasField("logprobs") else None
         if logprobs is not None and logprobs > _MAX_LOGPROBS:
-            raise InvalidRequest(f"logprobs is {logprobs}; allowed are 0 to {_MAX_LOGPROBS}")
+            raise InvalidRequest(f"logprobs is {logprobs}; allowed are 0 to {_MAX_LOGPROBS}", param="logprobs")
         stops = self._loaded.stop_tokens
         params = self.sampling(request.sampling)
         params.check(self._vocabulary)
@@ -179,16 +179,22 @@ class Prompter:
 
     def sampling(self, given: pb.Sampling) -> SamplingParams:
         """What the request sent, over what the model's makers recommend (generation_config.json)."""
-        # ListFields leaves out nothing that was set: all fields are `optional`.
+        # ListFields leaves out nothing that was set: single fields are `optional`.
         sent = {field.name: value for field, value in given.ListFields()}
+        if given.logit_bias:
+            sent["logit_bias"] = dict(given.logit_bias)
+        if given.allowed_tokens:
+            sent["allowed_tokens"] = frozenset(given.allowed_tokens)
         return SamplingParams(**(self._loaded.sampling | sent))
 
     @staticmethod
     def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
         if len(request.stop) > _MAX_STOPS:
-            raise InvalidRequest(f"stop has {len(request.stop)} strings; at most {_MAX_STOPS} are allowed")
+            raise InvalidRequest(
+                f"stop has {len(request.stop)} strings; at most {_MAX_STOPS} are allowed", param="stop"
+            )
         if any(not s for s in request.stop):
-            raise InvalidRequest("stop has an empty string; each must have at least one character")
+            raise InvalidRequest("stop has an empty string; each must have at least one character", param="stop")
         return tuple(request.stop)
 
     @staticmethod

@@ -61,7 +61,9 @@ class SamplingParams:
             )
         for token, bias in self.logit_bias.items():
             if token < 0 or not -100.0 <= bias <= 100.0:
-                raise InvalidRequest(f"logit_bias of token {token} is {bias}; allowed are -100 to 100")
+                raise InvalidRequest(
+                    f"logit_bias of token {token} is {bias}; allowed are -100 to 100", param="logit_bias"
+                )
         if self.allowed_tokens is not None and (not self.allowed_tokens or min(self.allowed_tokens) < 0):
             raise InvalidRequest("allowed_tokens must name at least one token, and none below 0")
 
@@ -79,7 +81,7 @@ class SamplingParams:
         for name, ids in (("logit_bias", self.logit_bias), ("allowed_tokens", self.allowed_tokens or ())):
             wrong = next((i for i in ids if i >= vocabulary), None)
             if wrong is not None:
-                raise InvalidRequest(f"{name} has token {wrong}, outside the vocabulary of {vocabulary}")
+                raise InvalidRequest(f"{name} has token {wrong}, outside the vocabulary of {vocabulary}", param=name)
 
 
 def _within(name: str, value: float, holds: bool, allowed: str) -> None:

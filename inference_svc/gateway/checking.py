@@ -17,7 +17,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
-    "logit_bias": (None, {}),
     "modalities": (None, ["text"]),
     "prediction": (None,),
     "reasoning_effort": (None,),

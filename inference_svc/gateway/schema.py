@@ -16,6 +16,7 @@ MAX_CHOICES = 8
 # Answers of one request in all: prompts times choices.
 MAX_ANSWERS = 512
 _LARGEST = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class StreamOptions(BaseModel):
@@ -38,7 +39,12 @@ class Common(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1, le=_LARGEST)
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = Field(default=None, ge=0, le=_LARGEST)
+    top_k: int | None = Field(default=None, ge=-1, le=_LARGEST)
+    """vLLM's, like the next three; -1, as 0, for all tokens."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    logit_bias: dict[TokenId, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     presence_penalty: float | None = None
@@ -89,7 +95,11 @@ class Common(BaseModel):
             sampling=pb.Sampling(
                 temperature=self.temperature,
                 top_p=self.top_p,
-                top_k=self.top_k,
+                top_k=None if self.top_k is None else max(0, self.top_k),
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                logit_bias=self.logit_bias or {},
+                allowed_tokens=self.allowed_token_ids or (),
                 seed=seed,
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,

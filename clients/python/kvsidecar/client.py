@@ -5,7 +5,7 @@ Both raise ``KVSidecarError``s. A ``deadline`` is in seconds and ends the reques
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,9 +139,16 @@ class Client:
         finally:
             call.cancel()
 
-    def warm(self, prompt: Prompt, *, deadline: float | None = None, tenant_salt: bytes = b"") -> pb.WarmResponse:
+    def warm(
+        self,
+        prompt: Prompt,
+        *,
+        deadline: float | None = None,
+        tenant_salt: bytes = b"",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> pb.WarmResponse:
         """Reads a prompt into the cache."""
-        request = pb.WarmRequest(prompt=to_prompt(prompt), cache=pb.CacheOptions(tenant_salt=tenant_salt))
+        request = pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=pb.CacheOptions(tenant_salt=tenant_salt))
         response: pb.WarmResponse = self._call(self.stub.Warm, request, deadline)
         return response
 
@@ -204,9 +211,16 @@ class AsyncClient:
         finally:
             call.cancel()
 
-    async def warm(self, prompt: Prompt, *, deadline: float | None = None, tenant_salt: bytes = b"") -> pb.WarmResponse:
+    async def warm(
+        self,
+        prompt: Prompt,
+        *,
+        deadline: float | None = None,
+        tenant_salt: bytes = b"",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> pb.WarmResponse:
         """Reads a prompt into the cache."""
-        request = pb.WarmRequest(prompt=to_prompt(prompt), cache=pb.CacheOptions(tenant_salt=tenant_salt))
+        request = pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=pb.CacheOptions(tenant_salt=tenant_salt))
         response: pb.WarmResponse = await self._call(self.stub.Warm, request, deadline)
         return response
 

@@ -86,7 +86,9 @@ def test_n_seed_stop_and_logprobs_work(gateway: Gateway) -> None:
     [
         ({"extra_body": {"functions": [{"name": "f"}]}}, "functions"),
         ({"extra_body": {"structured_outputs": {"structural_tag": "x"}}}, "structured_outputs.structural_tag"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"logit_bias": {"1": 500}}, "logit_bias"),
+        ({"logit_bias": {"5000": 5}}, "logit_bias"),
+        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
         ({"temperature": 9}, "temperature"),
         ({"top_p": -1}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -234,3 +236,16 @@ def test_texts_become_tokens_and_tokens_texts(gateway: Gateway) -> None:
     assert "one of prompt and messages" in str(post("tokenize"))
     assert "token id 5000" in str(post("detokenize", tokens=[5000]))
     assert httpx.get(f"{gateway.url}/version").json()["version"]
+
+
+def test_options_that_users_of_vllm_send_bend_the_answer(gateway: Gateway) -> None:
+    def ask(**options: object) -> str:
+        body = {"prompt": "hello there", "max_tokens": 4, "temperature": 0, "ignore_eos": True, **options}
+        return str(httpx.post(f"{gateway.url}/v1/completions", json=body).json()["choices"][0]["text"])
+
+    first, second = (httpx.post(f"{gateway.url}/tokenize", json={"prompt": p}).json()["tokens"][0] for p in ("a", "b"))
+    assert ask(allowed_token_ids=[first]) == "aaaa"
+    assert ask(logit_bias={str(second): 100}) == "bbbb"
+    assert ask(logit_bias={str(second): 100}, repetition_penalty=1.0, min_p=0.5, top_k=-1) == "bbbb"
+    plain = ask(max_tokens=40)
+    assert ask(max_tokens=40, repetition_penalty=3.0) != plain

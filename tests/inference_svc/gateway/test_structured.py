@@ -10,7 +10,9 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from kvsidecar.errors import InvalidRequest
 
+from benchmarks.node import Node
 from tests.inference_svc.gateway.conftest import Gateway
 
 MESSAGES: list[Any] = [{"role": "user", "content": "how is the weather"}]
@@ -147,3 +149,13 @@ def test_what_cannot_be_served_says_why(
     assert said in caught.value.message
     assert caught.value.param == param
     assert "\n" not in caught.value.body["message"]
+
+
+def test_grpc_has_it_too(two: Node) -> None:
+    client = two.client(0)
+    found = client.generate("hello", json_schema=SCHEMA, max_tokens=200)
+    assert set(json.loads(found.text)) == {"city", "days", "dry"}
+    assert client.generate("hello", choice=["yes", "no"], max_tokens=9).text in ("yes", "no")
+    with pytest.raises(InvalidRequest, match="unclosed group") as caught:
+        client.generate("hello", regex="(a")
+    assert caught.value.param == "grammar"

@@ -12,6 +12,7 @@ import openai
 import pydantic
 import pytest
 
+from benchmarks.node import Node
 from tests.inference_svc.gateway.conftest import Gateway
 
 MESSAGES: list[Any] = [{"role": "user", "content": "how is the weather in Oslo"}]
@@ -157,3 +158,18 @@ def test_what_cannot_be_called_is_named(gateway: Gateway, option: dict[str, Any]
         gateway.client.chat.completions.create(**{"model": "demo", "messages": MESSAGES, **option})
     assert said in caught.value.message
     assert caught.value.param == param
+
+
+def test_grpc_has_it_too(two: Node) -> None:
+    client = two.client(0)
+    options: Any = {"tools": TOOLS, "tool_choice": "get_weather", "max_tokens": 120, "temperature": 0}
+    whole = client.generate(MESSAGES, **options)
+    assert (whole.text, whole.finish_reason) == ("", "tool_calls")
+    (call,) = whole.tool_calls
+    chunks = list(client.stream(MESSAGES, **options))
+    final = chunks[-1].final
+    assert final is not None
+    assert [(c.name, c.arguments) for c in final.tool_calls] == [(call.name, call.arguments)]
+    assert sum(len(chunk.tool_calls) for chunk in chunks) > 2
+    warm = client.warm([*MESSAGES], tools=TOOLS)
+    assert warm.prompt_tokens > client.warm([*MESSAGES]).prompt_tokens
