@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from secrets import token_hex
 from typing import Any
@@ -24,6 +24,9 @@ from inference_svc.gateway import answers
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.guard import Guard, Metrics
+from inference_svc.gateway.responses.memory import Memory
+from inference_svc.gateway.responses.schema import ResponsesRequest
+from inference_svc.gateway.responses.writing import ResponseWriter
 from inference_svc.gateway.router import Router, Worker, retryable
 from inference_svc.gateway.schema import MAX_ANSWERS, ChatRequest, CompletionRequest
 from inference_svc.gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
@@ -39,6 +42,7 @@ class Gateway:
         self._config = config
         self.router = Router(config.targets)
         self.metrics = Metrics(self.router)
+        self._memory = Memory()
 
     # ---- endpoints ------------------------------------------------------------------------------------------
 
@@ -80,6 +84,26 @@ class Gateway:
         parsed = parse(CompletionRequest, await self._body(request))
         return await self._answer(request, parsed, chat=False)
 
+    async def respond(self, request: Request) -> Response:
+        parsed = parse(ResponsesRequest, await self._body(request))
+        self._check_model(parsed.model)
+        before = self._memory.messages(parsed.previous_response_id)
+        chat = parsed.chat(before)
+        writer = ResponseWriter(parsed, self._named(parsed.model), self._memory, [*before, *parsed.messages()])
+        asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
+        pieces = _about("text.format", self._merge([asked]))
+        if parsed.stream:
+            return _events(writer.stream(await anext(pieces), pieces))
+        return await self._unless_gone(request, writer.whole(pieces))
+
+    async def response(self, request: Request) -> Response:
+        return JSONResponse(self._memory.response(request.path_params["name"]))
+
+    async def forget(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._memory.drop(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
     # ---- answering ------------------------------------------------------------------------------------------
 
     async def _body(self, request: Request) -> Any:
@@ -112,30 +136,27 @@ class Gateway:
             for i, prompt in enumerate(prompts)
             for choice in range(parsed.choices)
         ]
-        model = parsed.model or next((w.model.model_id for w in self.router.workers if w.alive), "")
-        writer = Writer(answer_id, model, chat, parsed)
+        writer = Writer(answer_id, self._named(parsed.model), chat, parsed)
         pieces = _about(parsed.grammar()[0], self._merge(requests))
         if parsed.stream:
             # The first piece is awaited here, so that a refused request gets its status code.
-            first = await anext(pieces)
-            return StreamingResponse(
-                writer.stream(first, pieces),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
-        return await self._whole(request, writer, pieces, len(requests))
+            return _events(writer.stream(await anext(pieces), pieces))
+        return await self._unless_gone(request, writer.whole(pieces, len(requests)))
 
-    async def _whole(self, request: Request, writer: Writer, pieces: AsyncIterator[Piece], count: int) -> Response:
-        async def gather() -> dict[str, Any]:
-            return await writer.whole(pieces, count)
-
-        work = asyncio.create_task(gather())
+    @staticmethod
+    async def _unless_gone(request: Request, answer: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+        """A whole answer, which nobody computes any more when its client has gone."""
+        work = asyncio.create_task(answer)
         while not work.done():
             await asyncio.wait({work}, timeout=0.25)
             if not work.done() and await request.is_disconnected():
                 work.cancel()
                 return Response(status_code=499)
         return JSONResponse(work.result())
+
+    def _named(self, model: str) -> str:
+        """What answers say as their model: the one asked for, or the one that is served."""
+        return model or next((w.model.model_id for w in self.router.workers if w.alive), "")
 
     def _worker(self, name: str) -> Worker:
         """One that serves the model of this name, or any. Raises UnknownModel, Unavailable."""
@@ -221,6 +242,11 @@ class Gateway:
             worker.in_flight -= 1
 
 
+def _events(events: AsyncIterator[bytes]) -> StreamingResponse:
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
 async def _about(option: str, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
     """The pieces; errors about the grammar name the option that it came by."""
     try:
@@ -257,6 +283,9 @@ def create_app(config: GatewayConfig) -> FastAPI:
     app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
     app.add_api_route("/v1/chat/completions", gateway.chat, methods=["POST"])
     app.add_api_route("/v1/completions", gateway.complete, methods=["POST"])
+    app.add_api_route("/v1/responses", gateway.respond, methods=["POST"])
+    app.add_api_route("/v1/responses/{name}", gateway.response, methods=["GET"])
+    app.add_api_route("/v1/responses/{name}", gateway.forget, methods=["DELETE"])
     app.add_api_route("/v1/embeddings", gateway.embed, methods=["POST"])
     app.add_api_route("/tokenize", gateway.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", gateway.detokenize, methods=["POST"])

@@ -72,8 +72,11 @@ def parse(kind: type[B], body: Any) -> B:
         if name in _NEUTRAL and name not in kind.model_fields:
             if value not in _NEUTRAL[name]:
                 raise UnsupportedOption(f"{name} is not supported by this server; leave it out", param=name)
-        elif name not in _IGNORED and not (value is None and name in kind.model_fields):
-            kept[name] = value  # null is the default
+        elif name in kind.model_fields:
+            if value is not None:  # null is the default
+                kept[name] = value
+        elif name not in _IGNORED:
+            kept[name] = value
     try:
         return kind.model_validate(kept)
     except ValidationError as error:

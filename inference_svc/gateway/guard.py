@@ -13,7 +13,7 @@ from inference_svc.gateway.router import Router
 
 # Open to everybody: probes and scrapers have no key.
 _OPEN = frozenset({"/health", "/metrics", "/version"})
-_PATHS = _OPEN | {"/v1/models", "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"}
+_PATHS = _OPEN | {"/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"}
 
 
 class Metrics:
