@@ -46,10 +46,12 @@ class Steering:
         there may be more. The same until a token is accepted. Raises GenerationFailed when the grammar cannot go on."""
         self.look_ahead()
         assert self._next is not None
-        bits = self._next.result()
+        error = self._next.exception()  # a panic in the compiled code is no Exception, and would end the engine
+        if error is not None:
+            raise GenerationFailed(f"the grammar could not be kept to: {type(error).__name__}", param="grammar")
         if self._matcher.is_error():
             raise self._failure()
-        return np.frombuffer(bits, np.uint8)
+        return np.frombuffer(self._next.result(), np.uint8)
 
     def _failure(self) -> GenerationFailed:
         # Of what it says only the first line: others show the text.

@@ -132,6 +132,23 @@ def test_a_mask_is_there_when_it_is_asked_for_and_computed_once() -> None:
         assert threads.submitted == 1
 
 
+def test_a_panic_in_the_compiled_code_is_the_answers_own_failure() -> None:
+    class Panic(BaseException):
+        pass
+
+    class Panicking(ThreadPoolExecutor):
+        def submit(self, work: Any, /, *args: Any, **named: Any) -> Any:
+            def panic() -> None:
+                raise Panic
+
+            return super().submit(panic)
+
+    with Panicking(1) as threads:
+        steering = Steering(LLMatcher(hf.from_tokenizer(TOKENIZER, 4097), 'start: "ab"'), threads)
+        with pytest.raises(GenerationFailed, match="Panic"):
+            steering.mask()
+
+
 def test_an_answer_is_complete_only_when_nothing_may_follow() -> None:
     steering = GRAMMARS.steering(pb.Grammar(regex="ab?"))
     (a,), (b,) = (TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in "ab")

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_prompt, to_request
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from inference_svc.grammars import Grammars
-from inference_svc.model.resolve import DEMO_MODEL
 from inference_svc.tools.conversation import Conversations
 from inference_svc.tools.dialects import dialect_of
+from tests.inference_svc.test_text import END, TOKENIZER
+from tests.inference_svc.walking import walk
 
-END = 2
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -56,17 +53,12 @@ HISTORY: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(DEMO_MODEL)
-
-
-def conversations(tokenizer: PreTrainedTokenizerBase, dialect: str, special: str = "") -> Conversations:
-    own = copy.deepcopy(tokenizer)
+def conversations(dialect: str, special: str = "") -> Conversations:
+    own = copy.deepcopy(TOKENIZER)
     own.chat_template = TEMPLATES[dialect]
     if special:
         own.add_special_tokens({"extra_special_tokens": [special]})
-    return Conversations("a model", own, Grammars(own, 4096, frozenset({END})))
+    return Conversations("a model", own, Grammars(own, 4096, END))
 
 
 def chat(*messages: dict[str, Any], tools: list[Any] | None = None) -> pb.Chat:
@@ -79,32 +71,28 @@ def test_a_templates_text_says_its_dialect() -> None:
     assert dialect_of(None) == "json"
 
 
-def test_calls_and_results_are_written_by_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    text = conversations(tokenizer, "hermes").render(chat(*HISTORY), True)
+def test_calls_and_results_are_written_by_the_template() -> None:
+    text = conversations("hermes").render(chat(*HISTORY), True)
     assert text.startswith('<tools>{"type": "function", "function": {"name": "get_weather", "description": "Tells it."')
     assert text.endswith(
         '[assistant]<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
         "[tool]dry[assistant]"
     )
-    assert '{"city": "Oslo", "days": 2}[tool]dry' in conversations(tokenizer, "llama3_json").render(
-        chat(*HISTORY), True
-    )
+    assert '{"city": "Oslo", "days": 2}[tool]dry' in conversations("llama3_json").render(chat(*HISTORY), True)
 
 
-def test_mistrals_ids_have_nine_letters(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert (
-        conversations(tokenizer, "mistral").render(chat(*HISTORY), True).endswith("[TOOL_CALLS]456789abcdry456789abc")
-    )
+def test_mistrals_ids_have_nine_letters() -> None:
+    assert conversations("mistral").render(chat(*HISTORY), True).endswith("[TOOL_CALLS]456789abcdry456789abc")
 
 
-def test_arguments_that_were_cut_off_are_written_as_they_are(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_arguments_that_were_cut_off_are_written_as_they_are() -> None:
     cut = copy.deepcopy(HISTORY)
     cut[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Os'
-    assert '"{\\"city\\": \\"Os"' in conversations(tokenizer, "hermes").render(chat(*cut), True)
+    assert '"{\\"city\\": \\"Os"' in conversations("hermes").render(chat(*cut), True)
 
 
-def test_a_template_without_tools_gets_them_described(tokenizer: PreTrainedTokenizerBase) -> None:
-    plain = conversations(tokenizer, "json")
+def test_a_template_without_tools_gets_them_described() -> None:
+    plain = conversations("json")
     text = plain.render(
         chat({"role": "system", "content": "Be kind."}, *HISTORY, {"role": "user", "content": "So?"}), True
     )
@@ -119,8 +107,8 @@ def test_a_template_without_tools_gets_them_described(tokenizer: PreTrainedToken
     )
 
 
-def test_a_template_that_knows_no_system_gets_them_from_the_user(tokenizer: PreTrainedTokenizerBase) -> None:
-    plain = conversations(tokenizer, "json")
+def test_a_template_that_knows_no_system_gets_them_from_the_user() -> None:
+    plain = conversations("json")
     plain._tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATES["json"]
     )
@@ -131,19 +119,12 @@ def test_a_template_that_knows_no_system_gets_them_from_the_user(tokenizer: PreT
         plain.render(chat({"role": "system", "content": "x"}, *HISTORY[:1]), True)
 
 
-def walk(made: Conversations, request: pb.GenerateRequest, seed: int) -> list[int]:
-    """An answer of a model that draws any token that it may."""
+def answer(made: Conversations, request: pb.GenerateRequest, seed: int) -> str:
+    """The text of an answer of a model that draws any token that it may."""
     steering = made.steering(request)
     assert steering is not None
-    chance, tokens = random.Random(seed), list[int]()
-    while not steering.complete:
-        allowed = np.flatnonzero(np.unpackbits(steering.mask(), bitorder="little"))
-        # Else it would write every name letter by letter, and never come to an end of what it may repeat.
-        long = [int(t) for t in allowed if len(made._tokenizer.decode([t])) > 1 or t == END]
-        tokens.append(chance.choice(long if long and chance.random() < 0.5 else allowed.tolist()))
-        steering.accept(tokens[-1])
-        assert len(tokens) < 3000
-    return tokens
+    tokens = [token for token in walk(steering, seed) if token not in END]
+    return str(made._tokenizer.decode(tokens, skip_special_tokens=not made.shows_special(request)))
 
 
 @pytest.mark.parametrize(
@@ -152,16 +133,11 @@ def walk(made: Conversations, request: pb.GenerateRequest, seed: int) -> list[in
      ("json", "")],
 )  # fmt: skip
 @pytest.mark.parametrize("single", [True, False])
-def test_a_call_that_is_demanded_is_right_whatever_is_drawn(
-    tokenizer: PreTrainedTokenizerBase, dialect: str, special: str, single: bool
-) -> None:
-    made = conversations(tokenizer, dialect, special)
+def test_a_call_that_is_demanded_is_right_whatever_is_drawn(dialect: str, special: str, single: bool) -> None:
+    made = conversations(dialect, special)
     request = to_request(HISTORY[:1], tools=TOOLS, tool_choice="required", parallel_tool_calls=not single)
     for seed in range(6):
-        tokens = walk(made, request, seed)
-        text = made._tokenizer.decode(
-            [t for t in tokens if t != END], skip_special_tokens=not made.shows_special(request)
-        )
+        text = answer(made, request, seed)
         parser = made.parser(request)
         assert parser is not None
         deltas = parser.feed(text) + parser.finish()
@@ -176,15 +152,15 @@ def test_a_call_that_is_demanded_is_right_whatever_is_drawn(
                 jsonschema.validate(arguments, SCHEMA)
 
 
-def test_one_that_is_named_is_the_only_one(tokenizer: PreTrainedTokenizerBase) -> None:
-    made = conversations(tokenizer, "hermes")
+def test_one_that_is_named_is_the_only_one() -> None:
+    made = conversations("hermes")
     request = to_request(HISTORY[:1], tools=TOOLS, tool_choice="now")
-    text = made._tokenizer.decode([t for t in walk(made, request, 1) if t != END])
+    text = answer(made, request, 1)
     assert re.fullmatch(r'<tool_call>\n\{"name": "now", "arguments": \{\s*\}\}\n</tool_call>', text)
 
 
-def test_markers_that_are_special_are_shown_to_the_parser_alone(tokenizer: PreTrainedTokenizerBase) -> None:
-    made = conversations(tokenizer, "mistral", "[TOOL_CALLS]")
+def test_markers_that_are_special_are_shown_to_the_parser_alone() -> None:
+    made = conversations("mistral", "[TOOL_CALLS]")
     assert made.shows_special(to_request(HISTORY[:1], tools=TOOLS))
     assert not made.shows_special(to_request(HISTORY[:1], tools=TOOLS, tool_choice="none"))
     assert not made.shows_special(to_request(HISTORY[:1]))
