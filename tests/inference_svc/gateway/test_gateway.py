@@ -199,6 +199,7 @@ def test_an_api_key_is_demanded_when_set(two: Node) -> None:
     try:
         with pytest.raises(openai.AuthenticationError):
             locked.client.models.list()
+        assert httpx.post(f"{locked.url}/tokenize", json={"prompt": "x"}).status_code == 401
         with openai.OpenAI(base_url=f"{locked.url}/v1", api_key="secret") as client:
             assert client.models.list().data[0].id == "demo"
     finally:
