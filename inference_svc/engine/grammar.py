@@ -54,6 +54,5 @@ class Steering:
         return np.frombuffer(self._next.result(), np.uint8)
 
     def _failure(self) -> GenerationFailed:
-        # Of what it says only the first line: others show the text.
-        why = self._matcher.get_error().partition("\n")[0][:200]
-        return GenerationFailed(f"the grammar could not be kept to: {why}", param="grammar")
+        # A word such as LexerTooComplex; the whole message would show what was written, and is logged.
+        return GenerationFailed(f"the grammar could not be kept to: {self._matcher.stop_reason()}", param="grammar")
