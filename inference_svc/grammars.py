@@ -12,6 +12,7 @@ import os
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -46,6 +47,12 @@ class Grammars:
         # They compute with NumPy's and llguidance's own code alone: torch would keep a team of threads for each.
         threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._threads = ThreadPoolExecutor(threads, "mask")
+
+    def prepare(self) -> None:
+        """Reads the vocabulary, which takes seconds for a large one and holds the GIL: not while others are answered.
+        Without it that is done for the first grammar."""
+        with suppress(UnsupportedOption):  # said to who sends one
+            self._ready()
 
     def steering(self, grammar: pb.Grammar) -> Steering:
         """What keeps an answer to a grammar. Raises InvalidRequest, UnsupportedOption, about ``grammar``."""
@@ -88,7 +95,6 @@ class Grammars:
         return matcher
 
     def _ready(self) -> LLTokenizer:
-        """Reading a vocabulary takes up to a second: done when the first grammar comes."""
         with self._lock:
             if self._tokenizer is None:
                 if not isinstance(self._source, PreTrainedTokenizerFast):

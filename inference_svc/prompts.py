@@ -39,10 +39,14 @@ class Prompter:
         self._context = context_length
         self._separator = document_separator
         self._vocabulary = int(loaded.config.vocab_size)
-        grammars = Grammars(self._tokenizer, self._vocabulary, loaded.stop_tokens)
-        self._conversations = Conversations(loaded.id, self._tokenizer, grammars, tool_call_parser)
+        self._grammars = Grammars(self._tokenizer, self._vocabulary, loaded.stop_tokens)
+        self._conversations = Conversations(loaded.id, self._tokenizer, self._grammars, tool_call_parser)
         # No text of more characters than this fits: each token stands for at most as many as the longest one.
         self._most_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def prepare(self) -> None:
+        """Does before the first request what would hold the GIL for seconds in the first one with a grammar."""
+        self._grammars.prepare()
 
     def bounded_tokens(
         self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None

@@ -41,6 +41,7 @@ class InferenceService(InferenceServiceServicer):
         self._prompter = Prompter(
             self._loaded, runtime.engine.context_length, config.document_separator, config.tool_call_parser
         )
+        self._prompter.prepare()
         self._loop = asyncio.get_running_loop()
         # Templates and tokenizers take seconds for a long prompt: answers are streamed meanwhile.
         self._reading = ThreadPoolExecutor(2, "tokenize")

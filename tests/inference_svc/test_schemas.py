@@ -89,7 +89,6 @@ SCHEMAS: dict[str, Any] = {
             {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]},
             {"type": "object", "properties": {"b": {"enum": [True, None, 3.5]}}, "required": ["b"]},
         ],
-        "unevaluatedProperties": False,
         "additionalProperties": False,
         "properties": {"a": {}, "b": {}},
     },
