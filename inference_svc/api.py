@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ import structlog
 from kvsidecar.cache.v1.cache_pb2 import StatsRequest
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cli.settings import configure_logging
-from kvsidecar.client import Prompt, to_prompt, to_request
 from kvsidecar.errors import ConfigurationError, from_rpc
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import Prompt, add_calls, to_prompt, to_request
 from kvsidecar.runtime import socket_target
 
 from inference_svc.cache.verdicts import store_verdict
@@ -35,6 +36,8 @@ from inference_svc.reuse.judgement import Report, Thresholds
 from inference_svc.reuse.laboratory import Laboratory
 from inference_svc.reuse.verify import BUILT_IN, Question, Verifier, candidates, read_questions
 from inference_svc.runtime import Runtime, build
+from inference_svc.tools.answering import FINISH, read_calls
+from inference_svc.tools.parsing import CallParser
 
 _DAEMON_START_SECONDS = 30.0
 
@@ -52,6 +55,7 @@ class Result:
     total_ms: float
     tokens_per_sec: float
     timings: dict[str, float]
+    tool_calls: list[pb.ToolCall] = field(default_factory=list)
 
     @property
     def kv_reuse_ratio(self) -> float:
@@ -65,7 +69,10 @@ class Engine:
     def __init__(self, runtime: Runtime, daemon: subprocess.Popen[bytes] | None, folder: Path | None) -> None:
         self._runtime, self._daemon, self._folder = runtime, daemon, folder
         self._prompter = Prompter(
-            runtime.engine.loaded, runtime.engine.context_length, runtime.config.document_separator
+            runtime.engine.loaded,
+            runtime.engine.context_length,
+            runtime.config.document_separator,
+            runtime.config.tool_call_parser,
         )
 
     @classmethod
@@ -187,10 +194,11 @@ class Engine:
     def _submit(self, prompt: Prompt, options: dict[str, Any]) -> _Call:
         began = time.perf_counter()
         outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
-        sequence = self._prompter.sequence(to_request(prompt, **options), outputs.put, began)
+        request = to_request(prompt, **options)
+        sequence = self._prompter.sequence(request, outputs.put, began)
         sequence.timings.tokenize_ms = (time.perf_counter() - began) * 1e3
         self._runtime.engine.submit(sequence)
-        return _Call(sequence, outputs, began)
+        return _Call(sequence, outputs, began, self._prompter.call_parser(request))
 
 
 @dataclass(frozen=True)
@@ -198,6 +206,7 @@ class _Call:
     sequence: EngineSequence
     outputs: queue.SimpleQueue[Output]
     began: float
+    parser: CallParser | None
 
 
 def _wait(call: _Call) -> Result:
@@ -210,17 +219,24 @@ def _wait(call: _Call) -> Result:
         if output.finish is not None:
             break
     s = call.sequence
+    calls: list[pb.ToolCall] = []
+    whole = pb.GenerateStreamResponse(text="".join(text), finish_reason=FINISH[output.finish])
+    if call.parser is not None:
+        read_calls(call.parser, whole)
+        add_calls(calls, whole.tool_calls)
+    called = whole.finish_reason == pb.FINISH_REASON_TOOL_CALLS
     total_ms = (time.perf_counter() - call.began) * 1e3
     return Result(
-        text="".join(text),
+        text=whole.text,
         token_ids=s.tokens[s.prompt_tokens :],
-        finish_reason=output.finish.value,
+        finish_reason="tool_calls" if called else output.finish.value,
         prompt_tokens=s.prompt_tokens,
         cached_tokens=s.cached_tokens,
         ttft_ms=s.timings.ttft_ms,
         total_ms=total_ms,
         tokens_per_sec=s.generated / (total_ms / 1e3),
         timings=dict(vars(s.timings)),
+        tool_calls=calls,
     )
 
 

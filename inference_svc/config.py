@@ -32,6 +32,8 @@ class ModelSettings(BaseSettings):
     """Size of the KV pool of a worker."""
     strict: bool = True
     """Refuse architectures that have not been verified."""
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = "auto"
+    """How the model writes calls of tools; auto: as its chat template has it, else as JSON that its prompt asks for."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message to log."""
 

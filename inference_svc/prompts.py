@@ -12,11 +12,14 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from inference_svc.engine.sampling import SamplingParams
 from inference_svc.engine.sequence import CacheUse, Output, Sequence
 from inference_svc.engine.text import TextStream
+from inference_svc.grammars import Grammars
 from inference_svc.model.loader import LoadedModel
 from inference_svc.reuse.chunking import Marks
+from inference_svc.tools.conversation import Conversations
+from inference_svc.tools.parsing import CallParser
+from inference_svc.tools.rendering import texts_of
 
 DEFAULT_MAX_TOKENS = 256
-_ROLES = ("system", "user", "assistant", "tool")
 # A text with more characters for each token than this is unusual.
 _USUAL_CHARACTERS, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
 _MAX_STOPS, _MAX_LOGPROBS, _MAX_SALT_BYTES, _MAX_ID, _MAX_SEPARATOR = 8, 20, 256, 128, 64
@@ -25,13 +28,25 @@ _MAX_STOPS, _MAX_LOGPROBS, _MAX_SALT_BYTES, _MAX_ID, _MAX_SEPARATOR = 8, 20, 256
 class Prompter:
     """Reads requests for one model. All methods raise InvalidRequest with one clear sentence."""
 
-    def __init__(self, loaded: LoadedModel, context_length: int, document_separator: str = "") -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        context_length: int,
+        document_separator: str = "",
+        tool_call_parser: str = "auto",
+    ) -> None:
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._context = context_length
         self._separator = document_separator
         self._vocabulary = int(loaded.config.vocab_size)
+        self._grammars = Grammars(self._tokenizer, self._vocabulary, loaded.stop_tokens)
+        self._conversations = Conversations(loaded.id, self._tokenizer, self._grammars, tool_call_parser)
         # No text of more characters than this fits: each token stands for at most as many as the longest one.
         self._most_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def prepare(self) -> None:
+        """Does before the first request what would hold the GIL for seconds in the first one with a grammar."""
+        self._grammars.prepare()
 
     def bounded_tokens(
         self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None
@@ -44,7 +59,7 @@ class Prompter:
         elif kind == "text":
             self._refuse_larger(prompt.text)
         elif kind == "chat":
-            self._refuse_larger(*(m.content for m in prompt.chat.messages))
+            self._refuse_larger(*texts_of(prompt.chat))
         ids, marks = self.tokens(prompt, generation_prompt, cache)
         self._refuse_longer(len(ids))
         return ids, marks
@@ -103,7 +118,7 @@ class Prompter:
         elif kind == "text":
             ids, marks = self._encode(prompt.text, True, separator)
         elif kind == "chat":
-            ids, marks = self._encode(self._rendered(prompt.chat, generation_prompt), False, separator)
+            ids, marks = self._encode(self._conversations.render(prompt.chat, generation_prompt), False, separator)
         else:
             raise InvalidRequest("the prompt is missing; set text, token_ids or chat")
         if not ids:
@@ -130,36 +145,18 @@ class Prompter:
             raise InvalidRequest(f"segment_ends must rise from 1 to at most the prompt's {tokens} tokens")
         return Marks(tuple(self._ids(separator, False)) if separator else (), ends)
 
-    def _rendered(self, chat: pb.Chat, generation_prompt: bool) -> str:
-        """A conversation as the model's template writes it."""
-        if not chat.messages:
-            raise InvalidRequest("messages is empty; at least one message is needed")
-        for message in chat.messages:
-            if message.role not in _ROLES:
-                raise InvalidRequest(f"role is {message.role!r}; allowed are {', '.join(_ROLES)}")
-        if not self._tokenizer.chat_template:
-            raise InvalidRequest(f"{self._loaded.id} has no chat template; send text or token_ids instead")
-        messages = [{"role": m.role, "content": m.content} for m in chat.messages]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation_prompt
-            )
-        except Exception as error:  # a template raises what it likes
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from error
-        return str(text)
-
     def sequence(self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float) -> Sequence:
         """A sequence ready to be submitted."""
         tokens, marks = self.bounded_tokens(request.prompt, cache=request.cache)
         room = self._context - len(tokens)
         wanted = request.max_tokens if request.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, room)
         if wanted < 1:
-            raise InvalidRequest(f"max_tokens is {wanted}; at least 1 is needed")
+            raise InvalidRequest(f"max_tokens is {wanted}; at least 1 is needed", param="max_tokens")
         if len(request.request_id) > _MAX_ID:
             raise InvalidRequest(f"request_id has {len(request.request_id)} characters; at most {_MAX_ID} are allowed")
         logprobs = request.logprobs if request.HasField("logprobs") else None
         if logprobs is not None and logprobs > _MAX_LOGPROBS:
-            raise InvalidRequest(f"logprobs is {logprobs}; allowed are 0 to {_MAX_LOGPROBS}")
+            raise InvalidRequest(f"logprobs is {logprobs}; allowed are 0 to {_MAX_LOGPROBS}", param="logprobs")
         stops = self._loaded.stop_tokens
         params = self.sampling(request.sampling)
         params.check(self._vocabulary)
@@ -170,25 +167,38 @@ class Prompter:
             max_tokens=min(wanted, room),
             params=params,
             stop_tokens=frozenset() if request.ignore_eos else stops,
-            text=TextStream(self._tokenizer, self.stop_strings(request), stops),
+            text=TextStream(
+                self._tokenizer, self.stop_strings(request), stops, self._conversations.shows_special(request)
+            ),
             sink=sink,
             cache=self.cache_use(request.cache, marks),
             logprobs=logprobs,
+            steering=self._conversations.steering(request),
             arrived=arrived,
         )
 
+    def call_parser(self, request: pb.GenerateRequest) -> CallParser | None:
+        """What reads calls of tools out of the answer's text; None where none is asked for."""
+        return self._conversations.parser(request)
+
     def sampling(self, given: pb.Sampling) -> SamplingParams:
         """What the request sent, over what the model's makers recommend (generation_config.json)."""
-        # ListFields leaves out nothing that was set: all fields are `optional`.
+        # ListFields leaves out nothing that was set: single fields are `optional`.
         sent = {field.name: value for field, value in given.ListFields()}
+        if given.logit_bias:
+            sent["logit_bias"] = dict(given.logit_bias)
+        if given.allowed_tokens:
+            sent["allowed_tokens"] = frozenset(given.allowed_tokens)
         return SamplingParams(**(self._loaded.sampling | sent))
 
     @staticmethod
     def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
         if len(request.stop) > _MAX_STOPS:
-            raise InvalidRequest(f"stop has {len(request.stop)} strings; at most {_MAX_STOPS} are allowed")
+            raise InvalidRequest(
+                f"stop has {len(request.stop)} strings; at most {_MAX_STOPS} are allowed", param="stop"
+            )
         if any(not s for s in request.stop):
-            raise InvalidRequest("stop has an empty string; each must have at least one character")
+            raise InvalidRequest("stop has an empty string; each must have at least one character", param="stop")
         return tuple(request.stop)
 
     @staticmethod

@@ -15,19 +15,20 @@ from kvsidecar import keys
 from kvsidecar.errors import INFERENCE_DOMAIN, InvalidRequest, KVSidecarError, abort, unary
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
+from kvsidecar.requests import add_calls
 
 from inference_svc.engine.pool import PAGE_TOKENS
 from inference_svc.engine.sampling import Drawn
-from inference_svc.engine.sequence import Finish, Output, Sequence
+from inference_svc.engine.sequence import Output, Sequence
 from inference_svc.prompts import Prompter
 from inference_svc.runtime import Runtime, give_back_freed_memory
+from inference_svc.tools.answering import FINISH, read_calls
 
 log = structlog.get_logger("worker")
 T = TypeVar("T")
 # Of so large a request, what was used to read it is given back.
 _LARGE_BYTES = 1 << 18
 Context = grpc.aio.ServicerContext[Any, Any]
-_FINISH = {Finish.STOP: pb.FINISH_REASON_STOP, Finish.LENGTH: pb.FINISH_REASON_LENGTH}
 
 
 class InferenceService(InferenceServiceServicer):
@@ -36,7 +37,11 @@ class InferenceService(InferenceServiceServicer):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._engine = runtime, runtime.engine
         self._loaded = runtime.engine.loaded
-        self._prompter = Prompter(self._loaded, runtime.engine.context_length, runtime.config.document_separator)
+        config = runtime.config
+        self._prompter = Prompter(
+            self._loaded, runtime.engine.context_length, config.document_separator, config.tool_call_parser
+        )
+        self._prompter.prepare()
         self._loop = asyncio.get_running_loop()
         # Templates and tokenizers take seconds for a long prompt: answers are streamed meanwhile.
         self._reading = ThreadPoolExecutor(2, "tokenize")
@@ -51,6 +56,7 @@ class InferenceService(InferenceServiceServicer):
             texts.append(part.text)
             response.token_ids.extend(part.token_ids)
             response.logprobs.extend(part.logprobs)
+            add_calls(response.tool_calls, part.tool_calls)
             if part.finish_reason:
                 response.finish_reason = part.finish_reason
                 response.usage.CopyFrom(part.usage)
@@ -71,6 +77,7 @@ class InferenceService(InferenceServiceServicer):
     async def _generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateStreamResponse]:
         """The pieces of an answer. Leaving early, for whatever reason, cancels the sequence."""
         sequence, outputs = await self._submit(request)
+        calls = self._prompter.call_parser(request)
         request_id = sequence.id
         finished = False
         try:
@@ -79,7 +86,10 @@ class InferenceService(InferenceServiceServicer):
                 finished = output.finish is not None
                 if output.error is not None:
                     raise output.error
-                yield self._part(sequence, output, request_id)
+                part = self._part(sequence, output, request_id)
+                if calls is not None:
+                    read_calls(calls, part)
+                yield part
                 request_id = ""
         finally:
             if not finished:
@@ -117,7 +127,7 @@ class InferenceService(InferenceServiceServicer):
             if output.drawn.logprob is not None:
                 part.logprobs.append(self._logprob(output.drawn))
         if output.finish is not None:
-            part.finish_reason = _FINISH[output.finish]
+            part.finish_reason = FINISH[output.finish]
             part.usage.prompt_tokens = sequence.prompt_tokens
             part.usage.cached_tokens = sequence.cached_tokens
             part.usage.generated_tokens = sequence.generated

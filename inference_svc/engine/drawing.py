@@ -72,9 +72,10 @@ def _draw(logits: Tensor, rows: list[int], samplers: list[Sampler]) -> list[Outc
     scores[:, :vocabulary] = chosen
     # A maximum hands NaN through: one pass sees all that is wrong with a row.
     sound = torch.isfinite(scores.amax(-1)).tolist()
+    lost = _mask(scores, samplers, vocabulary)
     scored = [i for i, s in enumerate(samplers) if s.logprobs is not None and sound[i]]
     plain = torch.log_softmax(scores[scored, :vocabulary], -1) if scored else scores
-    _steer(scores, samplers, vocabulary)
+    _push(scores, samplers)
     best = scores.amax(-1)
     able = torch.isfinite(best).tolist()
     cold = [i for i, s in enumerate(samplers) if s.params.greedy]
@@ -89,7 +90,7 @@ def _draw(logits: Tensor, rows: list[int], samplers: list[Sampler]) -> list[Outc
             found[i] = token
     nothing = GenerationFailed("no token may be drawn here: none is both allowed and possible")
     out: list[Outcome] = [
-        _not_finite() if not sound[i] else Drawn(found[i]) if able[i] else nothing for i in range(count)
+        _not_finite() if not sound[i] else Drawn(found[i]) if able[i] else lost.get(i, nothing) for i in range(count)
     ]
     for line, i in zip(plain, scored, strict=False):
         if able[i]:
@@ -98,24 +99,45 @@ def _draw(logits: Tensor, rows: list[int], samplers: list[Sampler]) -> list[Outc
 
 
 def _with_logprobs(token: int, line: Tensor, most: int) -> Drawn:
-    """``line [vocabulary]`` has the log probabilities at temperature 1, before anything was done to them."""
+    """``line [vocabulary]`` has the log probabilities at temperature 1 of what may be drawn."""
     if not most:
         return Drawn(token, float(line[token]))
     top = torch.topk(line, min(most, len(line)))
-    return Drawn(token, float(line[token]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+    likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return Drawn(token, float(line[token]), tuple((i, p) for i, p in likeliest if p > _LEAST))
 
 
-def _steer(scores: Tensor, samplers: list[Sampler], vocabulary: int) -> None:
-    """Masks, biases and penalties, written into ``scores [rows, padded vocabulary]``."""
-    device = scores.device
+def _mask(scores: Tensor, samplers: list[Sampler], vocabulary: int) -> dict[int, GenerationFailed]:
+    """Leaves nothing but what may be drawn in ``scores [rows, padded vocabulary]``. Rows whose grammar failed keep
+    nothing; returns why."""
+    device, lost = scores.device, {}
+    steered, masks = [], []
     for i, s in enumerate(samplers):
-        if s.allowed is not None:
-            scores[i, :vocabulary].masked_fill_(~s.allowed.to(device), _LEAST)
+        if s.steering is not None:
+            try:
+                masks.append(s.steering.mask())
+                steered.append(i)
+            except GenerationFailed as error:
+                scores[i].fill_(_LEAST)
+                lost[i] = error
+    if masks:
+        # Packed until they are where the logits are: an eighth to copy.
+        packed = torch.from_numpy(np.stack(masks)).to(device)
+        bits = packed[:, :, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=device)).bitwise_and_(1)
+        for i, denied in zip(steered, (bits == 0).view(len(masks), -1), strict=True):
+            scores[i, :vocabulary].masked_fill_(denied[:vocabulary], _LEAST)
+    for i, s in enumerate(samplers):
         if s.params.allowed_tokens is not None:
             kept = torch.tensor(sorted(s.params.allowed_tokens), device=device)
             values = scores[i, kept]
             scores[i].fill_(_LEAST)
             scores[i, kept] = values
+    return lost
+
+
+def _push(scores: Tensor, samplers: list[Sampler]) -> None:
+    """Biases and penalties, written into ``scores [rows, padded vocabulary]``."""
+    device = scores.device
     biased = [(i, token, bias) for i, s in enumerate(samplers) for token, bias in s.params.logit_bias.items()]
     if biased:
         at, ids, biases = (torch.tensor(column, device=device) for column in zip(*biased, strict=True))

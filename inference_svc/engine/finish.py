@@ -20,7 +20,7 @@ log = structlog.get_logger("engine")
 
 def take_token(sequence: Sequence, drawn: Drawn, longest: int) -> Finish | None:
     """Adds a token to an answer, tells the sink, and says whether the answer ends with it. ``longest`` bounds prompt
-    and answer together."""
+    and answer together. Raises GenerationFailed when the answer's grammar cannot go on."""
     now = time.perf_counter()
     timings = sequence.timings
     if not sequence.first_token_at:
@@ -34,7 +34,7 @@ def take_token(sequence: Sequence, drawn: Drawn, longest: int) -> Finish | None:
     ended = drawn.token in sequence.stop_tokens
     text = "" if ended else sequence.text.push(drawn.token)
     finish = None
-    if ended or sequence.text.stopped:
+    if ended or sequence.text.stopped or sequence.sampler.complete:
         finish = Finish.STOP
     elif sequence.generated >= sequence.max_tokens or len(sequence.tokens) >= longest:
         finish = Finish.LENGTH
@@ -43,6 +43,8 @@ def take_token(sequence: Sequence, drawn: Drawn, longest: int) -> Finish | None:
         if sequence.text.stopped:
             finish = Finish.STOP  # in what had been held back
         timings.decode_ms = (now - sequence.first_token_at) * 1e3
+    elif sequence.steering is not None:
+        sequence.steering.look_ahead()  # while the next forward runs
     sequence.sink(Output(text, drawn, finish))
     return finish
 

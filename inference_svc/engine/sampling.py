@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from kvsidecar.errors import InvalidRequest
 from numpy.typing import NDArray
-from torch import Tensor
+
+from inference_svc.engine.grammar import Steering
 
 # Below this, logits that differ at all differ by more than any draw could bridge: the likeliest token is taken.
 COLDEST = 1e-5
@@ -25,8 +26,9 @@ _TRIES = 64
 class SamplingParams:
     """How one request draws its tokens. Raises InvalidRequest, naming the field, when a value is out of range.
 
-    In this order: tokens that are not allowed are left out, biases are added, penalties subtracted, the rest is
-    divided by the temperature, and min_p, top_k and top_p cut the tail, each of what the one before has left.
+    In this order: tokens that are not allowed, here or by a grammar, are left out, biases are added, penalties
+    subtracted, the rest is divided by the temperature, and min_p, top_k and top_p cut the tail, each of what the one
+    before has left.
     """
 
     temperature: float = 1.0
@@ -54,10 +56,14 @@ class SamplingParams:
         for name, value in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
             _within(f"{name}_penalty", value, -2.0 <= value <= 2.0, "-2 to 2")
         if len(self.logit_bias) > _MOST_BIASED:
-            raise InvalidRequest(f"logit_bias has {len(self.logit_bias)} tokens; at most {_MOST_BIASED} are allowed")
+            raise InvalidRequest(
+                f"logit_bias has {len(self.logit_bias)} tokens; at most {_MOST_BIASED} are allowed", param="logit_bias"
+            )
         for token, bias in self.logit_bias.items():
             if token < 0 or not -100.0 <= bias <= 100.0:
-                raise InvalidRequest(f"logit_bias of token {token} is {bias}; allowed are -100 to 100")
+                raise InvalidRequest(
+                    f"logit_bias of token {token} is {bias}; allowed are -100 to 100", param="logit_bias"
+                )
         if self.allowed_tokens is not None and (not self.allowed_tokens or min(self.allowed_tokens) < 0):
             raise InvalidRequest("allowed_tokens must name at least one token, and none below 0")
 
@@ -75,12 +81,12 @@ class SamplingParams:
         for name, ids in (("logit_bias", self.logit_bias), ("allowed_tokens", self.allowed_tokens or ())):
             wrong = next((i for i in ids if i >= vocabulary), None)
             if wrong is not None:
-                raise InvalidRequest(f"{name} has token {wrong}, outside the vocabulary of {vocabulary}")
+                raise InvalidRequest(f"{name} has token {wrong}, outside the vocabulary of {vocabulary}", param=name)
 
 
 def _within(name: str, value: float, holds: bool, allowed: str) -> None:
     if not holds:
-        raise InvalidRequest(f"{name} is {value}; allowed are {allowed}")
+        raise InvalidRequest(f"{name} is {value}; allowed are {allowed}", param=name)
 
 
 @dataclass(frozen=True)
@@ -128,11 +134,15 @@ class Sampler:
     are a function of the seed and that place.
     """
 
-    def __init__(self, params: SamplingParams, logprobs: int | None = None, prompt: Iterable[int] = ()) -> None:
-        self.params, self.logprobs = params, logprobs
+    def __init__(
+        self,
+        params: SamplingParams,
+        logprobs: int | None = None,
+        prompt: Iterable[int] = (),
+        steering: Steering | None = None,
+    ) -> None:
+        self.params, self.logprobs, self.steering = params, logprobs, steering
         self.drawn = 0
-        self.allowed: Tensor | None = None
-        """``[vocabulary]``, bool: what may be drawn next, by whoever steers the answer; None for all."""
         self.counts = Counts(prompt if params.repetition_penalty != 1.0 else ()) if params.counts else None
         self._start = mix(secrets.randbits(64) if params.seed is None else params.seed & _WORD)
 
@@ -140,7 +150,7 @@ class Sampler:
     def plain_greedy(self) -> bool:
         """The likeliest token of the logits as they are is all that is wanted."""
         p = self.params
-        plain = self.logprobs is None and self.counts is None and self.allowed is None
+        plain = self.logprobs is None and self.counts is None and self.steering is None
         return plain and p.greedy and not p.logit_bias and p.allowed_tokens is None
 
     def uniform(self, attempt: int) -> float:
@@ -149,9 +159,16 @@ class Sampler:
         place = self.drawn * _TRIES + attempt % _TRIES + 1
         return (mix(self._start + place * _GOLDEN) >> 11) * 2.0**-53
 
+    @property
+    def complete(self) -> bool:
+        """The answer is what its grammar wants, and nothing may follow."""
+        return self.steering is not None and self.steering.complete
+
     def accept(self, token: int) -> None:
-        """The token is part of the answer."""
+        """The token is part of the answer. Raises GenerationFailed when its grammar cannot go on."""
         self.drawn += 1
+        if self.steering is not None:
+            self.steering.accept(token)
         if self.counts is not None:
             self.counts.add(token)
 

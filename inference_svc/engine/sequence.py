@@ -14,6 +14,7 @@ from kvsidecar.errors import KVSidecarError
 from numpy.typing import NDArray
 
 from inference_svc.engine.gate import LayerGate
+from inference_svc.engine.grammar import Steering
 from inference_svc.engine.pool import BlockTable
 from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams
 from inference_svc.engine.text import TextStream
@@ -106,6 +107,7 @@ class Sequence:
     sink: Callable[[Output], None]
     cache: CacheUse = field(default_factory=CacheUse)
     logprobs: int | None = None
+    steering: Steering | None = None  # what keeps the answer to a grammar
     arrived: float = field(default_factory=time.perf_counter)
     state: State = State.WAITING
     table: BlockTable | None = None
@@ -129,7 +131,7 @@ class Sequence:
     passed_over: int = 0  # forwards since it last had a row
 
     def __post_init__(self) -> None:
-        self.sampler = Sampler(self.params, self.logprobs, self.tokens[: self.prompt_tokens])
+        self.sampler = Sampler(self.params, self.logprobs, self.tokens[: self.prompt_tokens], self.steering)
 
     @cached_property
     def prompt_ids(self) -> NDArray[np.uint32]:

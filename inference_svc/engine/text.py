@@ -14,8 +14,16 @@ class TextStream:
     ``stopped`` nothing more comes out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], hidden: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: tuple[str, ...],
+        hidden: frozenset[int],
+        shows_special: bool = False,
+    ) -> None:
+        """``hidden`` tokens have no text, and other special ones only with ``shows_special``."""
         self._tokenizer, self._stop, self._hidden = tokenizer, stop, hidden
+        self._skip_special = not shows_special
         self._known = len(tokenizer)
         self._ids: list[int] = []
         self._shown_from = 0  # ids before this have been turned into text
@@ -49,7 +57,7 @@ class TextStream:
 
     def _decode(self, ids: list[int]) -> str:
         # A model may have more ids than its tokenizer knows (padding of the vocabulary): they have no text.
-        return str(self._tokenizer.decode([i for i in ids if i < self._known], skip_special_tokens=True))
+        return str(self._tokenizer.decode([i for i in ids if i < self._known], skip_special_tokens=self._skip_special))
 
     def _release(self, text: str) -> str:
         self._held += text

@@ -8,11 +8,27 @@ from typing import Any
 from kvsidecar.client import timings_dict
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_FINISH = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 
 
 def finish_reason(value: pb.FinishReason.ValueType) -> str | None:
     return _FINISH.get(value)
+
+
+def model(found: pb.GetModelResponse) -> dict[str, Any]:
+    """A model as lists of them have it; the lengths are extensions, ``max_model_len`` vLLM's."""
+    return {
+        "id": found.model_id,
+        "object": "model",
+        "created": 0,
+        "owned_by": "kvsidecar",
+        "context_length": found.context_length,
+        "max_model_len": found.context_length,
+    }
 
 
 def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:

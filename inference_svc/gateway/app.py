@@ -1,14 +1,12 @@
-"""The HTTP application: /v1/models, /v1/chat/completions, /v1/completions, /health, /metrics."""
+"""The HTTP application: OpenAI's paths, those of vLLM that go with them, /health and /metrics."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
@@ -16,55 +14,25 @@ import grpc
 import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from kvsidecar.errors import InvalidRequest, KVSidecarError, UnknownModel, from_rpc, status_of
+from kvsidecar import __version__
+from kvsidecar.errors import InvalidRequest, KVSidecarError, UnknownModel, UnsupportedOption, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
 
 from inference_svc.gateway import answers
+from inference_svc.gateway.checking import parse
 from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.guard import Guard, Metrics
+from inference_svc.gateway.responses.memory import Memory
+from inference_svc.gateway.responses.schema import ResponsesRequest
+from inference_svc.gateway.responses.writing import ResponseWriter
 from inference_svc.gateway.router import Router, Worker, retryable
-from inference_svc.gateway.schema import MAX_ANSWERS, ChatRequest, CompletionRequest, parse
+from inference_svc.gateway.schema import MAX_ANSWERS, ChatRequest, CompletionRequest
+from inference_svc.gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from inference_svc.gateway.writing import Piece, Writer, error_response, unknown_path
 
 log = structlog.get_logger("gateway")
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of one choice of an answer."""
-
-    choice: int
-    part: pb.GenerateStreamResponse
-
-
-class Metrics:
-    """The gateway's own metrics; workers and daemon have theirs."""
-
-    def __init__(self, router: Router) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter("kvsidecar_gateway_requests", "HTTP requests", ["path", "code"], registry=self.registry)
-        self.ttft = Histogram(
-            "kvsidecar_gateway_ttft_seconds",
-            "From arrival to the first token",
-            registry=self.registry,
-            buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
-        )
-        self.prompt_tokens = Counter("kvsidecar_gateway_prompt_tokens", "Prompt tokens", registry=self.registry)
-        self.cached_tokens = Counter(
-            "kvsidecar_gateway_cached_tokens", "Prompt tokens from the cache", registry=self.registry
-        )
-        self.retries = Counter("kvsidecar_gateway_retries", "Requests sent to a second worker", registry=self.registry)
-        up = Gauge("kvsidecar_gateway_workers_up", "Workers that answer", registry=self.registry)
-        up.set_function(lambda: sum(w.alive for w in router.workers))
-
-
-def error_response(error: KVSidecarError) -> JSONResponse:
-    """An error in OpenAI's format."""
-    _, code = status_of(error)
-    kind = "invalid_request_error" if code < 500 else "server_error"
-    body = {"error": {"message": str(error), "type": kind, "param": None, "code": error.reason.lower()}}
-    return JSONResponse(body, status_code=code)
 
 
 class Gateway:
@@ -74,22 +42,31 @@ class Gateway:
         self._config = config
         self.router = Router(config.targets)
         self.metrics = Metrics(self.router)
+        self._memory = Memory()
 
     # ---- endpoints ------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
         served = {w.model.model_id: w.model for w in self.router.alive}
-        data = [
-            {
-                "id": name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "kvsidecar",
-                "context_length": m.context_length,
-            }
-            for name, m in served.items()
-        ]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse({"object": "list", "data": [answers.model(m) for m in served.values()]})
+
+    async def model(self, request: Request) -> Response:
+        worker = self._worker(request.path_params["name"])
+        return JSONResponse(answers.model(worker.model))
+
+    async def tokenize(self, request: Request) -> Response:
+        body = parse(TokenizeBody, await self._body(request))
+        return JSONResponse(await tokenize(self._worker(body.model), body))
+
+    async def detokenize(self, request: Request) -> Response:
+        body = parse(DetokenizeBody, await self._body(request))
+        return JSONResponse(await detokenize(self._worker(body.model), body))
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def embed(self, request: Request) -> Response:
+        raise UnsupportedOption("this server has no embeddings: it serves models that generate text", param="model")
 
     async def health(self, request: Request) -> Response:
         up = [w.target for w in self.router.workers if w.alive]
@@ -106,6 +83,26 @@ class Gateway:
     async def complete(self, request: Request) -> Response:
         parsed = parse(CompletionRequest, await self._body(request))
         return await self._answer(request, parsed, chat=False)
+
+    async def respond(self, request: Request) -> Response:
+        parsed = parse(ResponsesRequest, await self._body(request))
+        self._check_model(parsed.model)
+        before = self._memory.messages(parsed.previous_response_id)
+        chat = parsed.chat(before)
+        writer = ResponseWriter(parsed, self._named(parsed.model), self._memory, [*before, *parsed.messages()])
+        asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
+        pieces = _about("text.format", self._merge([asked]))
+        if parsed.stream:
+            return _events(writer.stream(await anext(pieces), pieces))
+        return await self._unless_gone(request, writer.whole(pieces))
+
+    async def response(self, request: Request) -> Response:
+        return JSONResponse(self._memory.response(request.path_params["name"]))
+
+    async def forget(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._memory.drop(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     # ---- answering ------------------------------------------------------------------------------------------
 
@@ -139,24 +136,17 @@ class Gateway:
             for i, prompt in enumerate(prompts)
             for choice in range(parsed.choices)
         ]
-        model = parsed.model or next((w.model.model_id for w in self.router.workers if w.alive), "")
-        writer = _Writer(answer_id, model, chat, parsed)
-        pieces = self._merge(requests)
+        writer = Writer(answer_id, self._named(parsed.model), chat, parsed)
+        pieces = _about(parsed.grammar()[0], self._merge(requests))
         if parsed.stream:
             # The first piece is awaited here, so that a refused request gets its status code.
-            first = await anext(pieces)
-            return StreamingResponse(
-                writer.stream(first, pieces),
-                media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
-        return await self._whole(request, writer, pieces, len(requests))
+            return _events(writer.stream(await anext(pieces), pieces))
+        return await self._unless_gone(request, writer.whole(pieces, len(requests)))
 
-    async def _whole(self, request: Request, writer: _Writer, pieces: AsyncIterator[Piece], count: int) -> Response:
-        async def gather() -> dict[str, Any]:
-            return await writer.whole(pieces, count)
-
-        work = asyncio.create_task(gather())
+    @staticmethod
+    async def _unless_gone(request: Request, answer: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+        """A whole answer, which nobody computes any more when its client has gone."""
+        work = asyncio.create_task(answer)
         while not work.done():
             await asyncio.wait({work}, timeout=0.25)
             if not work.done() and await request.is_disconnected():
@@ -164,10 +154,21 @@ class Gateway:
                 return Response(status_code=499)
         return JSONResponse(work.result())
 
+    def _named(self, model: str) -> str:
+        """What answers say as their model: the one asked for, or the one that is served."""
+        return model or next((w.model.model_id for w in self.router.workers if w.alive), "")
+
+    def _worker(self, name: str) -> Worker:
+        """One that serves the model of this name, or any. Raises UnknownModel, Unavailable."""
+        self._check_model(name)
+        return next(w for w in self.router.alive if name in ("", w.model.model_id))
+
     def _check_model(self, name: str) -> None:
         served = {w.model.model_id for w in self.router.workers if w.alive}
         if name and served and name not in served:
-            raise UnknownModel(f"the model {name!r} is not served here; served: {', '.join(sorted(served))}")
+            raise UnknownModel(
+                f"the model {name!r} is not served here; served: {', '.join(sorted(served))}", param="model"
+            )
 
     async def _merge(self, requests: list[pb.GenerateRequest]) -> AsyncIterator[Piece]:
         """The pieces of all choices as they come. Ending early cancels all of them."""
@@ -241,111 +242,20 @@ class Gateway:
             worker.in_flight -= 1
 
 
-class _Writer:
-    """Writes one answer, whole or as events."""
+def _events(events: AsyncIterator[bytes]) -> StreamingResponse:
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
-    def __init__(self, answer_id: str, model: str, chat: bool, request: ChatRequest | CompletionRequest) -> None:
-        self._chat, self._request = chat, request
-        kind = "chat.completion" if chat else "text_completion"
-        self._head = {"id": answer_id, "created": int(time.time()), "model": model}
-        self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if chat else kind
 
-    async def whole(self, pieces: AsyncIterator[Piece], count: int) -> dict[str, Any]:
-        texts: list[list[str]] = [[] for _ in range(count)]
-        logprobs: list[list[pb.TokenLogprob]] = [[] for _ in range(count)]
-        last: dict[int, pb.GenerateStreamResponse] = {}
+async def _about(option: str, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    """The pieces; errors about the grammar name the option that it came by."""
+    try:
         async for piece in pieces:
-            texts[piece.choice].append(piece.part.text)
-            logprobs[piece.choice].extend(piece.part.logprobs)
-            last[piece.choice] = piece.part
-        choices = []
-        for i in range(count):
-            text = "".join(texts[i])
-            body: dict[str, Any] = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            choices.append(
-                {
-                    "index": i,
-                    **(body if self._chat else {"text": text}),
-                    "logprobs": self._logprobs(logprobs[i]),
-                    "finish_reason": answers.finish_reason(last[i].finish_reason),
-                }
-            )
-        return {
-            **self._head,
-            "object": self._whole_kind,
-            "choices": choices,
-            "usage": answers.usage([last[i].usage for i in range(count)], self._request.choices),
-            "timings": answers.timings(last[0].timings),
-        }
-
-    async def stream(self, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
-        opened: set[int] = set()
-        last: dict[int, pb.GenerateStreamResponse] = {}
-        try:
-            for event in self._events(first, opened, last):
-                yield event
-            async for piece in pieces:
-                for event in self._events(piece, opened, last):
-                    yield event
-        except KVSidecarError as error:
-            yield answers.event(json.loads(bytes(error_response(error).body)))
-            return
-        options = self._request.stream_options
-        if options is not None and options.include_usage:
-            usage = answers.usage([last[i].usage for i in sorted(last)], self._request.choices)
-            head = {**self._head, "object": self._chunk_kind, "choices": []}
-            yield answers.event({**head, "usage": usage, "timings": answers.timings(last[0].timings)})
-        yield answers.event("[DONE]")
-
-    def _events(self, piece: Piece, opened: set[int], last: dict[int, pb.GenerateStreamResponse]) -> list[bytes]:
-        part, out = piece.part, []
-        if self._chat and piece.choice not in opened:
-            out.append(self._chunk(piece.choice, {"delta": {"role": "assistant", "content": ""}}, None))
-        opened.add(piece.choice)
-        if part.text or part.logprobs:
-            content: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
-            out.append(self._chunk(piece.choice, {**content, "logprobs": self._logprobs(list(part.logprobs))}, None))
-        if part.finish_reason:
-            last[piece.choice] = part
-            empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-            out.append(self._chunk(piece.choice, empty, answers.finish_reason(part.finish_reason)))
-        return out
-
-    def _chunk(self, choice: int, content: dict[str, Any], finish: str | None) -> bytes:
-        body = {"index": choice, "logprobs": None, **content, "finish_reason": finish}
-        return answers.event({**self._head, "object": self._chunk_kind, "choices": [body]})
-
-    def _logprobs(self, parts: list[pb.TokenLogprob]) -> dict[str, Any] | None:
-        if self._request.top_logprobs_wanted() is None:
-            return None
-        return answers.chat_logprobs(parts) if self._chat else answers.completion_logprobs(parts)
-
-
-class Guard:
-    """Checks the API key and counts answers. Plain ASGI: Starlette's own base class would hide from the handlers
-    that a client has gone."""
-
-    def __init__(self, app: ASGIApp, key: str, metrics: Metrics) -> None:
-        self._app, self._key, self._metrics = app, key, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path = scope["path"]
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                known = path if path in _PATHS else "other"
-                self._metrics.requests.labels(known, str(message["status"])).inc()
-            await send(message)
-
-        given = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ")
-        if self._key and path.startswith("/v1/") and not hmac.compare_digest(given.encode(), self._key.encode()):
-            body = {"error": {"message": "the API key is missing or wrong", "type": "authentication_error"}}
-            await JSONResponse(body, status_code=401)(scope, receive, counted)
-        else:
-            await self._app(scope, receive, counted)
+            yield piece
+    except KVSidecarError as error:
+        if error.param == "grammar":
+            error.param = option
+        raise
 
 
 def create_app(config: GatewayConfig) -> FastAPI:
@@ -365,12 +275,21 @@ def create_app(config: GatewayConfig) -> FastAPI:
     async def failed(_: Request, error: KVSidecarError) -> JSONResponse:
         return error_response(error)
 
+    @app.exception_handler(HTTPException)
+    async def not_here(request: Request, error: HTTPException) -> JSONResponse:
+        return unknown_path(request.method, request.url.path, error.status_code, error.headers)
+
     app.add_api_route("/v1/models", gateway.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
     app.add_api_route("/v1/chat/completions", gateway.chat, methods=["POST"])
     app.add_api_route("/v1/completions", gateway.complete, methods=["POST"])
+    app.add_api_route("/v1/responses", gateway.respond, methods=["POST"])
+    app.add_api_route("/v1/responses/{name}", gateway.response, methods=["GET"])
+    app.add_api_route("/v1/responses/{name}", gateway.forget, methods=["DELETE"])
+    app.add_api_route("/v1/embeddings", gateway.embed, methods=["POST"])
+    app.add_api_route("/tokenize", gateway.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", gateway.detokenize, methods=["POST"])
+    app.add_api_route("/version", gateway.version, methods=["GET"])
     app.add_api_route("/health", gateway.health, methods=["GET"])
     app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"])
     return app
-
-
-_PATHS = frozenset({"/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/metrics"})

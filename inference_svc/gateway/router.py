@@ -121,7 +121,9 @@ def _blocks(request: pb.GenerateRequest) -> list[bytes]:
     prompt: Any = request.prompt
     data = prompt.SerializeToString(deterministic=True)
     if prompt.WhichOneof("kind") == "chat":
-        data = b"".join(m.SerializeToString(deterministic=True) for m in prompt.chat.messages)
+        # Templates write the tools first.
+        parts = [*prompt.chat.tools, *prompt.chat.messages]
+        data = b"".join(part.SerializeToString(deterministic=True) for part in parts)
     elif prompt.WhichOneof("kind") == "text":
         data = prompt.text.encode()
     digest = hashlib.sha256(request.cache.tenant_salt)

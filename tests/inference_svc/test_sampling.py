@@ -171,13 +171,22 @@ def test_counts_hold_many_tokens() -> None:
 
 
 def test_a_mask_leaves_only_what_it_allows() -> None:
-    sampler = Sampler(SamplingParams(seed=1))
-    sampler.allowed = torch.tensor([True, False, False, False, True])
+    sampler = Sampler(SamplingParams(seed=1, allowed_tokens=frozenset({0, 4})))
     assert {one(sampler) for _ in range(100)} == {0, 4}
-    sampler.allowed = torch.zeros(5, dtype=torch.bool)
-    (nothing,) = draw(LOGITS[None], [sampler])
+    impossible = LOGITS.clone()
+    impossible[[0, 4]] = float("-inf")
+    (nothing,) = draw(impossible[None], [sampler])
     assert isinstance(nothing, GenerationFailed)
     assert "no token may be drawn" in str(nothing)
+
+
+def test_logprobs_are_among_what_may_be_drawn() -> None:
+    sampler = Sampler(SamplingParams(temperature=0.0, allowed_tokens=frozenset({0, 4})), 3)
+    (drawn,) = draw(LOGITS[None], [sampler])
+    assert isinstance(drawn, Drawn)
+    assert drawn.token == 0
+    assert math.exp(drawn.logprob or 0) == pytest.approx(1 / (1 + math.exp(-1)))
+    assert [t for t, _ in drawn.top] == [0, 4], "what cannot be drawn has no finite logarithm to report"
 
 
 @pytest.mark.parametrize("planted", [float("nan"), float("inf"), float("-inf")])

@@ -22,7 +22,7 @@ from cache_daemon.config import DaemonConfig
 from inference_svc import supervisor
 from inference_svc.config import WorkerConfig
 from inference_svc.supervisor import ServeConfig, Supervisor
-from tests.inference_svc.test_gateway import free_port
+from tests.inference_svc.gateway.conftest import free_port
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ from typing import Any
 
 import psutil
 import pytest
-from kvsidecar.client import to_prompt, to_request
 from kvsidecar.errors import InvalidRequest, PromptTooLong
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import to_prompt, to_request
 
 from inference_svc.config import WorkerConfig
-from inference_svc.gateway.schema import ChatRequest, CompletionRequest, parse
+from inference_svc.gateway.checking import parse
+from inference_svc.gateway.schema import ChatRequest, CompletionRequest
 from inference_svc.prompts import Prompter
 from inference_svc.reuse.chunking import Marks, new_chunker
 from inference_svc.runtime import Runtime, build

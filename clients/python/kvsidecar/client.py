@@ -5,19 +5,19 @@ Both raise ``KVSidecarError``s. A ``deadline`` is in seconds and ends the reques
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from kvsidecar.errors import InvalidRequest, from_rpc
+from kvsidecar.errors import from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
+from kvsidecar.requests import Prompt, add_calls, to_prompt, to_request
 from kvsidecar.runtime import default_runtime_dir, socket_target
 
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 _OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
 
 
@@ -35,6 +35,7 @@ class Completion:
     recomputed_tokens: int
     timings: dict[str, float]
     logprobs: list[pb.TokenLogprob] = field(default_factory=list, repr=False)
+    tool_calls: list[pb.ToolCall] = field(default_factory=list)
 
     @property
     def ttft_ms(self) -> float:
@@ -48,6 +49,7 @@ class CompletionChunk:
     text: str
     token_ids: list[int]
     final: Completion | None = None
+    tool_calls: list[pb.ToolCallDelta] = field(default_factory=list)
 
 
 def default_target() -> str:
@@ -64,83 +66,11 @@ def target_of(address: str | Path | None) -> str:
     return address
 
 
-def _check_number(name: str, value: int | None) -> None:
-    if value is not None and not 0 <= value < 2**32:
-        raise InvalidRequest(f"{name} is {value}; allowed are 0 to {2**32 - 1}")
-
-
-def _check_text(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(
-            f"{name} has the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; send whole "
-            f"characters"
-        ) from None
-
-
-def to_prompt(prompt: Prompt) -> pb.Prompt:
-    """Text, token ids or chat messages (``{"role", "content"}``) to a Prompt. Raises InvalidRequest."""
-    if isinstance(prompt, str):
-        _check_text("prompt", prompt)
-        return pb.Prompt(text=prompt)
-    if prompt and isinstance(prompt[0], dict):
-        for message in prompt:
-            _check_text("content", message["content"])  # type: ignore[index]
-        messages = [pb.ChatMessage(role=m["role"], content=m["content"]) for m in prompt]  # type: ignore[index]
-        return pb.Prompt(chat=pb.Chat(messages=messages))
-    return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
-
-
-def to_request(
-    prompt: Prompt,
-    *,
-    max_tokens: int | None = None,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    seed: int | None = None,
-    stop: Sequence[str] = (),
-    ignore_eos: bool = False,
-    logprobs: int | None = None,
-    skip_cache: bool = False,
-    tenant_salt: bytes = b"",
-    exact_only: bool = False,
-    document_separator: str | None = None,
-    segment_ends: Sequence[int] = (),
-    request_id: str = "",
-) -> pb.GenerateRequest:
-    """A GenerateRequest; what is None is left to the worker's default. Raises InvalidRequest, naming the field, for
-    what no message can hold; all else the worker checks."""
-    for name, number in (("max_tokens", max_tokens), ("top_k", top_k), ("logprobs", logprobs)):
-        _check_number(name, number)
-    for end in segment_ends:
-        _check_number("segment_ends", end)
-    _check_text("document_separator", document_separator or "")
-    _check_text("request_id", request_id)
-    for text in stop:
-        _check_text("stop", text)
-    cache = pb.CacheOptions(
-        skip_read=skip_cache,
-        skip_write=skip_cache,
-        tenant_salt=tenant_salt,
-        exact_only=exact_only,
-        document_separator=document_separator,
-        segment_ends=segment_ends,
-    )
-    return pb.GenerateRequest(
-        prompt=to_prompt(prompt),
-        max_tokens=max_tokens,
-        sampling=pb.Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed),
-        stop=stop,
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,
-        cache=cache,
-        request_id=request_id,
-    )
-
-
-_FINISH = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_FINISH = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 
 
 def timings_dict(timings: pb.Timings) -> dict[str, float]:
@@ -148,7 +78,9 @@ def timings_dict(timings: pb.Timings) -> dict[str, float]:
     return {f.name: getattr(timings, f.name) for f in timings.DESCRIPTOR.fields}
 
 
-def _completion(response: pb.GenerateResponse | pb.GenerateStreamResponse, text: str, ids: list[int]) -> Completion:
+def _completion(
+    response: pb.GenerateResponse | pb.GenerateStreamResponse, text: str, ids: list[int], calls: list[pb.ToolCall]
+) -> Completion:
     return Completion(
         text=text,
         token_ids=ids,
@@ -160,6 +92,7 @@ def _completion(response: pb.GenerateResponse | pb.GenerateStreamResponse, text:
         recomputed_tokens=response.usage.recomputed_tokens,
         timings=timings_dict(response.timings),
         logprobs=list(response.logprobs),
+        tool_calls=calls,
     )
 
 
@@ -189,7 +122,7 @@ class Client:
     def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Any) -> Completion:
         """Generates and waits for the end. Options are those of ``to_request``."""
         response = self._call(self.stub.Generate, to_request(prompt, **options), deadline)
-        return _completion(response, response.text, list(response.token_ids))
+        return _completion(response, response.text, list(response.token_ids), list(response.tool_calls))
 
     def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Any
@@ -206,9 +139,16 @@ class Client:
         finally:
             call.cancel()
 
-    def warm(self, prompt: Prompt, *, deadline: float | None = None, tenant_salt: bytes = b"") -> pb.WarmResponse:
+    def warm(
+        self,
+        prompt: Prompt,
+        *,
+        deadline: float | None = None,
+        tenant_salt: bytes = b"",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> pb.WarmResponse:
         """Reads a prompt into the cache."""
-        request = pb.WarmRequest(prompt=to_prompt(prompt), cache=pb.CacheOptions(tenant_salt=tenant_salt))
+        request = pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=pb.CacheOptions(tenant_salt=tenant_salt))
         response: pb.WarmResponse = self._call(self.stub.Warm, request, deadline)
         return response
 
@@ -253,7 +193,7 @@ class AsyncClient:
     async def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Any) -> Completion:
         """Generates and waits for the end. Options are those of ``to_request``."""
         response = await self._call(self.stub.Generate, to_request(prompt, **options), deadline)
-        return _completion(response, response.text, list(response.token_ids))
+        return _completion(response, response.text, list(response.token_ids), list(response.tool_calls))
 
     async def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Any
@@ -271,9 +211,16 @@ class AsyncClient:
         finally:
             call.cancel()
 
-    async def warm(self, prompt: Prompt, *, deadline: float | None = None, tenant_salt: bytes = b"") -> pb.WarmResponse:
+    async def warm(
+        self,
+        prompt: Prompt,
+        *,
+        deadline: float | None = None,
+        tenant_salt: bytes = b"",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> pb.WarmResponse:
         """Reads a prompt into the cache."""
-        request = pb.WarmRequest(prompt=to_prompt(prompt), cache=pb.CacheOptions(tenant_salt=tenant_salt))
+        request = pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=pb.CacheOptions(tenant_salt=tenant_salt))
         response: pb.WarmResponse = await self._call(self.stub.Warm, request, deadline)
         return response
 
@@ -299,10 +246,11 @@ class _Gather:
     def __init__(self) -> None:
         self._text: list[str] = []
         self._ids: list[int] = []
-        self._logprobs: list[pb.TokenLogprob] = []
+        self._calls: list[pb.ToolCall] = []
 
     def add(self, part: pb.GenerateStreamResponse) -> CompletionChunk:
         self._text.append(part.text)
         self._ids.extend(part.token_ids)
-        final = _completion(part, "".join(self._text), self._ids) if part.finish_reason else None
-        return CompletionChunk(part.text, list(part.token_ids), final)
+        add_calls(self._calls, part.tool_calls)
+        final = _completion(part, "".join(self._text), self._ids, self._calls) if part.finish_reason else None
+        return CompletionChunk(part.text, list(part.token_ids), final, list(part.tool_calls))

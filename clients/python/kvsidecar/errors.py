@@ -24,9 +24,14 @@ _DETAILS_KEY = "grpc-status-details-bin"
 
 
 class KVSidecarError(Exception):
-    """Base of all errors that a caller may handle. ``reason`` is stable; the text is for people."""
+    """Base of all errors that a caller may handle. ``reason`` is stable; the text is for people. ``param`` is the
+    request's field that it is about, where it is about one."""
 
     reason = "INTERNAL"
+
+    def __init__(self, *args: object, param: str = "") -> None:
+        super().__init__(*args)
+        self.param = param
 
 
 class GenerationFailed(KVSidecarError):
@@ -236,7 +241,8 @@ def trailing_status(error: KVSidecarError, domain: str) -> tuple[grpc.StatusCode
     """``(code, text, trailing metadata)`` that carry an error over gRPC."""
     code, _ = status_of(error)
     info = any_pb2.Any()
-    info.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=domain))
+    about = {"param": error.param} if error.param else {}
+    info.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=domain, metadata=about))
     status = status_pb2.Status(code=code_pb2.Code.Value(code.name), message=str(error), details=[info])
     return code, str(error), ((_DETAILS_KEY, status.SerializeToString()),)
 
@@ -276,5 +282,5 @@ def from_rpc(error: grpc.RpcError) -> KVSidecarError:
             for detail in status.details:
                 info = error_details_pb2.ErrorInfo()
                 if detail.Unpack(info) and info.reason in _BY_REASON:
-                    return _BY_REASON[info.reason](status.message)
+                    return _BY_REASON[info.reason](status.message, param=info.metadata.get("param", ""))
     return _BY_CODE.get(code, KVSidecarError)(f"{code.name}: {text}" if text else code.name)

@@ -29,7 +29,8 @@ class InferenceServiceStub:
     """An inference worker: one model, continuous batching, and the node's cache behind it.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}.
+    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
+    that they are about, where there is one.
     """
 
     def __init__(self, channel):
@@ -79,7 +80,8 @@ class InferenceServiceServicer:
     """An inference worker: one model, continuous batching, and the node's cache behind it.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}.
+    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
+    that they are about, where there is one.
     """
 
     def Generate(self, request, context):
@@ -181,7 +183,8 @@ class InferenceService:
     """An inference worker: one model, continuous batching, and the node's cache behind it.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}.
+    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
+    that they are about, where there is one.
     """
 
     @staticmethod

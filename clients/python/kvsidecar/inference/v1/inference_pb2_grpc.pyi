@@ -30,7 +30,8 @@ class InferenceServiceStub:
     """An inference worker: one model, continuous batching, and the node's cache behind it.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}.
+    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
+    that they are about, where there is one.
     """
 
     @_typing.overload
@@ -57,7 +58,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """An inference worker: one model, continuous batching, and the node's cache behind it.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}.
+    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
+    that they are about, where there is one.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -80,7 +82,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """An inference worker: one model, continuous batching, and the node's cache behind it.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}.
+    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
+    that they are about, where there is one.
     """
 
     @_abc_1.abstractmethod

@@ -3,61 +3,14 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
 
 from benchmarks.node import Node
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-class Gateway:
-    def __init__(self, node: Node, *flags: str) -> None:
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
-        workers = ",".join(str(node.worker_socket(i)) for i in range(node.workers))
-        command = [sys.executable, "-m", "inference_svc", "gateway", "--port", str(port), "--workers", workers, *flags]
-        self.process = subprocess.Popen(command, stderr=node.log)
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                if httpx.get(f"{self.url}/health", timeout=1).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                pass
-            assert time.monotonic() < deadline, node.read_log()
-            time.sleep(0.05)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="k", max_retries=0)
-
-    def close(self) -> None:
-        self.client.close()
-        self.process.terminate()
-        assert self.process.wait(20) in (0, -15)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Node]:
-    flags = {"chunking": "document", "approximate": "always"}
-    with Node("demo", workers=2, arena_bytes="64MiB", pool_bytes="64MiB", worker_flags=flags) as node:
-        yield node
-
-
-@pytest.fixture(scope="module")
-def gateway(two: Node) -> Iterator[Gateway]:
-    found = Gateway(two)
-    yield found
-    found.close()
-
+from tests.inference_svc.gateway.conftest import Gateway
 
 MESSAGES = [{"role": "user", "content": "hello there, I would like to book a table " * 8}]
 
@@ -131,9 +84,11 @@ def test_n_seed_stop_and_logprobs_work(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("option", "named"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"extra_body": {"functions": [{"name": "f"}]}}, "functions"),
+        ({"extra_body": {"structured_outputs": {"structural_tag": "x"}}}, "structured_outputs.structural_tag"),
+        ({"logit_bias": {"1": 500}}, "logit_bias"),
+        ({"logit_bias": {"5000": 5}}, "logit_bias"),
+        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
         ({"temperature": 9}, "temperature"),
         ({"top_p": -1}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -146,6 +101,7 @@ def test_what_is_unsupported_is_refused_by_name(gateway: Gateway, option: dict[s
     with pytest.raises(openai.BadRequestError) as caught:
         gateway.client.chat.completions.create(model="demo", messages=MESSAGES, **option)  # type: ignore[call-overload]
     assert named in caught.value.message
+    assert caught.value.param == named
 
 
 def test_an_unknown_model_is_404(gateway: Gateway) -> None:
@@ -243,7 +199,54 @@ def test_an_api_key_is_demanded_when_set(two: Node) -> None:
     try:
         with pytest.raises(openai.AuthenticationError):
             locked.client.models.list()
+        assert httpx.post(f"{locked.url}/tokenize", json={"prompt": "x"}).status_code == 401
         with openai.OpenAI(base_url=f"{locked.url}/v1", api_key="secret") as client:
             assert client.models.list().data[0].id == "demo"
     finally:
         locked.close()
+
+
+def test_a_model_is_described_by_name(gateway: Gateway) -> None:
+    assert gateway.client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError, match="served: demo"):
+        gateway.client.models.retrieve("nobody/else")
+
+
+def test_what_is_not_served_is_an_openai_error(gateway: Gateway) -> None:
+    with pytest.raises(openai.BadRequestError, match="no embeddings"):
+        gateway.client.embeddings.create(model="demo", input="x")
+    with pytest.raises(openai.NotFoundError, match="/v1/images/generations is not served here"):
+        gateway.client.images.generate(model="demo", prompt="x")
+    wrong = httpx.get(f"{gateway.url}/v1/completions")
+    assert wrong.status_code == 405
+    assert wrong.headers["allow"] == "POST"
+    assert wrong.json()["error"]["message"] == "/v1/completions takes no GET"
+
+
+def test_texts_become_tokens_and_tokens_texts(gateway: Gateway) -> None:
+    def post(path: str, **body: object) -> dict[str, object]:
+        found: dict[str, object] = httpx.post(f"{gateway.url}/{path}", json=body).json()
+        return found
+
+    text = post("tokenize", model="demo", prompt="hello there")
+    assert text["count"] == len(text["tokens"])  # type: ignore[arg-type]
+    assert post("detokenize", tokens=text["tokens"]) == {"prompt": "hello there"}
+    chat = post("tokenize", messages=MESSAGES[:1])
+    answer = gateway.client.chat.completions.create(model="demo", messages=MESSAGES[:1], max_tokens=1)
+    assert chat["count"] == answer.usage.prompt_tokens
+    assert "one of prompt and messages" in str(post("tokenize"))
+    assert "token id 5000" in str(post("detokenize", tokens=[5000]))
+    assert httpx.get(f"{gateway.url}/version").json()["version"]
+
+
+def test_options_that_users_of_vllm_send_bend_the_answer(gateway: Gateway) -> None:
+    def ask(**options: object) -> str:
+        body = {"prompt": "hello there", "max_tokens": 4, "temperature": 0, "ignore_eos": True, **options}
+        return str(httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"])
+
+    first, second = (httpx.post(f"{gateway.url}/tokenize", json={"prompt": p}).json()["tokens"][0] for p in ("a", "b"))
+    assert ask(allowed_token_ids=[first]) == "aaaa"
+    assert ask(logit_bias={str(second): 100}) == "bbbb"
+    assert ask(logit_bias={str(second): 100}, repetition_penalty=1.0, min_p=0.5, top_k=-1) == "bbbb"
+    plain = ask(max_tokens=20)
+    assert ask(max_tokens=20, repetition_penalty=3.0) != plain

@@ -1,0 +1,187 @@
+"""Python values into requests of the protocol.
+
+Raises InvalidRequest, naming the field, for what no message can hold; all else the worker checks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from typing import Any
+
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+_MODES = {
+    "auto": pb.TOOL_MODE_UNSPECIFIED,
+    "none": pb.TOOL_MODE_NONE,
+    "required": pb.TOOL_MODE_REQUIRED,
+}
+
+
+def to_prompt(prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> pb.Prompt:
+    """Text, token ids, or chat messages to a Prompt. A message is ``{"role", "content"}``, an assistant's may have
+    ``tool_calls``, a tool's ``tool_call_id``; these and ``tools`` have OpenAI's form."""
+    if isinstance(prompt, str):
+        _check_text("prompt", prompt)
+        return pb.Prompt(text=prompt)
+    if prompt and isinstance(prompt[0], Mapping):
+        messages = [_message(m) for m in prompt]  # type: ignore[arg-type]
+        return pb.Prompt(chat=pb.Chat(messages=messages, tools=[_tool(tool) for tool in tools]))
+    return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
+
+
+def to_request(
+    prompt: Prompt,
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    allowed_tokens: Sequence[int] = (),
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    logprobs: int | None = None,
+    skip_cache: bool = False,
+    tenant_salt: bytes = b"",
+    exact_only: bool = False,
+    document_separator: str | None = None,
+    segment_ends: Sequence[int] = (),
+    request_id: str = "",
+    json_schema: Mapping[str, Any] | None = None,
+    regex: str | None = None,
+    choice: Sequence[str] | None = None,
+    grammar: str | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    tool_choice: str = "auto",
+    parallel_tool_calls: bool = True,
+) -> pb.GenerateRequest:
+    """A GenerateRequest; what is None is left to the worker's default. At most one of ``json_schema``, ``regex``,
+    ``choice`` and ``grammar`` says what the answer must be. ``tool_choice`` is auto, none, required, or a tool's name.
+    """
+    for name, number in (("max_tokens", max_tokens), ("top_k", top_k), ("logprobs", logprobs)):
+        _check_number(name, number)
+    for end in segment_ends:
+        _check_number("segment_ends", end)
+    _check_text("document_separator", document_separator or "")
+    _check_text("request_id", request_id)
+    for text in stop:
+        _check_text("stop", text)
+    cache = pb.CacheOptions(
+        skip_read=skip_cache,
+        skip_write=skip_cache,
+        tenant_salt=tenant_salt,
+        exact_only=exact_only,
+        document_separator=document_separator,
+        segment_ends=segment_ends,
+    )
+    return pb.GenerateRequest(
+        prompt=to_prompt(prompt, tools),
+        max_tokens=max_tokens,
+        sampling=pb.Sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias or {},
+            allowed_tokens=allowed_tokens,
+            seed=seed,
+        ),
+        stop=stop,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        cache=cache,
+        request_id=request_id,
+        grammar=_grammar(json_schema, regex, choice, grammar),
+        tool_use=_tool_use(tool_choice, parallel_tool_calls),
+    )
+
+
+def add_calls(calls: MutableSequence[pb.ToolCall], deltas: Iterable[pb.ToolCallDelta]) -> None:
+    """Adds pieces of calls to the calls so far."""
+    for delta in deltas:
+        if delta.index == len(calls):
+            calls.append(pb.ToolCall(id=delta.id, name=delta.name))
+        calls[delta.index].arguments += delta.arguments
+
+
+def _grammar(
+    schema: Mapping[str, Any] | None, regex: str | None, choice: Sequence[str] | None, grammar: str | None
+) -> pb.Grammar | None:
+    given = [value for value in (schema, regex, choice, grammar) if value is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise InvalidRequest("more than one of json_schema, regex, choice and grammar is set; leave the others out")
+    if schema is not None:
+        return pb.Grammar(json_schema=_json("json_schema", schema))
+    if choice is not None:
+        return pb.Grammar(choice=pb.Choices(texts=choice))
+    return pb.Grammar(regex=regex) if regex is not None else pb.Grammar(grammar=grammar or "")
+
+
+def _tool_use(choice: str, parallel: bool) -> pb.ToolUse | None:
+    if choice == "auto" and parallel:
+        return None
+    name = "" if choice in _MODES else choice
+    return pb.ToolUse(mode=_MODES.get(choice, pb.TOOL_MODE_REQUIRED), name=name, single=not parallel)
+
+
+def _message(message: Message) -> pb.ChatMessage:
+    content = message.get("content") or ""
+    _check_text("content", content)
+    calls = [
+        pb.ToolCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
+        for call in message.get("tool_calls") or ()
+    ]
+    return pb.ChatMessage(
+        role=message["role"],
+        content=content,
+        tool_calls=calls,
+        tool_call_id=message.get("tool_call_id") or "",
+        name=message.get("name") or "",
+    )
+
+
+def _tool(tool: Mapping[str, Any]) -> pb.Tool:
+    function = tool.get("function", tool)
+    parameters = function.get("parameters")
+    return pb.Tool(
+        name=function["name"],
+        description=function.get("description") or "",
+        parameters=_json("tools", parameters) if parameters else "",
+    )
+
+
+def _json(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is not JSON: {error}", param=name) from error
+
+
+def _check_number(name: str, value: int | None) -> None:
+    if value is not None and not 0 <= value < 2**32:
+        raise InvalidRequest(f"{name} is {value}; allowed are 0 to {2**32 - 1}", param=name)
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{name} has the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; send whole "
+            f"characters",
+            param=name,
+        ) from None

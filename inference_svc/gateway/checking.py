@@ -1,0 +1,91 @@
+"""Bodies of requests, checked: what is supported, what changes nothing, and the rest refused by name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+from kvsidecar.errors import InvalidRequest, UnsupportedOption
+from pydantic import BaseModel, ValidationError
+
+B = TypeVar("B", bound=BaseModel)
+
+# Part of OpenAI's API, but not of this server: refused unless they have the value that changes nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "suffix": (None, ""),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+# Meant for the service around the model; accepted and without effect there too.
+_IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "guided_decoding_backend",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+# Parts of a place in a body that name no field but an alternative of a union, by its type.
+_ALTERNATIVE = re.compile(r"(str|int|bool|dict|list|literal|function-\w+)(\[|$)|[A-Z]")
+
+
+def refuse_surrogates(body: dict[str, Any]) -> None:
+    """Raises InvalidRequest for text in a body that is not Unicode: half of a surrogate pair, which JSON can write and
+    UTF-8 cannot."""
+    left: list[tuple[str, Any]] = [("", body)]
+    while left:
+        where, value = left.pop()
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                name = where.encode("ascii", "backslashreplace").decode()
+                raise InvalidRequest(
+                    f"{name} has the lone surrogate U+{ord(value[error.start]):04X} at character {error.start}; send "
+                    f"whole characters",
+                    param=name,
+                ) from None
+        elif isinstance(value, dict):
+            names = [(f"{where}.{name}" if where else name, name, part) for name, part in value.items()]
+            left += [(at, part) for at, name, part in names] + [(at, name) for at, name, _ in names]
+        elif isinstance(value, list):
+            left += [(f"{where}.{i}", part) for i, part in enumerate(value) if isinstance(part, str | dict | list)]
+
+
+def parse(kind: type[B], body: Any) -> B:
+    """Checks a body. Raises UnsupportedOption, InvalidRequest; both name the field."""
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    refuse_surrogates(body)
+    kept = {}
+    for name, value in body.items():
+        if name in _NEUTRAL and name not in kind.model_fields:
+            if value not in _NEUTRAL[name]:
+                raise UnsupportedOption(f"{name} is not supported by this server; leave it out", param=name)
+        elif name in kind.model_fields:
+            if value is not None:  # null is the default
+                kept[name] = value
+        elif name not in _IGNORED:
+            kept[name] = value
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, *inside = first["loc"] or ("the body",)
+        where = ".".join([str(name), *(str(part) for part in inside if not _ALTERNATIVE.match(str(part)))])
+        if first["type"] == "extra_forbidden":
+            raise UnsupportedOption(f"{where} is not an option of this server; leave it out", param=where) from error
+        if first["type"] == "missing":
+            raise InvalidRequest(f"{where} is missing", param=where) from error
+        shown = repr(first["input"])
+        raise InvalidRequest(f"{where} is {shown[:80]}: {first['msg'].lower()}", param=where) from error

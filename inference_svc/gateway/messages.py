@@ -1,0 +1,71 @@
+"""Messages of a conversation as OpenAI has them. What the official SDK sends back of an answer is accepted whole."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from pydantic import BaseModel, ConfigDict
+
+
+class TextPart(BaseModel):
+    """A part of a message's content; ``cache_control`` is another API's, and everything is cached here."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+    text: str
+    cache_control: dict[str, Any] | None = None
+
+
+class CalledFunction(BaseModel):
+    """What a call names. ``parsed_arguments`` is what the SDK read of the arguments."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class ToolCall(BaseModel):
+    """A call in an assistant's message; ``index`` stands in calls that were streamed."""
+
+    model_config = ConfigDict(extra="forbid")
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def to_grpc(self) -> pb.ToolCall:
+        return pb.ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
+
+
+class Message(BaseModel):
+    """A message. Of an answer, ``refusal``, ``annotations`` and what was thought are no part of the prompt."""
+
+    model_config = ConfigDict(extra="forbid")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    parsed: Any = None
+
+    def to_grpc(self, place: int) -> pb.ChatMessage:
+        """Raises InvalidRequest for a message that says nothing; it is the ``place``-th."""
+        if self.content is None and not self.tool_calls and self.role != "assistant":
+            raise InvalidRequest(f"messages.{place}.content is missing", param=f"messages.{place}.content")
+        text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
+        return pb.ChatMessage(
+            role="system" if self.role == "developer" else self.role,
+            content=text,
+            tool_calls=[call.to_grpc() for call in self.tool_calls or ()],
+            tool_call_id=self.tool_call_id or "",
+            name=self.name or "",
+        )

@@ -1,0 +1,106 @@
+"""What an answer must be, in OpenAI's words (``response_format``) and vLLM's (``structured_outputs``, ``guided_*``)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from kvsidecar.errors import InvalidRequest, UnsupportedOption
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from pydantic import BaseModel, ConfigDict, Field
+
+_ANY_OBJECT = {"type": "object"}
+
+
+class JsonSchema(BaseModel):
+    """``response_format.json_schema``. The schema is always kept to, ``strict`` or not; ``name`` and ``description``
+    are for models that are told."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """``response_format``."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def grammar(self) -> pb.Grammar | None:
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return json_grammar(_ANY_OBJECT)
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise InvalidRequest(
+                "response_format.json_schema.schema is missing", param="response_format.json_schema.schema"
+            )
+        return json_grammar(self.json_schema.schema_)
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's ``structured_outputs``; ``structural_tag`` and ``disable_additional_properties`` are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    structural_tag: Any = None
+
+    def kinds(self) -> dict[str, Any]:
+        """The kinds that are set, by the names of ``guided_*``. Raises UnsupportedOption."""
+        for name in ("structural_tag", "disable_additional_properties"):
+            if getattr(self, name):
+                where = f"structured_outputs.{name}"
+                raise UnsupportedOption(f"{where} is not supported by this server; leave it out", param=where)
+        if self.json_object and self.json_ is None:
+            return {"json": _ANY_OBJECT, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        return {"json": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+
+    @property
+    def whitespace(self) -> str | None:
+        return "" if self.disable_any_whitespace else self.whitespace_pattern
+
+
+def one_grammar(
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+    guided: dict[str, Any],
+    guided_whitespace: str | None,
+) -> tuple[str, pb.Grammar | None]:
+    """The one grammar that a request names, and the option that does. Raises InvalidRequest when there are several."""
+    found: list[tuple[str, pb.Grammar]] = []
+    wanted = response_format.grammar() if response_format is not None else None
+    if wanted is not None:
+        found.append(("response_format", wanted))
+    if structured is not None:
+        kinds, space = structured.kinds(), structured.whitespace
+        found += [(f"structured_outputs.{k}", _grammar(k, v, space)) for k, v in kinds.items() if v is not None]
+    found += [(f"guided_{k}", _grammar(k, v, guided_whitespace)) for k, v in guided.items() if v is not None]
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise InvalidRequest(f"{names} are set; the answer can be kept to one of them", param=found[1][0])
+    return found[0] if found else ("", None)
+
+
+def json_grammar(schema: dict[str, Any] | bool | str, whitespace: str | None = None) -> pb.Grammar:
+    """JSON that a schema describes."""
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return pb.Grammar(json_schema=text, json_whitespace=whitespace)
+
+
+def _grammar(kind: str, value: Any, whitespace: str | None) -> pb.Grammar:
+    if kind == "json":
+        return json_grammar(value, whitespace)
+    if kind == "choice":
+        return pb.Grammar(choice=pb.Choices(texts=value))
+    return pb.Grammar(regex=value) if kind == "regex" else pb.Grammar(grammar=value)

@@ -1,0 +1,79 @@
+"""Tools as OpenAI has them (https://platform.openai.com/docs/guides/function-calling)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from pydantic import BaseModel, ConfigDict
+
+
+class Function(BaseModel):
+    """A function. A call that is demanded (``tool_choice``) always has arguments as ``parameters`` has them, ``strict``
+    or not; one that the model makes by itself has what the model wrote."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A tool; functions are the only kind."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: Function
+
+    def to_grpc(self) -> pb.Tool:
+        f = self.function
+        return pb.Tool(
+            name=f.name, description=f.description or "", parameters=json.dumps(f.parameters) if f.parameters else ""
+        )
+
+
+class FunctionName(BaseModel):
+    """The function that is to be called."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+
+
+class NamedTool(BaseModel):
+    """``tool_choice`` of one function."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: FunctionName
+
+
+def tool_use(choice: str | NamedTool | None, parallel: bool | None, any_tools: bool) -> pb.ToolUse | None:
+    """How tools are used; None for the default. Raises InvalidRequest."""
+    if not any_tools:
+        if choice in (None, "none", "auto"):
+            return None
+        raise InvalidRequest("tool_choice demands a call and tools is empty; name the tools", param="tool_choice")
+    modes = {"none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
+    if isinstance(choice, NamedTool):
+        return pb.ToolUse(mode=pb.TOOL_MODE_REQUIRED, name=choice.function.name, single=True)
+    return pb.ToolUse(mode=modes.get(choice or "", pb.TOOL_MODE_UNSPECIFIED), single=parallel is False)
+
+
+def whole_calls(calls: list[pb.ToolCall]) -> list[dict[str, Any]]:
+    """``tool_calls`` of a message."""
+    return [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+
+
+def call_deltas(deltas: list[pb.ToolCallDelta]) -> list[dict[str, Any]]:
+    """``tool_calls`` of a chunk: the first of a call has its id and name."""
+    out: list[dict[str, Any]] = []
+    for d in deltas:
+        if d.name:
+            function = {"name": d.name, "arguments": d.arguments}
+            out.append({"index": d.index, "id": d.id, "type": "function", "function": function})
+        else:
+            out.append({"index": d.index, "function": {"arguments": d.arguments}})
+    return out

@@ -1,0 +1,138 @@
+"""Writes one answer in OpenAI's format, whole or as events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from kvsidecar.errors import KVSidecarError, status_of
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import add_calls
+
+from inference_svc.gateway import answers
+from inference_svc.gateway.schema import ChatRequest, CompletionRequest
+from inference_svc.gateway.tools import call_deltas, whole_calls
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of one choice of an answer."""
+
+    choice: int
+    part: pb.GenerateStreamResponse
+
+
+def error_response(error: KVSidecarError) -> JSONResponse:
+    """An error in OpenAI's format."""
+    _, code = status_of(error)
+    kind = "invalid_request_error" if code < 500 else "server_error"
+    body = {"error": {"message": str(error), "type": kind, "param": error.param or None, "code": error.reason.lower()}}
+    return JSONResponse(body, status_code=code)
+
+
+def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] | None) -> JSONResponse:
+    """What is not served, in OpenAI's format."""
+    text = f"{path} is not served here" if code == 404 else f"{path} takes no {method}"
+    error = {"message": text, "type": "invalid_request_error", "param": None, "code": "not_found"}
+    return JSONResponse({"error": error}, status_code=code, headers=headers)
+
+
+@dataclass(eq=False)
+class _Choice:
+    """What came of one choice."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    calls: list[pb.ToolCall] = field(default_factory=list)
+    last: pb.GenerateStreamResponse = field(default_factory=pb.GenerateStreamResponse)
+
+    def add(self, part: pb.GenerateStreamResponse) -> None:
+        self.texts.append(part.text)
+        self.logprobs.extend(part.logprobs)
+        add_calls(self.calls, part.tool_calls)
+        self.last = part
+
+
+class Writer:
+    """Writes one answer, whole or as events."""
+
+    def __init__(self, answer_id: str, model: str, chat: bool, request: ChatRequest | CompletionRequest) -> None:
+        self._chat, self._request = chat, request
+        kind = "chat.completion" if chat else "text_completion"
+        self._head = {"id": answer_id, "created": int(time.time()), "model": model}
+        self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if chat else kind
+
+    async def whole(self, pieces: AsyncIterator[Piece], count: int) -> dict[str, Any]:
+        choices = [_Choice() for _ in range(count)]
+        async for piece in pieces:
+            choices[piece.choice].add(piece.part)
+        return {
+            **self._head,
+            "object": self._whole_kind,
+            "choices": [self._whole_choice(i, choice) for i, choice in enumerate(choices)],
+            "usage": answers.usage([choice.last.usage for choice in choices], self._request.choices),
+            "timings": answers.timings(choices[0].last.timings),
+        }
+
+    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        text = "".join(choice.texts)
+        body: dict[str, Any] = {"text": text}
+        if self._chat:
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if choice.calls:
+                message |= {"content": text or None, "tool_calls": whole_calls(choice.calls)}
+            body = {"message": message}
+        return {
+            "index": index,
+            **body,
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": answers.finish_reason(choice.last.finish_reason),
+        }
+
+    async def stream(self, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+        opened: set[int] = set()
+        last: dict[int, pb.GenerateStreamResponse] = {}
+        try:
+            for event in self._events(first, opened, last):
+                yield event
+            async for piece in pieces:
+                for event in self._events(piece, opened, last):
+                    yield event
+        except KVSidecarError as error:
+            yield answers.event(json.loads(bytes(error_response(error).body)))
+            return
+        options = self._request.stream_options
+        if options is not None and options.include_usage:
+            usage = answers.usage([last[i].usage for i in sorted(last)], self._request.choices)
+            head = {**self._head, "object": self._chunk_kind, "choices": []}
+            yield answers.event({**head, "usage": usage, "timings": answers.timings(last[0].timings)})
+        yield answers.event("[DONE]")
+
+    def _events(self, piece: Piece, opened: set[int], last: dict[int, pb.GenerateStreamResponse]) -> list[bytes]:
+        part, out = piece.part, []
+        if self._chat and piece.choice not in opened:
+            out.append(self._chunk(piece.choice, {"delta": {"role": "assistant", "content": ""}}, None))
+        opened.add(piece.choice)
+        if part.text or part.logprobs:
+            content: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
+            out.append(self._chunk(piece.choice, {**content, "logprobs": self._logprobs(list(part.logprobs))}, None))
+        if part.tool_calls:
+            out.append(self._chunk(piece.choice, {"delta": {"tool_calls": call_deltas(list(part.tool_calls))}}, None))
+        if part.finish_reason:
+            last[piece.choice] = part
+            empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+            out.append(self._chunk(piece.choice, empty, answers.finish_reason(part.finish_reason)))
+        return out
+
+    def _chunk(self, choice: int, content: dict[str, Any], finish: str | None) -> bytes:
+        body = {"index": choice, "logprobs": None, **content, "finish_reason": finish}
+        return answers.event({**self._head, "object": self._chunk_kind, "choices": [body]})
+
+    def _logprobs(self, parts: list[pb.TokenLogprob]) -> dict[str, Any] | None:
+        if self._request.top_logprobs_wanted() is None:
+            return None
+        return answers.chat_logprobs(parts) if self._chat else answers.completion_logprobs(parts)

@@ -1,0 +1,184 @@
+"""Requests' grammars into what steers an answer, compiled by llguidance (https://github.com/guidance-ai/llguidance).
+
+What compiling costs is bounded by size and by the compiler's own limits, which count work instead of time: the same
+grammar is refused everywhere, however busy the machine is. At 64 KiB nothing that was found takes longer than two
+seconds, without the GIL and on a thread that reads requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import structlog
+from kvsidecar.errors import InvalidRequest, UnsupportedOption
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf, regex_to_lark
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from inference_svc.engine.grammar import Steering
+
+log = structlog.get_logger("worker")
+
+MAX_BYTES = 1 << 16
+_MAX_CHOICES = 1024
+# Between two parts of JSON: nothing, a space, or a line's end and indentation. Small models would write nothing else.
+WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
+_KEPT = 64
+_MAX_THREADS = 8
+_MAX_SHOWN = 300
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and keeps the last ones: a program sends the same one again and again.
+    Thread-safe."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, stops: frozenset[int]) -> None:
+        """``vocabulary`` is the width of the model's logits, ``stops`` its end-of-sequence tokens."""
+        self._source, self._vocabulary, self._stops = tokenizer, vocabulary, stops
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        # They compute with NumPy's and llguidance's own code alone: torch would keep a team of threads for each.
+        threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self._threads = ThreadPoolExecutor(threads, "mask")
+
+    def prepare(self) -> None:
+        """Reads the vocabulary, which takes seconds for a large one and holds the GIL: not while others are answered.
+        Without it that is done for the first grammar."""
+        with suppress(UnsupportedOption):  # said to who sends one
+            self._ready()
+
+    def steering(self, grammar: pb.Grammar) -> Steering:
+        """What keeps an answer to a grammar. Raises InvalidRequest, UnsupportedOption, about ``grammar``."""
+        return self._steering(_source_of(grammar))
+
+    def of_lark(self, lark: str) -> Steering:
+        """The same for a grammar of our own making, in Lark's form."""
+        if len(lark) > MAX_BYTES:
+            raise InvalidRequest(f"the grammar has {len(lark)} bytes; at most {MAX_BYTES} are allowed", param="grammar")
+        return self._steering(LLMatcher.grammar_from_lark(lark))
+
+    def special_token(self, text: str) -> int | None:
+        """The one token that a text is, if it is one that text cannot spell."""
+        token: Any = self._source.get_vocab().get(text)
+        return token if token is not None and self._ready().is_special_token(token) else None
+
+    def _steering(self, source: str) -> Steering:
+        with self._lock:
+            found = self._compiled.get(source)
+            if found is not None:
+                self._compiled.move_to_end(source)
+        if found is None:
+            found = self._compile(source)
+            with self._lock:
+                self._compiled[source] = found
+                while len(self._compiled) > _KEPT:
+                    self._compiled.popitem(last=False)
+        steering = Steering(found.deep_copy(), self._threads)
+        steering.look_ahead()  # while the prompt is read
+        return steering
+
+    def _compile(self, source: str) -> LLMatcher:
+        matcher = LLMatcher(self._ready(), source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if matcher.is_error():
+            raise _refused(matcher.get_error())
+        return matcher
+
+    def _ready(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                if not isinstance(self._source, PreTrainedTokenizerFast):
+                    raise UnsupportedOption(
+                        "this model's tokenizer has no fast form, which grammars need; leave the grammar out",
+                        param="grammar",
+                    )
+                size = max(self._vocabulary, len(self._source))
+                self._tokenizer = hf.from_tokenizer(self._source, size, sorted(self._stops) or None)
+            return self._tokenizer
+
+
+def _refused(why: str) -> InvalidRequest:
+    """One sentence of a compiler's message of several lines."""
+    lines = [line.strip() for line in why.splitlines() if line.strip()]
+    shown = next((line for line in lines if line.startswith("error:")), "")
+    text = lines[0] + (f" {shown}" if shown else "") if lines else "no reason was given"
+    return InvalidRequest(f"the grammar cannot be served: {text[:_MAX_SHOWN]}", param="grammar")
+
+
+def _source_of(grammar: pb.Grammar) -> str:
+    """A request's grammar as llguidance's."""
+    _check_size(grammar)
+    kind = grammar.WhichOneof("kind")
+    try:
+        if kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(_schema(grammar))
+        if kind == "regex":
+            return LLMatcher.grammar_from_regex(grammar.regex)
+        if kind == "choice":
+            return LLMatcher.grammar_from_lark("start: " + _of_choice(list(grammar.choice.texts)))
+        if kind == "grammar":
+            return grammar_from("grammar", grammar.grammar)
+    except (ValueError, RecursionError) as error:
+        raise _refused(str(error)) from error
+    raise InvalidRequest("the grammar is empty; set json_schema, regex, choice or grammar", param="grammar")
+
+
+def _check_size(grammar: pb.Grammar) -> None:
+    size = grammar.ByteSize()
+    if size > MAX_BYTES:
+        raise InvalidRequest(f"the grammar has {size} bytes; at most {MAX_BYTES} are allowed", param="grammar")
+    if grammar.HasField("json_whitespace") and not grammar.HasField("json_schema"):
+        raise InvalidRequest("json_whitespace is for a json_schema; leave it out with others", param="grammar")
+
+
+def _schema(grammar: pb.Grammar) -> dict[str, Any]:
+    """A request's JSON schema, with how llguidance is to write white space."""
+    try:
+        schema = json.loads(grammar.json_schema)
+    except ValueError as error:
+        raise ValueError(f"the JSON schema is not JSON: {error}") from error
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError(f"the JSON schema is {grammar.json_schema[:40]}; it must be an object")
+    pattern = grammar.json_whitespace if grammar.HasField("json_whitespace") else WHITESPACE
+    return with_whitespace(schema, pattern)
+
+
+def with_whitespace(schema: dict[str, Any], pattern: str = WHITESPACE) -> dict[str, Any]:
+    """A schema whose JSON has between its parts what the regular expression matches; empty for nothing."""
+    how: dict[str, Any] = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
+    return {**schema, "x-guidance": how}
+
+
+def lark_of(grammar: pb.Grammar) -> str:
+    """A request's grammar as the right side of a rule in Lark's form. Raises InvalidRequest, UnsupportedOption."""
+    _check_size(grammar)
+    kind = grammar.WhichOneof("kind")
+    try:
+        if kind == "json_schema":
+            return f"%json {json.dumps(_schema(grammar))}"
+        if kind == "choice":
+            return _of_choice(list(grammar.choice.texts))
+        if kind == "regex":
+            return "/" + regex_to_lark(grammar.regex, "") + "/"
+    except (ValueError, RecursionError) as error:
+        raise _refused(str(error)) from error
+    raise UnsupportedOption(
+        "a grammar in Lark's or GBNF's form does not go with tools that the model may call; leave one of them out",
+        param="grammar",
+    )
+
+
+def _of_choice(texts: list[str]) -> str:
+    if not texts or not all(texts):
+        raise ValueError("a choice needs at least one text, and none that is empty")
+    if len(texts) > _MAX_CHOICES:
+        raise ValueError(f"the choice has {len(texts)} texts; at most {_MAX_CHOICES} are allowed")
+    return " | ".join(json.dumps(text) for text in texts)

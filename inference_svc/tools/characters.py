@@ -1,0 +1,176 @@
+"""An answer's text, read one character after the other by generators.
+
+A reading asks for a character by ``yield``, and gets None at the end. So what it finds does not depend on the pieces in
+which the text came.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+# Asks for characters, of which None is the end, and returns T.
+Reading = Generator[None, str | None, T]
+_WHITE = " \t\n\r"
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text, or a piece of the call ``index``: its ``id`` and ``name`` in the first one, then its arguments."""
+
+    text: str = ""
+    index: int | None = None
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class Broken(Exception):
+    """This is no call, or goes on as none."""
+
+
+class Characters:
+    """What readings of all dialects need: characters, text that is passed on, JSON."""
+
+    def __init__(self) -> None:
+        self._found: list[Delta] = []
+        self._white = ""  # at the text's end: it goes when a call follows
+        self._back: list[str] = []  # read too far; the next one last
+        self._raw: list[str] | None = None  # what is text after all should it be no call
+        self._ended = False
+
+    # ---- JSON -----------------------------------------------------------------------------------------------
+
+    def _value(self, put: Callable[[str], None]) -> Reading[None]:
+        """A value, passed on as it is written; of a string its text, of null an empty object."""
+        character = yield from self._solid()
+        if character == '"':
+            put((yield from self._string()))
+            return
+        if character is None or character in ",:}]":
+            raise Broken
+        if character not in "{[":
+            self._push(character)
+            text = ""
+            while (character := (yield from self._next())) is not None and character not in ",}]" + _WHITE:
+                text += character
+            if character is None:
+                raise Broken
+            self._push(character)
+            put("{}" if text == "null" else text)
+            return
+        depth, quoted, escaped = 1, False, False
+        put(character)
+        while depth:
+            character = yield from self._next()
+            if character is None:
+                raise Broken
+            put(character)
+            if escaped:
+                escaped = False
+            elif quoted:
+                escaped, quoted = character == "\\", character != '"'
+            elif character == '"':
+                quoted = True
+            else:
+                depth += (character in "{[") - (character in "}]")
+
+    def _string(self) -> Reading[str]:
+        """The text of a string whose opening quote was read."""
+        raw, escaped = "", False
+        while True:
+            character = yield from self._next()
+            if character is None:
+                raise Broken
+            if character == '"' and not escaped:
+                break
+            raw += character
+            escaped = character == "\\" and not escaped
+        try:
+            text: str = json.loads(f'"{raw}"', strict=False)
+        except ValueError:
+            raise Broken from None
+        return text
+
+    # ---- characters -----------------------------------------------------------------------------------------
+
+    def _next(self) -> Reading[str | None]:
+        if self._back:
+            character: str | None = self._back.pop()
+        elif self._ended:
+            return None
+        else:
+            character = yield
+        if character is None:
+            self._ended = True
+        elif self._raw is not None:
+            self._raw.append(character)
+        return character
+
+    def _push(self, text: str) -> None:
+        """These characters are read again."""
+        self._back.extend(reversed(text))
+        if self._raw is not None:
+            del self._raw[len(self._raw) - len(text) :]
+
+    def _solid(self) -> Reading[str | None]:
+        """The next character that is not white."""
+        while True:
+            character = yield from self._next()
+            if character is None or character not in _WHITE:
+                return character
+
+    def _optional(self, text: str) -> Reading[None]:
+        """Reads a text if it follows, after white space or not."""
+        read = ""
+        while (character := (yield from self._next())) is not None:
+            read += character
+            if read.lstrip(_WHITE) == text:
+                return
+            if not text.startswith(read.lstrip(_WHITE)):
+                break
+        self._push(read)
+
+    def _skip(self, end: str) -> Reading[None]:
+        """Drops everything up to and with a text."""
+        held = ""
+        while not held.endswith(end) and (character := (yield from self._next())) is not None:
+            held = (held + character)[-len(end) :]
+
+    def _text_before(self, marker: str) -> Reading[bool]:
+        """Passes text on until a marker, which is dropped; False at the end."""
+        held = ""
+        while (character := (yield from self._next())) is not None:
+            held += character
+            if held.endswith(marker):
+                self._say(held[: -len(marker)])
+                return True
+            kept = next((n for n in range(min(len(held), len(marker) - 1), 0, -1) if marker.startswith(held[-n:])), 0)
+            self._say(held[: len(held) - kept])
+            held = held[len(held) - kept :]
+        self._say(held)
+        return False
+
+    def _say(self, text: str) -> None:
+        """Passes text on; white space at its end waits for what follows."""
+        text = self._white + text
+        solid = text.rstrip()
+        self._white = text[len(solid) :]
+        if solid:
+            self._found.append(Delta(solid))
+
+    def _take(self) -> list[Delta]:
+        """What was found, neighbours of a kind as one."""
+        merged: list[Delta] = []
+        for delta in self._found:
+            last = merged[-1] if merged else None
+            if last is not None and last.index == delta.index and not delta.name:
+                arguments = last.arguments + delta.arguments
+                merged[-1] = Delta(last.text + delta.text, last.index, last.id, last.name, arguments)
+            else:
+                merged.append(delta)
+        self._found = []
+        return merged

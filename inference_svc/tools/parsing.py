@@ -1,0 +1,232 @@
+"""Calls out of an answer's text, while it is written.
+
+What may still become a call is held back until its name is read; from there on its arguments are passed on as they are
+written. What turns out to be no call is text.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable
+from contextlib import suppress
+
+from inference_svc.tools.characters import Broken, Characters, Delta, Reading
+
+HERMES, HERMES_END = "<tool_call>", "</tool_call>"
+LLAMA = "<|python_tag|>"
+MISTRAL = "[TOOL_CALLS]"
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_FENCES = ("```json", "```")
+# With these keys an object that stands alone may begin, and be a call.
+_FIRST_KEYS = ("name", "arguments", "parameters", "type", "id", "tool_calls")
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+class CallParser(Characters):
+    """Reads one answer. ``feed`` it text, then ``finish`` it; both return what is new."""
+
+    def __init__(self, dialect: str, names: frozenset[str], single: bool = False) -> None:
+        """``names`` are the functions that there are; ``single`` drops all calls after the first. ``dialect`` is
+        hermes, llama3_json, mistral or json."""
+        super().__init__()
+        self.calls = 0
+        self._names, self._single, self._dialect = names, single, dialect
+        readings: dict[str, Callable[[], Reading[None]]] = {
+            "hermes": self._hermes,
+            "llama3_json": self._llama,
+            "mistral": self._mistral,
+            "json": self._json,
+        }
+        self._reading = readings[dialect]()
+        next(self._reading)
+
+    def feed(self, text: str) -> list[Delta]:
+        for character in text:
+            self._reading.send(character)
+        return self._take()
+
+    def finish(self) -> list[Delta]:
+        """What was held back, at the answer's end."""
+        with suppress(StopIteration):
+            self._reading.send(None)
+        if self._white and not self.calls:
+            self._found.append(Delta(self._white))
+            self._white = ""
+        return self._take()
+
+    # ---- dialects -------------------------------------------------------------------------------------------
+
+    def _hermes(self) -> Reading[None]:
+        """``<tool_call>{"name": …, "arguments": …}</tool_call>``, anywhere and as often as it likes: Hermes, Qwen."""
+        while (yield from self._text_before(HERMES)):
+            if (yield from self._tried(self._call(), HERMES)):
+                yield from self._skip(HERMES_END)
+
+    def _mistral(self) -> Reading[None]:
+        """``[TOOL_CALLS][{"name": …, "arguments": …}, …]``, or since 2025 ``[TOOL_CALLS]NAME[ARGS]{…}`` for each."""
+        while (yield from self._text_before(MISTRAL)):
+            yield from self._tried(self._mistral_calls(), MISTRAL)
+
+    def _mistral_calls(self) -> Reading[None]:
+        first = yield from self._solid()
+        if first in ("[", "{"):
+            self._push(first)
+            yield from self._calls(alone=False)
+            return
+        name = ""
+        while first is not None and first not in "[{":
+            name += first
+            first = yield from self._next()
+        while first == "[":  # [CALL_ID]abc[ARGS]
+            while first not in ("{", None):
+                first = yield from self._next()
+        if first != "{":
+            raise Broken
+        self._push(first)
+        arguments = self._begin(name.strip())
+        yield from self._value(arguments)
+        self._raw = None
+
+    def _llama(self) -> Reading[None]:
+        """``{"name": …, "parameters": …}``, with ``;`` between several, and nothing else."""
+        yield from self._alone(LLAMA)
+
+    def _json(self) -> Reading[None]:
+        """``{"tool_calls": [{"name": …, "arguments": …}, …]}``, or one such call, or a list of them, fenced or not."""
+        yield from self._alone(*_FENCES)
+
+    def _alone(self, *openings: str) -> Reading[None]:
+        """Calls that are the whole answer; what is no call of a known function is text."""
+        self._raw = []
+        first = yield from self._solid()
+        for opening in openings:
+            if first == opening[0]:
+                self._push(first)
+                yield from self._optional(opening)
+                first = yield from self._solid()
+        if first is not None:
+            self._push(first)
+        if first in ("{", "[") and (yield from self._tried(self._calls(alone=True), "", keep=True)):
+            yield from self._optional(_FENCES[-1])
+        else:
+            self._give_up("")
+        while (character := (yield from self._next())) is not None:
+            self._say(character)
+
+    # ---- calls ----------------------------------------------------------------------------------------------
+
+    def _tried(self, reading: Reading[None], opening: str, keep: bool = False) -> Reading[bool]:
+        """Reads what may be calls; with ``keep`` behind what was read already. False when it was none, and is text."""
+        before = self.calls
+        if not keep:
+            self._raw = []
+        try:
+            yield from reading
+        except Broken:
+            self._give_up(opening if self.calls == before else "")
+            return self.calls > before
+        self._raw = None
+        return True
+
+    def _give_up(self, opening: str) -> None:
+        if self._raw is not None:
+            text, self._raw = opening + "".join(self._raw), None
+            self._say(text)
+
+    def _calls(self, alone: bool) -> Reading[None]:
+        """A call, a list of calls, or several with semicolons between them."""
+        if (yield from self._solid()) == "[":
+            yield from self._list(alone)
+            return
+        self._push("{")
+        while True:
+            yield from self._call(alone)
+            self._raw = []
+            following = yield from self._solid()
+            if following not in (";", ","):
+                break
+            following = yield from self._solid()
+            if following != "{":
+                break
+            self._push(following)
+        if following is not None:
+            self._push(following)
+
+    def _list(self, alone: bool) -> Reading[None]:
+        while (character := (yield from self._solid())) != "]":
+            if character == ",":
+                continue
+            if character is None:
+                raise Broken
+            self._push(character)
+            yield from self._call(alone)
+            self._raw = []
+
+    def _call(self, alone: bool = False) -> Reading[None]:
+        """One call's object. Raises Broken."""
+        if (yield from self._solid()) != "{":
+            raise Broken
+        early: list[str] = []  # arguments that came before the name
+        put: Callable[[str], None] | None = None
+        seen = False
+        first = True
+        while (character := (yield from self._solid())) != "}":
+            if character == ",":
+                continue
+            if character != '"':
+                raise Broken
+            key = yield from self._string()
+            if (yield from self._solid()) != ":" or (alone and first and key not in _FIRST_KEYS):
+                raise Broken
+            if alone and first and key == "tool_calls":
+                yield from self._wrapped()
+                return
+            first = False
+            if key == "name" and put is None:
+                if (yield from self._solid()) != '"':
+                    raise Broken
+                put = self._begin((yield from self._string()), known=alone)
+                put("".join(early))
+            elif key in ("arguments", "parameters") and not seen:
+                seen = True
+                yield from self._value(put or early.append)
+            else:
+                yield from self._value(lambda _: None)
+        if put is None:
+            raise Broken
+        if not seen:
+            put("{}")
+
+    def _wrapped(self) -> Reading[None]:
+        if (yield from self._solid()) != "[":
+            raise Broken
+        before = self.calls
+        yield from self._list(alone=False)
+        if self.calls == before or (yield from self._solid()) != "}":
+            raise Broken
+
+    def _begin(self, name: str, known: bool = False) -> Callable[[str], None]:
+        """Announces a call; returns what takes its arguments. Raises Broken for no name of a function."""
+        if not _NAME.fullmatch(name) or (known and name not in self._names):
+            raise Broken
+        index, dropped = self.calls, self._single and self.calls > 0
+        self.calls += 1
+        self._raw, self._white = None, ""
+        if dropped:
+            return lambda _: None
+        self._found.append(Delta(index=index, id=new_id(self._dialect), name=name))
+
+        def put(arguments: str) -> None:
+            if arguments:
+                self._found.append(Delta(index=index, arguments=arguments))
+
+        return put
+
+
+def new_id(dialect: str) -> str:
+    """Names a call. Mistral's templates want nine letters and digits."""
+    if dialect == "mistral":
+        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+    return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,157 @@
+"""Calls out of text: each dialect, and the same whatever the pieces in which the text came."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.tools.parsing import CallParser
+
+NAMES = frozenset({"f", "g", "get_weather"})
+DIALECTS = ["hermes", "llama3_json", "mistral", "json"]
+Read = tuple[str, list[tuple[str, str]]]
+
+
+def read(dialect: str, pieces: list[str], single: bool = False) -> Read:
+    """The text, and names and arguments of the calls."""
+    parser = CallParser(dialect, NAMES, single)
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    calls: list[list[str]] = []
+    for delta in deltas:
+        if delta.name:
+            assert delta.id
+            assert delta.index == len(calls), "a call begins with its name, and calls are counted"
+            calls.append([delta.name, delta.arguments])
+        elif delta.index is not None:
+            calls[delta.index][1] += delta.arguments
+    return "".join(delta.text for delta in deltas), [(name, arguments) for name, arguments in calls]
+
+
+WRITTEN: list[tuple[str, str, Read]] = [
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>', ("", [("f", '{"x": 1}')])),
+    (
+        "hermes",
+        'Let me see.\n<tool_call>{"name": "f", "arguments": {"a": "}]{\\"", "b": [1, {}]}}</tool_call>\n'
+        '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>\n',
+        ("Let me see.", [("f", '{"a": "}]{\\"", "b": [1, {}]}'), ("other", "{}")]),
+    ),
+    ("hermes", '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call> done', (" done", [("f", '{"x": 1}')])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', ("", [("f", '{"x": 1}')])),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", [("f", "{}")])),
+    ("hermes", "a <tool and a <tool_call> that is none  ", ("a <tool and a <tool_call> that is none  ", [])),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "cut', ("", [("f", '{"x": "cut')])),
+    ("hermes", '<tool_call>{"name": "cu', ('<tool_call>{"name": "cu', [])),
+    ("hermes", '{"name": "f", "arguments": {}}', ('{"name": "f", "arguments": {}}', [])),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}, "id": "abcdefghi"}, {"name": "g", "arguments": {}}]',
+        ("", [("f", '{"x": 1}'), ("g", "{}")]),
+    ),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g{"y": [2]}', ("", [("f", '{"x": 1}'), ("g", '{"y": [2]}')])),
+    ("mistral", 'So: [TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"x": 1}', ("So:", [("f", '{"x": 1}')])),
+    ("mistral", "[TOOL_CALLS] what now", ("[TOOL_CALLS] what now", [])),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}',
+        ("", [("f", '{"x": 1}'), ("g", "{}")]),
+    ),
+    ("llama3_json", '\n\n{"type": "function", "name": "f", "parameters": {}}', ("", [("f", "{}")])),
+    ("llama3_json", '{"name": "Ada", "parameters": {"x": 1}} is', ('{"name": "Ada", "parameters": {"x": 1}} is', [])),
+    ("llama3_json", 'Hello {"name": "f", "parameters": {}}', ('Hello {"name": "f", "parameters": {}}', [])),
+    (
+        "json",
+        '{"tool_calls": [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": null}]}',
+        ("", [("f", '{"x": 1}'), ("g", "{}")]),
+    ),
+    ("json", '```json\n{"name": "f", "arguments": {"x": 1}}\n```', ("", [("f", '{"x": 1}')])),
+    ("json", "[{\"name\": \"f\", \"arguments\": {}}, {\"name\": \"g\"}] ok", (" ok", [("f", "{}"), ("g", "{}")])),
+    ("json", '{"title": "f", "name": "f"}', ('{"title": "f", "name": "f"}', [])),
+    ("json", '{"tool_calls": []}', ('{"tool_calls": []}', [])),
+    ("json", " \n", (" \n", [])),
+    ("json", "``", ("``", [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dialect", "text", "wanted"), WRITTEN)
+def test_it_is_read_as_it_was_meant(dialect: str, text: str, wanted: Read) -> None:
+    assert read(dialect, [text]) == wanted
+    assert read(dialect, list(text)) == wanted
+
+
+def test_one_call_only_where_only_one_is_wanted() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    assert read("hermes", [text], single=True) == ("", [("f", "{}")])
+
+
+def test_arguments_are_passed_on_as_they_are_written_and_text_at_once() -> None:
+    parser = CallParser("hermes", NAMES)
+    assert [d.text for d in parser.feed("Well")] == ["Well"]
+    parser.feed('<tool_call>{"name": "f", "arguments": ')
+    assert [d.arguments for d in parser.feed('{"x": 1')] == ['{"x": 1']
+    plain = CallParser("json", NAMES)
+    assert [d.text for d in plain.feed('{"title": 1')] == ['{"title": 1'], "no call begins so: nothing is held back"
+
+
+def test_ids_differ_and_mistrals_are_as_its_templates_want_them() -> None:
+    text = '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]'
+    ids = [delta.id for delta in CallParser("mistral", NAMES).feed(text) if delta.id]
+    assert len(set(ids)) == 2
+    assert all(len(name) == 9 and name.isalnum() for name in ids)
+
+
+values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+calls = st.lists(
+    st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(st.text(max_size=5), values, max_size=3)),
+    min_size=1, max_size=3,
+)  # fmt: skip
+
+
+def written(dialect: str, calls: list[tuple[str, Any]], indent: int | None) -> str:
+    key = "parameters" if dialect == "llama3_json" else "arguments"
+    each = [json.dumps({"name": name, key: arguments}, indent=indent) for name, arguments in calls]
+    if dialect == "hermes":
+        return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in each)
+    if dialect == "mistral":
+        return f"[TOOL_CALLS][{', '.join(each)}]"
+    return "; ".join(each) if dialect == "llama3_json" else f'{{"tool_calls": [{", ".join(each)}]}}'
+
+
+@st.composite
+def cut(draw: st.DrawFn, text: str) -> list[str]:
+    ends = sorted(draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@given(data=st.data(), wanted=calls, indent=st.sampled_from([None, 2]))
+def test_what_was_called_comes_out_whatever_the_pieces(
+    dialect: str, data: st.DataObject, wanted: list[tuple[str, Any]], indent: int | None
+) -> None:
+    text, found = read(dialect, data.draw(cut(written(dialect, wanted, indent))))
+    assert text == ""
+    assert [(name, json.loads(arguments)) for name, arguments in found] == wanted
+
+
+PARTS = [
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json", "```"),
+    *('{"name": "f"', ', "arguments": ', '{"x": 1}', '{"tool_calls": [', "null"),
+    *("}", "]", "[", ";", "\n", " ", "f", '"', "\\", "é"),
+]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@given(data=st.data(), parts=st.lists(st.sampled_from(PARTS), max_size=14))
+def test_streamed_is_whole_and_what_is_no_call_is_text(dialect: str, data: st.DataObject, parts: list[str]) -> None:
+    text = "".join(parts)
+    whole = read(dialect, [text])
+    assert read(dialect, data.draw(cut(text))) == whole
+    if not whole[1]:
+        assert whole[0] == text
