@@ -159,6 +159,10 @@ class Ground(RuleBasedStateMachine):
         described = namespace()
         return self.store.open_session("s", described, keys.namespace_id(described))
 
+    @property
+    def tier_is_held(self) -> bool:
+        return not self.tier._gate.is_set()
+
     def root(self, salt: bytes) -> bytes:
         return keys.tenant_root(keys.namespace_id(namespace()), salt)
 

@@ -243,10 +243,6 @@ class StoreMachine(Ground):
 
     # ---- the disk, and the end of the daemon ----------------------------------------------------------------
 
-    @property
-    def tier_is_held(self) -> bool:
-        return not self.tier._gate.is_set()
-
     @rule(count=st.integers(1, 3), full=st.booleans())
     def fail_writes(self, count: int, full: bool) -> None:
         (self.tier.fill_up if full else self.tier.fail_applies)(count)
