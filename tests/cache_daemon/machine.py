@@ -217,12 +217,14 @@ class Ground(RuleBasedStateMachine):
         for start, m in result.contents:
             assert list(memoryview(m.chunk.ids).cast("I")) == ids[start : start + m.tokens]
             assert m.chunk.root == root, "another tenant's chunk"
+        if session.closed:  # since the answer was given, and its lease went with it
+            return
         for m in (*result.matches, *(m for _, m in result.contents)):
             assert m.chunk.slot is not None
             seen = bytes(self.store.arena.read(m.chunk.slot))
             assert seen == payload_of(m.chunk.key, m.chunk.size_bytes), "other bytes than were committed"
             held.seen.append((m.chunk, m.chunk.slot, seen))
-        if result.lease_id and not session.closed:
+        if result.lease_id:
             self.held.append(held)
 
     def call(self, session: Session, work: Coroutine[Any, Any, Any], done: Any) -> Call:
