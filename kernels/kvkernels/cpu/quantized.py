@@ -118,7 +118,7 @@ def dense(weight: Quantized) -> Tensor:
 def quantize(weight: Tensor, bits: int, group: int) -> Quantized:
     """A weight ``[outputs, inputs]`` of floats at so many bits, each group from its smallest number, or 0, to its
     largest, or 0. Raises ValueError for a shape or a width that the kernel does not take."""
-    return joined([_quantize(part, bits, group) for part in weight.split(_SLICE)])
+    return joined([_quantize(part, bits, group) for part in torch.split(weight, _SLICE)])
 
 
 def _quantize(weight: Tensor, bits: int, group: int) -> Quantized:
