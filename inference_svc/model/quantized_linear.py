@@ -1,6 +1,6 @@
 """Linear layers whose weights stay at 4 or 8 bits in a CPU's memory, because decoding is bound by bytes.
 
-A layer is about as wrong as its weights are; that its rows become bytes on the way adds half a percent of a product's
+A layer is about as wrong as its weights are; that its rows become bytes on the way adds 0.6 % of a product's
 size, and no bit depends on the batch (``kvkernels.cpu.quantized``). The head keeps 8 bits where the layers have 4: it
 chooses the token, and is a quarter of a small model.
 """

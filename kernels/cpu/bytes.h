@@ -30,15 +30,22 @@ constexpr int BYTE_SHIFT = 128;  // NEON's bytes are signed: codes of 8 bits are
 constexpr int BYTE_SHIFT = 0;
 #endif
 
+KVK_INLINE Words repeated(const int8_t* quad) { return splat(load<int32_t>(quad)); }
+
 #if defined(__AVX512VNNI__)
 #define KVK_DOT_QUADS 1
-KVK_INLINE Words dot_quad(Words codes, Words x, Words total) {
-  return (Words)_mm512_dpbusd_epi32((__m512i)total, (__m512i)codes, (__m512i)x);
+KVK_INLINE Words dot_quad(Words codes, const int8_t* x, Words total) {
+  struct __attribute__((packed, may_alias)) Quad {
+    int32_t bytes;
+  };
+  // GCC would load what is repeated by an instruction of its own.
+  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(total) : "v"(codes), "m"(((const Quad*)x)->bytes));
+  return total;
 }
 #elif defined(__aarch64__)
 #define KVK_DOT_QUADS 1
-KVK_INLINE Words dot_quad(Words codes, Words x, Words total) {
-  const int8x16_t a = (int8x16_t)codes, b = (int8x16_t)x;
+KVK_INLINE Words dot_quad(Words codes, const int8_t* x, Words total) {
+  const int8x16_t a = (int8x16_t)codes, b = (int8x16_t)repeated(x);
 #if defined(__ARM_FEATURE_DOTPROD)
   return (Words)vdotq_s32((int32x4_t)total, a, b);
 #else  // two products stay below 2 ** 15
@@ -56,13 +63,11 @@ KVK_INLINE Words dot_quad(Words codes, Words x, Words total) {
 #endif
 #else
 #define KVK_DOT_QUADS 1
-KVK_INLINE Words dot_quad(Words codes, Words x, Words total) {
-  for (int shift = 0; shift < 32; shift += 8) total += (codes >> shift & 255) * (x << (24 - shift) >> 24);
+KVK_INLINE Words dot_quad(Words codes, const int8_t* x, Words total) {
+  for (int shift = 0; shift < 32; shift += 8) total += (codes >> shift & 255) * (repeated(x) << (24 - shift) >> 24);
   return total;
 }
 #endif
-
-KVK_INLINE Words repeated(const int8_t* quad) { return splat(load<int32_t>(quad)); }
 
 // In every lane, total + the sum over STEP inputs of codes (unsigned, four to a word; of 8 bits less BYTE_SHIFT) times
 // the signed bytes at x.
@@ -70,8 +75,8 @@ template <int BITS> KVK_INLINE Words dot_bytes(const Words (&codes)[QUADS], cons
 #if defined(KVK_DOT_QUADS)
   Words other = Words{};  // two chains: one waits for its own results
   for (int i = 0; i < QUADS; i += 2) {
-    total = dot_quad(codes[i], repeated(x + 4 * i), total);
-    other = dot_quad(codes[i + 1], repeated(x + 4 * i + 4), other);
+    total = dot_quad(codes[i], x + 4 * i, total);
+    other = dot_quad(codes[i + 1], x + 4 * i + 4, other);
   }
   return total + other;
 #else
