@@ -74,14 +74,14 @@ def test_damage_stays_in_its_row_and_is_seen(bad: float) -> None:
     assert torch.equal(got[others], want[others])
 
 
-@pytest.mark.parametrize(("bits", "bound"), [(4, 0.007), (8, 0.007)])
-def test_bytes_cost_little_beside_what_bits_do(bits: int, bound: float) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bytes_cost_little_beside_what_bits_do(bits: int) -> None:
     """Against float64, of normally distributed numbers: relative to the products' own size."""
     torch.manual_seed(2)
     weight, x = quantized.quantize(torch.randn(64, 896) * 0.02, bits, 64), torch.randn(40, 896)
     want = x.double() @ quantized.dense(weight).double().t()
     error = (quantized.product(x, weight, None) - want).square().mean().sqrt() / want.square().mean().sqrt()
-    assert error < bound
+    assert error < 0.007
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(4, 0.1), (8, 0.006)])
