@@ -83,7 +83,8 @@ def test_layers_that_do_not_fit_together_run_one_by_one() -> None:
     plain.weight.data, plain.bias.data = quantized.dense(attention.v_proj.quantized), attention.v_proj._bias
     attention.v_proj = plain
     assert not fused.suits(mixed.model)
-    assert (logits(mixed) - logits(loaded)).norm() < 0.03 * logits(mixed).norm()
+    got, want = logits(mixed), logits(loaded)
+    assert (got - want).norm() < 0.06 * want.norm(), "each is .03 beside the truth"
 
 
 @needs_kernels
