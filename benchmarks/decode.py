@@ -1,7 +1,7 @@
-"""Decode speed by batch size: this engine, transformers, and the memory-bandwidth bound.
+"""Decode speed by batch size: this engine, with weights of 16 bits and of fewer, transformers, and the bound.
 
 ``bound`` is the bytes a step must read (all weights that take part, and the keys and values of every sequence)
-over the bandwidth of a large copy on this machine, reads and writes both counted.
+over the bandwidth of a large copy on this machine, reads and writes both counted; weights have 16 bits there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from benchmarks import report
 from benchmarks.node import Node
 from inference_svc.model.loader import quiet_transformers
 
-ARMS = ("ours", "transformers", "bound")
+OURS = {16: "ours", 8: "ours, 8-bit weights", 4: "ours, 4-bit weights"}
 _COPY_BYTES = 256 << 20
 
 
@@ -91,10 +92,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     theirs = Transformers(options.model)
     times: dict[tuple[str, int], list[float]] = {}
     bandwidths: list[float] = []
-    with (
-        Node(options.model, pool_bytes="1GiB") as node,
-        Progress(console=report.console, transient=True) as progress,
-    ):
+    with ExitStack() as stack:
+        nodes = {
+            bits: stack.enter_context(Node(options.model, pool_bytes="1GiB", worker_flags={"weights": bits}))
+            for bits in options.weights
+        }
+        progress = stack.enter_context(Progress(console=report.console, transient=True))
         task = progress.add_task("measuring", total=options.repeats * len(options.batches))
         for repeat in range(options.repeats):
             for batch in options.batches:
@@ -104,7 +107,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 context = options.prompt_tokens + options.answer_tokens // 2
                 step_bytes = theirs.step_bytes + batch * context * theirs.kv_bytes_per_token
                 times.setdefault(("bound", batch), []).append(batch * bandwidth / step_bytes)
-                times.setdefault(("ours", batch), []).append(measure_ours(node, prompts, options.answer_tokens))
+                for bits, node in nodes.items():
+                    rate = measure_ours(node, prompts, options.answer_tokens)
+                    times.setdefault((OURS[bits], batch), []).append(rate)
                 if repeat < options.transformers_repeats:
                     rate = theirs.measure(prompts, options.answer_tokens)
                     times.setdefault(("transformers", batch), []).append(rate)
@@ -117,13 +122,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "spread": report.spread(times[arm, batch]),
         }
         for batch in options.batches
-        for arm in ARMS
+        for arm in (*(OURS[bits] for bits in options.weights), "transformers", "bound")
     ]
     rate = {k: report.median(v) for k, v in times.items()}
     summary: dict[str, Any] = {"copy_gb_per_s": round(report.median(bandwidths) / 1e9, 1)}
     for batch in options.batches:
         summary[f"ours_over_bound_{batch}"] = round(rate["ours", batch] / rate["bound", batch], 3)
         summary[f"ours_over_transformers_{batch}"] = round(rate["ours", batch] / rate["transformers", batch], 3)
+        for bits in options.weights:
+            if bits != 16:
+                summary[f"weights_{bits}_over_16_{batch}"] = round(rate[OURS[bits], batch] / rate["ours", batch], 3)
     if {1, 8} <= set(options.batches):
         summary["batch_8_over_batch_1"] = round(rate["ours", 8] / rate["ours", 1], 2)
     return report.write(options, "decode", rows, summary)
@@ -135,9 +143,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--answer-tokens", type=int, default=64)
+    parser.add_argument("--weights", type=int, choices=OURS, nargs="+", default=[16, 4], help="bits; 16 is among them")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--transformers-repeats", type=int, default=3)
     options = parser.parse_args(arguments)
+    if 16 not in options.weights:
+        parser.error("--weights lacks 16, which the others are compared with")
     if options.quick:
         options.batches, options.repeats, options.answer_tokens = [1, 8], 3, 32
     return run(options)

@@ -23,6 +23,9 @@ class ModelSettings(BaseSettings):
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
     """auto (the checkpoint's), float32, bfloat16 or, on CUDA, float16."""
+    weights: Literal["auto", 16, 8, 4] = "auto"
+    """Bits per linear weight in memory: auto (the checkpoint's), 16, or on a CPU 8 or 4, which take less room and time;
+    8 hardly changes answers, 4 does."""
     storage_bits: Literal[16, 8, 4] = 16
     """Bits per stored element: 16 keeps the pool's own values, so that a hit changes no answer; 8 and 4 take half and a
     quarter of the room, and change some."""
@@ -42,7 +45,7 @@ class ModelSettings(BaseSettings):
     def _size(cls, value: object) -> object:
         return parse_size(value) if isinstance(value, str) else value
 
-    @field_validator("storage_bits", mode="before")
+    @field_validator("storage_bits", "weights", mode="before")
     @classmethod
     def _number(cls, value: object) -> object:
         return int(value) if isinstance(value, str) and value.isdigit() else value

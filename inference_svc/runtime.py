@@ -82,6 +82,7 @@ def _build(config: WorkerConfig) -> Runtime:
         config.model,
         device=config.device,
         dtype=config.dtype,
+        weights=config.weights,
         strict=config.strict,
         served_name=config.served_name,
         context_length=config.context_length,

@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--min-prompts", type=int, default=Thresholds.min_prompts, help="fewer are inconclusive")
     out.add_argument("--device", default="auto")
     out.add_argument("--dtype", default="auto")
+    out.add_argument("--weights", choices=["auto", "16", "8", "4"], default="auto", help="as the worker's")
     out.add_argument("--store-verdict", action="store_true", help="hand the verdict to the cache daemon")
     out.add_argument("--cache-socket", type=Path, default=default_runtime_dir() / "cache.sock", help="its socket")
     out.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -77,7 +78,7 @@ def main(arguments: list[str]) -> int:
             parser().error(f"--ratio is {options.ratio}; allowed are 0 to 1")
         questions = read_questions(options.prompts)
         quiet_transformers()
-        lab = Laboratory(load(options.model, device=options.device, dtype=options.dtype))
+        lab = Laboratory(load(options.model, device=options.device, dtype=options.dtype, weights=options.weights))
         limits = Thresholds(options.max_kl, options.min_agreement, options.max_harm, options.min_prompts)
         verifier = Verifier(lab, options.bits, limits)
         with Progress(console=console, transient=True) as progress:

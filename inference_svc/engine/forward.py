@@ -15,6 +15,7 @@ from inference_svc.engine.attention import Projected
 from inference_svc.engine.rows import Batch
 from inference_svc.model.loader import LoadedModel
 from inference_svc.model.packed_linear import pack_linears
+from inference_svc.model.quantized_linear import QuantizedLinear
 
 
 class Decoder:
@@ -87,6 +88,8 @@ class Decoder:
             states = self._norm(hidden.index_select(0, batch.logit_rows)) if batch.wanted else None
         if states is None:
             return torch.empty(0, 0)
+        if isinstance(self._head, QuantizedLinear):  # any number of rows gives the same bits: none to fill up with
+            states = states[: batch.wanted]
         logits: Tensor = self._head(states)[: batch.wanted]
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap

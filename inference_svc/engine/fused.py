@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from inference_svc.engine import cpu_attention
 from inference_svc.engine.rows import Batch, only_wanted
 from inference_svc.model.packed_linear import PackedLinear
+from inference_svc.model.quantized_linear import QuantizedLinear, fit_together, joined
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 # The last layer is cut to the rows that want logits where they are at most one in so many.
@@ -43,7 +44,14 @@ def suits(model: Any) -> bool:
         and config.hidden_act == "silu"
         and kernel.serves(weight.dtype, _head_dim(config))
         and float(rope.get("partial_rotary_factor", 1.0)) == 1.0
+        and all(fit_together(parts) for layer in layers for parts in _together(layer))
     )
+
+
+def _together(layer: Any) -> list[list[Any]]:
+    """Linear layers over the same input."""
+    a, m = layer.self_attn, layer.mlp
+    return [[a.q_proj, a.k_proj, a.v_proj], [m.gate_proj, m.up_proj]]
 
 
 def _head_dim(config: Any) -> int:
@@ -52,6 +60,8 @@ def _head_dim(config: Any) -> int:
 
 def _join(parts: list[Any]) -> Product:
     """One product for several linear layers over the same input; the parts' own weights can go."""
+    if isinstance(parts[0], QuantizedLinear):
+        return joined(parts)
     weight = torch.cat([p.weight for p in parts])
     bias = torch.cat([p.bias for p in parts]) if parts[0].bias is not None else None
     if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -89,10 +99,11 @@ def _window(attention: Any) -> int | None:
 def _take(layer: Any) -> _Layer:
     """Reads a layer's weights and drops its linear modules, so that each weight is held once."""
     a, m = layer.self_attn, layer.mlp
+    qkv, gate_up = _together(layer)
     taken = _Layer(
-        qkv=_join([a.q_proj, a.k_proj, a.v_proj]),
+        qkv=_join(qkv),
         o=_join([a.o_proj]),
-        gate_up=_join([m.gate_proj, m.up_proj]),
+        gate_up=_join(gate_up),
         down=_join([m.down_proj]),
         input_norm=_weight(layer.input_layernorm),
         post_norm=_weight(layer.post_attention_layernorm),

@@ -1,17 +1,18 @@
 """Models with AutoAWQ's 4-bit weights (AWQ, Lin et al., MLSys 2024, arXiv:2306.00978), in its GEMM format.
 
-On a CUDA device a layer keeps its 4 bits, repacked once for our kernels. On a CPU, where memory is cheaper and
-16-bit products have the better kernels, weights are written out at load.
+A layer keeps its 4 bits, repacked once for our kernels on a CUDA device or a CPU. Layers that they do not take are
+written out, and so is everything where there are none, or where 16 bits are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from kvkernels import ops
+from kvkernels.cpu import quantized
 from kvkernels.cuda import awq
 from kvsidecar.errors import ModelUnsupported
 from rich.progress import Progress
@@ -19,9 +20,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from inference_svc.model.quantized_linear import QuantizedLinear
 from inference_svc.model.skeleton import skeleton
 
 _PARTS = ("qweight", "qzeros", "scales")
+# Of a layer's parts and its bias, the layer that keeps its 4 bits; None for a shape that the kernels do not take.
+Keep = Callable[[list[Tensor], Tensor | None], nn.Module | None]
 
 
 class AwqLinear(nn.Module):
@@ -66,8 +70,31 @@ def check(config: Any) -> None:
             )
 
 
-def load(folder: Path, config: Any, dtype: torch.dtype, attention: str, device: torch.device, dense: bool) -> Any:
-    """A model of a folder on a device, unquantized parts in ``dtype``. ``dense`` writes all weights out.
+def on_cuda(dtype: torch.dtype, device: torch.device) -> Keep:
+    """For our CUDA kernels."""
+
+    def keep(parts: list[Tensor], bias: Tensor | None) -> nn.Module | None:
+        weights = _repacked(parts, dtype, device)
+        return None if weights is None else AwqLinear(weights, None if bias is None else bias.to(device, dtype))
+
+    return keep
+
+
+def on_cpu(dtype: torch.dtype) -> Keep:
+    """For our CPU kernels."""
+
+    def keep(parts: list[Tensor], bias: Tensor | None) -> nn.Module | None:
+        codes, zeros = (awq.unpack_columns(part).t().contiguous() for part in parts[:2])
+        scales = parts[2].t()
+        if not quantized.serves(codes.shape[1], codes.shape[0], codes.shape[1] // scales.shape[1]):
+            return None
+        return QuantizedLinear(quantized.pack(codes, scales, zeros, 4), None if bias is None else bias.to(dtype))
+
+    return keep
+
+
+def load(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep: Keep | None) -> Any:
+    """A model of a folder, unquantized parts in ``dtype``. Weights that ``keep`` does not keep are written out.
 
     Raises ModelUnsupported for another format, and for files that lack a weight of the model.
     """
@@ -83,13 +110,11 @@ def load(folder: Path, config: Any, dtype: torch.dtype, attention: str, device: 
         for name, parts in progress.track(
             _quantized(linears, where), len(linears), description="reading 4-bit weights"
         ):
-            weights = None if dense else _repacked(parts, dtype, device)
-            if weights is None:
+            layer = keep and keep(parts, _read(where, f"{name}.bias"))
+            if layer is None:
                 state[f"{name}.weight"] = awq.reference_weight(*_wide(parts)).to(dtype)
-                continue
-            bias = _read(where, f"{name}.bias")
-            module = AwqLinear(weights, None if bias is None else bias.to(device, dtype))
-            model.set_submodule(name, module)
+            else:
+                model.set_submodule(name, layer)
     held = {n for n, _ in model.named_parameters()}
     for name in sorted(held & where.keys()):
         state[name] = _tensor(where, name).to(dtype)

@@ -33,6 +33,8 @@ from inference_svc.model.gguf.convert import SAMPLING, converted, open_source
 from inference_svc.model.gguf.geometry import config_of
 from inference_svc.model.numerics import make_reproducible
 from inference_svc.model.preflight import check_device, check_folder
+from inference_svc.model.quantized_linear import fingerprint as quantized_fingerprint
+from inference_svc.model.quantized_linear import pick_width, quantize_linears
 from inference_svc.model.resolve import DEMO_MODEL, resolve
 from inference_svc.model.rotary import settle
 from inference_svc.model.shapes import config_of_shape
@@ -204,18 +206,20 @@ def load(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    weights: str | int = "auto",
     strict: bool = True,
     served_name: str = "",
     context_length: int = 0,
 ) -> LoadedModel:
-    """Loads ``demo``, ``shape:NAME``, or what ``resolve`` makes of a name. ``context_length`` is the longest sequence
-    that will be served, the model's own when 0. Raises ModelUnsupported, ConfigurationError."""
+    """Loads ``demo``, ``shape:NAME``, or what ``resolve`` makes of a name. ``weights`` are the bits at which its linear
+    weights are kept: 16, 8, 4, or ``auto``, the checkpoint's. ``context_length`` is the longest sequence that will be
+    served, the model's own when 0. Raises ModelUnsupported, ConfigurationError."""
     make_reproducible()
     register()
     register_experts()
     place = pick_device(device)
     if name.startswith("shape:"):
-        return _load_shape(name, place, dtype, served_name)
+        return _load_shape(name, place, dtype, weights, served_name)
     folder = resolve(name)
     if folder == DEMO_MODEL:
         log.info("the built-in model is for tests and no assistant; kvsidecar pull smollm2 fetches one that answers")
@@ -224,7 +228,7 @@ def load(
         dtype = str(pick_dtype(dtype, source.dtype, place)).removeprefix("torch.")
         folder = converted(source, getattr(torch, dtype))
     check_folder(folder)
-    weights = fingerprint.of_directory(folder)
+    identity = fingerprint.of_directory(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
@@ -232,10 +236,16 @@ def load(
     architecture = (config.architectures or ["(none named)"])[0]
     check_architecture(architecture, config, strict)
     chosen = pick_dtype(dtype, getattr(config, "dtype", None), place)
+    packed = bool(quantized.method_of(config)) and (strict or quantized.method_of(config) == "awq")
+    width = pick_width(weights, 4 if packed else 16, place)
     try:
-        if quantized.method_of(config) and (strict or quantized.method_of(config) == "awq"):
-            dense = not has_cuda_kernels(place, chosen)
-            model = quantized.load(folder, config, chosen, ATTENTION, place, dense)
+        if packed:
+            keep = None
+            if width < 16 and has_cuda_kernels(place, chosen):
+                keep = quantized.on_cuda(chosen, place)
+            elif width < 16 and place.type == "cpu":
+                keep = quantized.on_cpu(chosen)
+            model = quantized.load(folder, config, chosen, ATTENTION, keep)
         else:
             # Elsewhere than on a CPU no order of rows is kept, and transformers' own way with experts is faster.
             experts = EXPERTS if place.type == "cpu" else None
@@ -245,10 +255,14 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelUnsupported(f"cannot load the model in {folder}: {error}") from error
-    return _finish(served_name or name, model, tokenizer, architecture, weights, place, chosen, context_length)
+    if width < 16 and place.type == "cpu":
+        identity = quantized_fingerprint(identity, width)
+        if not packed:
+            quantize_linears(model, width)
+    return _finish(served_name or name, model, tokenizer, architecture, identity, place, chosen, context_length)
 
 
-def _load_shape(name: str, device: torch.device, dtype: str, served_name: str) -> LoadedModel:
+def _load_shape(name: str, device: torch.device, dtype: str, weights: str | int, served_name: str) -> LoadedModel:
     config = config_of_shape(name)
     chosen = pick_dtype(dtype, torch.bfloat16, device)
     model, rotary = skeleton(config, chosen, ATTENTION)
@@ -262,8 +276,12 @@ def _load_shape(name: str, device: torch.device, dtype: str, served_name: str) -
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    weights = fingerprint.of_random(name.removeprefix("shape:"), _SHAPE_SEED)
-    return _finish(served_name or name, model, tokenizer, type(model).__name__, weights, device, chosen)
+    identity = fingerprint.of_random(name.removeprefix("shape:"), _SHAPE_SEED)
+    width = pick_width(weights, 16, device)
+    if width < 16:
+        quantize_linears(model, width)
+        identity = quantized_fingerprint(identity, width)
+    return _finish(served_name or name, model, tokenizer, type(model).__name__, identity, device, chosen)
 
 
 def _finish(

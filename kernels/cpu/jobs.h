@@ -129,6 +129,25 @@ struct ProductJob {
   int64_t inputs, outputs, block, rows;
 };
 
+// ---- quantized.cpp --------------------------------------------------------------------------------------------------
+
+// Inputs of a row that share a multiple; fewer where a weight's group has fewer.
+constexpr int64_t QUANTIZED_BLOCK = 64;
+
+struct QuantizedJob {
+  int64_t taken;                  // parts of the outputs, times tiles of rows, that threads have taken
+  int64_t quantizing, quantized;  // tiles of rows that threads have taken, and that are bytes
+  int64_t parts;
+  const uint8_t* weight;  // [out / 16, in / group] of codes, scales and zeros
+  const void* x;          // [rows, in]
+  const void* bias;       // [out] of x's type, or null
+  void* y;                // [rows, out]
+  int8_t* bytes;          // [rows, in]: scratch, as are the next two
+  float* scales;          // [rows, in / block]
+  float* sums;            // likewise: of the bytes
+  int64_t rows, inputs, outputs, group, bits, of_bf16;
+};
+
 }  // namespace kvk
 
 // Each for every thread that takes part; and the size of its job.
@@ -144,6 +163,7 @@ KVK_KERNEL(norm, kvk::NormJob)
 KVK_KERNEL(rotate, kvk::RotateJob)
 KVK_KERNEL(gate, kvk::GateJob)
 KVK_KERNEL(product, kvk::ProductJob)
+KVK_KERNEL(quantized, kvk::QuantizedJob)
 #undef KVK_KERNEL
 
 KVK_EXPORT int64_t kvk_chunk_bytes();

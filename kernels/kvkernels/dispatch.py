@@ -17,6 +17,7 @@ from kvkernels import reference
 from kvkernels.cpu import attention as cpu_attention
 from kvkernels.cpu import chunks as cpu_chunks
 from kvkernels.cpu import products as cpu_products
+from kvkernels.cpu import quantized as cpu_quantized
 from kvkernels.cuda import chunks, visible
 from kvkernels.cuda.attention import HEAD_DIMS
 from kvkernels.cuda.library import Kernels
@@ -39,6 +40,7 @@ def implementations() -> tuple[Implementation, ...]:
         Implementation("attention", "cpu", cpu_attention.about()),
         Implementation("pack_chunk, unpack_chunks", "cpu", cpu_chunks.about()),
         Implementation("products of few rows", "cpu", cpu_products.about()),
+        Implementation("products at 4 and 8 bits", "cpu", cpu_quantized.about()),
     ]
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     for device in devices:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvkernels.cpu import quantized as quantized_product
 from kvkernels.cuda import awq
 from kvsidecar.errors import ModelUnsupported
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,7 @@ from inference_svc.engine.forward import Decoder
 from inference_svc.engine.pool import KVPool
 from inference_svc.model import awq as awq_models
 from inference_svc.model.loader import DEMO_MODEL, LoadedModel, load
+from inference_svc.model.quantized_linear import QuantizedLinear
 
 GROUP = 64
 SETTINGS = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
@@ -78,10 +80,25 @@ def logits(loaded: LoadedModel) -> torch.Tensor:
     return Decoder(loaded)(rows.build([span], pool, loaded.device))
 
 
-def test_a_cpu_writes_the_weights_out(folders: tuple[Path, Path]) -> None:
+def test_a_cpu_writes_the_weights_out_where_16_bits_are_asked_for(folders: tuple[Path, Path]) -> None:
     quantized, dense = folders
-    got, expected = (logits(load(str(f), device="cpu", dtype="float32")) for f in (quantized, dense))
+    got = logits(load(str(quantized), device="cpu", dtype="float32", weights=16))
+    expected = logits(load(str(dense), device="cpu", dtype="float32"))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(quantized_product.kernel() is None, reason="no CPU kernels run here")
+def test_a_cpu_keeps_the_4_bits(folders: tuple[Path, Path]) -> None:
+    quantized, dense = folders
+    loaded, plain = load(str(quantized), device="cpu", dtype="float32"), load(str(dense), device="cpu", dtype="float32")
+    layers = {name: m for name, m in loaded.model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert len(layers) == 7 * loaded.layers
+    meant = dict(plain.model.named_parameters())
+    for name, layer in layers.items():
+        torch.testing.assert_close(quantized_product.dense(layer.quantized), meant[f"{name}.weight"])
+    assert loaded.weights != load(str(quantized), device="cpu", weights=16).weights, "other keys and values"
+    got, expected = logits(loaded), logits(plain)
+    assert (got - expected).norm() < 0.02 * expected.norm()
 
 
 def test_layers_of_4_bits_give_the_same(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

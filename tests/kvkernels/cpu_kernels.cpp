@@ -220,6 +220,48 @@ static void product() {
     }
 }
 
+// The kernel's own sums one after the other: bits must be equal.
+template <class T> void quantized(int64_t bits, int64_t group, int64_t inputs, int64_t count) {
+  const int64_t outputs = 48, block = group < QUANTIZED_BLOCK ? group : QUANTIZED_BLOCK, blocks = inputs / block;
+  const int64_t code_bytes = group * 2 * bits, line = code_bytes + 64, groups = inputs / group;
+  Buffer<uint8_t> weight(outputs / 16 * groups * line);
+  Buffer<T> x(count * inputs), bias(outputs), y(count * outputs);
+  Buffer<int8_t> bytes(count * inputs);
+  Buffer<float> scales(count * blocks), sums(count * blocks);
+  fill(x, count * inputs), fill(bias, outputs);
+  for (int64_t g = 0; g < outputs / 16 * groups; g++) {
+    for (int64_t i = 0; i < code_bytes; i++) weight[g * line + i] = (uint8_t)(g < 2 ? 255 : 128 + 100 * number());
+    uint16_t parameters[32];
+    for (int i = 0; i < 16; i++) parameters[i] = (uint16_t)((8 + i) << 10 | 60 * i), parameters[16 + i] = (uint16_t)(16 + i % 3 << 10);  // zeros of 2, 4 and 8
+    memcpy(weight.at + g * line + code_bytes, parameters, 64);
+  }
+  for (int64_t i = 0; i < inputs; i++) put(x[i], i % 2 ? 127.0f : -127.0f), put(x[(count - 1) * inputs + i], 0);
+  QuantizedJob job = {0, 0, 0, 2, weight.at, x.at, bias.at, y.at, bytes.at, scales.at, sums.at, count, inputs, outputs, group, bits, sizeof(T) == 2};
+  kvk_quantized(&job);
+  for (int64_t row = 0; row < count; row++)
+    for (int64_t o = 0; o < outputs; o++) {
+      float total = 0;
+      for (int64_t b = 0; b < blocks; b++) {
+        const uint8_t* codes = weight.at + (o / 16 * groups + b * block / group) * line;
+        const int e = (8 + o % 16), z = 1 << (1 + o % 16 % 3);
+        const float scale = ldexpf(1 + 60 * (o % 16) / 1024.0f, e - 15);
+        float most = 0;
+        for (int64_t i = b * block; i < (b + 1) * block; i++) most = fmaxf(most, fabsf(value(x[row * inputs + i])));
+        const float inverse = most == 0 ? 0 : 127 / most;
+        int64_t sum = 0;
+        for (int64_t i = b * block; i < (b + 1) * block; i++) {
+          const int64_t in = i % group;
+          const int code = bits == 8 ? codes[in / 4 * 64 + o % 16 * 4 + in % 4] : codes[in / 8 * 64 + o % 16 * 4 + in % 4] >> in % 8 / 4 * 4 & 15;
+          sum += (code - z) * (int64_t)nearbyintf(value(x[row * inputs + i]) * inverse);
+        }
+        total = fmaf((float)sum, scale * (most * (1 / 127.0f)), total);
+      }
+      T wanted;
+      put(wanted, total + value(bias[o]));
+      expect(value(y[row * outputs + o]), value(wanted), 0, bits == 4 ? "4 bits" : "8 bits", row * outputs + o);
+    }
+}
+
 int main(int arguments, char**) {
   attention<bf16>(48, 40, 5, 1 << 30, arguments > 1);
   attention<float>(64, 1100, 3, 1 << 30, 0);
@@ -230,5 +272,6 @@ int main(int arguments, char**) {
     for (int turned = 0; turned < 2; turned++) chunks<float>(bits, 70, turned), chunks<bf16>(bits, 81, turned);
   rows<float>(75), rows<bf16>(75), rows<bf16>(64);
   product();
+  quantized<float>(4, 32, 96, 7), quantized<bf16>(4, 128, 256, 70), quantized<bf16>(8, 32, 96, 5), quantized<float>(8, 64, 192, 15);
   printf("all kernels agree with plain loops\n");
 }

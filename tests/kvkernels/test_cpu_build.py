@@ -68,7 +68,7 @@ def cross_compiler(architecture: str) -> list[str] | None:
     return None
 
 
-@pytest.mark.parametrize(("architecture", "variant"), [("aarch64", "neon"), ("x86_64", "avx2")])
+@pytest.mark.parametrize(("architecture", "variant"), [("aarch64", "neon"), ("aarch64", "neondot"), ("x86_64", "avx2")])
 def test_another_architecture_agrees(architecture: str, variant: str, tmp_path: Path) -> None:
     if build.architecture() == architecture:
         pytest.skip(f"this machine is {platform.machine()}: the other tests run {variant}")

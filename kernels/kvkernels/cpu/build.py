@@ -23,7 +23,7 @@ _PACKAGE = Path(__file__).parent.parent
 LIBRARIES = _PACKAGE / "lib" / "cpu"
 # Beside them, the fingerprint of what they were compiled from.
 STAMP = "fingerprint"
-KERNELS = ("attention.cpp", "chunks.cpp", "paged.cpp", "products.cpp", "rows.cpp")
+KERNELS = ("attention.cpp", "chunks.cpp", "paged.cpp", "products.cpp", "quantized.cpp", "rows.cpp")
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -41,10 +41,16 @@ _FLAGS = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+_VNNI = (*_AVX512, "-mavx512vnni")
 # By architecture, the best last: bit i of features.cpp says whether the i-th can run.
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "x86_64": {"avx2": _AVX2, "avx512": _AVX512, "avx512bf16": (*_AVX512, "-mavx512bf16")},
-    "aarch64": {"neon": ()},
+    "x86_64": {
+        "avx2": _AVX2,
+        "avx512": _AVX512,
+        "avx512vnni": _VNNI,
+        "avx512bf16": (*_VNNI, "-mavx512bf16"),
+    },
+    "aarch64": {"neon": (), "neondot": ("-march=armv8.2-a+dotprod",)},
 }
 _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 

@@ -1,0 +1,174 @@
+// Products of any number of rows with weights of 4 or 8 bits, at the speed of memory for few rows. Numbers of the rows
+// become signed bytes, block by block; bytes and codes are multiplied in integers, exactly; and what blocks give is
+// added up in float32, always in the same order. So a row's bits depend neither on other rows, nor on threads, nor on
+// the instruction set.
+//
+// A weight is (code - zero) * scale. In memory, 16 outputs at a time: for each group of inputs its codes, then the
+// outputs' scales and zeros as halves. Codes of 8 bits lie [inputs / 4, 16, 4]; those of 4 bits [inputs / 8, 16, 4],
+// the second four inputs in the upper halves of the first four's bytes.
+#include "bytes.h"
+#include "jobs.h"
+#include "team.h"
+
+using namespace kvk;
+
+namespace {
+
+constexpr int OUTPUTS = 16, VECTORS = OUTPUTS / LANES;
+constexpr int64_t TILE = 64;  // rows that are quantized, and multiplied with some strips, in one go
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS = 8;  // whose sums registers hold
+#else
+constexpr int MOST_ROWS = 4;
+#endif
+
+int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+int64_t block_of(const QuantizedJob& job) { return job.group < QUANTIZED_BLOCK ? job.group : QUANTIZED_BLOCK; }
+
+// ---- rows to bytes --------------------------------------------------------------------------------------------------
+
+KVK_INLINE Words larger(Words a, Words b) { return a > b ? a : b; }
+
+template <int STEP = LANES / 2, int... I> KVK_INLINE Words maximum_of(Words x, Numbers<I...> lanes) {
+  x = larger(x, shuffle<(I ^ STEP)...>(x, x));
+  if constexpr (STEP > 1) return maximum_of<STEP / 2>(x, lanes);
+  else return x;
+}
+
+// A block's bytes, what they are multiples of, and their sum. Infinite or not a number: so is the multiple, and with it
+// all that comes of the row.
+template <class T> void quantize(const T* x, int64_t block, int8_t* bytes, float* scale, float* sum) {
+  typedef int8_t Bytes __attribute__((vector_size(LANES)));
+  Words bits = Words{};  // as integers they are in order, NaN behind infinity
+  for (int64_t i = 0; i < block; i += LANES) bits = larger(bits, (Words)widened(x + i) & 0x7FFFFFFF);
+  const float most = ((Floats)maximum_of(bits, Lanes()))[0];
+  const Floats inverse = splat(most == 0 ? 0.0f : 127.0f / most);
+  const Floats magic = splat(0x1.8p23f);  // added, it leaves whole numbers in the lower bits, rounded to the even one
+  Words total = Words{};
+  for (int64_t i = 0; i < block; i += LANES) {
+    const Words whole = (Words)(widened(x + i) * inverse + magic) - (Words)magic;
+    store(bytes + i, __builtin_convertvector(whole, Bytes));
+    total += whole;
+  }
+  *scale = most * (1 / 127.0f);
+  *sum = sum_of(__builtin_convertvector(total, Floats))[0];
+}
+
+template <class T> void quantize_tile(const QuantizedJob& job, int64_t tile) {
+  const int64_t block = block_of(job), blocks = job.inputs / block, end = smaller_of((tile + 1) * TILE, job.rows);
+  for (int64_t row = tile * TILE; row < end; row++)
+    for (int64_t b = 0; b < blocks; b++) {
+      const int64_t at = row * job.inputs + b * block, i = row * blocks + b;
+      quantize((const T*)job.x + at, block, job.bytes + at, job.scales + i, job.sums + i);
+    }
+}
+
+// ---- bytes times codes ----------------------------------------------------------------------------------------------
+
+// STEP inputs' codes of a vector of outputs; `from` is where the strip's first output has its own.
+template <int BITS> KVK_INLINE void read(const uint8_t* from, Words (&codes)[QUADS]) {
+  constexpr int LINE = OUTPUTS * 4;
+  if constexpr (BITS == 4)
+    for (int i = 0; i < QUADS; i += 2) {
+      const Words both = load<Words>(from + i / 2 * LINE);
+      codes[i] = both & 0x0F0F0F0F, codes[i + 1] = both >> 4 & 0x0F0F0F0F;
+    }
+  else
+    for (int i = 0; i < QUADS; i++) codes[i] = load<Words>(from + i * LINE) ^ (BYTE_SHIFT ? (int32_t)0x80808080 : 0);
+}
+
+template <int BITS, int ROWS, class T> void multiply(const QuantizedJob& job, int64_t strip, int64_t row) {
+  const int64_t block = block_of(job), blocks = job.inputs / block;
+  const int64_t code_bytes = job.group * OUTPUTS * BITS / 8, group_bytes = code_bytes + OUTPUTS * 2 * sizeof(half);
+  const uint8_t* group = job.weight + strip * (job.inputs / job.group) * group_bytes;
+  Floats totals[VECTORS][ROWS];
+  for (auto& line : totals)
+    for (Floats& total : line) total = Floats{};
+  for (int64_t b = 0; b < blocks; group += group_bytes)
+    for (int64_t from = 0; from < code_bytes; from += block * OUTPUTS * BITS / 8, b++)
+      for (int n = 0; n < VECTORS; n++) {
+        Words sums[ROWS];
+        for (Words& sum : sums) sum = Words{};
+        for (int64_t i = 0; i < block; i += STEP) {
+          Words codes[QUADS];
+          read<BITS>(group + from + i * OUTPUTS * BITS / 8 + n * LANES * 4, codes);
+          for (int r = 0; r < ROWS; r++)
+            sums[r] = dot_bytes<BITS>(codes, job.bytes + (row + r) * job.inputs + b * block + i, sums[r]);
+        }
+        const half* parameters = (const half*)(group + code_bytes) + n * LANES;
+        const Floats scale = widened(parameters);
+        const Floats zero = splat(BITS == 8 ? (float)BYTE_SHIFT : 0.0f) - widened(parameters + OUTPUTS);
+        for (int r = 0; r < ROWS; r++) {
+          const int64_t at = (row + r) * blocks + b;
+          const Floats product = fma(zero, splat(job.sums[at]), __builtin_convertvector(sums[r], Floats));  // exact
+          totals[n][r] = fma(product, scale * splat(job.scales[at]), totals[n][r]);
+        }
+      }
+  for (int n = 0; n < VECTORS; n++) {
+    const int64_t column = strip * OUTPUTS + n * LANES;
+    const Floats bias = job.bias ? widened((const T*)job.bias + column) : Floats{};
+    for (int r = 0; r < ROWS; r++)
+      narrow((T*)job.y + (row + r) * job.outputs + column, job.bias ? totals[n][r] + bias : totals[n][r]);
+  }
+}
+
+// What zeros give: the bias.
+template <class T> void fill(const QuantizedJob& job, int64_t strip, int64_t row) {
+  for (int n = 0; n < VECTORS; n++) {
+    const int64_t column = strip * OUTPUTS + n * LANES;
+    narrow((T*)job.y + row * job.outputs + column, job.bias ? Floats{} + widened((const T*)job.bias + column) : Floats{});
+  }
+}
+
+template <int BITS, class T>
+void multiply_tile(const QuantizedJob& job, int64_t strip, int64_t row, int64_t end, int64_t padded) {
+  if constexpr (MOST_ROWS == 8)
+    for (; row + 8 <= end; row += 8) multiply<BITS, 8, T>(job, strip, row);
+  for (; row + 4 <= end; row += 4) multiply<BITS, 4, T>(job, strip, row);
+  if (end - row >= 2) multiply<BITS, 2, T>(job, strip, row), row += 2;
+  if (end - row >= 1) multiply<BITS, 1, T>(job, strip, row), row++;
+  for (; row < padded; row++) fill<T>(job, strip, row);
+}
+
+// ---- threads --------------------------------------------------------------------------------------------------------
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Rows up to the last that is not all zeros: what fills a batch up costs nothing.
+int64_t live_rows(const QuantizedJob& job) {
+  const int64_t blocks = job.inputs / block_of(job);
+  int64_t numbers = job.rows * blocks;
+  while (numbers && job.scales[numbers - 1] == 0) numbers--;
+  return (numbers + blocks - 1) / blocks;
+}
+
+template <class T> void run(QuantizedJob& job) {
+  const int64_t tiles = (job.rows + TILE - 1) / TILE, strips = job.outputs / OUTPUTS;
+  for (int64_t tile; (tile = take(&job.quantizing)) < tiles;) {
+    quantize_tile<T>(job, tile);
+    __atomic_fetch_add(&job.quantized, 1, __ATOMIC_RELEASE);
+  }
+  // Whoever took a tile is at it.
+  while (__atomic_load_n(&job.quantized, __ATOMIC_ACQUIRE) < tiles) pause();
+  const int64_t live = live_rows(job);
+  for (int64_t unit; (unit = take(&job.taken)) < tiles * job.parts;) {
+    const int64_t tile = unit % tiles, part = unit / tiles, padded = smaller_of((tile + 1) * TILE, job.rows);
+    const int64_t first = tile * TILE, end = smaller_of(padded, live);
+    for (int64_t strip = strips * part / job.parts; strip < strips * (part + 1) / job.parts; strip++) {
+      if (job.bits == 4) multiply_tile<4, T>(job, strip, first, end, padded);
+      else multiply_tile<8, T>(job, strip, first, end, padded);
+    }
+  }
+}
+
+}  // namespace
+
+KVK_JOB(quantized, QuantizedJob)
+
+// For every thread of a team.
+KVK_EXPORT void kvk_quantized(QuantizedJob* job) { job->of_bf16 ? run<bf16>(*job) : run<float>(*job); }
