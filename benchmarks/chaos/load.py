@@ -146,7 +146,7 @@ class Watcher:
             for event in self._call:
                 if event.type == pb.EVENT_TYPE_PERSISTED:
                     self.durable.add(event.chunk.prefix_hash)
-                elif event.type in (pb.EVENT_TYPE_EVICTED, pb.EVENT_TYPE_DELETED):
+                elif event.type in (pb.EVENT_TYPE_EVICTED, pb.EVENT_TYPE_DELETED, pb.EVENT_TYPE_UNPERSISTED):
                     self.durable.discard(event.chunk.prefix_hash)
         except grpc.RpcError:
             return  # the daemon is gone: what was told until then counts
