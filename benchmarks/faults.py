@@ -3,9 +3,9 @@
 A row per kind. ``wrong_answers`` counts reads with other bytes than were committed and refusals that did not come;
 ``leaked_slots`` leases, reservations and arena pages that nobody accounts for afterwards; ``lost_durable_chunks`` those
 that were told durable and cannot be found after a kill, of nodes that evict nothing (every other one evicts);
-``failed_requests`` those that failed although nothing that they need was down. ``recovery_ms`` runs from the kill to the
-first Match that succeeds, with the start of the process; the summary's is that of every kill of the daemon, with its
-guardian or without.
+``failed_requests`` those that failed although nothing that they need was down. ``recovery_ms`` runs from the kill to
+the first Match that succeeds, with the start of the process; the summary's is that of every kill of the daemon, with
+its guardian or without.
 """
 
 from __future__ import annotations
