@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 import torch
 import transformers
+from kvkernels.cpu.features import native_bfloat16
 from kvkernels.ops import has_cuda_kernels
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import (
@@ -184,10 +185,6 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def _bf16_is_fast() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
     """``auto`` is the checkpoint's dtype; on a CPU 16-bit weights run as bfloat16 where it is native, else float32."""
     if name != "auto":
@@ -197,7 +194,7 @@ def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> t
         return chosen  # type: ignore[no-any-return]
     wanted = stored if stored in _DTYPES else torch.float32
     if device.type == "cpu" and wanted != torch.float32:
-        return torch.bfloat16 if _bf16_is_fast() else torch.float32
+        return torch.bfloat16 if native_bfloat16() else torch.float32
     return wanted
 
 
