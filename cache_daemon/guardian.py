@@ -59,7 +59,7 @@ def kept_running(run: Callable[[], int]) -> int:
                 return 128 - end.code
             seconds = time.monotonic() - began
             failed_starts = 0 if _served[0] else failed_starts + 1
-            name = signal.Signals(-end.code).name
+            name = signal.strsignal(-end.code) or str(-end.code)  # also of those that have no name
             if failed_starts == _MOST_FAILED_STARTS:
                 log.error("the daemon died too often before it served, giving up", signal=name, deaths=failed_starts)
                 return 128 - end.code

@@ -42,6 +42,7 @@ class Grammars:
         """``vocabulary`` is the width of the model's logits, ``stops`` its end-of-sequence tokens."""
         self._source, self._vocabulary, self._stops = tokenizer, vocabulary, stops
         self._tokenizer: LLTokenizer | None = None
+        self._unreadable = False
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         # They compute with NumPy's and llguidance's own code alone: torch would keep a team of threads for each.
@@ -66,8 +67,10 @@ class Grammars:
 
     def special_token(self, text: str) -> int | None:
         """The one token that a text is, if it is one that text cannot spell."""
-        token: Any = self._source.get_vocab().get(text)
-        return token if token is not None and self._ready().is_special_token(token) else None
+        ready, source = self._ready(), self._source
+        assert isinstance(source, PreTrainedTokenizerFast)
+        token: int | None = source.backend_tokenizer.token_to_id(text)
+        return token if token is not None and ready.is_special_token(token) else None
 
     def _steering(self, source: str) -> Steering:
         with self._lock:
@@ -80,9 +83,7 @@ class Grammars:
                 self._compiled[source] = found
                 while len(self._compiled) > _KEPT:
                     self._compiled.popitem(last=False)
-        steering = Steering(found.deep_copy(), self._threads)
-        steering.look_ahead()  # while the prompt is read
-        return steering
+        return Steering(found.deep_copy(), self._threads)
 
     def _compile(self, source: str) -> LLMatcher:
         matcher = LLMatcher(self._ready(), source, log_level=0, limits=LLParserLimits(verbose_errors=False))
@@ -92,15 +93,26 @@ class Grammars:
 
     def _ready(self) -> LLTokenizer:
         with self._lock:
+            if self._tokenizer is None and not self._unreadable:
+                self._tokenizer = self._read()
+                self._unreadable = self._tokenizer is None
             if self._tokenizer is None:
-                if not isinstance(self._source, PreTrainedTokenizerFast):
-                    raise UnsupportedOption(
-                        "this model's tokenizer has no fast form, which grammars need; leave the grammar out",
-                        param="grammar",
-                    )
-                size = max(self._vocabulary, len(self._source))
-                self._tokenizer = hf.from_tokenizer(self._source, size, sorted(self._stops) or None)
+                raise UnsupportedOption(
+                    "this model's tokenizer is none that grammars can be used with; leave the grammar out",
+                    param="grammar",
+                )
             return self._tokenizer
+
+    def _read(self) -> LLTokenizer | None:
+        if not isinstance(self._source, PreTrainedTokenizerFast):
+            return None
+        size = max(self._vocabulary, len(self._source))
+        try:
+            found: LLTokenizer = hf.from_tokenizer(self._source, size, sorted(self._stops) or None)
+        except Exception as error:  # it reads some kinds of tokenizers only, and says so in its own ways
+            log.warning("grammars are not served: the tokenizer cannot be read for them", error=str(error))
+            return None
+        return found
 
 
 def _refused(why: str) -> InvalidRequest:

@@ -70,22 +70,37 @@ class Prompter:
                 f"the prompt has {tokens} tokens; with one token of answer at most {self._context} are allowed"
             )
 
-    def _refuse_larger(self, *texts: str) -> None:
-        """Tokenizing takes hundreds of bytes for each of a text: what cannot fit is refused by its size, and what
-        hardly can is counted in pieces first."""
+    def counted_tokens(self, prompt: pb.Prompt) -> list[int]:
+        """``tokens`` of a prompt that need not fit into the context, but may not have more characters than could."""
+        kind = prompt.WhichOneof("kind")
+        if kind == "text":
+            self._refuse_characters(prompt.text)
+        elif kind == "chat":
+            self._refuse_characters(*texts_of(prompt.chat))
+        return self.tokens(prompt)[0]
+
+    def _refuse_characters(self, *texts: str) -> int:
+        """How many characters there are, if not too many."""
         size = sum(map(len, texts))
         if size > self._most_characters:
             raise PromptTooLong(
                 f"the prompt has {size} characters; a context of {self._context} tokens holds at most "
                 f"{self._most_characters}"
             )
+        return size
+
+    def _refuse_larger(self, *texts: str) -> None:
+        """Tokenizing takes hundreds of bytes for each of a text: what cannot fit is refused by its size, and what
+        hardly can is counted in pieces first."""
+        size = self._refuse_characters(*texts)
         if size <= self._context * _USUAL_CHARACTERS:
             return
         counted = 0
         for text in texts:
             for at in range(0, len(text), _PIECE_CHARACTERS):
                 # A cut within a word makes a few tokens more of it.
-                counted += max(0, len(self._ids(text[at : at + _PIECE_CHARACTERS], False)) - _CUT_TOKENS)
+                cut = _CUT_TOKENS if len(text) > _PIECE_CHARACTERS else 0
+                counted += max(0, len(self._ids(text[at : at + _PIECE_CHARACTERS], False)) - cut)
                 if counted >= self._context:
                     raise PromptTooLong(
                         f"the prompt's first {at + _PIECE_CHARACTERS} characters have about {counted} tokens; with one "
@@ -158,6 +173,9 @@ class Prompter:
         if logprobs is not None and logprobs > _MAX_LOGPROBS:
             raise InvalidRequest(f"logprobs is {logprobs}; allowed are 0 to {_MAX_LOGPROBS}", param="logprobs")
         stops = self._loaded.stop_tokens
+        # A call that must be made is not cut short by what may stand in it.
+        must_call = request.tool_use.mode == pb.TOOL_MODE_REQUIRED
+        stop = () if must_call else self.stop_strings(request)
         params = self.sampling(request.sampling)
         params.check(self._vocabulary)
         return Sequence(
@@ -167,9 +185,7 @@ class Prompter:
             max_tokens=min(wanted, room),
             params=params,
             stop_tokens=frozenset() if request.ignore_eos else stops,
-            text=TextStream(
-                self._tokenizer, self.stop_strings(request), stops, self._conversations.shows_special(request)
-            ),
+            text=TextStream(self._tokenizer, stop, stops, self._conversations.shows_special(request)),
             sink=sink,
             cache=self.cache_use(request.cache, marks),
             logprobs=logprobs,

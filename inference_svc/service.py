@@ -28,6 +28,7 @@ log = structlog.get_logger("worker")
 T = TypeVar("T")
 # Of so large a request, what was used to read it is given back.
 _LARGE_BYTES = 1 << 18
+_MOST_DETOKENIZED = 1 << 17
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -174,11 +175,17 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        ids, _ = await self._read(request, lambda: self._prompter.tokens(request.prompt))
+        ids = await self._read(request, lambda: self._prompter.counted_tokens(request.prompt))
         return pb.TokenizeResponse(token_ids=ids)
 
     @unary(INFERENCE_DOMAIN)
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        most = max(self._engine.context_length, _MOST_DETOKENIZED)
+        if len(request.token_ids) > most:
+            raise InvalidRequest(f"there are {len(request.token_ids)} token_ids; at most {most} are allowed")
+        return await self._read(request, lambda: self._detokenized(request))
+
+    def _detokenized(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         wrong = next((i for i in request.token_ids if i >= self._loaded.config.vocab_size), None)
         if wrong is not None:
             raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {self._loaded.config.vocab_size}")

@@ -73,7 +73,8 @@ class EventLog:
         while True:
             changed, due = self._changed, self._last[root] - after
             kept = self._kept.get(root, ())
-            if due > len(kept):
+            # Below 0: the tenant was forgotten meanwhile, and is counted anew.
+            if not 0 <= due <= len(kept):
                 raise EventsLost(f"events after {after} are no longer kept; read the state with List, then watch anew")
             for event in [kept[i] for i in range(-due, 0)]:
                 after = event.number if root == _ALL else event.of_root

@@ -181,6 +181,8 @@ class Loop:
             return
         sequence.state, sequence.passed_over = State.RUNNING, 0
         self.running.append(sequence)
+        if sequence.steering is not None:
+            sequence.steering.look_ahead()  # while the prompt is read
         if sequence.plan is not None:
             try:
                 self._begin_repair(sequence)

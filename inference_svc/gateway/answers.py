@@ -54,7 +54,9 @@ def timings(value: pb.Timings) -> dict[str, float]:
 
 def chat_logprobs(parts: list[pb.TokenLogprob]) -> dict[str, Any]:
     def one(p: pb.TokenLogprob) -> dict[str, Any]:
-        return {"token": p.text, "logprob": p.logprob, "bytes": list(p.text.encode())}
+        # Part of a character has no text, and what its bytes are is not known here.
+        bytes_ = None if "\ufffd" in p.text else list(p.text.encode())
+        return {"token": p.text, "logprob": p.logprob, "bytes": bytes_}
 
     return {"content": [{**one(p), "top_logprobs": [one(t) for t in p.top]} for p in parts], "refusal": None}
 

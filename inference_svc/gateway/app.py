@@ -137,7 +137,7 @@ class Gateway:
             for choice in range(parsed.choices)
         ]
         writer = Writer(answer_id, self._named(parsed.model), chat, parsed)
-        pieces = _about(parsed.grammar()[0], self._merge(requests))
+        pieces = _about(parsed.grammar[0], self._merge(requests))
         if parsed.stream:
             # The first piece is awaited here, so that a refused request gets its status code.
             return _events(writer.stream(await anext(pieces), pieces))

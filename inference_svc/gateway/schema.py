@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from kvsidecar.errors import InvalidRequest
@@ -67,6 +68,7 @@ class Common(BaseModel):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
 
+    @cached_property
     def grammar(self) -> tuple[str, pb.Grammar | None]:
         """What the answer must be, and the option that says so. Raises InvalidRequest when several do."""
         return one_grammar(
@@ -111,7 +113,7 @@ class Common(BaseModel):
                 exact_only=self.exact_only,
             ),
             request_id=request_id,
-            grammar=self.grammar()[1],
+            grammar=self.grammar[1],
         )
 
 

@@ -10,6 +10,8 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import BaseModel, ConfigDict, Field
 
 _ANY_OBJECT = {"type": "object"}
+MAX_GRAMMAR_BYTES = 1 << 16
+"""What workers take; refused here before it is written into every answer's request."""
 
 
 class JsonSchema(BaseModel):
@@ -89,12 +91,20 @@ def one_grammar(
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise InvalidRequest(f"{names} are set; the answer can be kept to one of them", param=found[1][0])
-    return found[0] if found else ("", None)
+    if not found:
+        return "", None
+    (name, grammar), size = found[0], found[0][1].ByteSize()
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"{name} has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param=name)
+    return name, grammar
 
 
 def json_grammar(schema: dict[str, Any] | bool | str, whitespace: str | None = None) -> pb.Grammar:
     """JSON that a schema describes."""
-    text = schema if isinstance(schema, str) else json.dumps(schema)
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+    except RecursionError as error:
+        raise InvalidRequest("the JSON schema is nested too deeply") from error
     return pb.Grammar(json_schema=text, json_whitespace=whitespace)
 
 

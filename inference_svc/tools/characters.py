@@ -91,6 +91,7 @@ class Characters:
             escaped = character == "\\" and not escaped
         try:
             text: str = json.loads(f'"{raw}"', strict=False)
+            text.encode()  # half a surrogate pair is none of UTF-8's
         except ValueError:
             raise Broken from None
         return text

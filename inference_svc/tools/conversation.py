@@ -58,6 +58,12 @@ class Conversations:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+        try:
+            str(text).encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                "a message has half of a surrogate pair, which no text has; send whole characters", param="messages"
+            ) from error
         return str(text)
 
     def steering(self, request: pb.GenerateRequest) -> Steering | None:
@@ -81,9 +87,12 @@ class Conversations:
         return self._grammars.steering(grammar)
 
     def _calling(self, tools: list[pb.Tool], single: bool, instead: str, about: str) -> Steering:
-        lark = lark_of_calls(self._dialect, tools, single, self._grammars.special_token, instead)
         try:
-            return self._grammars.of_lark(lark)
+            return self._grammars.of_lark(
+                lark_of_calls(self._dialect, tools, single, self._grammars.special_token, instead)
+            )
+        except RecursionError as error:
+            raise InvalidRequest(f"the grammar of these {about} is nested too deeply", param=about) from error
         except InvalidRequest as error:
             raise type(error)(
                 str(error).replace("the grammar", f"the grammar of these {about}", 1), param=about

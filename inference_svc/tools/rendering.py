@@ -19,7 +19,7 @@ from inference_svc.tools.dialects import Dialect, schema_of
 
 _ROLES = ("system", "user", "assistant", "tool")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MAX_TOOLS = 128
+_MAX_TOOLS, _MAX_NAME = 128, 256
 _INSTRUCTIONS = (
     "You can call functions. To call one or several of them, answer with nothing but JSON of this form:\n"
     '{{"tool_calls": [{{"name": "NAME", "arguments": {{...}}}}]}}\n'
@@ -38,6 +38,11 @@ def check_chat(chat: pb.Chat) -> None:
             raise InvalidRequest(
                 f"tool_calls stand in a message of {message.role}; only an assistant calls", param="messages"
             )
+        longest = max(map(len, _names_in(message)))
+        if longest > _MAX_NAME:
+            raise InvalidRequest(
+                f"a message has a name or id of {longest} characters; at most {_MAX_NAME} are allowed", param="messages"
+            )
     if len(chat.tools) > _MAX_TOOLS:
         raise InvalidRequest(f"tools has {len(chat.tools)} tools; at most {_MAX_TOOLS} are allowed", param="tools")
     names = [tool.name for tool in chat.tools]
@@ -51,6 +56,11 @@ def check_chat(chat: pb.Chat) -> None:
             raise InvalidRequest(f"two tools are called {tool.name!r}; give each a name of its own", param="tools")
 
 
+def _names_in(message: pb.ChatMessage) -> list[str]:
+    """What a message calls itself, the tools that it calls, and their calls."""
+    return [message.name, message.tool_call_id, *(s for call in message.tool_calls for s in (call.id, call.name))]
+
+
 def uses_tools(chat: pb.Chat) -> bool:
     """The conversation has tools, or had."""
     return bool(chat.tools) or any(m.tool_calls or m.tool_call_id for m in chat.messages)
@@ -60,6 +70,7 @@ def texts_of(chat: pb.Chat) -> list[str]:
     """All that a template will write, for counting."""
     written = [m.content for m in chat.messages]
     written += [call.arguments for m in chat.messages for call in m.tool_calls]
+    written += [name for m in chat.messages for name in _names_in(m) if name]
     return written + [text for tool in chat.tools for text in (tool.description, tool.parameters)]
 
 
@@ -89,7 +100,7 @@ def described(chat: pb.Chat, in_system: bool) -> list[dict[str, Any]]:
     """The messages for a template that knows no tools: with ``in_system`` the tools are described in the system
     message, otherwise in the first one. Raises InvalidRequest."""
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
-    messages: list[dict[str, Any]] = []
+    said: list[tuple[str, list[str]]] = []  # a role, and what it says in a row
     for m in chat.messages:
         role, content = m.role, m.content
         if m.tool_calls:
@@ -98,10 +109,11 @@ def described(chat: pb.Chat, in_system: bool) -> list[dict[str, Any]]:
         if m.role == "tool":
             role, name = "user", m.name or names.get(m.tool_call_id, "")
             content = f"Result of {name or 'the call'}: {content}"
-        if messages and role == "user" == messages[-1]["role"]:
-            messages[-1]["content"] += f"\n\n{content}"
+        if said and role == "user" == said[-1][0]:
+            said[-1][1].append(content)
         else:
-            messages.append({"role": role, "content": content})
+            said.append((role, [content]))
+    messages = [{"role": role, "content": "\n\n".join(parts)} for role, parts in said]
     if not chat.tools:
         return messages
     text = _INSTRUCTIONS.format(tools="\n".join(_json(_function(tool)) for tool in chat.tools))
@@ -140,4 +152,7 @@ def _shown_id(name: str, dialect: Dialect) -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError as error:
+        raise InvalidRequest("a message or a tool has JSON that is nested too deeply", param="messages") from error

@@ -147,10 +147,13 @@ class ResponsesRequest(BaseModel):
             if any(asked):
                 raise UnsupportedOption(f"{name} is not supported by this server; leave it out", param=name)
         instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        said = self.messages()
+        if not said and not before:
+            raise InvalidRequest("input has no message; at least one is needed", param="input")
         return ChatRequest.model_validate(
             {
                 "model": self.model,
-                "messages": [*instructions, *before, *self.messages()],
+                "messages": [*instructions, *before, *said],
                 "stream": self.stream,
                 "max_tokens": self.max_output_tokens,
                 "temperature": self.temperature,

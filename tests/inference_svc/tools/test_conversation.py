@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from kvsidecar.errors import InvalidRequest
+from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_prompt, to_request
 
@@ -164,3 +164,25 @@ def test_markers_that_are_special_are_shown_to_the_parser_alone() -> None:
     assert made.shows_special(to_request(HISTORY[:1], tools=TOOLS))
     assert not made.shows_special(to_request(HISTORY[:1], tools=TOOLS, tool_choice="none"))
     assert not made.shows_special(to_request(HISTORY[:1]))
+
+
+def test_names_in_messages_are_bounded() -> None:
+    call = pb.ToolCall(id="a", name="x" * 300, arguments="{}")
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi"), pb.ChatMessage(role="assistant")])
+    chat.messages[1].tool_calls.append(call)
+    with pytest.raises(InvalidRequest, match="300 characters; at most 256"):
+        conversations("hermes").render(chat, True)
+
+
+def test_half_a_character_in_a_call_that_comes_back_is_refused() -> None:
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi"), pb.ChatMessage(role="assistant")])
+    chat.messages[1].tool_calls.append(pb.ToolCall(id="a", name="f", arguments='{"a": "\\ud800"}'))
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        conversations("hermes").render(chat, True)
+
+
+def test_a_tokenizer_that_grammars_cannot_read_is_said_to_who_sends_one() -> None:
+    grammars = Grammars(object(), 4096, END)  # type: ignore[arg-type]
+    grammars.prepare()
+    with pytest.raises(UnsupportedOption, match="grammars"):
+        grammars.steering(pb.Grammar(regex="a"))

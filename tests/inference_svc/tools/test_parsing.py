@@ -155,3 +155,8 @@ def test_streamed_is_whole_and_what_is_no_call_is_text(dialect: str, data: st.Da
     assert read(dialect, data.draw(cut(text))) == whole
     if not whole[1]:
         assert whole[0] == text
+
+
+def test_half_a_character_is_no_name() -> None:
+    written = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
+    assert read("hermes", [written]) == (written, [])

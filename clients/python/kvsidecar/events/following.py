@@ -91,13 +91,15 @@ class Follower:
         yield from _in_batches(self._ledger.replace(chunks))
         if self._again:
             self._ledger.forget()
+            yield [AllBlocksCleared()]  # what was missed may have been removals
             yield from _in_batches(self._ledger.replace(chunks))
             self._again, self._told_again = False, time.monotonic()
         self._heard = time.monotonic()
-        for event in self._call:
-            self._heard = time.monotonic()
-            yield self._ledger.change(event.type, event.chunk)
-            self._heard = time.monotonic()
+        try:
+            for event in self._call:
+                yield self._ledger.change(event.type, event.chunk)
+        finally:
+            self._heard = time.monotonic()  # it was there until now
 
     def _listed(self, daemon: Any) -> list[pb.ChunkInfo]:
         found, token = list[pb.ChunkInfo](), b""

@@ -74,7 +74,10 @@ class Matcher:
         """Gives the lease back without waiting for the answer."""
         if found.lease_id and found.session.alive:
             request = pb.ReleaseRequest(session_id=found.session.id, lease_ids=[found.lease_id])
-            call = found.session.stub.Release.future(request, timeout=_RELEASE_SECONDS)
+            try:
+                call = found.session.stub.Release.future(request, timeout=_RELEASE_SECONDS)
+            except ValueError:  # the channel was closed meanwhile: the session is over, and its leases with it
+                return
             # A call nobody refers to is cancelled, and its lease would stay until the session ends.
             self._releases.add(call)
             call.add_done_callback(self._releases.discard)

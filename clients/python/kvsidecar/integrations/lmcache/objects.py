@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import grpc
 import numpy as np
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
+from kvsidecar.errors import ChunkNotFound, from_rpc
 from kvsidecar.layout import Geometry
 from kvsidecar.paged.failing import give_up
 from kvsidecar.paged.link import DaemonLink
@@ -161,7 +163,12 @@ class ObjectKeeper:
             self._pages.release(held)
             for at, match in held.pages.items():
                 prefix = pb.PrefixRef(namespace=self._link.namespace, tenant_salt=salt, prefix_hash=match.prefix_hash)
-                session.stub.Delete(pb.DeleteRequest(prefix=prefix), timeout=_DELETE_SECONDS)
+                try:
+                    session.stub.Delete(pb.DeleteRequest(prefix=prefix), timeout=_DELETE_SECONDS)
+                except grpc.RpcError as error:
+                    if not isinstance(from_rpc(error), ChunkNotFound):
+                        raise
+                    continue  # somebody was faster
                 done[these[at]] = True
 
         self._by_tenant("deleting", names, of_tenant)
