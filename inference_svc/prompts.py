@@ -53,13 +53,8 @@ class Prompter:
     ) -> tuple[list[int], Marks]:
         """``tokens`` of a prompt that is to be read. Raises PromptTooLong, before anything is tokenized where its size
         tells."""
-        kind = prompt.WhichOneof("kind")
-        if kind == "token_ids":
-            self._refuse_longer(len(prompt.token_ids.ids))
-        elif kind == "text":
-            self._refuse_larger(prompt.text)
-        elif kind == "chat":
-            self._refuse_larger(*texts_of(prompt.chat))
+        self._refuse_longer(len(prompt.token_ids.ids))
+        self._refuse_larger(*_texts_in(prompt))
         ids, marks = self.tokens(prompt, generation_prompt, cache)
         self._refuse_longer(len(ids))
         return ids, marks
@@ -72,11 +67,7 @@ class Prompter:
 
     def counted_tokens(self, prompt: pb.Prompt) -> list[int]:
         """``tokens`` of a prompt that need not fit into the context, but may not have more characters than could."""
-        kind = prompt.WhichOneof("kind")
-        if kind == "text":
-            self._refuse_characters(prompt.text)
-        elif kind == "chat":
-            self._refuse_characters(*texts_of(prompt.chat))
+        self._refuse_characters(*_texts_in(prompt))
         return self.tokens(prompt)[0]
 
     def _refuse_characters(self, *texts: str) -> int:
@@ -230,3 +221,8 @@ class Prompter:
             exact_only=given.exact_only,
             marks=marks,
         )
+
+
+def _texts_in(prompt: pb.Prompt) -> list[str]:
+    """All that is to be tokenized, for counting; nothing of token ids."""
+    return [prompt.text, *texts_of(prompt.chat)]

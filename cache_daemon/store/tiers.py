@@ -85,7 +85,6 @@ class Tiers:
         """The durable tier has the chunk."""
         assert self.cold is not None
         chunk.on_disk, chunk.stored_bytes = Residency.PRESENT, stored_bytes
-        self.used[chunk.key] = chunk.used_at
         self.cold.resize(chunk, stored_bytes)
         self.used[chunk.key] = chunk.used_at
         self.reconsider(chunk)
