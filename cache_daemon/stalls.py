@@ -1,29 +1,51 @@
-"""How long the event loop was kept from its work: what every caller waits for at worst."""
+"""How long the event loop was kept from its work: what every caller waits for at worst, and by what."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
+import threading
 import time
+import traceback
 from collections import deque
+
+import structlog
 
 _STEP_SECONDS = 0.02
 _WINDOW_SECONDS = 60.0
+# From here on a stall is worth a line in the log, at most one in so many seconds.
+_TOLD_SECONDS, _TOLD_EVERY_SECONDS = 0.25, 10.0
+_DEPTH = 6
+
+log = structlog.get_logger("cache_daemon")
 
 
 class StallWatch:
-    """Watches the running loop while its block lasts."""
+    """Watches the running loop while its block lasts.
+
+    A thread looks at the loop now and then. What it sees the loop do during a long stall is logged: functions and
+    lines, never values; and how much of the stall the loop's thread was computing, since a loop that the machine gave
+    no processor to stands still too.
+    """
 
     def __init__(self) -> None:
         self._stalls: deque[tuple[float, float]] = deque(maxlen=4096)
         self._task: asyncio.Task[None] | None = None
+        self._beat = self._told_at = 0.0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     async def __aenter__(self) -> StallWatch:
+        self._beat = time.monotonic()
         self._task = asyncio.create_task(self._watch())
+        self._thread = threading.Thread(target=self._look, args=(threading.get_ident(),), name="stalls", daemon=True)
+        self._thread.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
+        self._ended.set()
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -35,8 +57,32 @@ class StallWatch:
 
     async def _watch(self) -> None:
         while True:
-            began = time.monotonic()
+            began = self._beat = time.monotonic()
             await asyncio.sleep(_STEP_SECONDS)
             late_ms = (time.monotonic() - began - _STEP_SECONDS) * 1e3
             if late_ms > 1.0:
                 self._stalls.append((began, late_ms))
+
+    def _look(self, loop_thread: int) -> None:
+        """On a thread of its own."""
+        clock = time.pthread_getcpuclockid(loop_thread)
+        beat, computed = self._beat, time.clock_gettime(clock)
+        while not self._ended.wait(_TOLD_SECONDS / 2):
+            late = time.monotonic() - self._beat
+            if self._beat != beat:
+                beat, computed = self._beat, time.clock_gettime(clock)
+            elif late > _TOLD_SECONDS and time.monotonic() - self._told_at > _TOLD_EVERY_SECONDS:
+                self._told_at = time.monotonic()
+                log.warning(
+                    "the event loop stands still",
+                    ms=round(late * 1e3),
+                    computing_ms=round((time.clock_gettime(clock) - computed) * 1e3),
+                    at=_stack(loop_thread),
+                )
+
+
+def _stack(thread: int) -> list[str]:
+    """The innermost calls of a thread, innermost first."""
+    frame = sys._current_frames().get(thread)
+    calls = traceback.extract_stack(frame)[-_DEPTH:] if frame is not None else []
+    return [f"{call.filename.rsplit('/', 2)[-1]}:{call.lineno} {call.name}" for call in reversed(calls)]
