@@ -4,7 +4,8 @@
 ``arena_single`` is the same for a prompt of one chunk, ``arena_write`` Reserve, a copy into staging with its checksum,
 and Commit. ``lmdb_cold`` reads the durable tier and ``pread_cold`` the same file, the page cache dropped. ``redis``
 answers one pipelined MGET over a Unix socket, received into one buffer; ``redis_write`` is as many pipelined SETs. All
-arms of a size follow each other in each repetition; times are per chunk.
+arms of a size follow each other in each repetition; times are per chunk. ``rpc`` is a call that does nothing: what
+gRPC itself takes of a Match on this machine.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     flags = {"staging_bytes": f"{2 * options.total_mb}MiB", "compression": "none"}
     with Node(workers=0, arena_bytes=arena, store_bytes=budget, daemon_flags=flags) as node:
         peer = Peer(node, geometry=geometry)
-        kept, plain = prompt(0, chunks), np.zeros(chunks * size, np.uint8)
+        kept, plain = prompt(0, chunks), np.tile(np.frombuffer(source, np.uint8), chunks)  # pages of its own, not zeros
         store_prompt(peer, kept, source)
         node.settle()
         redis = Redis(node.folder) if shutil.which("redis-server") else None
@@ -262,6 +263,11 @@ def matches(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
                 peer.release(found)
             rows.append(arm.row())
             summary[f"match_{chunks}_p50_ms"] = round(rows[-1]["p50_us"] / 1e3, 3)
+        nothing, arm = pb.AbortRequest(session_id=peer.session), Timed("rpc", 0)
+        for _ in range(options.matches):
+            arm.measure(lambda: peer.stub.Abort(nothing), 1)
+        rows.append(arm.row())
+        summary["rpc_p50_ms"] = round(rows[-1]["p50_us"] / 1e3, 3)
     with Node(workers=0, arena_bytes="64MiB", daemon_flags={"staging_bytes": "16MiB"}) as node:
         peer = Peer(node, geometry=GEOMETRY)
         peer.try_put(ids, _CHUNK_TOKENS)
