@@ -1,5 +1,7 @@
 # One entry for everything. On a fresh machine: `make demo`, `make test`. PYTHON selects the interpreter (3.11+).
 PYTHON ?= python3
+# Processes start faster from compiled modules, and the tests start many.
+unexport PYTHONDONTWRITEBYTECODE
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
