@@ -9,6 +9,8 @@ import threading
 import time
 import traceback
 from collections import deque
+from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
@@ -25,8 +27,9 @@ class StallWatch:
     """Watches the running loop while its block lasts.
 
     A thread looks at the loop now and then. What it sees the loop do during a long stall is logged: functions and
-    lines, never values; and how much of the stall the loop's thread was computing, since a loop that the machine gave
-    no processor to stands still too.
+    lines, never values; and how much of the stall the loop's thread was computing, how much of it it waited for a
+    processor of the machine, and what the whole process computed meanwhile: when that is others' work, the loop waits
+    for the interpreter.
     """
 
     def __init__(self) -> None:
@@ -39,7 +42,9 @@ class StallWatch:
     async def __aenter__(self) -> StallWatch:
         self._beat = time.monotonic()
         self._task = asyncio.create_task(self._watch())
-        self._thread = threading.Thread(target=self._look, args=(threading.get_ident(),), name="stalls", daemon=True)
+        self._thread = threading.Thread(
+            target=self._look, args=(threading.get_ident(), threading.get_native_id()), name="stalls", daemon=True
+        )
         self._thread.start()
         return self
 
@@ -63,22 +68,46 @@ class StallWatch:
             if late_ms > 1.0:
                 self._stalls.append((began, late_ms))
 
-    def _look(self, loop_thread: int) -> None:
+    def _look(self, loop_thread: int, task: int) -> None:
         """On a thread of its own."""
-        clock = time.pthread_getcpuclockid(loop_thread)
-        beat, computed = self._beat, time.clock_gettime(clock)
+        beat, spent = self._beat, _Spent.of(loop_thread, task)
         while not self._ended.wait(_TOLD_SECONDS / 2):
             late = time.monotonic() - self._beat
             if self._beat != beat:
-                beat, computed = self._beat, time.clock_gettime(clock)
+                beat, spent = self._beat, _Spent.of(loop_thread, task)
             elif late > _TOLD_SECONDS and time.monotonic() - self._told_at > _TOLD_EVERY_SECONDS:
                 self._told_at = time.monotonic()
                 log.warning(
                     "the event loop stands still",
                     ms=round(late * 1e3),
-                    computing_ms=round((time.clock_gettime(clock) - computed) * 1e3),
+                    **spent.until(_Spent.of(loop_thread, task)),
                     at=_stack(loop_thread),
                 )
+
+
+class _Spent(NamedTuple):
+    """Seconds of a thread and its process so far."""
+
+    computing: float
+    waiting: float
+    process: float
+
+    @classmethod
+    def of(cls, thread: int, task: int) -> _Spent:
+        computing = time.clock_gettime(time.pthread_getcpuclockid(thread))
+        return cls(computing, _waited(task), time.process_time())
+
+    def until(self, later: _Spent) -> dict[str, int]:
+        """What was spent from here on, in milliseconds, for the log."""
+        return {f"{name}_ms": round((getattr(later, name) - getattr(self, name)) * 1e3) for name in self._fields}
+
+
+def _waited(task: int) -> float:
+    """Seconds that a thread was ready to run and had no processor; 0 where the system does not tell."""
+    try:
+        return int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _stack(thread: int) -> list[str]:
