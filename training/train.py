@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from training import bpe, corpus, elsewhere, tasks
-
-IGNORED = -100
-FACTS, FILLER = 6, 24  # of the full tasks: at most 12 documents, filler words in each
-JUDGED_FACTS, JUDGED_FILLER = 4, 12  # of the accuracies that are stated
+from training.exporting import export
+from training.rows import FACTS, FILLER, IGNORED, Row, Rows, batch
 
 
 @dataclass
@@ -41,98 +37,6 @@ class Progress:
     seconds: float = 0.0
     accuracy: dict[str, float] = field(default_factory=dict)
     language_loss: float = 9.0
-
-
-@dataclass
-class Row:
-    """Token ids, kind, and what is learned: {index: token to predict there}, the token ids themselves when None."""
-
-    tokens: list[int]
-    kind: str
-    learned: dict[int, int] | None
-
-
-class Rows:
-    """Draws training rows; one instance per step, seeded by it."""
-
-    def __init__(self, tokenizer: Tokenizer, stream: np.ndarray, seed: int, task_share: float = 0.6) -> None:
-        self.tokenizer, self.stream, self.rng = tokenizer, stream, random.Random(seed)
-        self.task_share = task_share
-        self.ids = {w: tokenizer.token_to_id(w) for w in bpe.SPECIAL_TOKENS}
-        # Copying is learned on few tokens: with the whole vocabulary each embedding is seen too rarely.
-        words = tasks.NAMES + tasks.PLACES + tasks.OBJECTS + tasks.FILLERS
-        self.alphabet = sorted({tokenizer.encode(" " + word).ids[0] for word in words})
-
-    def copy(self, span: int) -> Row:
-        """A row of random tokens in which a random span appears a second time, further on."""
-        rng = self.rng
-        n = rng.randint(max(4, span // 3), span)
-        row = [rng.choice(self.alphabet) for _ in range(3 * n)]
-        length, start = rng.randint(max(3, n // 2), n), rng.randint(0, n)
-        target = min(start + length + rng.randint(0, n // 2), 3 * n - 2)
-        learned = {}
-        for i in range(length):
-            if target + i < len(row):
-                row[target + i] = row[start + i]
-                if i:
-                    learned[target + i] = row[target + i]
-        return Row(row, "copy", learned)
-
-    def task(self, name: str, facts: int, filler: int, implied: bool = False) -> Row:
-        """A look-up sample. With ``implied``, what a document implies is learned as well, at the place where it is
-        known; the word itself is not in the row.
-
-        A control must be answered by the question alone. Few statements can be compared while they are read; so half of
-        the rows of ``latest`` have many about one or two names, and only their places tell which is the last.
-        """
-        sample = tasks.TASKS[name](self.rng, facts, filler)
-        if implied and name == "latest" and self.rng.random() < 0.5:
-            sample = tasks.latest(self.rng, self.rng.randint(6, 16), min(filler, 8), names=self.rng.randint(1, 2))
-        row, learned = [self.ids["<|bos|>"]], {}
-        for document in sample.documents:
-            row += [self.ids["<|doc|>"], *self._encode(f" {document.before}{document.fact}")]
-            if implied and document.implied:
-                learned[len(row)] = self._encode(" " + document.implied)[0]
-            row += self._encode("." + document.after)
-        for question, answer in zip(sample.questions, sample.answers, strict=True):
-            row += [self.ids["<|ask|>"], *self._encode(" " + question), *self._encode(" " + answer)]
-            learned[len(row) - 1] = row[-1]
-        return Row(row, name, learned)
-
-    def latest_in_parts(self) -> elsewhere.Split:
-        """Statements about a few names, to be read in another order than they stand in."""
-        rng = self.rng
-        if rng.random() < 0.5:
-            sample = tasks.latest(rng, rng.randint(2, FACTS), FILLER)
-        else:
-            sample = tasks.latest(rng, rng.randint(6, 16), 8, names=rng.randint(1, 2))
-        documents = [[self.ids["<|doc|>"], *self._encode(f" {document.text}")] for document in sample.documents]
-        tail, learned = [], []
-        for question, answer in zip(sample.questions, sample.answers, strict=True):
-            tail += [self.ids["<|ask|>"], *self._encode(" " + question), *self._encode(" " + answer)]
-            learned.append(len(tail) - 1)
-        return elsewhere.Split([[self.ids["<|bos|>"]], *documents], tail, learned)
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text).ids)
-
-    def language(self, length: int) -> Row:
-        start = self.rng.randrange(len(self.stream) - length)
-        return Row([int(t) for t in self.stream[start : start + length]], "language", None)
-
-
-def batch(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads rows into ``(input_ids, labels)``, both ``[rows, longest]``."""
-    longest = max(len(r.tokens) for r in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    labels = torch.full((len(rows), longest), IGNORED)
-    for i, row in enumerate(rows):
-        ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
-        if row.learned is None:
-            labels[i, 1 : len(row.tokens)] = ids[i, 1 : len(row.tokens)]
-        else:
-            labels[i, list(row.learned)] = torch.tensor(list(row.learned.values()))
-    return ids, labels
 
 
 def new_model(vocabulary: int, layers: int, width: int) -> Qwen2ForCausalLM:
@@ -343,70 +247,6 @@ class Run:
             if now - started > self.options.minutes * 60:
                 break
         self.save()
-
-
-def evaluate(run: Run, samples: int) -> dict[str, float]:
-    """Held-out loss (nats per token) and exact-match accuracy per task with 4 facts, fresh samples."""
-    model = run.model.eval().float()
-    source = Rows(run.tokenizer, run.held_out, seed=10**9)
-    report: dict[str, float] = {}
-    with torch.inference_mode():
-        losses = []
-        for start in range(0, min(len(run.held_out) - 513, 512 * 64), 512):
-            ids = torch.from_numpy(run.held_out[start : start + 513].astype(np.int64))[None].to(model.device)
-            losses.append(float(F.cross_entropy(model(ids[:, :-1]).logits[0], ids[0, 1:])))
-        report["held_out_loss"] = sum(losses) / len(losses)
-        for name in tasks.TASKS:
-            right = total = 0
-            for _ in range(samples):
-                row = source.task(name, JUDGED_FACTS, JUDGED_FILLER)
-                assert row.learned is not None
-                logits = model(torch.tensor([row.tokens]).to(model.device)).logits[0]
-                right += sum(int(logits[i - 1].argmax()) == token for i, token in row.learned.items())
-                total += len(row.learned)
-            report[name] = right / total
-    return report
-
-
-def export(run: Run, folder: Path, samples: int) -> None:
-    """Writes the model in bf16, the tokenizer and ``accuracy.json`` (what the model card states)."""
-    report = evaluate(run, samples)
-    run.model.to(torch.bfloat16).save_pretrained(folder)
-    bpe.save(run.tokenizer, folder)
-    facts = {"step": run.progress.step, "seconds": round(run.progress.seconds), **report}
-    (folder / "accuracy.json").write_text(json.dumps(facts, indent=2) + "\n")
-    (folder / "README.md").write_text(model_card(run, facts))
-    print(json.dumps(facts, indent=2))
-
-
-def model_card(run: Run, facts: dict[str, float]) -> str:
-    """The model's README, from what was measured."""
-    parameters = sum(p.numel() for p in run.model.parameters())
-    layers = run.model.config.num_hidden_layers
-    lines = [f"| {name} | {facts[name]:.3f} |" for name in tasks.TASKS]
-    return f"""# KVSidecar's built-in model
-
-Qwen2 architecture, {layers} layers of width {run.options.width}, {parameters / 1e6:.1f} M parameters, bfloat16, context
-4096 tokens (trained on up to 2048), byte-level BPE of {run.tokenizer.get_vocab_size()} tokens with a chat template. It
-exists so that the project runs, is tested and is demonstrated without a model hub; it is no assistant.
-
-Trained by `python -m training.train` for {facts["step"]:.0f} steps ({facts["seconds"] / 60:.0f} minutes on two shared
-CPU cores): copying, then look-up tasks over several documents with fresh names in every sample, then language beside
-them. On the way the attention of a layer that looks up was copied into a later, idle one (docs/decisions.md), and six
-layers became twelve.
-
-Held-out loss on dialogues and documents: {facts["held_out_loss"]:.2f} nats per token. Exact-match accuracy with four
-facts in up to eight documents, fresh samples (chance is about 0.25):
-
-| task | accuracy |
-|---|---|
-{chr(10).join(lines)}
-
-A task below 0.95 has not been learned and proves nothing about reuse.
-
-Training texts: DSTC8 Schema-Guided Dialogue (CC BY-SA 4.0), Taskmaster-4 (CC BY 4.0), Python PEPs (public domain or
-CC0), Rust RFCs (MIT or Apache-2.0). The weights are released under the project's MIT licence.
-"""
 
 
 def main() -> None:
