@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     kinds = ("kill_daemon", "kill_daemon_and_guardian")
     kills = [o.recovery_ms for kind in kinds for o in found[kind] if o.recovery_ms is not None]
     summary["recovery_ms_p50"] = report.median(kills)
-    summary["recovery_ms_p99"] = round(p99(kills), 1)
+    summary["recovery_ms_p99"] = round(report.p99(kills), 1)
     summary["reasons"] = sorted(set(reasons))[:5]
     return report.write(options, "faults", rows, summary)
 
@@ -103,12 +103,8 @@ def row(kind: str, outcomes: list[Outcome]) -> dict[str, Any]:
         "leaked_slots": sum(o.leaked for o in outcomes),
         "lost_durable_chunks": sum(o.lost for o in outcomes),
         "failed_requests": sum(o.failed for o in outcomes),
-        "recovery_ms_p99": round(p99(recoveries), 1) if recoveries else None,
+        "recovery_ms_p99": round(report.p99(recoveries), 1) if recoveries else None,
     }
-
-
-def p99(values: list[float]) -> float:
-    return sorted(values)[min(len(values) - 1, len(values) * 99 // 100)]
 
 
 def full_disk() -> list[Outcome]:

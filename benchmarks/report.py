@@ -101,6 +101,11 @@ def median(values: Sequence[float]) -> float:
     return round(statistics.median(values), 4)
 
 
+def p99(values: Sequence[float]) -> float:
+    """0 of nothing."""
+    return sorted(values)[min(len(values) - 1, len(values) * 99 // 100)] if values else 0.0
+
+
 def spread(values: Sequence[float]) -> float:
     """Half the distance between the quartiles, relative to the median."""
     if len(values) < 4:

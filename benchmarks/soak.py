@@ -13,7 +13,6 @@ import random
 import threading
 import time
 from array import array
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +89,6 @@ def rise(samples: list[tuple[float, float]]) -> float:
     return float(slope * (at[-1] - at[0]))
 
 
-def p99(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) * 99 // 100] if values else 0.0
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     seconds, rows = options.minutes * 60.0, []
     waits = [array("f") for _ in range(_PARTS)]  # small ones: the load's own memory is watched, too
@@ -120,7 +115,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                         "at_s": round(at, 1),
                         **{name: round(value, 1) for name, value in memory.items()},
                         "file_mb": round(data.stat().st_blocks * 512 / 1e6, 2),
-                        "match_p99_ms": round(p99(taken), 2),
+                        "match_p99_ms": round(report.p99(taken), 2),
                         "matches": len(taken),
                         "chunks": stats.chunks,
                         "arena_evictions": stats.arena_evictions,
@@ -138,7 +133,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         risen = rise([(r["at_s"], r[name]) for r in rows if r["at_s"] >= seconds / _PARTS])
         summary[f"{name}_rise"], summary[f"{name}_flat"] = round(risen, 2), risen <= options.rise_mb
     file_mb = max(r["file_mb"] for r in rows)
-    second, last = p99(waits[1]), p99(waits[-1])
+    second, last = report.p99(waits[1]), report.p99(waits[-1])
     summary |= {
         "file_of_budget": round(file_mb * 1e6 / budget, 3),
         "file_kept": file_mb * 1e6 <= _ALLOWED_FILE * budget,

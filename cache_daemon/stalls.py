@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ class StallWatch:
     A thread looks at the loop now and then. What it sees the loop do during a long stall is logged: functions and
     lines, never values; and how much of the stall the loop's thread was computing, how much of it it waited for a
     processor of the machine, and what the whole process computed meanwhile: when that is others' work, the loop waits
-    for the interpreter.
+    for the interpreter. ``major_faults`` are pages that came from disk, the program's own among them.
     """
 
     def __init__(self) -> None:
@@ -86,20 +87,22 @@ class StallWatch:
 
 
 class _Spent(NamedTuple):
-    """Seconds of a thread and its process so far."""
+    """Of a thread and its process so far; times in seconds."""
 
     computing: float
     waiting: float
     process: float
+    major_faults: int
 
     @classmethod
     def of(cls, thread: int, task: int) -> _Spent:
         computing = time.clock_gettime(time.pthread_getcpuclockid(thread))
-        return cls(computing, _waited(task), time.process_time())
+        return cls(computing, _waited(task), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt)
 
     def until(self, later: _Spent) -> dict[str, int]:
-        """What was spent from here on, in milliseconds, for the log."""
-        return {f"{name}_ms": round((getattr(later, name) - getattr(self, name)) * 1e3) for name in self._fields}
+        """What was spent from here on, times in milliseconds, for the log."""
+        times = {f"{name}_ms": round((getattr(later, name) - getattr(self, name)) * 1e3) for name in self._fields[:-1]}
+        return {**times, "major_faults": later.major_faults - self.major_faults}
 
 
 def _waited(task: int) -> float:

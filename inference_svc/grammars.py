@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf, regex_to_lark
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -25,7 +26,6 @@ from inference_svc.engine.grammar import Steering
 
 log = structlog.get_logger("worker")
 
-MAX_BYTES = 1 << 16
 _MAX_CHOICES = 1024
 # Between two parts of JSON: nothing, a space, or a line's end and indentation. Small models would write nothing else.
 WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
@@ -61,8 +61,10 @@ class Grammars:
 
     def of_lark(self, lark: str) -> Steering:
         """The same for a grammar of our own making, in Lark's form."""
-        if len(lark) > MAX_BYTES:
-            raise InvalidRequest(f"the grammar has {len(lark)} bytes; at most {MAX_BYTES} are allowed", param="grammar")
+        if len(lark) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(
+                f"the grammar has {len(lark)} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param="grammar"
+            )
         return self._steering(LLMatcher.grammar_from_lark(lark))
 
     def special_token(self, text: str) -> int | None:
@@ -143,8 +145,8 @@ def _source_of(grammar: pb.Grammar) -> str:
 
 def _check_size(grammar: pb.Grammar) -> None:
     size = grammar.ByteSize()
-    if size > MAX_BYTES:
-        raise InvalidRequest(f"the grammar has {size} bytes; at most {MAX_BYTES} are allowed", param="grammar")
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"the grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param="grammar")
     if grammar.HasField("json_whitespace") and not grammar.HasField("json_schema"):
         raise InvalidRequest("json_whitespace is for a json_schema; leave it out with others", param="grammar")
 

@@ -61,8 +61,9 @@ def chat_logprobs(parts: list[pb.TokenLogprob]) -> dict[str, Any]:
     return {"content": [{**one(p), "top_logprobs": [one(t) for t in p.top]} for p in parts], "refusal": None}
 
 
-def completion_logprobs(parts: list[pb.TokenLogprob]) -> dict[str, Any]:
-    offsets, at = [], 0
+def completion_logprobs(parts: list[pb.TokenLogprob], at: int = 0) -> dict[str, Any]:
+    """``at``: where in the answer's text the parts begin, in characters."""
+    offsets = []
     for p in parts:
         offsets.append(at)
         at += len(p.text)

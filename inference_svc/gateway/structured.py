@@ -7,11 +7,10 @@ from typing import Any, Literal
 
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from pydantic import BaseModel, ConfigDict, Field
 
 _ANY_OBJECT = {"type": "object"}
-MAX_GRAMMAR_BYTES = 1 << 16
-"""What workers take; refused here before it is written into every answer's request."""
 
 
 class JsonSchema(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,7 @@ class Writer:
         self._chat, self._request = chat, request
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
+        self._written: Counter[int] = Counter()  # characters of each choice's tokens so far, for their offsets
         self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if chat else kind
 
     async def whole(self, pieces: AsyncIterator[Piece], count: int) -> dict[str, Any]:
@@ -119,7 +121,9 @@ class Writer:
         opened.add(piece.choice)
         if part.text or part.logprobs:
             content: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
-            out.append(self._chunk(piece.choice, {**content, "logprobs": self._logprobs(list(part.logprobs))}, None))
+            logprobs = self._logprobs(list(part.logprobs), self._written[piece.choice])
+            self._written[piece.choice] += sum(len(p.text) for p in part.logprobs)
+            out.append(self._chunk(piece.choice, {**content, "logprobs": logprobs}, None))
         if part.tool_calls:
             out.append(self._chunk(piece.choice, {"delta": {"tool_calls": call_deltas(list(part.tool_calls))}}, None))
         if part.finish_reason:
@@ -132,7 +136,7 @@ class Writer:
         body = {"index": choice, "logprobs": None, **content, "finish_reason": finish}
         return answers.event({**self._head, "object": self._chunk_kind, "choices": [body]})
 
-    def _logprobs(self, parts: list[pb.TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, parts: list[pb.TokenLogprob], at: int = 0) -> dict[str, Any] | None:
         if self._request.top_logprobs_wanted() is None:
             return None
-        return answers.chat_logprobs(parts) if self._chat else answers.completion_logprobs(parts)
+        return answers.chat_logprobs(parts) if self._chat else answers.completion_logprobs(parts, at)

@@ -20,6 +20,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from benchmarks.chaos.fuzzer import SERVICE
 from benchmarks.node import Node
 from benchmarks.peer import Peer
+from benchmarks.report import p99
 
 SECONDS = float(os.environ.get("KVSIDECAR_FUZZ_SECONDS", "60"))
 SEED = int(os.environ.get("KVSIDECAR_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
@@ -46,10 +47,6 @@ class Behaved:
             self.found += self.peer.read(ids)
             self.waits_ms.append((time.perf_counter() - began) * 1e3)
             time.sleep(0.02)
-
-
-def p99(values: list[float]) -> float:
-    return sorted(values)[len(values) * 99 // 100]
 
 
 @pytest.mark.timeout(SECONDS + 180)

@@ -71,6 +71,7 @@ async def test_the_async_client_streams_and_cancels(node: Node) -> None:
         assert parts[-1].final is not None
         assert (await client.model()).model_id == "demo"
         assert (await client.warm(TEXT)).stored_tokens > 0
+        assert TEXT in await client.detokenize(await client.tokenize(TEXT))
         before = (await client.stats()).cancelled
         task = asyncio.create_task(client.generate(TEXT, max_tokens=3000, ignore_eos=True))
         await asyncio.sleep(0.3)

@@ -15,7 +15,7 @@ import grpc
 from kvsidecar.errors import from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
-from kvsidecar.requests import Prompt, add_calls, to_prompt, to_request
+from kvsidecar.requests import Prompt, add_calls, to_prompt, to_request, to_warm_request
 from kvsidecar.runtime import default_runtime_dir, socket_target
 
 _OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
@@ -148,14 +148,16 @@ class Client:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> pb.WarmResponse:
         """Reads a prompt into the cache."""
-        request = pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=pb.CacheOptions(tenant_salt=tenant_salt))
+        request = to_warm_request(prompt, tools, tenant_salt)
         response: pb.WarmResponse = self._call(self.stub.Warm, request, deadline)
         return response
 
     def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids that a worker makes of a prompt."""
         return list(self._call(self.stub.Tokenize, pb.TokenizeRequest(prompt=to_prompt(prompt)), 30).token_ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
         return str(self._call(self.stub.Detokenize, pb.DetokenizeRequest(token_ids=ids), 30).text)
 
     def model(self) -> pb.GetModelResponse:
@@ -220,9 +222,17 @@ class AsyncClient:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> pb.WarmResponse:
         """Reads a prompt into the cache."""
-        request = pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=pb.CacheOptions(tenant_salt=tenant_salt))
+        request = to_warm_request(prompt, tools, tenant_salt)
         response: pb.WarmResponse = await self._call(self.stub.Warm, request, deadline)
         return response
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids that a worker makes of a prompt."""
+        return list((await self._call(self.stub.Tokenize, pb.TokenizeRequest(prompt=to_prompt(prompt)), 30)).token_ids)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        return str((await self._call(self.stub.Detokenize, pb.DetokenizeRequest(token_ids=ids), 30)).text)
 
     async def model(self) -> pb.GetModelResponse:
         response: pb.GetModelResponse = await self._call(self.stub.GetModel, pb.GetModelRequest(), 10)

@@ -64,6 +64,12 @@ class UnknownModel(KVSidecarError):
     reason = "UNKNOWN_MODEL"
 
 
+class UnknownResponse(KVSidecarError):
+    """No such response is kept."""
+
+    reason = "UNKNOWN_RESPONSE"
+
+
 class NamespaceMismatch(KVSidecarError):
     """The worker's namespace id is not that of the descriptor it sent."""
 
@@ -189,6 +195,7 @@ STATUS: dict[type[KVSidecarError], tuple[grpc.StatusCode, int]] = {
     KVSidecarError: (grpc.StatusCode.INTERNAL, 500),
     InvalidRequest: (grpc.StatusCode.INVALID_ARGUMENT, 400),
     UnknownModel: (grpc.StatusCode.NOT_FOUND, 404),
+    UnknownResponse: (grpc.StatusCode.NOT_FOUND, 404),
     NamespaceMismatch: (grpc.StatusCode.FAILED_PRECONDITION, 409),
     StaleEpoch: (grpc.StatusCode.FAILED_PRECONDITION, 409),
     UnknownSession: (grpc.StatusCode.UNAUTHENTICATED, 401),

@@ -12,6 +12,9 @@ from typing import Any
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
+MAX_GRAMMAR_BYTES = 1 << 16
+"""The largest grammar, schema or list of choices that a worker takes."""
+
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 _MODES = {
@@ -31,6 +34,11 @@ def to_prompt(prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> pb.Pro
         messages = [_message(m) for m in prompt]  # type: ignore[arg-type]
         return pb.Prompt(chat=pb.Chat(messages=messages, tools=[_tool(tool) for tool in tools]))
     return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
+
+
+def to_warm_request(prompt: Prompt, tools: Sequence[Mapping[str, Any]], tenant_salt: bytes) -> pb.WarmRequest:
+    """What is to be read into the cache, for whom."""
+    return pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=pb.CacheOptions(tenant_salt=tenant_salt))
 
 
 def to_request(

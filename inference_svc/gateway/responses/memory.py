@@ -6,7 +6,7 @@ import json
 from collections import OrderedDict
 from typing import Any
 
-from kvsidecar.errors import InvalidRequest
+from kvsidecar.errors import InvalidRequest, UnknownResponse
 
 _MOST, _MOST_BYTES = 1024, 64 << 20
 
@@ -29,22 +29,26 @@ class Memory:
 
     def messages(self, response_id: str | None) -> list[dict[str, Any]]:
         """The chat up to a response; empty for None. Raises InvalidRequest for one that is not kept."""
-        return [] if response_id is None else self._find(response_id, "previous_response_id")[1]
+        if response_id is None:
+            return []
+        try:
+            return self._find(response_id)[1]
+        except UnknownResponse as error:
+            raise InvalidRequest(str(error), param="previous_response_id") from None
 
     def response(self, response_id: str) -> dict[str, Any]:
-        """Raises InvalidRequest."""
-        return self._find(response_id, "response_id")[0]
+        """Raises UnknownResponse."""
+        return self._find(response_id)[0]
 
     def drop(self, response_id: str) -> None:
-        """Raises InvalidRequest."""
-        self._bytes -= self._find(response_id, "response_id")[2]
+        """Raises UnknownResponse."""
+        self._bytes -= self._find(response_id)[2]
         del self._kept[response_id]
 
-    def _find(self, response_id: str, param: str) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+    def _find(self, response_id: str) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
         found = self._kept.get(response_id)
         if found is None:
-            raise InvalidRequest(
-                f"the response {response_id[:80]!r} is not kept: it was never stored, or newer ones took its place",
-                param=param,
+            raise UnknownResponse(
+                f"the response {response_id[:80]!r} is not kept: it was never stored, or newer ones took its place"
             )
         return found

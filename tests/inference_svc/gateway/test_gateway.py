@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import httpx
 import openai
@@ -79,6 +80,10 @@ def test_n_seed_stop_and_logprobs_work(gateway: Gateway) -> None:
     assert stopped.finish_reason == "stop"
     scored = ask(model="demo", messages=MESSAGES, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2)
     assert all(len(t.top_logprobs) == 2 for t in scored.choices[0].logprobs.content)
+    complete: Any = {"model": "demo", "prompt": "Where is it?", "max_tokens": 6, "temperature": 0, "logprobs": 1}
+    whole = gateway.client.completions.create(**complete).choices[0].logprobs.text_offset
+    parts = [c.choices[0].logprobs for c in gateway.client.completions.create(stream=True, **complete) if c.choices]
+    assert [offset for part in parts if part for offset in part.text_offset] == whole
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,9 @@ def test_a_conversation_goes_on_from_a_response(gateway: Gateway) -> None:
         with pytest.raises(openai.BadRequestError, match="is not kept") as caught:
             ask(model="demo", input="x", previous_response_id=gone)
         assert caught.value.param == "previous_response_id"
+        for asked in (gateway.client.responses.retrieve, gateway.client.responses.delete):
+            with pytest.raises(openai.NotFoundError, match="is not kept"):
+                asked(gone)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
