@@ -163,17 +163,17 @@ def test_also_beside_prompts_and_under_grammars(twins: Engine) -> None:
 
 
 def test_preempted_and_cancelled_requests_leave_no_page() -> None:
-    requests = [Asked(repetitive(i), 100, Speculation.OFF, seed=i, temperature=i % 2) for i in range(6)]
+    requests = [Asked(repetitive(i), 130, Speculation.OFF, seed=i, temperature=i % 2) for i in range(6)]
     large = engine_of(4096)
     want = ask(large, requests)
     large.stop()
-    small = engine_of(448, draft=True)
+    small = engine_of(352, draft=True)
     modes = [Speculation.NGRAM, Speculation.DRAFT, Speculation.AUTO]
-    again = [Asked(repetitive(i), 100, modes[i % 3], seed=i, temperature=i % 2) for i in range(6)]
+    again = [Asked(repetitive(i), 130, modes[i % 3], seed=i, temperature=i % 2) for i in range(6)]
     chance = random.Random(3)
     assert ask(small, again) == want
     assert small.stats.preemptions > 0
-    for i in range(40):
+    for i in range(24):
         request = Asked(repetitive(100 + i), 60, modes[i % 3], seed=i, temperature=i % 2)
         small.submit(request.sequence)
         while not request.outputs:
