@@ -202,7 +202,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.repeats, options.answer_tokens, options.batches = 2, 64, [1]
+        options.repeats, options.answer_tokens, options.batches = 2, min(64, options.answer_tokens), [1]
     return run(options)
 
 

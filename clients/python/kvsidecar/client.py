@@ -33,11 +33,11 @@ class Completion:
     generated_tokens: int
     approximate_tokens: int
     recomputed_tokens: int
-    draft_tokens: int
-    accepted_tokens: int
     timings: dict[str, float]
     logprobs: list[pb.TokenLogprob] = field(default_factory=list, repr=False)
     tool_calls: list[pb.ToolCall] = field(default_factory=list)
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def ttft_ms(self) -> float:
@@ -92,11 +92,11 @@ def _completion(
         generated_tokens=response.usage.generated_tokens,
         approximate_tokens=response.usage.approximate_tokens,
         recomputed_tokens=response.usage.recomputed_tokens,
-        draft_tokens=response.usage.draft_tokens,
-        accepted_tokens=response.usage.accepted_tokens,
         timings=timings_dict(response.timings),
         logprobs=list(response.logprobs),
         tool_calls=calls,
+        draft_tokens=response.usage.draft_tokens,
+        accepted_tokens=response.usage.accepted_tokens,
     )
 
 

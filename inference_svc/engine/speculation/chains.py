@@ -2,7 +2,7 @@
 
 Two hash tables over the runs of LONG and of SHORT tokens lead to the last place of each, and from every place a chain
 goes to the one before: as LZ77 finds its matches (RFC 1951, section 4). What hashes alike is compared, so a collision
-costs a step and no more. 28 bytes for each token there is room for.
+costs a step and no more. 28 to 44 bytes for each token there is room for.
 """
 
 from __future__ import annotations

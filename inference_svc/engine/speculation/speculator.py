@@ -54,7 +54,7 @@ class _Own:
     """What is known of one sequence's guesses."""
 
     tallies: dict[Proposer, Tally] = field(default_factory=dict)
-    gain: float = 1.0  # accepted per pass, lately
+    gain: float = 1.0  # accepted each time it was asked for, lately
     passes: int = 0
 
 
@@ -99,7 +99,7 @@ class Speculator:
                 break
             right += 1
         accepted = min(right, drafted)
-        own.gain = own.gain * _FADE + accepted * (1 - _FADE)
+        own.gain += accepted * (1 - _FADE)
         if drafted:
             self.stats.count(drafted, accepted)
         guess.proposer.observe(sequence, drafted, accepted)
@@ -197,7 +197,10 @@ class Speculator:
         own = self._own.setdefault(sequence, _Own())
         own.passes += 1
         saved = own.gain * self.costs.seconds(rows, False) / sequences
-        return saved > self._asking_seconds or own.passes % _RARELY == 0
+        pays = saved > self._asking_seconds or own.passes % _RARELY == 0
+        if pays:
+            own.gain *= _FADE
+        return pays
 
     def _take(self, mode: Speculation, wishes: list[Wish]) -> None:
         proposer = self._proposers[mode]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kvkernels.cpu import quantized
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from transformers import AutoTokenizer
@@ -35,7 +36,7 @@ from tests.inference_svc.test_text import END, TOKENIZER
 GRAMMARS = Grammars(TOKENIZER, 4096, END)
 
 
-def engine_of(tokens: int, draft: bool = False, **limits: int) -> Engine:
+def engine_of(tokens: int, draft: bool = False, copy: bool = False, **limits: int) -> Engine:
     """An engine on which rows are free, so that all that may be guessed is."""
     loaded = load("demo", dtype="float32")
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, tokens, loaded.dtype, loaded.device)
@@ -44,6 +45,9 @@ def engine_of(tokens: int, draft: bool = False, **limits: int) -> Engine:
         twin = load("demo", dtype="float32")
         own = KVPool(twin.layers, twin.kv_heads, twin.head_dim, tokens, twin.dtype, twin.device)
         guessing = DraftModel(Decoder(twin), own, int(loaded.config.vocab_size), twin.context_length, 512)
+    if copy:
+        low = Decoder(load("demo", dtype="float32", weights=4))
+        guessing = DraftModel(low, pool, int(loaded.config.vocab_size), loaded.context_length, 512, copy=True)
     engine = Engine(loaded, pool, NoCache(), EngineLimits(**limits), draft=guessing)
     engine.speculator.costs = free_rows()
     return engine
@@ -160,6 +164,18 @@ def test_also_beside_prompts_and_under_grammars(twins: Engine) -> None:
     for request in first[12:]:
         twins.submit(request.sequence)
     assert [request.whole() for request in first] == want
+
+
+@pytest.mark.skipif(quantized.kernel() is None, reason="this CPU multiplies no weights of 4 bits")
+def test_a_copy_at_four_bits_guesses_from_the_models_own_keys() -> None:
+    engine = engine_of(8192, copy=True)
+    want = ask(engine, mixed(Speculation.OFF))
+    assert ask(engine, mixed(Speculation.DRAFT)) == want
+    stats = engine.speculator.stats
+    assert stats.accepted_tokens > stats.draft_tokens / 2 > 50
+    idle(engine)
+    engine.check_integrity()
+    engine.stop()
 
 
 def test_preempted_and_cancelled_requests_leave_no_page() -> None:
