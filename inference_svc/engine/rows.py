@@ -128,7 +128,8 @@ class Observer(Protocol):
 def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
     """Packs spans into a batch. Each span's pages must hold its tokens."""
     tokens: list[int] = []
-    slots, positions, segments, logit_rows = [], [], [], []
+    slots, positions, segments = [], [], []
+    logit_rows: list[int] = []
     for span in spans:
         segments.extend(_segments(span, len(tokens), pool, device))
         slots.append(span.slots())

@@ -19,11 +19,10 @@ def load_draft(name: str, model: str, loaded: LoadedModel, strict: bool) -> Load
             raise ConfigurationError(f"draft_model is {SELF}, and device {device} quantizes no weights; name a model")
         return load(model, device=device, dtype=dtype, weights=_COPY_BITS, strict=strict)
     draft = load(name, device=device, dtype=dtype, strict=strict)
-    ours, theirs = loaded.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-    if ours != theirs:
-        differ = sum(ours.get(token) != i for token, i in theirs.items())
+    differ = len(loaded.tokenizer.get_vocab().items() ^ draft.tokenizer.get_vocab().items())
+    if differ:
         raise ConfigurationError(
-            f"draft_model is {name}, whose tokenizer has {len(theirs)} tokens, {differ} of them not those of "
-            f"{loaded.id}, which has {len(ours)}; a draft must have the model's own tokenizer"
+            f"draft_model is {name}, whose tokenizer differs from that of {loaded.id} in {differ} tokens; a draft must "
+            "have the model's own tokenizer"
         )
     return draft
