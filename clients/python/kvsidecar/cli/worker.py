@@ -46,5 +46,6 @@ def show_costs(final: Completion | None) -> None:
         guessed = f", {final.accepted_tokens} of them guessed" if final.accepted_tokens else ""
         console.print(
             f"[dim]{final.prompt_tokens} prompt tokens, {final.cached_tokens} from the cache; first token after "
-            f"{final.ttft_ms:.0f} ms, {final.generated_tokens} tokens in {final.timings['decode_ms']:.0f} ms more{guessed}[/dim]"
+            f"{final.ttft_ms:.0f} ms, {final.generated_tokens} tokens in {final.timings['decode_ms']:.0f} ms more"
+            f"{guessed}[/dim]"
         )
