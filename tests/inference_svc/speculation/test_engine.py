@@ -166,6 +166,17 @@ def test_also_beside_prompts_and_under_grammars(twins: Engine) -> None:
     assert [request.whole() for request in first] == want
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_thousand_greedy_answers_are_the_same(twins: Engine) -> None:
+    def asked(speculation: Speculation) -> list[Asked]:
+        return [Asked(repetitive(i), 24, speculation) for i in range(1000)]
+
+    want = ask(twins, asked(Speculation.OFF))
+    assert ask(twins, asked(Speculation.NGRAM)) == want
+    assert ask(twins, asked(Speculation.AUTO)) == want
+
+
 @pytest.mark.skipif(quantized.kernel() is None, reason="this CPU multiplies no weights of 4 bits")
 def test_a_copy_at_four_bits_guesses_from_the_models_own_keys() -> None:
     engine = engine_of(8192, copy=True)
