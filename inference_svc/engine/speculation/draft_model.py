@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from inference_svc.engine import rows
-from inference_svc.engine.drawing import draw
+from inference_svc.engine.drawing import Outcome, draw
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.pool import BlockTable, KVPool
 from inference_svc.engine.sampling import Drawn, Sampler
@@ -100,15 +100,12 @@ class DraftModel:
         while spans:
             began, alone = time.perf_counter(), all(len(span.tokens) == 1 for span in spans)
             logits = self._logits(spans)
-            going = [one for one, drawn in zip(due, draw(logits, [o.sampler for o in due]), strict=True)
-                     if isinstance(drawn, Drawn) and _goes_on(one, drawn.token)]  # fmt: skip
+            drawn = draw(logits, [one.sampler for one in due])
+            due = [one for one, token in zip(due, drawn, strict=True) if _goes_on(one, token)]
             if alone:
                 seconds = time.perf_counter() - began
                 self._seconds = seconds + _FADE * (self._seconds - seconds) if self._seconds else seconds
-            due, spans = going, []
-            for one in going:
-                place = one.kept.known + len(one.tokens) - 1
-                spans.append(rows.Span(one.tokens[-1:], place, one.kept.table, True))
+            spans = [_next_row(one) for one in due]
         return [Draft.chain(tokens := found.get(wish.sequence, []), [0] * len(tokens)) for wish in wishes]
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
@@ -141,9 +138,14 @@ class DraftModel:
         return pad(logits, (0, missing), value=float("-inf")) if missing and len(logits) else logits
 
 
-def _goes_on(one: _Going, token: int) -> bool:
-    one.tokens.append(token)
-    if len(one.tokens) >= one.wish.most:
+def _goes_on(one: _Going, drawn: Outcome) -> bool:
+    """Takes what was drawn; False when that was the last, or nothing could be."""
+    if not isinstance(drawn, Drawn):
         return False
-    one.sampler.accept(token)
-    return True
+    one.tokens.append(drawn.token)
+    one.sampler.accept(drawn.token)
+    return len(one.tokens) < one.wish.most
+
+
+def _next_row(one: _Going) -> rows.Span:
+    return rows.Span(one.tokens[-1:], one.kept.known + len(one.tokens) - 1, one.kept.table, True)
