@@ -9,7 +9,20 @@ from pathlib import Path
 
 from benchmarks import report
 
-NAMES = ("replay", "ttft", "overhead", "decode", "quality", "rag", "kernels", "cpu_kernels", "store", "faults", "soak")
+NAMES = (
+    "replay",
+    "ttft",
+    "overhead",
+    "decode",
+    "speculate",
+    "quality",
+    "rag",
+    "kernels",
+    "cpu_kernels",
+    "store",
+    "faults",
+    "soak",
+)
 _WITHOUT_MODEL = ("kernels", "cpu_kernels", "store", "faults", "soak")
 
 

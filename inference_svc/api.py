@@ -51,6 +51,8 @@ class Result:
     finish_reason: str
     prompt_tokens: int
     cached_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
     ttft_ms: float
     total_ms: float
     tokens_per_sec: float
@@ -73,6 +75,8 @@ class Engine:
             runtime.engine.context_length,
             runtime.config.document_separator,
             runtime.config.tool_call_parser,
+            runtime.config.speculate,
+            bool(runtime.config.draft_model),
         )
 
     @classmethod
@@ -175,6 +179,7 @@ class Engine:
         """Counters of this engine and, under ``daemon``, of its cache daemon."""
         engine, cache = self._runtime.engine, self._runtime.cache
         found: dict[str, Any] = dict(vars(engine.stats))
+        found["speculation"] = dict(vars(engine.speculator.stats))
         found["kv_reuse_ratio"] = engine.stats.cached_tokens / max(1, engine.stats.prompt_tokens)
         if cache is not None:
             found |= {"attached": cache.attached, "cache_failures": cache.stats.failures}
@@ -232,6 +237,8 @@ def _wait(call: _Call) -> Result:
         finish_reason="tool_calls" if called else output.finish.value,
         prompt_tokens=s.prompt_tokens,
         cached_tokens=s.cached_tokens,
+        draft_tokens=s.draft_tokens,
+        accepted_tokens=s.accepted_tokens,
         ttft_ms=s.timings.ttft_ms,
         total_ms=total_ms,
         tokens_per_sec=s.generated / (total_ms / 1e3),

@@ -35,6 +35,15 @@ class ModelSettings(BaseSettings):
     """Size of the KV pool of a worker."""
     strict: bool = True
     """Refuse architectures that have not been verified."""
+    speculate: Literal["off", "ngram", "draft", "auto"] = "off"
+    """Who guesses tokens, which the model then verifies many at a time; answers stay the same. ngram: what followed the
+    same tokens before, in the prompt, the answer and past answers of the same tenant, good for edits, quotations and
+    agents; draft: the draft model; auto: whichever promises more. How much is guessed follows what is measured."""
+    draft_model: str = ""
+    """A smaller model with the same tokenizer that guesses tokens, named as a model is, or self for a copy of the model
+    at 4 bits (CPU); for speculate draft or auto."""
+    num_speculative_tokens: int = Field(default=16, ge=1, le=64)
+    """Most tokens that are guessed at once for a request."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = "auto"
     """How the model writes calls of tools; auto: as its chat template has it, else as JSON that its prompt asks for."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

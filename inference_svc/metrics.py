@@ -18,6 +18,14 @@ _GAUGES = (
     "pending_saves",
     "resident_sequences",
 )
+# vLLM's names behind the prefix of ours.
+_SPECULATION = {
+    "spec_decode_num_drafts": ("drafts", "Times that a request's guesses were verified"),
+    "spec_decode_num_draft_tokens": ("draft_tokens", "Guessed tokens that were verified"),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Guessed tokens that became part of an answer"),
+    "spec_decode_draft_seconds": ("draft_seconds", "Time spent guessing"),
+    "spec_decode_verify_seconds": ("verify_seconds", "Time of passes that verified guesses"),
+}
 _COUNTERS = (
     "requests",
     "cancelled",
@@ -48,6 +56,16 @@ class WorkerCollector:
             yield GaugeMetricFamily(f"kvsidecar_worker_{name}", name.replace("_", " "), value=getattr(stats, name))
         for name in _COUNTERS:
             yield CounterMetricFamily(f"kvsidecar_worker_{name}", name.replace("_", " "), value=getattr(stats, name))
+        for name, (field, text) in _SPECULATION.items():
+            yield CounterMetricFamily(f"kvsidecar_worker_{name}", text, value=getattr(stats, field))
+        places = CounterMetricFamily(
+            "kvsidecar_worker_spec_decode_num_accepted_tokens_per_pos",
+            "Accepted guesses by their place, from 0",
+            labels=["position"],
+        )
+        for place, count in enumerate(stats.accepted_at):
+            places.add_metric([str(place)], count)
+        yield places
 
 
 def serve_metrics(runtime: Runtime, port: int, host: str) -> None:

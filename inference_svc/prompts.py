@@ -11,6 +11,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.engine.sampling import SamplingParams
 from inference_svc.engine.sequence import CacheUse, Output, Sequence
+from inference_svc.engine.speculation.mode import Speculation
 from inference_svc.engine.text import TextStream
 from inference_svc.grammars import Grammars
 from inference_svc.model.loader import LoadedModel
@@ -22,6 +23,12 @@ from inference_svc.tools.rendering import texts_of
 DEFAULT_MAX_TOKENS = 256
 # A text with more characters for each token than this is unusual.
 _USUAL_CHARACTERS, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
+_MODES = {
+    pb.SPECULATION_OFF: Speculation.OFF,
+    pb.SPECULATION_NGRAM: Speculation.NGRAM,
+    pb.SPECULATION_DRAFT: Speculation.DRAFT,
+    pb.SPECULATION_AUTO: Speculation.AUTO,
+}
 _MAX_STOPS, _MAX_LOGPROBS, _MAX_SALT_BYTES, _MAX_ID, _MAX_SEPARATOR = 8, 20, 256, 128, 64
 
 
@@ -34,7 +41,11 @@ class Prompter:
         context_length: int,
         document_separator: str = "",
         tool_call_parser: str = "auto",
+        speculate: str = "off",
+        has_draft_model: bool = False,
     ) -> None:
+        """``speculate`` is what requests get that do not say."""
+        self._speculate, self._has_draft_model = Speculation(speculate), has_draft_model
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._context = context_length
         self._separator = document_separator
@@ -181,6 +192,7 @@ class Prompter:
             cache=self.cache_use(request.cache, marks),
             logprobs=logprobs,
             steering=self._conversations.steering(request),
+            speculation=self.speculation(request.speculation),
             arrived=arrived,
         )
 
@@ -197,6 +209,20 @@ class Prompter:
         if given.allowed_tokens:
             sent["allowed_tokens"] = frozenset(given.allowed_tokens)
         return SamplingParams(**(self._loaded.sampling | sent))
+
+    def speculation(self, given: pb.Speculation.ValueType) -> Speculation:
+        """Who guesses for a request."""
+        if given == pb.SPECULATION_UNSPECIFIED:
+            return self._speculate
+        if given not in _MODES:
+            raise InvalidRequest(f"speculation is {given}; allowed are off, ngram, draft and auto", param="speculation")
+        if given == pb.SPECULATION_DRAFT and not self._has_draft_model:
+            raise InvalidRequest(
+                "speculation is draft, but this worker has no draft model; start it with --draft-model, or ask for "
+                "ngram",
+                param="speculation",
+            )
+        return _MODES[given]
 
     @staticmethod
     def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:

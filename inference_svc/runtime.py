@@ -18,10 +18,14 @@ from inference_svc.cache.link import CacheLink
 from inference_svc.config import WorkerConfig
 from inference_svc.engine.cache_port import NoCache
 from inference_svc.engine.engine import Engine
+from inference_svc.engine.forward import Decoder
 from inference_svc.engine.native_attention import kernels_of, measured
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
+from inference_svc.engine.speculation.draft_model import DraftModel
 from inference_svc.engine.stats import EngineLimits
+from inference_svc.model.draft import load_draft
 from inference_svc.model.loader import LoadedModel, load
+from inference_svc.model.preflight import SELF, check_draft
 from inference_svc.model.probe import products_of, uneven
 from inference_svc.reuse.chunking import new_chunker
 from inference_svc.reuse.placement import refusal, rotary_of
@@ -118,12 +122,31 @@ def _build(config: WorkerConfig) -> Runtime:
         cache.warm_up(pool)
         if daemon.wait(1.0):
             _say_what_is_reused(policy, daemon)
-    limits = EngineLimits(config.batch_tokens, config.batch_sequences, config.max_waiting, config.resident_sequences)
+    limits = EngineLimits(
+        config.batch_tokens,
+        config.batch_sequences,
+        config.max_waiting,
+        config.resident_sequences,
+        config.num_speculative_tokens,
+    )
     threads = config.threads or len(os.sched_getaffinity(0))
-    engine = Engine(loaded, pool, cache or NoCache(), limits, threads)
+    draft = _draft(config, loaded, pool)
+    engine = Engine(loaded, pool, cache or NoCache(), limits, threads, draft, config.speculate != "off")
     if daemon is not None:
         daemon.served = lambda: _served(engine)
     return Runtime(engine, cache, config)
+
+
+def _draft(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModel | None:
+    """What guesses, if a model is to. Its pool has a page for each of the model's."""
+    check_draft(config.speculate, config.draft_model, config.strict)
+    if not config.draft_model:
+        return None
+    draft = load_draft(config.draft_model, config.model, loaded, config.strict)
+    copy = config.draft_model == SELF
+    own = pool if copy else _new_pool(draft, pool.pages * PAGE_TOKENS)
+    vocabulary, longest = int(loaded.config.vocab_size), draft.context_length
+    return DraftModel(Decoder(draft), own, vocabulary, longest, config.batch_tokens, copy)
 
 
 def _say_where_bits_differ(loaded: LoadedModel) -> None:
@@ -178,7 +201,10 @@ def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:
             f"at least {format_size(4 * PAGE_TOKENS * per_token)}"
         )
     # No batch can use more than this.
-    tokens = min(tokens, config.batch_sequences * loaded.context_length)
+    return _new_pool(loaded, min(tokens, config.batch_sequences * loaded.context_length))
+
+
+def _new_pool(loaded: LoadedModel, tokens: int) -> KVPool:
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, tokens, loaded.dtype, loaded.device)
     kernels = kernels_of(loaded.device, loaded.dtype, loaded.head_dim)
     if kernels is not None:

@@ -40,7 +40,12 @@ class InferenceService(InferenceServiceServicer):
         self._loaded = runtime.engine.loaded
         config = runtime.config
         self._prompter = Prompter(
-            self._loaded, runtime.engine.context_length, config.document_separator, config.tool_call_parser
+            self._loaded,
+            runtime.engine.context_length,
+            config.document_separator,
+            config.tool_call_parser,
+            config.speculate,
+            bool(config.draft_model),
         )
         self._prompter.prepare()
         self._loop = asyncio.get_running_loop()
@@ -134,6 +139,8 @@ class InferenceService(InferenceServiceServicer):
             part.usage.generated_tokens = sequence.generated
             part.usage.approximate_tokens = sequence.approximate_tokens
             part.usage.recomputed_tokens = sequence.recomputed_tokens
+            part.usage.draft_tokens = sequence.draft_tokens
+            part.usage.accepted_tokens = sequence.accepted_tokens
             for name, value in vars(sequence.timings).items():
                 setattr(part.timings, name, value)
         return part
@@ -215,7 +222,7 @@ class InferenceService(InferenceServiceServicer):
 
 def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
     """A worker's counters and gauges."""
-    engine, cache = runtime.engine, runtime.cache
+    engine, cache, guessed = runtime.engine, runtime.cache, runtime.engine.speculator.stats
     running, waiting, saving = engine.load
     return pb.GetStatsResponse(
         running=running,
@@ -238,4 +245,10 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         recomputed_tokens=engine.stats.recomputed_tokens,
         stored_chunks=cache.stats.stored_chunks if cache else 0,
         refused_chunks=cache.stats.refused_chunks if cache else 0,
+        drafts=guessed.drafts,
+        draft_tokens=guessed.draft_tokens,
+        accepted_tokens=guessed.accepted_tokens,
+        accepted_at=guessed.accepted_at,
+        draft_seconds=guessed.draft_seconds,
+        verify_seconds=guessed.verify_seconds,
     )

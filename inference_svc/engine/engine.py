@@ -7,6 +7,7 @@ meanwhile.
 from __future__ import annotations
 
 import threading
+import time
 
 import structlog
 import torch
@@ -21,6 +22,13 @@ from inference_svc.engine.mailbox import CancelAsked, Mailbox, Submitted
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
 from inference_svc.engine.residents import Resident
 from inference_svc.engine.sequence import Sequence
+from inference_svc.engine.speculation.calibration import timed
+from inference_svc.engine.speculation.costs import Costs
+from inference_svc.engine.speculation.draft_model import DraftModel
+from inference_svc.engine.speculation.lookup import Lookup
+from inference_svc.engine.speculation.mode import Speculation
+from inference_svc.engine.speculation.proposer import Proposer
+from inference_svc.engine.speculation.speculator import Speculator
 from inference_svc.engine.stats import EngineLimits, EngineStats
 from inference_svc.model.loader import LoadedModel
 
@@ -37,15 +45,31 @@ class Engine:
         cache: Cache,
         limits: EngineLimits | None = None,
         threads: int = 0,
+        draft: DraftModel | None = None,
+        speculates: bool = False,
     ) -> None:
-        """Raises ModelUnsupported when the first forward fails."""
+        """``draft`` guesses for those who ask for it. With ``speculates``, what passes cost is measured before the
+        first request, not with them. Raises ModelUnsupported when the first forward fails."""
         self.loaded, self.pool, self.stats = loaded, pool, EngineStats()
         self.decoder = Decoder(loaded)
         self._limits = limits or EngineLimits()
         graphs = decode_graphs(self.decoder, pool, self._limits.batch_sequences)
+        proposers: dict[Speculation, Proposer] = {Speculation.NGRAM: Lookup()}
+        if draft is not None:
+            proposers[Speculation.DRAFT] = draft
+        self._draft, self._speculates = draft, speculates
+        self.speculator = Speculator(proposers, Costs(graphs is not None), self._limits.draft_tokens)
         self._mail = Mailbox()
         self._loop = Loop(
-            self.decoder, pool, cache, self._limits, self.context_length, graphs, self.stats, self._mail.post
+            self.decoder,
+            pool,
+            cache,
+            self._limits,
+            self.context_length,
+            graphs,
+            self.speculator,
+            self.stats,
+            self._mail.post,
         )
         self._free_pages = pool.pages
         self._stepping = threading.Lock()
@@ -102,6 +126,9 @@ class Engine:
             self.pool.check_integrity()
             tables = [s.table for s in self._loop.live() if s.table] + self._loop.residents.tables
             assert self.pool.held_by(tables), "pages are held by nobody, or by more than are counted"
+            if self._draft is not None:
+                held = tables if self._draft.copies else self._draft.tables()
+                assert self._draft.pool.held_by(held), "the draft holds pages of nobody"
 
     @property
     def free_pages(self) -> int:
@@ -145,8 +172,18 @@ class Engine:
     def _warm_up(self) -> None:
         """Runs every kernel once, so that none is compiled while a request waits."""
         for count in (1, 64):
-            table = self.pool.allocate(count)
-            if table is not None:
-                span = rows.Span([0] * count, 0, table, True)
-                self.decoder(rows.build([span], self.pool, self.loaded.device))
-                self.pool.free(table)
+            self._run_rows(count, 0)
+        if self._speculates:
+            drafted = timed(lambda count: self._run_rows(count, count - 1))
+            self._run_rows(1, 0)
+            began = time.perf_counter()
+            self._run_rows(1, 0)
+            self.speculator.costs.calibrate(drafted, time.perf_counter() - began)
+
+    def _run_rows(self, count: int, drafted: int) -> None:
+        """Computes so many rows of a sequence that is nobody's, as a step does; nothing when the pool is too small."""
+        table = self.pool.allocate(count)
+        if table is not None:
+            logits = self._loop.compute([rows.Span([0] * count, 0, table, True, drafted=drafted)])
+            logits[0, 0].item()  # a device works on by itself
+            self.pool.free(table)

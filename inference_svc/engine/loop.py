@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 
 import structlog
 import torch
@@ -19,15 +20,16 @@ from inference_svc.engine import rows, scheduler
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.cache_port import Cache, Restored
 from inference_svc.engine.decode_graphs import DecodeGraphs
-from inference_svc.engine.drawing import draw
+from inference_svc.engine.drawing import Outcome, draw
 from inference_svc.engine.finish import Endings, take_token
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.gate import RestoreFailed
 from inference_svc.engine.mailbox import CancelAsked, Letter, Loaded, Probed, Saved, Submitted
-from inference_svc.engine.pool import PAGE_TOKENS, KVPool
-from inference_svc.engine.repair import Repairing
+from inference_svc.engine.pool import PAGE_TOKENS, BlockTable, KVPool
+from inference_svc.engine.repair import Repairs
 from inference_svc.engine.residents import Residents
 from inference_svc.engine.sequence import Finish, Output, Sequence, State, StoredPrefix
+from inference_svc.engine.speculation.speculator import Speculator
 from inference_svc.engine.stats import EngineLimits, EngineStats
 
 log = structlog.get_logger("engine")
@@ -44,6 +46,7 @@ class Loop:
         limits: EngineLimits,
         longest: int,
         graphs: DecodeGraphs | None,
+        speculator: Speculator,
         stats: EngineStats,
         post: Callable[[Letter], object],
     ) -> None:
@@ -54,12 +57,11 @@ class Loop:
         self.running: list[Sequence] = []
         self.saving: set[Sequence] = set()
         self._decoder, self._cache, self._limits, self._longest = decoder, cache, limits, longest
-        self._graphs, self._stats, self._post = graphs, stats, post
+        self._graphs, self._speculator, self._stats, self._post = graphs, speculator, stats, post
         self._device = pool.keys.device
         self._admission = Admission(pool, self.residents)
         self._endings = Endings(pool, self.residents, cache, stats)
-        self._repairs: dict[Sequence, tuple[Repairing, Iterator[int]]] = {}
-        self._repairs_turn = False
+        self._repairs = Repairs(decoder, pool, limits.batch_tokens)
         self._stuck = False
 
     @property
@@ -116,12 +118,12 @@ class Loop:
         for sequence in [s for s in self.running if s.gate is not None and s.gate.failed]:
             self._read_again(sequence)
         self._admit()
-        repair = self._next_repair()
+        repair = self._repairs.next(self.running)
         preemptions = self._stats.preemptions
         spans = self._plan(decoding_only=repair is not None)
         if spans:
             self._forward(spans)
-        if repair is not None and repair in self._repairs and not (spans and _gated(repair)):
+        if repair is not None and repair in self._repairs and not (spans and repair.gated):
             self._repair_piece(repair)
         # Pages that were given back let somebody else go on.
         given_back = self._stats.preemptions > preemptions
@@ -185,36 +187,46 @@ class Loop:
             sequence.steering.look_ahead()  # while the prompt is read
         if sequence.plan is not None:
             try:
-                self._begin_repair(sequence)
+                self._repairs.begin(sequence)
             except Exception as error:
                 self._fail(sequence, error)
 
     def _plan(self, decoding_only: bool) -> list[tuple[Sequence, rows.Span]]:
         """The spans of the next forward, with room for their keys and values."""
         able = [s for s in self.running if s not in self._repairs and not (decoding_only and s.missing > 1)]
-        works = [self._work(s) for s in able]
+        due = min(sum(s.missing for s in able), self._limits.batch_tokens)
+        guessed = self._speculator.prepare([s for s in able if s.missing == 1 and not s.gated], due, self._longest)
+        works = [self._work(s, len(guessed.get(s, ()))) for s in able]
         step = scheduler.plan(works, self._limits.batch_tokens, self.count_free(), PAGE_TOKENS)
         for i in step.preempted:
             self._preempt(able[i])
-        spans = []
+        spans, verified = [], dict(step.guesses)
         for sequence in able:
             sequence.passed_over += 1
         for i, count in step.rows:
             sequence = able[i]
             assert sequence.table is not None
             end = sequence.computed + count
-            while not self.pool.grow(sequence.table, end):
-                if not self.residents.evict():
-                    break
-            if sequence.table.tokens < end:  # fewer pages than were counted
+            if not self._grow(sequence.table, end):  # fewer pages than were counted
                 self._preempt(sequence)
                 continue
             sequence.passed_over = 0
             piece, last = sequence.tokens[sequence.computed : end], end == len(sequence.tokens)
-            spans.append((sequence, rows.Span(piece, sequence.computed, sequence.table, last, gate=sequence.gate)))
+            span = rows.Span(piece, sequence.computed, sequence.table, last, gate=sequence.gate)
+            guesses = guessed.get(sequence, [])[: verified.get(i, 0)]
+            if guesses and self._grow(sequence.table, end + len(guesses)):
+                span = replace(span, tokens=piece + guesses, drafted=len(guesses))
+            spans.append((sequence, span))
         return spans
 
-    def _work(self, sequence: Sequence) -> scheduler.Work:
+    def _grow(self, table: BlockTable, tokens: int) -> bool:
+        """Makes room for so many tokens in all, if need be where residents were. False when there is none."""
+        while not self.pool.grow(table, tokens):
+            if not self.residents.evict():
+                return False
+        return True
+
+    def _work(self, sequence: Sequence, guesses: int) -> scheduler.Work:
         assert sequence.table is not None
         return scheduler.Work(
             arrived=sequence.arrived,
@@ -222,21 +234,27 @@ class Loop:
             room=sequence.table.tokens - sequence.computed,
             pages=self.pool.own_pages(sequence.table),
             passed_over=sequence.passed_over,
-            gated=_gated(sequence),
+            gated=sequence.gated,
+            guesses=guesses,
         )
 
     # ---- computing ------------------------------------------------------------------------------------------
 
     def _forward(self, spans: list[tuple[Sequence, rows.Span]]) -> None:
         """Computes the spans' rows and advances the sequences whose last token was among them."""
+        began = time.perf_counter()
         try:
-            logits = self._logits([span for _, span in spans])
+            logits = self.compute([span for _, span in spans])
         except RestoreFailed:
             # What others computed in this step they compute again in the next: nothing of it was counted.
             for sequence in [s for s, _ in spans if s.gate is not None and s.gate.failed]:
                 self._read_again(sequence)
             return
         except Exception as error:
+            if any(span.drafted for _, span in spans):
+                log.warning("a forward with guesses failed; it is computed without", error=str(error))
+                self._forward([(s, span.without_guesses()) for s, span in spans])
+                return
             if len(spans) == 1:
                 self._fail(spans[0][0], error)
                 return
@@ -246,91 +264,88 @@ class Loop:
             return
         self._stats.steps += 1
         for sequence, span in spans:
-            sequence.computed += len(span.tokens)
-        self._draw([s for s, span in spans if span.wants_logits], logits)
+            sequence.computed += len(span.tokens) - span.drafted
+            sequence.draft_tokens += span.drafted
+        self._advance([one for one in spans if one[1].wants_logits], logits)
+        if all(span.wants_logits and len(span.tokens) == 1 + span.drafted for _, span in spans):
+            guessed = sum(span.drafted for _, span in spans)
+            self._speculator.passed(len(spans) + guessed, guessed, time.perf_counter() - began)
 
-    def _logits(self, spans: list[rows.Span]) -> torch.Tensor:
+    def compute(self, spans: list[rows.Span]) -> torch.Tensor:
+        """Logits ``[wanted, vocabulary]``, valid until the next call."""
         if self._graphs is not None and self._graphs.serves(spans):
             logits = self._graphs(spans)
             if logits is not None:
                 return logits
         return self._decoder(rows.build(spans, self.pool, self._device))
 
-    def _draw(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        """Advances sequences by what is drawn from their rows of logits."""
+    def _advance(self, spans: list[tuple[Sequence, rows.Span]], logits: torch.Tensor) -> None:
+        """Draws a token of each sequence, and goes on as long as what was drawn is what had been guessed: so every
+        token is drawn as it is without guesses, from the same distribution by the same random number."""
+        known = [len(sequence.tokens) for sequence, _ in spans]
+        first = list(accumulate((1 + span.drafted for _, span in spans), initial=0))
+        going, depth = list(range(len(spans))), 0
+        while going:
+            some = [spans[i] for i in going]
+            guesses = [span.guesses[depth] if depth < span.drafted else None for _, span in some]
+            chosen = logits if len(going) == len(logits) else logits[[first[i] + depth for i in going]]
+            right = self._draw([s for s, _ in some], chosen, guesses)
+            going, depth = [i for i, goes_on in zip(going, right, strict=True) if goes_on], depth + 1
+            for i in going:  # its keys and values were computed in this pass
+                spans[i][0].computed += 1
+        for (sequence, span), before in zip(spans, known, strict=True):
+            self._speculator.judge(sequence, span.drafted, sequence.tokens[before:])
+            if sequence.state is not State.RUNNING:
+                self._speculator.forget(sequence)
+
+    def _draw(self, sequences: list[Sequence], logits: torch.Tensor, guesses: list[int | None]) -> list[bool]:
+        """Advances sequences by what is drawn from their rows of logits, and says which go on because it was what had
+        been guessed."""
         try:
             found = draw(logits, [s.sampler for s in sequences])
         except Exception as error:
             if len(sequences) == 1:
                 self._fail(sequences[0], error)
-                return
-            for i, one in enumerate(sequences):
-                self._draw([one], logits[i : i + 1])
-            return
-        for sequence, drawn in zip(sequences, found, strict=True):
-            if isinstance(drawn, GenerationFailed):
-                self._fail(sequence, drawn)
-                continue
-            try:
-                finish = take_token(sequence, drawn, self._longest)
-            except Exception as error:
-                self._fail(sequence, error)
-                continue
-            if finish is not None:
-                # Before it leaves the running ones: whoever asks for the load meanwhile must find it in one of them.
-                self.saving.add(sequence)
-                self.running.remove(sequence)
-                if not self._endings.complete(sequence, self._on_saved):
-                    self.saving.discard(sequence)
+                return [False]
+            parts = [self._draw([one], logits[i : i + 1], guesses[i : i + 1]) for i, one in enumerate(sequences)]
+            return [part for (part,) in parts]
+        return [self._take(s, drawn, guess) for s, drawn, guess in zip(sequences, found, guesses, strict=True)]
 
-    # ---- repairing ------------------------------------------------------------------------------------------
-
-    def _begin_repair(self, sequence: Sequence) -> None:
-        assert sequence.plan is not None
-        assert sequence.table is not None
-        assert sequence.repair is not None, "a plan without a repair"
-        work = Repairing(
-            self._decoder,
-            self.pool,
-            sequence.tokens,
-            sequence.table,
-            sequence.plan,
-            sequence.repair.repair,
-            sequence.repair.ratio,
-            piece_rows=self._limits.batch_tokens,
-            gate=sequence.gate,
-        )
-        self._repairs[sequence] = work, work.steps()
-
-    def _next_repair(self) -> Sequence | None:
-        """Whose repair goes on in this step: one after the other, and in turns with what prompts there are, so that a
-        step has no more rows than a batch may have, and what decodes."""
-        ready = [s for s in self._repairs if not _gated(s)] or list(self._repairs)
-        prompts = any(s.missing > 1 and s not in self._repairs for s in self.running)
-        self._repairs_turn = not (prompts and self._repairs_turn)
-        if not ready or not self._repairs_turn:
-            return None
-        self._repairs[ready[0]] = self._repairs.pop(ready[0])
-        return ready[0]
+    def _take(self, sequence: Sequence, drawn: Outcome, guess: int | None) -> bool:
+        """Adds what was drawn to an answer. True when that was guessed and the answer goes on."""
+        if isinstance(drawn, GenerationFailed):
+            self._fail(sequence, drawn)
+            return False
+        right = drawn.token == guess
+        sequence.accepted_tokens += right
+        try:
+            finish = take_token(sequence, drawn, self._longest)
+        except Exception as error:
+            self._fail(sequence, error)
+            return False
+        if finish is None:
+            return right
+        self._speculator.finish(sequence)
+        # Before it leaves the running ones: whoever asks for the load meanwhile must find it in one of them.
+        self.saving.add(sequence)
+        self.running.remove(sequence)
+        if not self._endings.complete(sequence, self._on_saved):
+            self.saving.discard(sequence)
+        return False
 
     def _repair_piece(self, sequence: Sequence) -> None:
         """One piece of a repair; at its end the first token."""
-        work, steps = self._repairs[sequence]
         try:
-            if next(steps, None) is not None:
-                return
+            logits = self._repairs.piece(sequence)
         except RestoreFailed:
             self._read_again(sequence)
             return
         except Exception as error:
             self._fail(sequence, error)
             return
-        del self._repairs[sequence]
-        if not sequence.first_token_at:
-            sequence.recomputed_tokens = work.recomputed
-        sequence.computed = len(sequence.tokens)
-        self._stats.steps += 1
-        self._draw([sequence], work.logits[-1][-1:])
+        if logits is not None:
+            self._stats.steps += 1
+            self._draw([sequence], logits, [None])
 
     # ---- leaving the batch ----------------------------------------------------------------------------------
 
@@ -358,7 +373,8 @@ class Loop:
 
     def _take_out(self, sequence: Sequence) -> bool:
         """Takes a sequence off the queue or out of the batch; False when it is in neither."""
-        self._repairs.pop(sequence, None)
+        self._repairs.drop(sequence)
+        self._speculator.forget(sequence)
         for place in (self.waiting, self.running):
             if sequence in place:
                 place.remove(sequence)
@@ -375,8 +391,3 @@ class Loop:
 
     def _on_probed(self, sequence: Sequence, tokens: int) -> None:
         self._post(Probed(sequence, tokens))
-
-
-def _gated(sequence: Sequence) -> bool:
-    """Layers are still being loaded: whoever computes with it may have to wait."""
-    return sequence.gate is not None and not sequence.gate.done

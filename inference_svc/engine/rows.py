@@ -1,8 +1,8 @@
 """A forward's input: rows of several sequences, packed.
 
 A row is ``(token, position, sequence, slot)``. Its key and value are written to the pool at its slot; its query
-sees the keys of its sequence with ``key position <= row position``. Prefill, chunked prefill, decode and the repair
-of scattered tokens are the same forward with different rows.
+sees the keys of its sequence with ``key position <= row position``. Prefill, chunked prefill, decode, the
+verification of guessed tokens and the repair of scattered ones are the same forward with different rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ SEGMENT_ROWS = 128
 class Span:
     """Tokens of one sequence to be computed: at positions from ``start`` on, or at rising ``positions``.
 
-    Keys and values of all earlier positions must lie in ``table``'s pages.
+    Keys and values of all earlier positions must lie in ``table``'s pages. Logits are wanted of the last token or,
+    when the last ``drafted`` ones are guesses, of these and the one before them.
     """
 
     tokens: list[int]
@@ -41,11 +42,20 @@ class Span:
     wants_logits: bool
     positions: NDArray[np.int64] | None = None
     gate: LayerGate | None = None  # when keys and values of earlier positions are still being loaded
+    drafted: int = 0
 
     @property
     def end(self) -> int:
         """One more than the last position."""
         return self.start + len(self.tokens) if self.positions is None else int(self.positions[-1]) + 1
+
+    @property
+    def guesses(self) -> list[int]:
+        """The drafted tokens."""
+        return self.tokens[len(self.tokens) - self.drafted :]
+
+    def without_guesses(self) -> Span:
+        return replace(self, tokens=self.tokens[: len(self.tokens) - self.drafted], drafted=0)
 
     def all_positions(self) -> NDArray[np.int64]:
         return np.arange(self.start, self.end) if self.positions is None else self.positions
@@ -118,14 +128,15 @@ class Observer(Protocol):
 def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
     """Packs spans into a batch. Each span's pages must hold its tokens."""
     tokens: list[int] = []
-    slots, positions, segments, logit_rows = [], [], [], []
+    slots, positions, segments = [], [], []
+    logit_rows: list[int] = []
     for span in spans:
         segments.extend(_segments(span, len(tokens), pool, device))
         slots.append(span.slots())
         positions.append(span.all_positions())
         tokens.extend(span.tokens)
         if span.wants_logits:
-            logit_rows.append(len(tokens) - 1)
+            logit_rows.extend(range(len(tokens) - 1 - span.drafted, len(tokens)))
     real = len(tokens)
     padding = -real % ROW_MULTIPLE
     tokens.extend([0] * padding)

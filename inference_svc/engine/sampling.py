@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,6 +117,11 @@ class Counts:
         """Of each, how often it was generated."""
         return self._generated[: len(self._at)]
 
+    def copy(self) -> Counts:
+        other = Counts(())
+        other._at, other._ids, other._generated = dict(self._at), self._ids.copy(), self._generated.copy()
+        return other
+
     def add(self, token: int) -> None:
         at = self._at.setdefault(token, len(self._at))
         if at == len(self._ids):
@@ -163,6 +169,13 @@ class Sampler:
     def complete(self) -> bool:
         """The answer is what its grammar wants, and nothing may follow."""
         return self.steering is not None and self.steering.complete
+
+    def ahead(self) -> Sampler:
+        """Another one that goes on from here, without the grammar: what it draws is a guess."""
+        other = copy(self)
+        other.logprobs, other.steering = None, None
+        other.counts = None if self.counts is None else self.counts.copy()
+        return other
 
     def accept(self, token: int) -> None:
         """The token is part of the answer. Raises GenerationFailed when its grammar cannot go on."""

@@ -10,6 +10,8 @@ does.
 
 Pages: whoever needs one takes it from the youngest. The oldest is never preempted, so that it ends, and after it the
 next. What is admitted must leave pages for the others to grow into, or preemptions would follow each other.
+
+Guesses to be verified get what rows and pages are left when everybody has their own.
 """
 
 from __future__ import annotations
@@ -48,14 +50,17 @@ class Work:
     pages: int  # pages that are free when it goes
     passed_over: int = 0  # forwards since it last had a row
     gated: bool = False  # layers are still being loaded
+    guesses: int = 0  # tokens that it would verify behind those it has
 
 
 @dataclass(frozen=True)
 class Step:
-    """The next forward: ``rows`` are ``(index, tokens)`` of the works that get any; ``preempted`` are to go first."""
+    """The next forward: ``rows`` are ``(index, tokens)`` of the works that get any, ``guesses`` the same for guesses
+    behind them; ``preempted`` are to go first."""
 
     rows: tuple[tuple[int, int], ...] = ()
     preempted: tuple[int, ...] = ()
+    guesses: tuple[tuple[int, int], ...] = ()
 
 
 def choose(candidates: Sequence[Candidate]) -> int | None:
@@ -103,7 +108,27 @@ def plan(works: Sequence[Work], budget: int, free_pages: int, page_tokens: int) 
         if i not in preempted and needed <= free_pages:
             rows[i] = counts[i]
             free_pages -= max(0, needed)
-    return Step(tuple(rows.items()), tuple(preempted))
+    guesses = _guesses(works, rows, budget - sum(rows.values()), free_pages, page_tokens)
+    return Step(tuple(rows.items()), tuple(preempted), guesses)
+
+
+def _guesses(
+    works: Sequence[Work], rows: dict[int, int], budget: int, free_pages: int, page_tokens: int
+) -> tuple[tuple[int, int], ...]:
+    """Rows for guesses behind all that is missing of a work, within what is left."""
+    out = []
+    for i, count in rows.items():
+        work = works[i]
+        wanted = min(work.guesses, budget) if count == work.missing else 0
+        inside = -(count - work.room) % page_tokens if count > work.room else work.room - count
+        pages = max(0, -(-(wanted - inside) // page_tokens))
+        if pages > free_pages:
+            wanted, pages = min(wanted, inside), 0
+        if wanted:
+            out.append((i, wanted))
+            budget -= wanted
+            free_pages -= pages
+    return tuple(out)
 
 
 def _share(works: Sequence[Work], ready: Sequence[int], budget: int) -> dict[int, int]:

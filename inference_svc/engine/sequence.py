@@ -17,6 +17,7 @@ from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.grammar import Steering
 from inference_svc.engine.pool import BlockTable
 from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams
+from inference_svc.engine.speculation.mode import Speculation
 from inference_svc.engine.text import TextStream
 from inference_svc.reuse.chunking import Marks
 from inference_svc.reuse.plan import Plan
@@ -108,6 +109,7 @@ class Sequence:
     cache: CacheUse = field(default_factory=CacheUse)
     logprobs: int | None = None
     steering: Steering | None = None  # what keeps the answer to a grammar
+    speculation: Speculation = Speculation.OFF  # by whom its tokens are guessed
     arrived: float = field(default_factory=time.perf_counter)
     state: State = State.WAITING
     table: BlockTable | None = None
@@ -120,6 +122,8 @@ class Sequence:
     plan: Plan | None = None  # when parts of the prompt were read in another context
     repair: RepairSetting | None = None  # what a plan with such parts is carried out by
     recomputed_tokens: int = 0
+    draft_tokens: int = 0  # guesses that were verified
+    accepted_tokens: int = 0  # of these, those that are part of the answer
     stored: StoredPrefix = field(default_factory=StoredPrefix)
     timings: Timings = field(default_factory=Timings)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -146,6 +150,11 @@ class Sequence:
     def reusable(self) -> int:
         """Leading tokens whose keys and values are what the model computes for this text: what others may reuse."""
         return self.computed if self.plan is None else min(self.computed, self.plan.exact)
+
+    @property
+    def gated(self) -> bool:
+        """Layers are still being loaded: whoever computes with it may have to wait."""
+        return self.gate is not None and not self.gate.done
 
     @property
     def missing(self) -> int:

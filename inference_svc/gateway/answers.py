@@ -44,6 +44,10 @@ def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
             "cached_tokens": sum(u.cached_tokens for u in prompts),
             "approximate_tokens": sum(u.approximate_tokens for u in prompts),
         },
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": sum(u.accepted_tokens for u in parts),
+            "rejected_prediction_tokens": sum(u.draft_tokens - u.accepted_tokens for u in parts),
+        },
     }
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import speculation_of
 from pydantic import BaseModel, ConfigDict, Field
 
 from inference_svc.gateway.messages import Message
@@ -59,6 +60,8 @@ class Common(BaseModel):
     """Where documents end in a prompt of token ids."""
     exact_only: bool = False
     """Reuse nothing that was read in another context."""
+    speculation: Literal["off", "ngram", "draft", "auto"] | None = None
+    """Who guesses tokens that the model then verifies; answers stay the same. As the worker is set to when left out."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     """vLLM's, like the older names behind it."""
@@ -114,6 +117,7 @@ class Common(BaseModel):
             ),
             request_id=request_id,
             grammar=self.grammar[1],
+            speculation=speculation_of(self.speculation),
         )
 
 

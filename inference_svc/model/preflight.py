@@ -18,6 +18,8 @@ from inference_svc.model.supported import check_name
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _GGUF_MAGIC = b"GGUF"
+# The draft is the model itself, at fewer bits.
+SELF = "self"
 _NEEDED = ("config.json", "tokenizer_config.json")
 
 
@@ -32,6 +34,7 @@ def settled(settings: M) -> M:
     if not settings.model:
         settings = settings.model_copy(update={"model": default_model()})
     check_model(settings.model, settings.strict)
+    check_draft(settings.speculate, settings.draft_model, settings.strict)
     return settings
 
 
@@ -72,6 +75,17 @@ def check_model(name: str, strict: bool) -> None:
     except (OSError, ValueError, AttributeError) as error:
         raise ModelUnsupported(f"cannot read {found / 'config.json'}: {error}") from error
     check_name((kinds or ["(none named)"])[0], strict)
+
+
+def check_draft(speculate: str, name: str, strict: bool) -> None:
+    """Raises ConfigurationError or ModelUnsupported for a model that cannot guess."""
+    if speculate == "draft" and not name:
+        raise ConfigurationError(
+            "speculate is draft, and no draft_model is named; name a smaller model with the same tokenizer, or choose "
+            "ngram, which needs none"
+        )
+    if name and name != SELF:
+        check_model(name, strict)
 
 
 def check_folder(folder: Path) -> None:

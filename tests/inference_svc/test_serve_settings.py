@@ -108,6 +108,9 @@ def test_without_a_model_and_an_index_one_sentence_says_what_to_do(serve: Any, m
         (["demo", "--dtype", "float16", "--device", "cpu"], "dtype is 'float16'"),
         (["demo", "--storage-bits", "5"], "storage_bits is 5: Input should be 16, 8 or 4"),
         (["demo", "--pool-bytes", "much"], "pool_bytes is 'much'"),
+        (["demo", "--speculate", "yes"], "speculate is 'yes': Input should be 'off', 'ngram', 'draft' or 'auto'"),
+        (["demo", "--speculate", "draft"], "speculate is draft, and no draft_model is named"),
+        (["demo", "--draft-model", "nothing-of-that-name"], "'nothing-of-that-name' is neither 'demo'"),
     ],
 )
 def test_what_cannot_be_is_refused_before_torch_is_imported(
@@ -200,6 +203,7 @@ def test_only_what_was_set_is_handed_on(children: Any, monkeypatch: pytest.Monke
     monkeypatch.setenv("KVSIDECAR_WORKER_STORAGE_BITS", "8")
     assert not [flag for flag in children("demo")[0] if flag.startswith("--storage-bits")], "the variable decides"
     assert "--storage-bits=4" in children("demo", "--storage-bits", "4")[0]
+    assert "--speculate=ngram" in children("demo", "--speculate", "ngram")[0]
     assert "--served-name=mine" in children("demo", "--served-name", "mine")[0]
     assert "--model=shape:tiny" in children("shape:tiny")[0]
     monkeypatch.setenv("KVSIDECAR_WORKER_MODEL", "shape:tiny")

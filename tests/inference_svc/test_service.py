@@ -16,6 +16,7 @@ from kvsidecar.requests import to_prompt, to_request
 from inference_svc.config import WorkerConfig
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.schema import ChatRequest, CompletionRequest
+from inference_svc.metrics import WorkerCollector
 from inference_svc.prompts import Prompter
 from inference_svc.reuse.chunking import Marks, new_chunker
 from inference_svc.runtime import Runtime, build
@@ -61,6 +62,23 @@ async def test_prompts_are_read_beside_the_event_loop(runtime: Runtime, tokenize
     await service.Warm(pb.WarmRequest(prompt=to_prompt("text")), context)
     assert len(tokenized) >= 4
     assert all(name.startswith("tokenize") for name, _ in tokenized)
+
+
+async def test_guesses_are_counted_for_a_request_and_for_the_worker(runtime: Runtime) -> None:
+    service = InferenceService(runtime)
+    ids = [*range(100, 130), *range(100, 110)]
+    asked = to_request(ids, max_tokens=40, temperature=0, ignore_eos=True, speculation="ngram")
+    usage = (await generated(service, asked))[-1].usage
+    assert usage.draft_tokens >= usage.accepted_tokens
+    assert usage.draft_tokens > 0
+    found = {metric.name: metric for metric in WorkerCollector(runtime).collect()}
+    assert found["kvsidecar_worker_spec_decode_num_draft_tokens"].samples[0].value == usage.draft_tokens
+    places = found["kvsidecar_worker_spec_decode_num_accepted_tokens_per_pos"].samples
+    assert sum(sample.value for sample in places) == usage.accepted_tokens
+    with pytest.raises(InvalidRequest, match="this worker has no draft model; start it with --draft-model"):
+        await generated(service, to_request(ids, speculation="draft"))
+    with pytest.raises(InvalidRequest, match="speculation is 'never'; allowed are off, ngram, draft, auto"):
+        to_request(ids, speculation="never")
 
 
 async def test_a_huge_prompt_is_refused_unread_and_leaves_no_memory(

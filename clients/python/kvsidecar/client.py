@@ -36,6 +36,8 @@ class Completion:
     timings: dict[str, float]
     logprobs: list[pb.TokenLogprob] = field(default_factory=list, repr=False)
     tool_calls: list[pb.ToolCall] = field(default_factory=list)
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def ttft_ms(self) -> float:
@@ -93,6 +95,8 @@ def _completion(
         timings=timings_dict(response.timings),
         logprobs=list(response.logprobs),
         tool_calls=calls,
+        draft_tokens=response.usage.draft_tokens,
+        accepted_tokens=response.usage.accepted_tokens,
     )
 
 

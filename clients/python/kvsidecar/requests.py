@@ -17,6 +17,12 @@ MAX_GRAMMAR_BYTES = 1 << 16
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
+_SPECULATION = {
+    "off": pb.SPECULATION_OFF,
+    "ngram": pb.SPECULATION_NGRAM,
+    "draft": pb.SPECULATION_DRAFT,
+    "auto": pb.SPECULATION_AUTO,
+}
 _MODES = {
     "auto": pb.TOOL_MODE_UNSPECIFIED,
     "none": pb.TOOL_MODE_NONE,
@@ -71,9 +77,11 @@ def to_request(
     tools: Sequence[Mapping[str, Any]] = (),
     tool_choice: str = "auto",
     parallel_tool_calls: bool = True,
+    speculation: str | None = None,
 ) -> pb.GenerateRequest:
     """A GenerateRequest; what is None is left to the worker's default. At most one of ``json_schema``, ``regex``,
-    ``choice`` and ``grammar`` says what the answer must be. ``tool_choice`` is auto, none, required, or a tool's name.
+    ``choice`` and ``grammar`` says what the answer must be. ``tool_choice`` is auto, none, required, or a tool's name;
+    ``speculation`` is off, ngram, draft or auto.
     """
     for name, number in (("max_tokens", max_tokens), ("top_k", top_k), ("logprobs", logprobs)):
         _check_number(name, number)
@@ -113,7 +121,15 @@ def to_request(
         request_id=request_id,
         grammar=_grammar(json_schema, regex, choice, grammar),
         tool_use=_tool_use(tool_choice, parallel_tool_calls),
+        speculation=speculation_of(speculation),
     )
+
+
+def speculation_of(name: str | None) -> pb.Speculation.ValueType:
+    """Who guesses, by name; None for as the worker is set to."""
+    if name is not None and name not in _SPECULATION:
+        raise InvalidRequest(f"speculation is {name!r}; allowed are {', '.join(_SPECULATION)}", param="speculation")
+    return pb.SPECULATION_UNSPECIFIED if name is None else _SPECULATION[name]
 
 
 def add_calls(calls: MutableSequence[pb.ToolCall], deltas: Iterable[pb.ToolCallDelta]) -> None:

@@ -52,6 +52,26 @@ def test_separated_documents_are_found_in_another_order(gateway: Gateway, two: N
     assert ask("Kindly: " + "".join(reversed(documents)) + "Who?", exact_only=True) == 0
 
 
+def test_who_guesses_is_the_requests_choice_and_changes_no_answer(gateway: Gateway) -> None:
+    def ask(speculation: str) -> openai.types.Completion:
+        extra = {"speculation": speculation, "ignore_eos": True}
+        text = "one two three four five six seven one two three"
+        return gateway.client.completions.create(
+            model="demo", prompt=text, max_tokens=60, temperature=0, extra_body=extra
+        )
+
+    plain, guessed = ask("off"), ask("ngram")
+    assert guessed.choices[0].text == plain.choices[0].text
+    counted = [answer.usage.completion_tokens_details for answer in (plain, guessed)]
+    assert counted[0].accepted_prediction_tokens == counted[0].rejected_prediction_tokens == 0
+    assert counted[1].accepted_prediction_tokens + counted[1].rejected_prediction_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="this worker has no draft model") as refused:
+        ask("draft")
+    assert refused.value.param == "speculation"
+    with pytest.raises(openai.BadRequestError, match="speculation is 'sometimes'"):
+        ask("sometimes")
+
+
 def test_completions_take_text_ids_and_lists(gateway: Gateway) -> None:
     ask = gateway.client.completions.create
     one = ask(model="demo", prompt="hello", max_tokens=5, temperature=0)

@@ -43,7 +43,9 @@ def _absent(target: str, address: str | None) -> str:
 def show_costs(final: Completion | None) -> None:
     """One line below an answer: what was read, what came from the cache, and how long it took."""
     if final is not None:
+        guessed = f", {final.accepted_tokens} of them guessed" if final.accepted_tokens else ""
         console.print(
             f"[dim]{final.prompt_tokens} prompt tokens, {final.cached_tokens} from the cache; first token after "
-            f"{final.ttft_ms:.0f} ms, {final.generated_tokens} tokens in {final.timings['decode_ms']:.0f} ms more[/dim]"
+            f"{final.ttft_ms:.0f} ms, {final.generated_tokens} tokens in {final.timings['decode_ms']:.0f} ms more"
+            f"{guessed}[/dim]"
         )

@@ -43,6 +43,38 @@ TOOL_MODE_REQUIRED: ToolMode.ValueType  # 2
 """At least one is: a grammar sees to it that the answer is a call, whatever the model."""
 Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
 
+class _Speculation:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SpeculationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Speculation.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SPECULATION_UNSPECIFIED: _Speculation.ValueType  # 0
+    """As the worker is set to."""
+    SPECULATION_OFF: _Speculation.ValueType  # 1
+    """Nobody: a token at a time."""
+    SPECULATION_NGRAM: _Speculation.ValueType  # 2
+    """What followed the same tokens before: in the prompt, the answer, and past answers under the same tenant_salt."""
+    SPECULATION_DRAFT: _Speculation.ValueType  # 3
+    """The worker's draft model. Refused by a worker that has none."""
+    SPECULATION_AUTO: _Speculation.ValueType  # 4
+    """Whichever of them promises more."""
+
+class Speculation(_Speculation, metaclass=_SpeculationEnumTypeWrapper):
+    """Who guesses tokens, which the model then verifies many at a time. Answers are the same: every token is drawn as without."""
+
+SPECULATION_UNSPECIFIED: Speculation.ValueType  # 0
+"""As the worker is set to."""
+SPECULATION_OFF: Speculation.ValueType  # 1
+"""Nobody: a token at a time."""
+SPECULATION_NGRAM: Speculation.ValueType  # 2
+"""What followed the same tokens before: in the prompt, the answer, and past answers under the same tenant_salt."""
+SPECULATION_DRAFT: Speculation.ValueType  # 3
+"""The worker's draft model. Refused by a worker that has none."""
+SPECULATION_AUTO: Speculation.ValueType  # 4
+"""Whichever of them promises more."""
+Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -501,6 +533,7 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     TOOL_USE_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate; at least 1. Default: 256, or what the context still holds if that is less."""
     ignore_eos: _builtins.bool
@@ -509,6 +542,8 @@ class GenerateRequest(_message.Message):
     """Number of likeliest alternatives to report with every token, 0 to 20. Absent: no log probabilities."""
     request_id: _builtins.str
     """Chosen by the client for its logs; at most 128 characters. Default: random."""
+    speculation: Global___Speculation.ValueType
+    """Who guesses what comes next. Default: as the worker is set to."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """What to read."""
@@ -546,10 +581,11 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         grammar: Global___Grammar | None = ...,
         tool_use: Global___ToolUse | None = ...,
+        speculation: Global___Speculation.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "cache", b"cache", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "tool_use", b"tool_use"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "cache", b"cache", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tool_use", b"tool_use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "cache", b"cache", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "tool_use", b"tool_use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -646,6 +682,8 @@ class Usage(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     APPROXIMATE_TOKENS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_tokens: _builtins.int
@@ -656,6 +694,10 @@ class Usage(_message.Message):
     """Of cached_tokens, tokens that were read in another context."""
     recomputed_tokens: _builtins.int
     """Of these, tokens that were computed again in all but the first layers."""
+    draft_tokens: _builtins.int
+    """Guessed tokens that were verified."""
+    accepted_tokens: _builtins.int
+    """Of these, tokens that are part of the answer."""
     def __init__(
         self,
         *,
@@ -664,10 +706,12 @@ class Usage(_message.Message):
         generated_tokens: _builtins.int = ...,
         approximate_tokens: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
+        draft_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate_tokens", b"approximate_tokens", "cached_tokens", b"cached_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "cached_tokens", b"cached_tokens", "draft_tokens", b"draft_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1181,6 +1225,12 @@ class GetStatsResponse(_message.Message):
     REFUSED_CHUNKS_FIELD_NUMBER: _builtins.int
     APPROXIMATE_TOKENS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_AT_FIELD_NUMBER: _builtins.int
+    DRAFT_SECONDS_FIELD_NUMBER: _builtins.int
+    VERIFY_SECONDS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests in the batch now."""
     waiting: _builtins.int
@@ -1221,6 +1271,22 @@ class GetStatsResponse(_message.Message):
     """Of cached_tokens, tokens that were read in another context."""
     recomputed_tokens: _builtins.int
     """Of these, tokens that were computed again."""
+    drafts: _builtins.int
+    """Times that a request's guesses were verified in a pass."""
+    draft_tokens: _builtins.int
+    """Guessed tokens that were verified."""
+    accepted_tokens: _builtins.int
+    """Of these, tokens that became part of an answer."""
+    draft_seconds: _builtins.float
+    """Seconds spent guessing."""
+    verify_seconds: _builtins.float
+    """Seconds of passes that verified guesses."""
+    @_builtins.property
+    def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How often the guess at each place was accepted, the first place first; so also how many drafts had more accepted
+        tokens than that.
+        """
+
     def __init__(
         self,
         *,
@@ -1244,10 +1310,16 @@ class GetStatsResponse(_message.Message):
         refused_chunks: _builtins.int = ...,
         approximate_tokens: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
+        drafts: _builtins.int = ...,
+        draft_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
+        accepted_at: _abc.Iterable[_builtins.int] | None = ...,
+        draft_seconds: _builtins.float = ...,
+        verify_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate_tokens", b"approximate_tokens", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "generated_tokens", b"generated_tokens", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "running", b"running", "stored_chunks", b"stored_chunks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "draft_seconds", b"draft_seconds", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "running", b"running", "stored_chunks", b"stored_chunks", "verify_seconds", b"verify_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,210 @@
+"""Decode speed with guesses and without, by kind of text: edits of a given file, agents' traces, chat, and text that
+repeats nothing.
+
+``suffix`` looks up what followed the same tokens before, ``draft`` asks ``--draft-model``, ``self`` a copy of the model
+at 4 bits. ``expected_tokens_per_s`` is what acceptance and the measured costs of passes allow: tokens of a pass over
+its seconds and those of guessing. All arms answer the same prompts, one after the other in every repeat, and each
+prompt has a tenant of its own, so that nobody looks up what another arm was answered. Every answer is compared with the
+plain one's, greedy or by its seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import secrets
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from benchmarks import report
+from inference_svc import Engine
+from inference_svc.api import Result
+
+WORKLOADS = ("edits", "agents", "chat", "unique")
+_DATA = Path(__file__).parent / "data"
+_MODES = {"plain": "off", "suffix": "ngram", "draft": "draft", "self": "draft"}
+_NAMES = ("Ada", "Bruno", "Chen", "Dina", "Emil", "Farah", "Goran", "Hana", "Ines", "Jonas")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A prompt and how it is sampled."""
+
+    prompt: Any
+    options: dict[str, Any]
+
+
+def edits(rng: random.Random) -> Ask:
+    """A file that is to be written again with one change."""
+    known = [json.loads(line)["source"] for line in (_DATA / "functions.jsonl").read_text("utf-8").splitlines()]
+    file = "\n\n\n".join(rng.sample(known, 3))
+    name = rng.choice(known[:8]).split("(")[0].removeprefix("def ")
+    text = f"Write this file again and rename {name} to my_{name}. Answer with code alone.\n\n```python\n{file}\n```"
+    return Ask([{"role": "user", "content": text}], {"temperature": 0})
+
+
+def agents(rng: random.Random) -> Ask:
+    """A tool's result that is to be handed on in another tool's form, after two turns that did so."""
+    messages = [{"role": "system", "content": "You pass orders on. Answer with the order's JSON, changing its status."}]
+    for turn in range(3):
+        order = {
+            "order_id": rng.randrange(10**6),
+            "customer": {"name": rng.choice(_NAMES), "tier": rng.choice(["basic", "gold"])},
+            "items": [{"sku": f"SKU-{rng.randrange(10**4)}", "quantity": rng.randrange(1, 9)} for _ in range(3)],
+            "status": "received",
+        }
+        messages.append({"role": "user", "content": f"Tool result:\n{json.dumps(order, indent=1)}\nMark it as packed."})
+        if turn < 2:
+            packed = json.dumps(order | {"status": "packed"}, indent=1)
+            messages.append({"role": "assistant", "content": packed})
+    return Ask(messages, {"temperature": 0})
+
+
+def chat(rng: random.Random) -> Ask:
+    """Something that somebody said to an agent."""
+    lines = [json.loads(line) for line in (_DATA / "real_text.jsonl").read_text("utf-8").splitlines()]
+    talks = [line["parts"] for line in lines if line["kind"] == "dialogues"]
+    said = [text for who, text in rng.choice(talks) if who == "user"]
+    return Ask([{"role": "user", "content": rng.choice(said)}], {"temperature": 0})
+
+
+def unique(rng: random.Random) -> Ask:
+    """Nothing is ever written twice: words at random go on at random, and what was there is penalized."""
+    words = " ".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(80))
+    return Ask(words, {"temperature": 1.0, "seed": rng.randrange(2**32), "repetition_penalty": 1.5})
+
+
+_KINDS = {"edits": edits, "agents": agents, "chat": chat, "unique": unique}
+
+
+@dataclass
+class Sum:
+    """What came of one arm in one workload and batch."""
+
+    rates: list[float] = field(default_factory=list)
+    generated: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_seconds: float = 0.0
+    identical: bool = True
+
+    @property
+    def passes(self) -> int:
+        """In which a sequence took part, each of its tokens but those that were guessed."""
+        return max(1, self.generated - self.accepted)
+
+
+def measure(engine: Engine, asks: list[Ask], arm: str, length: int) -> tuple[list[Result], float, float]:
+    """Answers, tokens per second from the first one's first token on, and seconds spent guessing."""
+    options: dict[str, Any] = {"max_tokens": length, "ignore_eos": True, "speculation": _MODES[arm]}
+    options["tenant_salt"] = secrets.token_bytes(8)
+    engine.generate_many([(ask.prompt, options | {"max_tokens": 1}) for ask in asks])  # then all decode together
+    stats = engine._runtime.engine.speculator.stats
+    guessing, began = stats.draft_seconds, time.perf_counter()
+    found = engine.generate_many([(ask.prompt, ask.options | options) for ask in asks])
+    ended = time.perf_counter()
+    first = min(began + r.ttft_ms / 1e3 for r in found)
+    rate = sum(len(r.token_ids) - 1 for r in found) / (ended - first)
+    return found, rate, stats.draft_seconds - guessing
+
+
+def expected(engine: Engine, sums: Sum, batch: int) -> float:
+    """Tokens per second that acceptance and the costs of passes allow."""
+    costs = engine._runtime.engine.speculator.costs
+    rows = round(batch * (1 + sums.drafted / sums.passes))
+    seconds = costs.seconds(rows, sums.drafted > 0) + sums.draft_seconds / sums.passes * batch
+    return batch * sums.generated / sums.passes / seconds
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    with ExitStack() as stack:
+        engines = {arm: engine for engine, arms in _engines(options, stack) for arm in arms}
+        sums = {(w, b, arm): Sum() for w in options.workloads for b in options.batches for arm in engines}
+        progress = stack.enter_context(Progress(console=report.console, transient=True))
+        task = progress.add_task("measuring", total=options.repeats * len(sums))
+        for repeat in range(options.repeats):
+            for workload in options.workloads:
+                rng = random.Random(f"{workload} {repeat}")
+                for batch in options.batches:
+                    asks, plain = [_KINDS[workload](rng) for _ in range(batch)], list[list[int]]()
+                    for arm, engine in engines.items():
+                        found, rate, guessing = measure(engine, asks, arm, options.answer_tokens)
+                        plain = plain or [r.token_ids for r in found]
+                        into = sums[workload, batch, arm]
+                        into.rates.append(rate)
+                        into.generated += sum(len(r.token_ids) - 1 for r in found)
+                        into.drafted += sum(r.draft_tokens for r in found)
+                        into.accepted += sum(r.accepted_tokens for r in found)
+                        into.draft_seconds += guessing
+                        into.identical &= [r.token_ids for r in found] == plain
+                        progress.advance(task)
+        rows = [_row(engines[arm], *key, into) for (*key, arm), into in sums.items() for key in [[*key, arm]]]
+    return report.write(options, "speculate", rows, _summary(rows))
+
+
+def _engines(options: argparse.Namespace, stack: ExitStack) -> list[tuple[Engine, list[str]]]:
+    """The engines, each with its arms; ``plain`` is in the first."""
+
+    def start(draft_model: str) -> Engine:
+        made = Engine.from_pretrained(
+            options.model, cache=None, pool_bytes="512MiB", speculate="auto", draft_model=draft_model,
+            dtype=options.dtype,
+        )  # fmt: skip
+        return stack.enter_context(made)
+
+    arms = ["plain", "suffix", *(["draft"] if options.draft_model else [])]
+    out = [(start(options.draft_model), arms)]
+    if options.self:
+        out.append((start("self"), ["self"]))
+    return out
+
+
+def _row(engine: Engine, workload: str, batch: int, arm: str, sums: Sum) -> dict[str, Any]:
+    return {
+        "arm": arm,
+        "workload": workload,
+        "batch": batch,
+        "tokens_per_s": report.median(sums.rates),
+        "spread": report.spread(sums.rates),
+        "accepted_per_pass": round(sums.generated / sums.passes, 3),
+        "acceptance": round(sums.accepted / max(1, sums.drafted), 3),
+        "expected_tokens_per_s": round(expected(engine, sums, batch), 2),
+        "identical": sums.identical,
+    }
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    plain = {(r["workload"], r["batch"]): r["tokens_per_s"] for r in rows if r["arm"] == "plain"}
+    out: dict[str, Any] = {"identical": all(r["identical"] for r in rows)}
+    for r in rows:
+        if r["arm"] != "plain":
+            name = f"{r['arm']}_{r['workload']}_{r['batch']}"
+            out[f"{name}_over_plain"] = round(r["tokens_per_s"] / plain[r["workload"], r["batch"]], 3)
+            out[f"{name}_of_expected"] = round(r["tokens_per_s"] / r["expected_tokens_per_s"], 3)
+    return out
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("speculate", __doc__ or "")
+    parser.add_argument("--model", default="smollm2", help="smollm2, demo, shape:NAME or a folder")
+    parser.add_argument("--draft-model", default="", help="a smaller model with the same tokenizer, for the arm draft")
+    parser.add_argument("--self", action="store_true", help="the arm self as well")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--answer-tokens", type=int, default=160)
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.repeats, options.answer_tokens, options.batches = 2, min(64, options.answer_tokens), [1]
+    return run(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Where a run of tokens stood before, and what followed it.
+
+Two hash tables over the runs of LONG and of SHORT tokens lead to the last place of each, and from every place a chain
+goes to the one before: as LZ77 finds its matches (RFC 1951, section 4). What hashes alike is compared, so a collision
+costs a step and no more. 28 to 44 bytes for each token there is room for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+LONG, SHORT = 4, 2
+# The longest match that is told from longer ones, and the places of a chain that are looked at.
+MOST_MATCHED, _STEPS = 32, 16
+_FACTOR, _WORD = 0x9E3779B1, (1 << 32) - 1
+# With more tokens than this at once they are entered by NumPy.
+_MANY = 48
+
+
+@dataclass(frozen=True)
+class Match:
+    """The ``length`` last tokens that were looked for end at ``place``."""
+
+    place: int
+    length: int
+
+
+class Chains:
+    """Tokens in the order in which they came, ``capacity`` at most, and an index over them. Raises IndexError when more
+    are added."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+        self._mask = (1 << max(6, (2 * capacity - 1).bit_length())) - 1
+        self._tokens = array("i", bytes(4 * capacity))
+        # By length of run: the last place of each hash, and the place before each place.
+        self._heads = {n: _nowhere(self._mask + 1) for n in (LONG, SHORT)}
+        self._before = {n: _nowhere(capacity) for n in (LONG, SHORT)}
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Appends tokens."""
+        start, end = self.length, self.length + len(tokens)
+        if end > self.capacity:
+            raise IndexError(f"{end} tokens into a room for {self.capacity}")
+        self._tokens[start:end] = array("i", tokens)
+        self.length = end
+        if end - start > _MANY:
+            for n in (LONG, SHORT):
+                self._enter(n, start, end)
+            return
+        for place in range(start, end):
+            for n in (LONG, SHORT):
+                if place + 1 >= n:
+                    at = self._hash(self._tokens[place + 1 - n : place + 1])
+                    heads = self._heads[n]
+                    self._before[n][place] = heads[at]
+                    heads[at] = place
+
+    def find(self, tail: Sequence[int]) -> Match | None:
+        """The longest match, among those the latest, of a text's last tokens that something follows here. None for less
+        than SHORT tokens."""
+        best: Match | None = None
+        for n in (LONG, SHORT):
+            if len(tail) < n or best is not None:
+                continue
+            place = self._heads[n][self._hash(tail[-n:])]
+            for _ in range(_STEPS):
+                if place < 0:
+                    break
+                if place + 1 < self.length:
+                    length = self._matched(tail, place)
+                    if length >= n and (best is None or length > best.length):
+                        best = Match(place, length)
+                        if length >= min(len(tail), MOST_MATCHED):
+                            break
+                place = self._before[n][place]
+        return best
+
+    def follow(self, place: int, most: int) -> list[int]:
+        """What follows a place, at most so much; what is beyond the end repeats, as it would if it were written."""
+        found = self._tokens[place + 1 : min(place + 1 + most, self.length)].tolist()
+        period = len(found)
+        while 0 < len(found) < most:
+            found.append(found[-period])
+        return found
+
+    def _matched(self, tail: Sequence[int], place: int) -> int:
+        tokens, length = self._tokens, 0
+        for token in reversed(tail[-MOST_MATCHED:]):
+            if place < length or tokens[place - length] != token:
+                break
+            length += 1
+        return length
+
+    def _hash(self, run: Sequence[int]) -> int:
+        word = 0
+        for token in run:
+            word = (word * _FACTOR + token) & _WORD
+        return (word ^ (word >> 15)) & self._mask
+
+    def _enter(self, n: int, start: int, end: int) -> None:
+        """What ``add`` does one by one, for the places ``start`` to ``end``."""
+        first = max(start, n - 1)
+        if first >= end:
+            return
+        tokens = np.frombuffer(self._tokens, np.int32)[first + 1 - n : end].astype(np.uint64)
+        words: NDArray[np.uint64] = np.zeros(end - first, np.uint64)
+        for i in range(n):
+            words = (words * np.uint64(_FACTOR) + tokens[i : i + end - first]) & np.uint64(_WORD)
+        at = ((words ^ (words >> np.uint64(15))) & np.uint64(self._mask)).astype(np.int64)
+        places = np.arange(first, end, dtype=np.int32)
+        heads, before = np.frombuffer(self._heads[n], np.int32), np.frombuffer(self._before[n], np.int32)
+        order = np.argsort(at, kind="stable")
+        hashes, ordered = at[order], places[order]
+        again = np.concatenate(([False], hashes[1:] == hashes[:-1]))
+        before[ordered] = np.where(again, np.concatenate(([-1], ordered[:-1])), heads[hashes])
+        last = np.concatenate((hashes[1:] != hashes[:-1], [True]))
+        heads[hashes[last]] = ordered[last]
+
+
+def _nowhere(size: int) -> array[int]:
+    return array("i", [-1]) * size

@@ -1,0 +1,151 @@
+"""Guesses by a smaller model with the same tokens (Leviathan et al., 2023), or by the model itself at fewer bits.
+
+A guess is drawn from the draft's logits with the sampler and the random number that the true token will be drawn with:
+where both models agree they draw the same token, also at high temperatures, and a draft that is the model itself is
+always right.
+"""
+
+from __future__ import annotations
+
+import collections.abc as abc
+import time
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from inference_svc.engine import rows
+from inference_svc.engine.drawing import Outcome, draw
+from inference_svc.engine.forward import Decoder
+from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.engine.sampling import Drawn, Sampler
+from inference_svc.engine.sequence import Sequence
+from inference_svc.engine.speculation.proposer import Draft, Wish
+
+_FADE = 0.8
+
+
+@dataclass
+class _Kept:
+    """What the draft's pool has of a sequence: keys and values of ``computed`` leading tokens, which were ``known``
+    when something was last guessed behind them."""
+
+    table: BlockTable = field(default_factory=BlockTable)
+    computed: int = 0
+    known: int = 0
+
+
+@dataclass
+class _Going:
+    """A guess in the making: ``wanted`` tokens, the next of which follows the last row that was computed."""
+
+    wish: Wish
+    kept: _Kept
+    sampler: Sampler
+    tokens: list[int] = field(default_factory=list)
+
+
+class DraftModel:
+    """A ``Proposer`` with keys and values of its own, or, as a copy of the model, with the model's.
+
+    A copy reads what the model has computed and writes what it guesses into the slots that verification then fills
+    anew: it needs no room, and never reads a prompt.
+    """
+
+    priors = (0.6,)
+
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, vocabulary: int, longest: int, piece_rows: int, copy: bool = False
+    ) -> None:
+        """``vocabulary`` is the width of the model's logits, ``longest`` the draft's context. What is missing of a
+        sequence is computed in pieces of at most ``piece_rows`` rows, one in a step. A ``copy`` gets the model's pool.
+        """
+        self._decoder, self._pool, self._copy = decoder, pool, copy
+        self._vocabulary, self._longest, self._piece_rows = vocabulary, longest, piece_rows
+        self._kept: dict[Sequence, _Kept] = {}
+        self._seconds = 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        return self._seconds
+
+    @property
+    def pool(self) -> KVPool:
+        return self._pool
+
+    @property
+    def copies(self) -> bool:
+        """It works in the model's pool, with the pages of the sequences themselves."""
+        return self._copy
+
+    def tables(self) -> list[BlockTable]:
+        """What is held of a pool of its own."""
+        return [kept.table for kept in self._kept.values()]
+
+    def propose(self, wishes: abc.Sequence[Wish]) -> list[Draft]:
+        budget, spans, due = self._piece_rows, list[rows.Span](), list[_Going]()
+        for wish in wishes:
+            kept, tokens = self._kept_of(wish.sequence), wish.sequence.tokens
+            kept.known = len(tokens)
+            piece = tokens[kept.computed : kept.computed + budget]
+            if not piece or not self._room(kept.table, len(tokens) + wish.most):
+                continue
+            whole = kept.computed + len(piece) == len(tokens)
+            spans.append(rows.Span(piece, kept.computed, kept.table, whole))
+            budget -= len(piece)
+            kept.computed += len(piece)
+            if whole:
+                due.append(_Going(wish, kept, wish.sequence.sampler.ahead()))
+        found = {one.wish.sequence: one.tokens for one in due}
+        while spans:
+            began, alone = time.perf_counter(), all(len(span.tokens) == 1 for span in spans)
+            logits = self._logits(spans)
+            drawn = draw(logits, [one.sampler for one in due])
+            due = [one for one, token in zip(due, drawn, strict=True) if _goes_on(one, token)]
+            if alone:
+                seconds = time.perf_counter() - began
+                self._seconds = seconds + _FADE * (self._seconds - seconds) if self._seconds else seconds
+            spans = [_next_row(one) for one in due]
+        return [Draft.chain(tokens := found.get(wish.sequence, []), [0] * len(tokens)) for wish in wishes]
+
+    def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        kept = self._kept.get(sequence)
+        if kept is not None and not self._copy:
+            # Of the last guess no key was computed.
+            kept.computed = kept.known + min(accepted, max(drafted - 1, 0))
+
+    def finish(self, sequence: Sequence) -> None:
+        """Nothing is learnt."""
+
+    def forget(self, sequence: Sequence) -> None:
+        kept = self._kept.pop(sequence, None)
+        if kept is not None and not self._copy:
+            self._pool.free(kept.table)
+
+    def _kept_of(self, sequence: Sequence) -> _Kept:
+        if not self._copy:
+            return self._kept.setdefault(sequence, _Kept())
+        assert sequence.table is not None
+        return _Kept(sequence.table, sequence.computed)
+
+    def _room(self, table: BlockTable, tokens: int) -> bool:
+        return tokens <= self._longest and self._pool.grow(table, tokens)
+
+    def _logits(self, spans: list[rows.Span]) -> Tensor:
+        """As wide as the model's: what the draft does not know is never guessed."""
+        logits = self._decoder(rows.build(spans, self._pool, self._pool.keys.device))[:, : self._vocabulary]
+        missing = self._vocabulary - logits.shape[1]
+        return pad(logits, (0, missing), value=float("-inf")) if missing and len(logits) else logits
+
+
+def _goes_on(one: _Going, drawn: Outcome) -> bool:
+    """Takes what was drawn; False when that was the last, or nothing could be."""
+    if not isinstance(drawn, Drawn):
+        return False
+    one.tokens.append(drawn.token)
+    one.sampler.accept(drawn.token)
+    return len(one.tokens) < one.wish.most
+
+
+def _next_row(one: _Going) -> rows.Span:
+    return rows.Span(one.tokens[-1:], one.kept.known + len(one.tokens) - 1, one.kept.table, True)

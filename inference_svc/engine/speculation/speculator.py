@@ -1,0 +1,263 @@
+"""How much is guessed in a pass, so that it never takes longer than it saves.
+
+Guesses that cost nothing are made for every sequence that decodes. Each is worth the chance that it is right, which is
+measured, and costs what a row more costs, which is measured too; those are verified that give the most tokens per
+second (goodput, Liu et al., 2024, arXiv:2406.14066). So speculation goes away by itself when a batch is large enough to
+keep the device busy, or when guesses are wrong. What was guessed is compared with what was drawn even where it was not
+verified: finding out that guesses are right again costs no row. Guesses that must be computed are tried again after
+pauses that grow.
+"""
+
+from __future__ import annotations
+
+import collections.abc as abc
+import time
+from dataclasses import dataclass, field
+
+import structlog
+
+from inference_svc.engine.rows import ROW_MULTIPLE
+from inference_svc.engine.sequence import Sequence
+from inference_svc.engine.speculation.acceptance import Acceptance, Tally
+from inference_svc.engine.speculation.costs import Costs
+from inference_svc.engine.speculation.mode import Speculation
+from inference_svc.engine.speculation.proposer import Proposer, Wish
+from inference_svc.engine.stats import SpeculationStats
+
+log = structlog.get_logger("engine")
+
+# What speculation must promise before anything is risked for it.
+_MARGIN = 1.02
+# Passes after which what seemed too expensive is tried once more, and the most of them.
+_PAUSE, _MOST_PAUSE = 64, 1024
+# The same for guesses that must be computed, and the most of them at once.
+_MODEL_PAUSE, _MOST_MODEL_PAUSE, _MOST_COMPUTED = 16, 1 << 14, 8
+# Of sequences whose guesses do not pay for the time of looking them up, one pass in so many is looked up.
+_RARELY = 16
+_FADE = 0.9
+# What is less likely is not verified even where rows are free.
+_LEAST_CHANCE = 0.02
+
+
+@dataclass
+class _Guess:
+    """What was guessed for a sequence, of which ``drafted`` tokens were handed out to be verified."""
+
+    proposer: Proposer
+    tokens: list[int]
+    signs: list[int]
+    drafted: int = 0
+
+
+@dataclass
+class _Own:
+    """What is known of one sequence's guesses."""
+
+    tallies: dict[Proposer, Tally] = field(default_factory=dict)
+    gain: float = 1.0  # accepted each time it was asked for, lately
+    passes: int = 0
+
+
+class Speculator:
+    """Only the engine's thread uses it. Nothing that fails here fails a request: it goes on without guesses."""
+
+    def __init__(self, proposers: abc.Mapping[Speculation, Proposer], costs: Costs, most: int) -> None:
+        """``proposers`` by the mode that asks for each alone; at most ``most`` tokens of a sequence are guessed at
+        once."""
+        self.stats, self.costs = SpeculationStats(), costs
+        self._proposers, self._most = dict(proposers), most
+        self._acceptance = {p: Acceptance(p.priors) for p in proposers.values()}
+        self._own: dict[Sequence, _Own] = {}
+        self._guesses: dict[Sequence, _Guess] = {}
+        self._asking_seconds = 0.0  # for one sequence
+        self._pause, self._left = _PAUSE, _PAUSE
+        self._model_pause, self._model_left = _MODEL_PAUSE, 1
+
+    def prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> dict[Sequence, list[int]]:
+        """Tokens to verify behind those of ``decoding`` sequences, in a pass that has so many ``rows`` without them.
+        Answers end by ``longest`` tokens, prompt included."""
+        self._guesses.clear()
+        self._prepare(decoding, rows, longest)
+        return {s: guess.tokens[: guess.drafted] for s, guess in self._guesses.items() if guess.drafted}
+
+    def passed(self, rows: int, drafted: int, seconds: float) -> None:
+        """A pass of decoding sequences alone took so long; ``rows`` of which ``drafted`` were guesses."""
+        self.costs.learn(rows, drafted > 0, seconds)
+        if drafted:
+            self.stats.verify_seconds += seconds
+
+    def judge(self, sequence: Sequence, drafted: int, drawn: abc.Sequence[int]) -> None:
+        """``drafted`` of a sequence's guesses were verified, and ``drawn`` became part of its answer."""
+        guess = self._guesses.pop(sequence, None)
+        if guess is None:
+            return
+        own = self._own.setdefault(sequence, _Own())
+        tally, acceptance, right = self._tally(own, guess.proposer), self._acceptance[guess.proposer], 0
+        for token, sign, true in zip(guess.tokens, guess.signs, drawn, strict=False):
+            acceptance.learn(tally, sign, token == true)
+            if token != true:
+                break
+            right += 1
+        accepted = min(right, drafted)
+        own.gain += accepted * (1 - _FADE)
+        if drafted:
+            self.stats.count(drafted, accepted)
+        guess.proposer.observe(sequence, drafted, accepted)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Its answer is complete. ``judge`` and ``forget`` may follow."""
+        if sequence.speculation is Speculation.OFF:
+            return
+        for proposer in self._proposers.values():
+            try:
+                proposer.finish(sequence)
+            except Exception:
+                log.exception("learning from an answer failed")
+
+    def forget(self, sequence: Sequence) -> None:
+        """It is in the batch no longer."""
+        self._own.pop(sequence, None)
+        self._guesses.pop(sequence, None)
+        for proposer in self._proposers.values():
+            proposer.forget(sequence)
+
+    # ---- guessing -------------------------------------------------------------------------------------------
+
+    def _prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> None:
+        wishes = [wish for s in decoding if (wish := self._wish(s, longest)) is not None]
+        if not wishes or not self._may_pay(len(decoding), rows):
+            return
+        began = time.perf_counter()
+        self._ask(wishes, len(decoding), rows)
+        self.stats.draft_seconds += time.perf_counter() - began
+        self._choose(len(decoding), rows)
+
+    def _wish(self, sequence: Sequence, longest: int) -> Wish | None:
+        """With so many guesses right, one more token is drawn, and the answer may end there."""
+        if sequence.speculation is Speculation.OFF:
+            return None
+        room = min(sequence.max_tokens - sequence.generated, longest - len(sequence.tokens)) - 1
+        return Wish(sequence, min(room, self._most)) if room > 0 else None
+
+    def _may_pay(self, sequences: int, rows: int) -> bool:
+        """Whether there is a number of guesses that would pay if all were right."""
+        now = sequences / self.costs.seconds(rows, False)
+        more = sequences * self._most
+        while more:
+            if (sequences + more) / self.costs.seconds(rows + more, True) > now * _MARGIN:
+                return True
+            more //= 2
+        return False
+
+    def _ask(self, wishes: list[Wish], sequences: int, rows: int) -> None:
+        lookup, model = (self._proposers.get(mode) for mode in (Speculation.NGRAM, Speculation.DRAFT))
+        if lookup is not None:
+            asked = [w for w in wishes if w.sequence.speculation is not Speculation.DRAFT]
+            asked = [w for w in asked if self._pays(w.sequence, sequences, rows)]
+            began = time.perf_counter()
+            self._take(Speculation.NGRAM, asked)
+            if asked:
+                each = (time.perf_counter() - began) / len(asked)
+                self._asking_seconds += 0.05 * (each - self._asking_seconds)
+        if model is not None:
+            self._ask_model(model, wishes, sequences, rows)
+
+    def _ask_model(self, model: Proposer, wishes: list[Wish], sequences: int, rows: int) -> None:
+        """Lets the model guess as far as pays, for those for whom nothing better was looked up."""
+        group = list[tuple[Wish, float]]()
+        for wish in wishes:
+            own, guess = self._own.setdefault(wish.sequence, _Own()), self._guesses.get(wish.sequence)
+            chance = self._acceptance[model].chance(self._tally(own, model), 0)
+            if wish.sequence.speculation is Speculation.DRAFT or (
+                wish.sequence.speculation is Speculation.AUTO
+                and (guess is None or self._first_chance(own, guess) < chance)
+            ):
+                group.append((wish, chance))
+        if not group:
+            return
+        best, depth = sequences / self.costs.seconds(rows, False) * _MARGIN, 0
+        expected = float(sequences)
+        for k in range(1, min(self._most, _MOST_COMPUTED) + 1):
+            expected += sum(chance**k for _, chance in group)
+            rate = expected / (self.costs.seconds(rows + k * len(group), True) + k * model.step_seconds)
+            if rate > best:
+                best, depth = rate, k
+        if depth:
+            self._model_pause = self._model_left = _MODEL_PAUSE
+        else:
+            self._model_left -= 1
+            if self._model_left:
+                return
+            self._model_pause = min(2 * self._model_pause, _MOST_MODEL_PAUSE)
+            self._model_left, depth = self._model_pause, 1
+        self._take(Speculation.DRAFT, [Wish(wish.sequence, min(wish.most, depth)) for wish, _ in group])
+
+    def _pays(self, sequence: Sequence, sequences: int, rows: int) -> bool:
+        """Whether looking up is worth its own time, or it is this sequence's turn to find out."""
+        own = self._own.setdefault(sequence, _Own())
+        own.passes += 1
+        saved = own.gain * self.costs.seconds(rows, False) / sequences
+        pays = saved > self._asking_seconds or own.passes % _RARELY == 0
+        if pays:
+            own.gain *= _FADE
+        return pays
+
+    def _take(self, mode: Speculation, wishes: list[Wish]) -> None:
+        proposer = self._proposers[mode]
+        try:
+            drafts = proposer.propose(wishes)
+        except Exception:
+            log.exception("guessing failed, and is off from now on; answers go on without", by=mode.value)
+            for sequence in self._own:
+                proposer.forget(sequence)
+            del self._proposers[mode]
+            return
+        for wish, draft in zip(wishes, drafts, strict=True):
+            tokens, signs = draft.path()
+            if tokens:
+                self._guesses[wish.sequence] = _Guess(proposer, tokens, signs)
+
+    def _first_chance(self, own: _Own, guess: _Guess) -> float:
+        return self._acceptance[guess.proposer].chance(self._tally(own, guess.proposer), guess.signs[0])
+
+    def _choose(self, sequences: int, rows: int) -> None:
+        """Hands out those guesses that give the most tokens per second."""
+        worth: list[tuple[float, Sequence]] = []
+        for sequence, guess in self._guesses.items():
+            own = self._own.setdefault(sequence, _Own())
+            tally, acceptance, chance = self._tally(own, guess.proposer), self._acceptance[guess.proposer], 1.0
+            for sign in guess.signs:
+                chance *= acceptance.chance(tally, sign)
+                if chance < _LEAST_CHANCE:
+                    break
+                worth.append((chance, sequence))
+        # What follows a guess is worth less than it: those before a place in this order are whole beginnings.
+        worth.sort(key=lambda item: -item[0])
+        plain = sequences / self.costs.seconds(rows, False)
+        best, chosen, expected = plain * _MARGIN, 0, float(sequences)
+        hopeful, hoped = 0.0, 0
+        for count, (chance, _) in enumerate(worth, 1):
+            expected += chance
+            if (rows + count) % ROW_MULTIPLE and count < len(worth):
+                continue  # a row more costs the same
+            rate = expected / self.costs.seconds(rows + count, True)
+            if rate > best:
+                best, chosen = rate, count
+            if rate > hopeful:
+                hopeful, hoped = rate, count
+        if not chosen and hopeful > plain * 0.5:
+            # Perhaps it has become cheaper: one pass in many finds out.
+            self._left -= 1
+            if not self._left:
+                self._pause = min(2 * self._pause, _MOST_PAUSE)
+                self._left, chosen = self._pause, hoped
+        elif chosen:
+            self._pause = self._left = _PAUSE
+        for _, sequence in worth[:chosen]:
+            self._guesses[sequence].drafted += 1
+
+    def _tally(self, own: _Own, proposer: Proposer) -> Tally:
+        found = own.tallies.get(proposer)
+        if found is None:
+            found = own.tallies[proposer] = self._acceptance[proposer].own()
+        return found

@@ -1,0 +1,97 @@
+"""Looking up what followed the same tokens: against a search that looks everywhere."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.engine.sequence import CacheUse
+from inference_svc.engine.speculation.chains import SHORT, Chains
+from inference_svc.engine.speculation.lookup import _GENERATION, _TENANTS, Lookup, PastAnswers
+from inference_svc.engine.speculation.proposer import ROOT, Draft, Wish
+from tests.inference_svc.speculation.chance import sequence
+
+few = st.lists(st.integers(0, 3), min_size=1, max_size=14)
+
+
+def longest(text: list[int], tail: list[int]) -> int:
+    """Of all places that something follows, the longest run that ends as ``tail`` does."""
+    best = 0
+    for place in range(len(text) - 1):
+        n = 0
+        while n < len(tail) and n <= place and text[place - n] == tail[-1 - n]:
+            n += 1
+        best = max(best, n)
+    return best
+
+
+@given(few, few)
+def test_what_is_found_is_the_longest_match(text: list[int], tail: list[int]) -> None:
+    chains = Chains(64)
+    chains.add(text)
+    match, best = chains.find(tail), longest(text, tail)
+    assert (match.length if match else 0) == (best if best >= SHORT else 0)
+    if match:
+        assert text[match.place + 1 - match.length : match.place + 1] == tail[-match.length :]
+
+
+@given(st.lists(st.integers(-1, 3), min_size=60, max_size=200), st.integers(0, 60))
+def test_many_tokens_at_once_are_entered_like_one_by_one(text: list[int], first: int) -> None:
+    at_once, singly = Chains(256), Chains(256)
+    at_once.add(text[:first])
+    at_once.add(text[first:])
+    for token in text:
+        singly.add([token])
+    assert at_once._heads == singly._heads
+    assert at_once._before == singly._before
+
+
+def test_a_loop_goes_on() -> None:
+    chains = Chains(16)
+    chains.add([7, 1, 2, 3, 1, 2, 3])
+    match = chains.find([1, 2, 3])
+    assert match is not None
+    assert chains.follow(match.place, 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_past_answers_are_bounded_and_the_oldest_go() -> None:
+    past = PastAnswers()
+    for i in range(40):
+        past.add(b"", list(range(1000 * i, 1000 * i + 1000)))
+    assert past.find(b"", [39_000, 39_001]) is not None
+    assert past.find(b"", [0, 1]) is None
+    assert sum(chains.capacity for chains in past._tenants[b""]) == 2 * _GENERATION
+    past.add(b"long", list(range(10 * _GENERATION)))
+    assert past.find(b"long", [10 * _GENERATION - 9, 10 * _GENERATION - 8]) is not None
+    for i in range(_TENANTS):
+        past.add(b"%d" % i, [1, 2, 3])
+    assert past.find(b"", [39_000, 39_001]) is None, "the tenant that came first is forgotten"
+
+
+def guess(lookup: Lookup, tokens: list[int], use: CacheUse) -> list[int]:
+    asking = sequence(tokens, 50)
+    asking.cache = use
+    (draft,) = lookup.propose([Wish(asking, 4)])
+    return list(draft.tokens)
+
+
+def test_past_answers_are_their_tenants_alone() -> None:
+    lookup = Lookup()
+    done = sequence([1, 2], 50)
+    done.cache = CacheUse(tenant_salt=b"a")
+    done.tokens += [3, 4, 5, 6, 7]
+    lookup.finish(done)
+    assert guess(lookup, [9, 3, 4], CacheUse(tenant_salt=b"a")) == [5, 6, 7]
+    assert guess(lookup, [9, 3, 4], CacheUse(tenant_salt=b"b")) == []
+    assert guess(lookup, [9, 3, 4], CacheUse()) == []
+    assert guess(lookup, [9, 3, 4], CacheUse(tenant_salt=b"a", read=False)) == [], "it may read nothing"
+    done.cache, done.tokens[2:] = CacheUse(write=False), [11, 12, 13, 14]
+    lookup.finish(done)
+    assert guess(lookup, [9, 11, 12], CacheUse()) == [], "it leaves nothing behind"
+
+
+def test_of_a_tree_the_first_children_are_verified() -> None:
+    tree = Draft((5, 6, 7, 8, 9), (ROOT, ROOT, 0, 0, 2), (0, 1, 2, 3, 4))
+    assert tree.path() == ([5, 7, 9], [0, 2, 4])
+    assert Draft.chain([1, 2], [0, 0]).path() == ([1, 2], [0, 0])
+    assert Draft().path() == ([], [])
