@@ -183,7 +183,7 @@ def test_a_copy_at_four_bits_guesses_from_the_models_own_keys() -> None:
     want = ask(engine, mixed(Speculation.OFF))
     assert ask(engine, mixed(Speculation.DRAFT)) == want
     stats = engine.speculator.stats
-    assert stats.accepted_tokens > stats.draft_tokens / 2 > 50
+    assert stats.draft_tokens > stats.accepted_tokens > 100
     idle(engine)
     engine.check_integrity()
     engine.stop()
@@ -250,13 +250,13 @@ def test_nothing_refused_is_ever_stored() -> None:
             answer = node.client().generate(ids, max_tokens=40, temperature=0, ignore_eos=True)
             ids = ids + answer.token_ids + prompt(700 + turn, 10)
             answers.append(answer)
+            node.settle()  # until an answer is stored, only its prompt is shared
         assert sum(a.accepted_tokens for a in answers) > 0
         assert sum(a.draft_tokens - a.accepted_tokens for a in answers) > 0
         assert answers[-1].cached_tokens >= len(ids) - 64
         stats = node.client().stats()
         assert stats.accepted_tokens == sum(a.accepted_tokens for a in answers)
         assert stats.accepted_at[0] <= stats.drafts
-        node.settle()
         seen = [node.client().generate(ids, max_tokens=2, temperature=0, logprobs=20)]
         node.restart_worker(0)
         seen.append(node.client().generate(ids, max_tokens=2, temperature=0, logprobs=20))

@@ -66,7 +66,7 @@ class Leaning(Loop):
         logits = logits.clone()
         for line, guess in zip(logits, guesses, strict=True):
             if guess is not None:
-                line[guess] += 0.4
+                line[guess] += 0.8
         return super()._draw(sequences, logits, guesses)
 
 
@@ -75,7 +75,7 @@ class Repeating(Loop):
 
     def _draw(self, sequences: list[Sequence], logits: Tensor, guesses: list[int | None]) -> list[bool]:
         for i, (one, guess) in enumerate(zip(sequences, guesses, strict=True)):
-            if guess is not None and one.sampler.uniform(63) < 0.15:
+            if guess is not None and one.sampler.uniform(63) < 0.5:
                 logits = logits.clone()
                 logits[i] = torch.full_like(logits[i], -50.0)
                 logits[i, guess] = 0.0
@@ -111,4 +111,4 @@ def test_sampled_answers_have_the_models_distribution() -> None:
 @pytest.mark.parametrize("biased", [Leaning, Repeating])
 def test_the_test_sees_a_planted_bias(biased: type[Loop]) -> None:
     model = table(7)
-    assert chi_square(transitions(biased, model, 5_000), model) > LIMIT
+    assert chi_square(transitions(biased, model, 6_000), model) > LIMIT
