@@ -62,7 +62,9 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> 
         text, shown = texts.get(name, ""), default if default not in ("", None) else "none"
         if name.endswith("_bytes") and isinstance(default, int):
             shown = format_size(default)
-        choices = [a for a in get_args(field.annotation) if isinstance(a, str)]
+        allowed = get_args(field.annotation)
+        # Numbers are left to the settings: the parser would compare them with text.
+        choices = list(allowed) if all(isinstance(a, str) for a in allowed) else []
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,
