@@ -62,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> 
         text, shown = texts.get(name, ""), default if default not in ("", None) else "none"
         if name.endswith("_bytes") and isinstance(default, int):
             shown = format_size(default)
-        # What is not among them is refused by the settings, in one sentence: the parser would compare numbers with text.
+        # Others are refused by the settings, in one sentence; the parser would compare numbers with text.
         choices = [str(a) for a in get_args(field.annotation) if isinstance(a, (str, int))]
         parser.add_argument(
             f"--{name.replace('_', '-')}",
