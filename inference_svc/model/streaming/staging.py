@@ -83,9 +83,13 @@ class Staging:
 
     def acquire(self, piece: int) -> int:
         """The slot that holds a piece, until it is released as often as acquired. Waits for it. Raises
-        WeightsUnreadable when reading failed; whoever asks again makes it be tried again."""
+        WeightsUnreadable when it cannot be read now; whoever asks again makes it be tried again."""
         with self._changed:
             slot, self._next = self._at.get(piece), piece
+            if slot is not None and slot.state is _State.FAILED:
+                # It was read ahead, perhaps long ago: now that it is needed it is tried again.
+                self._empty(slot)
+                slot = None
             if slot is not None and slot.state is _State.READY:
                 self._stats.hits += not slot.uses
                 self._changed.notify_all()
@@ -129,7 +133,7 @@ class Staging:
         self._waited_for.remove(piece)
         self._stats.wait_seconds += time.perf_counter() - began
         slot = self._at.get(piece)
-        if slot is None:
+        if slot is None or slot.state is _State.READING:
             raise WeightsUnreadable("weights are no longer read: the worker is shutting down")
         if slot.state is _State.FAILED:
             error = slot.error

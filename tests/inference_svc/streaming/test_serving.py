@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -98,9 +97,6 @@ def test_a_read_that_fails_is_the_requests_own_error_and_the_worker_goes_on(stre
             assert found.value.reason == "INTERNAL"
     finally:
         weights.write_bytes(whole)
-    for seed in range(53, 56):
-        with contextlib.suppress(KVSidecarError):  # of what was read ahead while the file was short
-            client.generate(prompt(seed, 40), max_tokens=4, temperature=0, skip_cache=True)
     assert said(client, prompt(50, 40))[:2] == want[:2]
     stats = client.stats()
     assert (stats.running, stats.waiting) == (0, 0)
