@@ -94,7 +94,7 @@ def answers(node: Node, prompts: list[list[int]], tokens: int) -> tuple[list[lis
         for part in node.client().stream(prompt, max_tokens=tokens, temperature=0, ignore_eos=True):
             ids += part.token_ids
             times += [time.perf_counter()] * len(part.token_ids)
-        return ids, (len(times) - 1) / (times[-1] - times[0])
+        return ids, (len(times) - 1) / max(times[-1] - times[0], 1e-9)
 
     first, rate = one(prompts[0])
     with ThreadPoolExecutor(len(prompts)) as pool:
