@@ -145,8 +145,8 @@ def _peak_rss(pid: int) -> int:
 
 def prepare(options: argparse.Namespace, layers: int) -> tuple[Path, str]:
     """Has the model's file written under the limit. Returns it, and what the limit is."""
-    node = Node(options.model, workers=0, pool_bytes="64MiB", worker_flags=flags_of("full_stream", options, layers))
     with MemoryLimit(options.limit_bytes) as limit:
+        node = Node(options.model, workers=0, pool_bytes="64MiB", worker_flags=flags_of("full_stream", options, layers))
         node.launch = limit.launch  # type: ignore[misc]
         try:
             node.start_worker(0, wait=False)
