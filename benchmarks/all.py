@@ -22,8 +22,9 @@ NAMES = (
     "store",
     "faults",
     "soak",
+    "streaming",
 )
-_WITHOUT_MODEL = ("kernels", "cpu_kernels", "store", "faults", "soak")
+_WITHOUT_MODEL = ("kernels", "cpu_kernels", "store", "faults", "soak", "streaming")
 
 
 def main() -> None:

@@ -42,8 +42,8 @@ class Bound:
         from inference_svc.engine import rows
         from inference_svc.engine.forward import Decoder
         from inference_svc.engine.pool import KVPool
+        from inference_svc.freed_memory import keep_freed_memory
         from inference_svc.model import loader
-        from inference_svc.runtime import keep_freed_memory
 
         keep_freed_memory()
         loader.quiet_transformers()

@@ -26,6 +26,18 @@ class ModelSettings(BaseSettings):
     weights: Literal["auto", 16, 8, 4] = "auto"
     """Bits per linear weight in memory: auto (the checkpoint's), 16, or on a CPU 8 or 4, which take less room and time;
     8 hardly changes answers, 4 does."""
+    stream: Literal["auto", "off", "partial_resident", "ffn_only_stream", "full_stream"] = "auto"
+    """Layers that are read from disk ahead of the forward instead of being kept in a CPU's memory, for models larger
+    than it: auto (none while the model fits, else as few as possible), off, partial_resident (all but keep_first and
+    keep_last, or but as many as fit), ffn_only_stream (all but attention), full_stream. No answer depends on it."""
+    keep_first: int = Field(default=0, ge=0, le=4096)
+    """With stream=partial_resident: so many of the first layers stay in memory."""
+    keep_last: int = Field(default=0, ge=0, le=4096)
+    """With stream=partial_resident: so many of the last layers stay in memory."""
+    stream_slots: int = Field(default=3, ge=2, le=64)
+    """Streamed layers that are in memory at one time: one is computed with, the others are read ahead."""
+    memory_bytes: int = 0
+    """Most memory of a worker, by which stream chooses; what the machine or its control group has free when 0."""
     storage_bits: Literal[16, 8, 4] = 16
     """Bits per stored element: 16 keeps the pool's own values, so that a hit changes no answer; 8 and 4 take half and a
     quarter of the room, and change some."""
@@ -49,7 +61,7 @@ class ModelSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message to log."""
 
-    @field_validator("pool_bytes", mode="before")
+    @field_validator("pool_bytes", "memory_bytes", mode="before")
     @classmethod
     def _size(cls, value: object) -> object:
         return parse_size(value) if isinstance(value, str) else value

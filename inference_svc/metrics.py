@@ -40,6 +40,8 @@ _COUNTERS = (
     "stored_chunks",
     "refused_chunks",
 )
+_STREAM_GAUGES = ("resident_bytes", "pass_bytes")
+_STREAM_COUNTERS = ("hits", "waits", "misses", "read_bytes", "read_seconds", "wait_seconds")
 
 
 class WorkerCollector:
@@ -52,6 +54,7 @@ class WorkerCollector:
         from inference_svc.service import worker_stats
 
         stats = worker_stats(self._runtime)
+        streaming = stats.streaming
         for name in _GAUGES:
             yield GaugeMetricFamily(f"kvsidecar_worker_{name}", name.replace("_", " "), value=getattr(stats, name))
         for name in _COUNTERS:
@@ -66,6 +69,12 @@ class WorkerCollector:
         for place, count in enumerate(stats.accepted_at):
             places.add_metric([str(place)], count)
         yield places
+        for name in _STREAM_GAUGES:
+            text = f"streaming of layers: {name.replace('_', ' ')}"
+            yield GaugeMetricFamily(f"kvsidecar_worker_stream_{name}", text, value=getattr(streaming, name))
+        for name in _STREAM_COUNTERS:
+            text = f"streaming of layers: {name.replace('_', ' ')}"
+            yield CounterMetricFamily(f"kvsidecar_worker_stream_{name}", text, value=getattr(streaming, name))
 
 
 def serve_metrics(runtime: Runtime, port: int, host: str) -> None:

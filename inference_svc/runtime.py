@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,10 +22,12 @@ from inference_svc.engine.native_attention import kernels_of, measured
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
 from inference_svc.engine.speculation.draft_model import DraftModel
 from inference_svc.engine.stats import EngineLimits
+from inference_svc.freed_memory import keep_freed_memory
 from inference_svc.model.draft import load_draft
 from inference_svc.model.loader import LoadedModel, load
 from inference_svc.model.preflight import SELF, check_draft
 from inference_svc.model.probe import products_of, uneven
+from inference_svc.model.streaming.plan import Asked
 from inference_svc.reuse.chunking import new_chunker
 from inference_svc.reuse.placement import refusal, rotary_of
 from inference_svc.reuse.policy import ReusePolicy
@@ -35,7 +36,6 @@ from inference_svc.reuse.strategies import STRATEGIES
 log = structlog.get_logger("worker")
 
 _PROBED_ROWS = (64,)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_TOP_PAD = -1, -3, -2
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,10 @@ class Runtime:
     def close(self) -> None:
         """Stops the engine, stores what is queued, ends the session. Blocks."""
         self.engine.stop()
+        if self.engine.loaded.streamed is not None:
+            self.engine.loaded.streamed.close()
         if self.cache is not None:
             self.cache.close()
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc to keep freed activations instead of returning them: a prefill is 10% faster for it."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-        libc.mallopt(_M_TOP_PAD, 64 << 20)
-
-
-def give_back_freed_memory() -> None:
-    """Returns what ``keep_freed_memory`` keeps: after work that needed far more of it than is usual."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def build(config: WorkerConfig) -> Runtime:
@@ -90,6 +76,15 @@ def _build(config: WorkerConfig) -> Runtime:
         strict=config.strict,
         served_name=config.served_name,
         context_length=config.context_length,
+        stream=Asked(
+            config.stream,
+            config.keep_first,
+            config.keep_last,
+            config.stream_slots,
+            config.memory_bytes,
+            config.pool_bytes,
+            config.batch_sequences,
+        ),
     )
     if config.context_length:
         if config.context_length > loaded.context_length:
@@ -150,7 +145,11 @@ def _draft(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftMode
 
 
 def _say_where_bits_differ(loaded: LoadedModel) -> None:
-    bad = uneven(products_of(loaded.model), _PROBED_ROWS)
+    if loaded.streamed is None:
+        bad = uneven(products_of(loaded.model), _PROBED_ROWS)
+    else:
+        with loaded.streamed.source.holding(0):
+            bad = uneven(products_of(loaded.streamed.products), _PROBED_ROWS)
     if bad:
         log.warning(
             "this CPU gives a row other bits in another batch, so answers with the cache may differ from those without "

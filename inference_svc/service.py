@@ -20,8 +20,10 @@ from kvsidecar.requests import add_calls
 from inference_svc.engine.pool import PAGE_TOKENS
 from inference_svc.engine.sampling import Drawn
 from inference_svc.engine.sequence import Output, Sequence
+from inference_svc.freed_memory import give_back_freed_memory
+from inference_svc.model.streaming.loading import Streamed
 from inference_svc.prompts import Prompter
-from inference_svc.runtime import Runtime, give_back_freed_memory
+from inference_svc.runtime import Runtime
 from inference_svc.tools.answering import FINISH, read_calls
 
 log = structlog.get_logger("worker")
@@ -251,4 +253,22 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         accepted_at=guessed.accepted_at,
         draft_seconds=guessed.draft_seconds,
         verify_seconds=guessed.verify_seconds,
+        streaming=_streaming_stats(engine.loaded.streamed),
+    )
+
+
+def _streaming_stats(streamed: Streamed | None) -> pb.StreamingStats:
+    if streamed is None:
+        return pb.StreamingStats(mode="full_resident")
+    stats, residency = streamed.stats, streamed.residency
+    return pb.StreamingStats(
+        mode=residency.mode,
+        resident_bytes=residency.resident_bytes,
+        pass_bytes=residency.streamed_bytes,
+        hits=stats.hits,
+        waits=stats.waits,
+        misses=stats.misses,
+        read_bytes=stats.bytes,
+        read_seconds=stats.read_seconds,
+        wait_seconds=stats.wait_seconds,
     )

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import grpc
@@ -33,12 +33,14 @@ from kvsidecar.runtime import (
     ensure_private_dir,
     socket_target,
 )
+from kvsidecar.sizes import parse_size
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from inference_svc.config import ModelSettings, WorkerConfig
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.model.preflight import settled
+from inference_svc.model.streaming.memory import free_bytes
 
 log = structlog.get_logger("serve")
 
@@ -162,9 +164,20 @@ class Supervisor:
         }
         if "threads" not in own.model_fields_set:
             flags["threads"] = max(1, len(os.sched_getaffinity(0)) // self._config.workers)
+        if own.stream == "auto" and "memory_bytes" not in own.model_fields_set:
+            flags["memory_bytes"] = self._share
         if own.metrics_port:
             flags["metrics_port"] = own.metrics_port + i
         return [sys.executable, "-m", "inference_svc", "worker", *_flags(flags)]
+
+    @cached_property
+    def _share(self) -> int:
+        """What a worker may take of the memory that is free before any has begun, and that the arena leaves."""
+        try:
+            arena = parse_size(self._config.arena_bytes)
+        except ValueError:  # the daemon says so
+            arena = 0
+        return max(1, (free_bytes() - arena) // self._config.workers)
 
     def _gateway_command(self) -> list[str]:
         workers = ",".join(map(str, self.worker_sockets))

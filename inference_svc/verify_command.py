@@ -15,6 +15,7 @@ from rich.table import Table
 
 from inference_svc.cache.verdicts import store_verdict
 from inference_svc.model.loader import load, quiet_transformers
+from inference_svc.model.streaming.plan import Asked
 from inference_svc.reuse.judgement import Report, Thresholds
 from inference_svc.reuse.laboratory import Laboratory
 from inference_svc.reuse.strategies import AUTO, DEFAULT_RATIO, STRATEGIES, THOROUGH, THOROUGH_RATIO
@@ -78,7 +79,10 @@ def main(arguments: list[str]) -> int:
             parser().error(f"--ratio is {options.ratio}; allowed are 0 to 1")
         questions = read_questions(options.prompts)
         quiet_transformers()
-        lab = Laboratory(load(options.model, device=options.device, dtype=options.dtype, weights=options.weights))
+        loaded = load(
+            options.model, device=options.device, dtype=options.dtype, weights=options.weights, stream=Asked("auto")
+        )
+        lab = Laboratory(loaded)
         limits = Thresholds(options.max_kl, options.min_agreement, options.max_harm, options.min_prompts)
         verifier = Verifier(lab, options.bits, limits)
         with Progress(console=console, transient=True) as progress:

@@ -16,6 +16,7 @@ from inference_svc.engine.rows import Batch
 from inference_svc.model.loader import LoadedModel
 from inference_svc.model.packed_linear import pack_linears
 from inference_svc.model.quantized_linear import QuantizedLinear
+from inference_svc.model.streaming.source import RESIDENT, LayerSource
 
 
 class Decoder:
@@ -40,8 +41,15 @@ class Decoder:
         # Gemma 3: sliding and global layers turn keys by different angles.
         differ = isinstance(getattr(self._rotary, "rope_type", None), dict)
         self._kinds: list[str] | None = list(loaded.config.layer_types) if differ else None
-        self._fused = fused.FusedLayers(loaded.model) if fused.suits(loaded.model) else None
-        if loaded.device.type == "cpu":
+        self._source: LayerSource = RESIDENT
+        self._fused: fused.FusedLayers | None = None
+        if loaded.streamed is not None:
+            self._source = loaded.streamed.source
+            if loaded.streamed.fused:
+                self._fused = fused.FusedLayers(loaded.model, loaded.streamed.fused, self._source)
+        elif fused.suits(loaded.model):
+            self._fused = fused.FusedLayers(loaded.model)
+        if loaded.device.type == "cpu" and loaded.streamed is None:
             pack_linears(loaded.model)
         self._head: Any = loaded.model.lm_head
         self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)
@@ -101,14 +109,15 @@ class Decoder:
         angles = self._angles(states, positions, first, end)
         for i, layer in enumerate(self._layers[first:end], first):
             batch.pass_layer(i)
-            out = layer(
-                states,
-                attention_mask=batch,
-                position_ids=positions,
-                past_key_values=None,
-                use_cache=False,
-                position_embeddings=angles[i - first],
-            )
+            with self._source.holding(i):
+                out = layer(
+                    states,
+                    attention_mask=batch,
+                    position_ids=positions,
+                    past_key_values=None,
+                    use_cache=False,
+                    position_embeddings=angles[i - first],
+                )
             states = out[0] if isinstance(out, tuple) else out
         return states[0]
 

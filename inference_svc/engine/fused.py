@@ -8,12 +8,11 @@ serves models whose layers have Llama's structure (Llama, Mistral, Qwen2, Qwen3)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from kvkernels.cpu import attention as kernel
 from kvkernels.cpu import rows as cpu_rows
 from torch import Tensor, nn
@@ -21,7 +20,9 @@ from torch import Tensor, nn
 from inference_svc.engine import cpu_attention
 from inference_svc.engine.rows import Batch, only_wanted
 from inference_svc.model.packed_linear import PackedLinear
+from inference_svc.model.plain_linear import PlainLinear
 from inference_svc.model.quantized_linear import QuantizedLinear, fit_together, joined
+from inference_svc.model.streaming.source import RESIDENT, LayerSource
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 # The last layer is cut to the rows that want logits where they are at most one in so many.
@@ -32,11 +33,14 @@ Product = Callable[[Tensor], Tensor]
 def suits(model: Any) -> bool:
     """Whether the model's layers can be fused: on a CPU, of a known structure, with SiLU gates and whole heads
     rotated."""
-    layers = model.model.layers
-    if type(layers[0]).__name__ not in _LAYERS:
+    return all(fits(layer, model.config) for layer in model.model.layers)
+
+
+def fits(layer: Any, config: Any) -> bool:
+    """Whether one layer can be."""
+    if type(layer).__name__ not in _LAYERS:
         return False
-    weight = layers[0].input_layernorm.weight
-    config = model.config
+    weight = layer.input_layernorm.weight
     rope = getattr(config, "rope_parameters", None) or {}
     return (
         weight.device.type == "cpu"
@@ -44,7 +48,7 @@ def suits(model: Any) -> bool:
         and config.hidden_act == "silu"
         and kernel.serves(weight.dtype, _head_dim(config))
         and float(rope.get("partial_rotary_factor", 1.0)) == 1.0
-        and all(fit_together(parts) for layer in layers for parts in _together(layer))
+        and all(fit_together(parts) for parts in _together(layer))
     )
 
 
@@ -58,7 +62,7 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _join(parts: list[Any]) -> Product:
+def _join(parts: list[Any]) -> PackedLinear | QuantizedLinear | PlainLinear:
     """One product for several linear layers over the same input; the parts' own weights can go."""
     if isinstance(parts[0], QuantizedLinear):
         return joined(parts)
@@ -66,11 +70,11 @@ def _join(parts: list[Any]) -> Product:
     bias = torch.cat([p.bias for p in parts]) if parts[0].bias is not None else None
     if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return PackedLinear(weight, bias)
-    return lambda x: F.linear(x, weight, bias)
+    return PlainLinear(weight, bias)
 
 
 @dataclass
-class _Layer:
+class Layer:
     """The weights of one layer, as the kernels want them."""
 
     qkv: Product
@@ -96,26 +100,36 @@ def _window(attention: Any) -> int | None:
     return getattr(attention.config, "sliding_window", None) if "Mistral" in type(attention).__name__ else None
 
 
-def _take(layer: Any) -> _Layer:
-    """Reads a layer's weights and drops its linear modules, so that each weight is held once."""
+def gathered(layer: Any) -> tuple[dict[str, PackedLinear | QuantizedLinear | PlainLinear], dict[str, Tensor]]:
+    """The products of a layer and its norms, by the names of their fields. Drops its linear modules, so that each
+    weight is held once."""
     a, m = layer.self_attn, layer.mlp
     qkv, gate_up = _together(layer)
-    taken = _Layer(
-        qkv=_join(qkv),
-        o=_join([a.o_proj]),
-        gate_up=_join(gate_up),
-        down=_join([m.down_proj]),
-        input_norm=_weight(layer.input_layernorm),
-        post_norm=_weight(layer.post_attention_layernorm),
-        head_norms=(_weight(a.q_norm), _weight(a.k_norm)) if hasattr(a, "q_norm") else (None, None),
+    products = {"qkv": _join(qkv), "o": _join([a.o_proj]), "gate_up": _join(gate_up), "down": _join([m.down_proj])}
+    norms = {"input_norm": _weight(layer.input_layernorm), "post_norm": _weight(layer.post_attention_layernorm)}
+    if hasattr(a, "q_norm"):
+        norms |= {"q_norm": _weight(a.q_norm), "k_norm": _weight(a.k_norm)}
+    for module, names in ((a, ("q_proj", "k_proj", "v_proj", "o_proj")), (m, ("gate_proj", "up_proj", "down_proj"))):
+        for name in names:
+            setattr(module, name, nn.Identity())
+    return products, norms
+
+
+def made(layer: Any, products: Mapping[str, Product], norms: Mapping[str, Tensor]) -> Layer:
+    """A layer of what was ``gathered`` from it; its own module only says how it computes."""
+    a = layer.self_attn
+    return Layer(
+        qkv=products["qkv"],
+        o=products["o"],
+        gate_up=products["gate_up"],
+        down=products["down"],
+        input_norm=norms["input_norm"],
+        post_norm=norms["post_norm"],
+        head_norms=(norms.get("q_norm"), norms.get("k_norm")),
         epsilon=float(layer.input_layernorm.variance_epsilon),
         scale=float(a.scaling),
         window=_window(a),
     )
-    for module, names in ((a, ("q_proj", "k_proj", "v_proj", "o_proj")), (m, ("gate_proj", "up_proj", "down_proj"))):
-        for name in names:
-            setattr(module, name, nn.Identity())
-    return taken
 
 
 class _Work:
@@ -135,9 +149,9 @@ class _Work:
 
 
 class FusedLayers:
-    """All layers of a model. Takes the linear weights out of the model's own layers."""
+    """All layers of a model, those ``given`` or its own, of which it takes the linear weights then."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, given: Sequence[Layer] | None = None, source: LayerSource = RESIDENT) -> None:
         config = model.config
         self.heads = int(config.num_attention_heads)
         self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
@@ -145,7 +159,8 @@ class FusedLayers:
         self.width = int(config.intermediate_size)
         self._rotary = model.model.rotary_emb
         self._cos = self._sin = torch.empty(0, self.dim)
-        self._layers = [_take(layer) for layer in model.model.layers]
+        self._layers = given or [made(layer, *gathered(layer)) for layer in model.model.layers]
+        self._source = source
         self._final_norm = _weight(model.model.norm)
         self._final_epsilon = float(model.model.norm.variance_epsilon)
 
@@ -162,11 +177,15 @@ class FusedLayers:
         last = len(self._layers) - 1
         if batch.wanted <= batch.real // _FEW and first <= last and batch.observer is None:
             work = _Work(self, hidden, batch)
-            self._project(work, last, self._run(work, first, last))
-            if not batch.wanted:
-                return None
-            hidden, batch, first = hidden.index_select(0, batch.logit_rows), only_wanted(batch), last
-        delta = self._run(_Work(self, hidden, batch), first, last + 1)
+            delta = self._run(work, first, last)
+            with self._source.holding(last):  # for both of its uses
+                self._project(work, last, delta)
+                if not batch.wanted:
+                    return None
+                hidden, batch = hidden.index_select(0, batch.logit_rows), only_wanted(batch)
+                delta = self._run(_Work(self, hidden, batch), last, last + 1)
+        else:
+            delta = self._run(_Work(self, hidden, batch), first, last + 1)
         if not batch.wanted:
             return None
         normed = torch.zeros_like(hidden)
@@ -177,17 +196,19 @@ class FusedLayers:
         delta: Tensor | None = None
         for i in range(first, end):
             layer = self._layers[i]
-            self._project(work, i, delta)
-            cpu_attention.attend_in_place(work.attention, work.batch, i, layer.scale, layer.window)
-            delta = layer.o(work.flat)
-            cpu_rows.norm_rows(work.real, work.hidden, delta, layer.post_norm, layer.epsilon, work.normed)
-            cpu_rows.gate_rows(work.real, layer.gate_up(work.normed), work.gated)
-            delta = layer.down(work.gated)
+            with self._source.holding(i):
+                self._project(work, i, delta)
+                cpu_attention.attend_in_place(work.attention, work.batch, i, layer.scale, layer.window)
+                delta = layer.o(work.flat)
+                cpu_rows.norm_rows(work.real, work.hidden, delta, layer.post_norm, layer.epsilon, work.normed)
+                cpu_rows.gate_rows(work.real, layer.gate_up(work.normed), work.gated)
+                delta = layer.down(work.gated)
         return delta
 
     def project(self, hidden: Tensor, batch: Batch, i: int) -> None:
         """Writes keys and values of layer ``i`` to the pool, and no more."""
-        self._project(_Work(self, hidden, batch), i, None)
+        with self._source.holding(i):
+            self._project(_Work(self, hidden, batch), i, None)
 
     def settle(self, hidden: Tensor, batch: Batch, delta: Tensor | None) -> None:
         """Adds what ``run`` left over, as the next layer would."""

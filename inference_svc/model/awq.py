@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 from inference_svc.model.quantized_linear import QuantizedLinear
 from inference_svc.model.skeleton import skeleton
 
-_PARTS = ("qweight", "qzeros", "scales")
+PARTS = ("qweight", "qzeros", "scales")
 # Of a layer's parts and its bias, the layer that keeps its 4 bits; None for a shape that the kernels do not take.
 Keep = Callable[[list[Tensor], Tensor | None], nn.Module | None]
 
@@ -102,8 +102,7 @@ def load(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep: Ke
     del config.quantization_config
     model, rotary = skeleton(config, dtype, attention)
     model.model.rotary_emb = rotary
-    files = sorted(folder.glob("*.safetensors"))
-    where = {name: file for file in files for name in _names(file)}
+    where = where_in(folder)
     linears = sorted(name.removesuffix(".qweight") for name in where if name.endswith(".qweight"))
     state: dict[str, Tensor] = {}
     with Progress(transient=True) as progress:
@@ -112,12 +111,12 @@ def load(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep: Ke
         ):
             layer = keep and keep(parts, _read(where, f"{name}.bias"))
             if layer is None:
-                state[f"{name}.weight"] = awq.reference_weight(*_wide(parts)).to(dtype)
+                state[f"{name}.weight"] = awq.reference_weight(*wide(parts)).to(dtype)
             else:
                 model.set_submodule(name, layer)
     held = {n for n, _ in model.named_parameters()}
     for name in sorted(held & where.keys()):
-        state[name] = _tensor(where, name).to(dtype)
+        state[name] = tensor_in(where, name).to(dtype)
     missing = held - state.keys() - ({"lm_head.weight"} if config.tie_word_embeddings else set())
     if missing:
         raise ModelUnsupported(f"the files in {folder} lack {len(missing)} weights, the first is {min(missing)}")
@@ -128,28 +127,46 @@ def load(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep: Ke
     return model
 
 
+def where_in(folder: Path) -> dict[str, Path]:
+    """The file that holds each tensor of a folder's safetensors."""
+    return {name: file for file in sorted(folder.glob("*.safetensors")) for name in _names(file)}
+
+
 def _names(file: Path) -> list[str]:
     with safe_open(file, "pt") as data:
         return list(data.keys())
 
 
-def _tensor(where: dict[str, Path], name: str) -> Tensor:
+def tensor_in(where: dict[str, Path], name: str) -> Tensor:
+    """One tensor. Raises ModelUnsupported when there is none of this name."""
     if name not in where:
         raise ModelUnsupported(f"the model's files have no {name}, which its 4-bit weights need")
     with safe_open(where[name], "pt") as data:
         return data.get_tensor(name)  # type: ignore[no-any-return]
 
 
+def shape_in(where: dict[str, Path], name: str) -> list[int]:
+    """The shape of a tensor that is there."""
+    with safe_open(where[name], "pt") as data:
+        return list(data.get_slice(name).get_shape())
+
+
+def rows_in(where: dict[str, Path], name: str, first: int, end: int) -> Tensor:
+    """Some rows of a tensor that is there."""
+    with safe_open(where[name], "pt") as data:
+        return data.get_slice(name)[first:end]  # type: ignore[no-any-return]
+
+
 def _read(where: dict[str, Path], name: str) -> Tensor | None:
-    return _tensor(where, name) if name in where else None
+    return tensor_in(where, name) if name in where else None
 
 
 def _quantized(linears: list[str], where: dict[str, Path]) -> Iterator[tuple[str, list[Tensor]]]:
     for name in linears:
-        yield name, [_tensor(where, f"{name}.{part}") for part in _PARTS]
+        yield name, [tensor_in(where, f"{name}.{part}") for part in PARTS]
 
 
-def _wide(parts: list[Tensor]) -> list[Tensor]:
+def wide(parts: list[Tensor]) -> list[Tensor]:
     """With scales in float32, so that weights are rounded once."""
     return [*parts[:2], parts[2].float()]
 

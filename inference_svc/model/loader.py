@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -23,7 +26,7 @@ from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.layout import Geometry
 from kvsidecar.models import fingerprint
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from inference_svc.engine.attention import ATTENTION, register
 from inference_svc.model import awq as quantized
@@ -40,6 +43,11 @@ from inference_svc.model.resolve import DEMO_MODEL, resolve
 from inference_svc.model.rotary import settle
 from inference_svc.model.shapes import config_of_shape
 from inference_svc.model.skeleton import skeleton
+from inference_svc.model.streaming.building import Recipe
+from inference_svc.model.streaming.loading import Streamed, is_needed, load_streamed
+from inference_svc.model.streaming.materials import Checkpoint, Drawn, draw
+from inference_svc.model.streaming.memory import free_bytes
+from inference_svc.model.streaming.plan import OFF, Asked, reserved
 
 # What computes keys and values, and the version of its numerics: raise it when a kernel's bits change, so that chunks
 # of before are not mixed with those of after.
@@ -70,6 +78,7 @@ class LoadedModel:
     context_length: int
     stop_tokens: frozenset[int]
     rope_factors: str = ""  # which of LongRoPE's two sets of frequencies the keys are turned by
+    streamed: Streamed | None = None  # how its layers come to a forward, where not all of them are in ``model``
 
     @property
     def layers(self) -> int:
@@ -207,16 +216,19 @@ def load(
     strict: bool = True,
     served_name: str = "",
     context_length: int = 0,
+    stream: Asked = OFF,
 ) -> LoadedModel:
     """Loads ``demo``, ``shape:NAME``, or what ``resolve`` makes of a name. ``weights`` are the bits at which its linear
     weights are kept: 16, 8, 4, or ``auto``, the checkpoint's. ``context_length`` is the longest sequence that will be
-    served, the model's own when 0. Raises ModelUnsupported, ConfigurationError."""
+    served, the model's own when 0. ``stream`` says which layers are read ahead from a file instead of being kept.
+    Raises ModelUnsupported, ConfigurationError."""
     make_reproducible()
     register()
     register_experts()
     place = pick_device(device)
+    stream = _on(place, stream)
     if name.startswith("shape:"):
-        return _load_shape(name, place, dtype, weights, served_name)
+        return _load_shape(name, place, dtype, weights, served_name, stream)
     folder = resolve(name)
     if folder == DEMO_MODEL:
         log.info("the built-in model is for tests and no assistant; kvsidecar pull smollm2 fetches one that answers")
@@ -235,13 +247,21 @@ def load(
     chosen = pick_dtype(dtype, getattr(config, "dtype", None), place)
     packed = bool(quantized.method_of(config)) and (strict or quantized.method_of(config) == "awq")
     width = pick_width(weights, 4 if packed else 16, place)
+    keep = None
+    if packed and width < 16 and has_cuda_kernels(place, chosen):
+        keep = quantized.on_cuda(chosen, place)
+    elif packed and width < 16 and place.type == "cpu":
+        keep = quantized.on_cpu(chosen)
+    kept = quantized_fingerprint(identity, width) if width < 16 and place.type == "cpu" else identity
+    streamed: Streamed | None = None
+    stream = _with_pool_of(config, chosen, context_length, stream)
     try:
-        if packed:
-            keep = None
-            if width < 16 and has_cuda_kernels(place, chosen):
-                keep = quantized.on_cuda(chosen, place)
-            elif width < 16 and place.type == "cpu":
-                keep = quantized.on_cpu(chosen)
+        recipe = _recipe(folder, config, chosen, width, packed, keep) if stream.wish != "off" else None
+        if recipe is not None and (stream.wish != "auto" or _is_needed(folder, recipe, width, stream)):
+            model, streamed = load_streamed(recipe, kept, stream)
+            if (folder / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(folder)
+        elif packed:
             model = quantized.load(folder, config, chosen, ATTENTION, keep)
         else:
             # Elsewhere than on a CPU no order of rows is kept, and transformers' own way with experts is faster.
@@ -252,32 +272,70 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelUnsupported(f"cannot load the model in {folder}: {error}") from error
-    if width < 16 and place.type == "cpu":
-        identity = quantized_fingerprint(identity, width)
-        if not packed:
-            quantize_linears(model, width)
-    return _finish(served_name or name, model, tokenizer, architecture, identity, place, chosen, context_length)
+    if width < 16 and place.type == "cpu" and not packed and streamed is None:
+        quantize_linears(model, width)
+    return _finish(served_name or name, model, tokenizer, architecture, kept, place, chosen, context_length, streamed)
 
 
-def _load_shape(name: str, device: torch.device, dtype: str, weights: str | int, served_name: str) -> LoadedModel:
+def _on(device: torch.device, stream: Asked) -> Asked:
+    """What is streamed on a device. Raises ConfigurationError for what cannot be."""
+    if device.type == "cpu" or stream.wish == "off":
+        return stream
+    if stream.wish == "auto":
+        return replace(stream, wish="off")
+    raise ConfigurationError(f"stream is {stream.wish!r}, and device {device} streams no layers; allowed are auto, off")
+
+
+def _recipe(
+    folder: Path, config: Any, dtype: torch.dtype, width: int, packed: bool, keep: quantized.Keep | None
+) -> Recipe:
+    if packed:
+        quantized.check(config)
+        config = copy.deepcopy(config)
+        del config.quantization_config
+    folder = folder.resolve()
+    materials, source = partial(Checkpoint, folder, dtype, keep), str(folder / "config.json")
+    return Recipe(config, ATTENTION, dtype, 16 if packed else width, materials, folder.name, source)
+
+
+def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: Asked) -> Asked:
+    """With the pool no larger than all sequences can fill."""
+    tokens = stream.sequences * (context or int(getattr(config, "max_position_embeddings", 2048)))
+    each = 2 * int(config.num_hidden_layers) * _heads(config)[1] * _heads(config)[2] * dtype.itemsize
+    return replace(stream, pool_bytes=min(stream.pool_bytes, tokens * each)) if tokens else stream
+
+
+def _is_needed(folder: Path, recipe: Recipe, width: int, stream: Asked) -> bool:
+    # No weight gets larger than that: where there is plenty, nothing need be known of the model.
+    most = 4 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return most + reserved(stream) > free_bytes(stream.memory_bytes) and is_needed(recipe, width, stream)
+
+
+def _load_shape(
+    name: str, device: torch.device, dtype: str, weights: str | int, served_name: str, stream: Asked
+) -> LoadedModel:
     config = config_of_shape(name)
     chosen = pick_dtype(dtype, torch.bfloat16, device)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    width = pick_width(weights, 16, device)
+    identity = fingerprint.of_random(name.removeprefix("shape:"), _SHAPE_SEED)
+    if width < 16:
+        identity = quantized_fingerprint(identity, width)
+    recipe = Recipe(config, ATTENTION, chosen, width, partial(Drawn, _SHAPE_SEED, chosen), name, name)
+    stream = _with_pool_of(config, chosen, 0, stream)
+    if stream.wish != "off" and (stream.wish != "auto" or is_needed(recipe, width, stream)):
+        model, streamed = load_streamed(recipe, identity, stream)
+        kind = type(model).__name__
+        return _finish(served_name or name, model, tokenizer, kind, identity, device, chosen, 0, streamed)
     model, rotary = skeleton(config, chosen, ATTENTION)
     model.to_empty(device="cpu")
     model.model.rotary_emb = rotary
     model.tie_weights()
     generator = torch.Generator().manual_seed(_SHAPE_SEED)
     for parameter_name, parameter in sorted(model.named_parameters()):
-        if parameter.dim() == 1:
-            parameter.data.fill_(0.0 if parameter_name.endswith("bias") else 1.0)
-        else:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    identity = fingerprint.of_random(name.removeprefix("shape:"), _SHAPE_SEED)
-    width = pick_width(weights, 16, device)
+        draw(parameter_name, parameter.data, generator)
     if width < 16:
         quantize_linears(model, width)
-        identity = quantized_fingerprint(identity, width)
     return _finish(served_name or name, model, tokenizer, type(model).__name__, identity, device, chosen)
 
 
@@ -290,6 +348,7 @@ def _finish(
     device: torch.device,
     dtype: torch.dtype,
     served: int = 0,
+    streamed: Streamed | None = None,
 ) -> LoadedModel:
     longest = int(getattr(model.config, "max_position_embeddings", 2048))
     factors = settle(model, served or longest)
@@ -308,6 +367,7 @@ def _finish(
         context_length=longest,
         stop_tokens=frozenset(t for t in stops if t is not None),
         rope_factors=factors,
+        streamed=streamed,
     )
 
 

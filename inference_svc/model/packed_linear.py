@@ -19,10 +19,26 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        whole = weight.device.type != "meta"
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None) if whole else weight
         self._bias = None if bias is None else bias.detach()
         self._streamed: StreamedProduct | None = None
         self._tried = False
+
+    @classmethod
+    def shell(cls, outputs: int, inputs: int, bias: Tensor | None) -> PackedLinear:
+        """One without a weight, until it is pointed at one."""
+        return cls(torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta"), bias)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
+
+    def point(self, packed: Tensor) -> None:
+        """Computes with another packed weight of the same shape from now on, which is not copied."""
+        self.packed = packed
+        if self._streamed is not None:
+            self._streamed = self._streamed.over(packed)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // self.in_features
@@ -30,14 +46,14 @@ class PackedLinear(nn.Module):
             return self.by_onednn(x)
         if not self._tried:
             # Not before: oneDNN's order may depend on the number of threads, which is this thread's.
-            self._tried, self._streamed = True, streamed(self._packed, self._bias)
+            self._tried, self._streamed = True, streamed(self.packed, self._bias)
         if self._streamed is None:
             return self.by_onednn(x)
         return self._streamed(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
 
     def by_onednn(self, x: Tensor) -> Tensor:
         """The same, with the same bits, by oneDNN whatever the number of rows."""
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 def pack_linears(model: nn.Module) -> int:

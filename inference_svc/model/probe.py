@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from inference_svc.engine.rows import ROW_MULTIPLE
 from inference_svc.model.numerics import SETTING, make_reproducible, wanted_setting
 from inference_svc.model.packed_linear import PackedLinear, pack_linears
+from inference_svc.model.plain_linear import PlainLinear
 
 # Inputs and outputs of layers of models of 0.1 to 8 billion parameters, and an odd one.
 USUAL = ((576, 1536), (896, 896), (896, 4864), (4864, 896), (2048, 2048), (320, 328))
 _MANY = (64, 200, 512)
-Product = nn.Linear | PackedLinear
+Product = nn.Linear | PackedLinear | PlainLinear
 
 
 @torch.inference_mode()
@@ -36,7 +37,8 @@ def uneven(products: Iterable[Product], many: Iterable[int] = _MANY) -> list[str
 
 
 def _is_uneven(product: Callable[[Tensor], Tensor], inputs: int, many: tuple[int, ...]) -> bool:
-    dtype = next((p.dtype for p in getattr(product, "parameters", list)()), torch.bfloat16)
+    weight = getattr(product, "weight", None)
+    dtype = torch.bfloat16 if weight is None else weight.dtype
     x = torch.randn(max(many), inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
     alone = product(x[:ROW_MULTIPLE].contiguous())
     return any(not torch.equal(product(x[:rows].contiguous())[:ROW_MULTIPLE], alone) for rows in many)
@@ -44,7 +46,7 @@ def _is_uneven(product: Callable[[Tensor], Tensor], inputs: int, many: tuple[int
 
 def products_of(model: nn.Module) -> list[Product]:
     """The dense linear layers of a model."""
-    return [module for module in model.modules() if isinstance(module, (nn.Linear, PackedLinear))]
+    return [module for module in model.modules() if isinstance(module, (nn.Linear, PackedLinear, PlainLinear))]
 
 
 def _usual(dtype: torch.dtype) -> list[Product]:

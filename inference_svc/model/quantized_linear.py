@@ -35,6 +35,20 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = weight.inputs, weight.outputs
         self.quantized, self._bias = weight, None if bias is None else bias.detach()
 
+    @classmethod
+    def shell(cls, outputs: int, inputs: int, bias: Tensor | None) -> QuantizedLinear:
+        """One without a weight, until it is pointed at one."""
+        nothing = torch.empty(outputs // quantized.OUTPUTS, 0, dtype=torch.uint8)
+        return cls(quantized.Quantized(nothing, inputs, 0, 0), bias)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
+
+    def point(self, weight: quantized.Quantized) -> None:
+        """Computes with another weight of the same shape from now on, which is not copied."""
+        self.quantized = weight
+
     def forward(self, x: Tensor) -> Tensor:
         out = quantized.product(x.reshape(-1, self.in_features), self.quantized, self._bias)
         return out.view(*x.shape[:-1], self.out_features)
@@ -68,8 +82,9 @@ def pick_width(wanted: str | int, stored: int, device: torch.device) -> int:
     return width
 
 
-def quantize_linears(model: nn.Module, bits: int) -> int:
-    """Replaces the linear layers of a model that the kernel takes, one by one. Returns how many."""
+def quantize_linears(model: nn.Module, bits: int, shown: bool = True) -> int:
+    """Replaces the linear layers of a model that the kernel takes, one by one, with a progress bar if it is to be
+    ``shown``. Returns how many."""
     chosen = [
         (parent, name, child)
         for path, parent in model.named_modules()
@@ -77,15 +92,22 @@ def quantize_linears(model: nn.Module, bits: int) -> int:
         if type(child) is nn.Linear and name not in _ROUTERS
     ]
     done = 0
-    with Progress(transient=True) as progress:
+    with Progress(transient=True, disable=not shown) as progress:
         for parent, name, child in progress.track(chosen, description=f"quantizing weights to {bits} bits"):
-            width = max(bits, _HEAD_BITS) if name in _HEADS else bits
-            group = next((g for g in _GROUPS if quantized.serves(child.in_features, child.out_features, g)), None)
-            if group is None:
+            kept = kept_at(name, child.in_features, child.out_features, bits)
+            if kept is None:
                 continue
-            setattr(parent, name, QuantizedLinear(quantized.quantize(child.weight.detach(), width, group), child.bias))
+            setattr(parent, name, QuantizedLinear(quantized.quantize(child.weight.detach(), *kept), child.bias))
             done += 1
     return done
+
+
+def kept_at(name: str, inputs: int, outputs: int, bits: int) -> tuple[int, int] | None:
+    """Bits and group of a layer of this name in a model of so many bits; None for one that stays as it is."""
+    group = next((g for g in _GROUPS if quantized.serves(inputs, outputs, g)), None)
+    if bits == 16 or group is None:
+        return None
+    return max(bits, _HEAD_BITS) if name in _HEADS else bits, group
 
 
 def fingerprint(weights: bytes, bits: int) -> bytes:

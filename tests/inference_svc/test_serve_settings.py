@@ -107,6 +107,7 @@ def test_without_a_model_and_an_index_one_sentence_says_what_to_do(serve: Any, m
         (["demo", "--dtype", "int8"], "dtype is 'int8'"),
         (["demo", "--dtype", "float16", "--device", "cpu"], "dtype is 'float16'"),
         (["demo", "--storage-bits", "5"], "storage_bits is 5: Input should be 16, 8 or 4"),
+        (["demo", "--weights", "5"], "weights is 5: Input should be 'auto', 16, 8 or 4"),
         (["demo", "--pool-bytes", "much"], "pool_bytes is 'much'"),
         (["demo", "--speculate", "draft"], "speculate is draft, and no draft_model is named"),
         (["demo", "--draft-model", "nothing-of-that-name"], "'nothing-of-that-name' is neither 'demo'"),
@@ -203,10 +204,23 @@ def test_only_what_was_set_is_handed_on(children: Any, monkeypatch: pytest.Monke
     assert not [flag for flag in children("demo")[0] if flag.startswith("--storage-bits")], "the variable decides"
     assert "--storage-bits=4" in children("demo", "--storage-bits", "4")[0]
     assert "--speculate=ngram" in children("demo", "--speculate", "ngram")[0]
+    assert "--weights=4" in children("demo", "--weights", "4")[0]
+    assert "--weights=auto" in children("demo", "--weights", "auto")[0]
     assert "--served-name=mine" in children("demo", "--served-name", "mine")[0]
     assert "--model=shape:tiny" in children("shape:tiny")[0]
     monkeypatch.setenv("KVSIDECAR_WORKER_MODEL", "shape:tiny")
     assert "--model=shape:tiny" in children()[0]
+
+
+def test_every_worker_gets_its_share_of_the_memory_that_the_arena_leaves(
+    children: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "free_bytes", lambda: 5 << 30)
+    first, second, _ = children("demo", "--workers", "2", "--arena-bytes", "1GiB")
+    assert f"--memory-bytes={2 << 30}" in first
+    assert f"--memory-bytes={2 << 30}" in second
+    assert not [flag for flag in children("demo", "--stream", "off")[0] if "memory-bytes" in flag]
+    assert "--memory-bytes=1073741824" in children("demo", "--memory-bytes", "1GiB")[0]
 
 
 def test_every_worker_gets_a_port_for_metrics_of_its_own(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,7 @@ import json
 import re
 import shutil
 import struct
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +20,12 @@ import torch
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models.library import SOURCE, Known, Library
 from kvsidecar.sizes import format_size
-from rich.console import Console
-from rich.progress import Progress as Bar
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from inference_svc.model.gguf.file import GgufFile, read
 from inference_svc.model.gguf.geometry import config_of
 from inference_svc.model.gguf.weights import Weight, weights_of
+from inference_svc.model.progress import Progress, shown
 
 log = structlog.get_logger("model")
 
@@ -37,12 +33,10 @@ log = structlog.get_logger("model")
 _VERSION = 1
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _SPARE_BYTES = 256 << 20
-_SAY_SECONDS = 5.0
 # Tokens that end a turn, where a chat template writes them; files name only one in their metadata.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
 # What a model's makers may recommend; generation_config.json's names are ours.
 SAMPLING = ("temperature", "top_p", "top_k")
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ def converted(
     with library.building(target) as folder:
         if folder is not None:
             try:
-                with _shown() as bar:
+                with shown("writing the model out") as bar:
                     _write(source, folder, dtype, progress or bar)
             except OSError as error:
                 raise ConfigurationError(f"cannot write {target}: {error.strerror or error}") from error
@@ -142,29 +136,6 @@ def _write_weights(file: GgufFile, weights: list[Weight], target: Path, dtype: t
                 progress(done + written, total)
             assert written == weight.elements, f"{weight.name} has {written} elements of {weight.elements}"
             done += written
-
-
-@contextmanager
-def _shown() -> Iterator[Progress]:
-    """Progress as a bar on a terminal, else as lines in the log."""
-    if not sys.stderr.isatty():
-        yield _Sayer()
-        return
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("writing the model out", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-class _Sayer:
-    """Progress in the log, for a conversion nobody watches."""
-
-    def __init__(self) -> None:
-        self._said = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() - self._said > _SAY_SECONDS:
-            self._said = time.monotonic()
-            log.info("writing the model out", percent=100 * done // total)
 
 
 def _tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:

@@ -71,6 +71,10 @@ class StreamedProduct:
         self._weight = int(torch.ops.mkldnn.data_ptr(packed))
         self._outputs, self._inputs = packed.shape
 
+    def over(self, packed: Tensor) -> StreamedProduct:
+        """The same over another weight of the same shape and layout."""
+        return StreamedProduct(packed, self._bias, self._block, self._kernel)
+
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` is contiguous, its rows a multiple of ROWS."""
         rows, threads = x.shape[0], torch.get_num_threads()

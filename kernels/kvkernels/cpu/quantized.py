@@ -23,8 +23,9 @@ BITS = (4, 8)
 GROUPS = (32, 64, 128)
 # Numbers of a row that share a multiple.
 BLOCK = 64
-_OUTPUTS = 16
-_PARAMETER_BYTES = 2 * 2 * _OUTPUTS
+# Outputs of a strip.
+OUTPUTS = 16
+_PARAMETER_BYTES = 2 * 2 * OUTPUTS
 # With more parts than threads, a thread that is held up leaves some to the others.
 _PARTS_PER_THREAD = 4
 # Outputs that are quantized at a time, so that what is in between stays small.
@@ -55,7 +56,12 @@ def about() -> str:
 
 def serves(inputs: int, outputs: int, group: int) -> bool:
     """Whether the kernel takes a weight of such a shape."""
-    return group in GROUPS and inputs % group == 0 and outputs % _OUTPUTS == 0
+    return group in GROUPS and inputs % group == 0 and outputs % OUTPUTS == 0
+
+
+def size_bytes(inputs: int, outputs: int, bits: int, group: int) -> int:
+    """What a weight takes that the kernel serves."""
+    return outputs // OUTPUTS * (inputs // group) * (group * OUTPUTS * bits // 8 + _PARAMETER_BYTES)
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Quantized:
 
     @property
     def outputs(self) -> int:
-        return int(self.data.shape[0]) * _OUTPUTS
+        return int(self.data.shape[0]) * OUTPUTS
 
 
 def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Quantized:
@@ -80,17 +86,17 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Quantized:
     if bits not in BITS or not serves(inputs, outputs, group):
         raise ValueError(
             f"the layer is {inputs} x {outputs} at {bits} bits in groups of {group}; the kernel takes 4 and 8 bits, "
-            f"groups of {', '.join(map(str, GROUPS))} that divide the inputs, and outputs in multiples of {_OUTPUTS}"
+            f"groups of {', '.join(map(str, GROUPS))} that divide the inputs, and outputs in multiples of {OUTPUTS}"
         )
-    strips = outputs // _OUTPUTS
+    strips = outputs // OUTPUTS
     if bits == 4:
-        parts = codes.view(strips, _OUTPUTS, groups, group // 8, 2, 4)
+        parts = codes.view(strips, OUTPUTS, groups, group // 8, 2, 4)
         lines = parts[..., 0, :] | parts[..., 1, :] << 4
     else:
-        lines = codes.view(strips, _OUTPUTS, groups, group // 4, 4)
-    out = torch.empty(strips, groups, group * _OUTPUTS * bits // 8 + _PARAMETER_BYTES, dtype=torch.uint8)
+        lines = codes.view(strips, OUTPUTS, groups, group // 4, 4)
+    out = torch.empty(strips, groups, group * OUTPUTS * bits // 8 + _PARAMETER_BYTES, dtype=torch.uint8)
     out[..., :-_PARAMETER_BYTES] = lines.permute(0, 2, 3, 1, 4).reshape(strips, groups, -1)
-    both = torch.stack((scales, zeros)).half().view(2, strips, _OUTPUTS, groups)
+    both = torch.stack((scales, zeros)).half().view(2, strips, OUTPUTS, groups)
     out[..., -_PARAMETER_BYTES:] = both.permute(1, 3, 0, 2).contiguous().view(torch.uint8).view(strips, groups, -1)
     return Quantized(out.view(strips, -1), inputs, group, bits)
 
@@ -100,9 +106,9 @@ def unpack(weight: Quantized) -> tuple[Tensor, Tensor, Tensor]:
     given."""
     strips, groups, bits = weight.data.shape[0], weight.inputs // weight.group, weight.bits
     lines = weight.data.view(strips, groups, -1)
-    parameters = lines[..., -_PARAMETER_BYTES:].contiguous().view(torch.float16).view(strips, groups, 2, _OUTPUTS)
+    parameters = lines[..., -_PARAMETER_BYTES:].contiguous().view(torch.float16).view(strips, groups, 2, OUTPUTS)
     scales, zeros = parameters.permute(2, 0, 3, 1).reshape(2, weight.outputs, groups)
-    packed = lines[..., :-_PARAMETER_BYTES].reshape(strips, groups, -1, _OUTPUTS, 4).permute(0, 3, 1, 2, 4)
+    packed = lines[..., :-_PARAMETER_BYTES].reshape(strips, groups, -1, OUTPUTS, 4).permute(0, 3, 1, 2, 4)
     if bits == 4:
         packed = torch.stack((packed & 15, packed >> 4), dim=-2)
     return packed.reshape(weight.outputs, weight.inputs), scales, zeros
@@ -155,7 +161,7 @@ def product(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
         0,
         0,
         0,
-        min(weight.outputs // _OUTPUTS, _PARTS_PER_THREAD * threads),
+        min(weight.outputs // OUTPUTS, _PARTS_PER_THREAD * threads),
         weight.data.data_ptr(),
         x.data_ptr(),
         None if bias is None else bias.data_ptr(),

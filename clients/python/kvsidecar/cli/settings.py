@@ -62,13 +62,13 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> 
         text, shown = texts.get(name, ""), default if default not in ("", None) else "none"
         if name.endswith("_bytes") and isinstance(default, int):
             shown = format_size(default)
-        choices = [a for a in get_args(field.annotation) if isinstance(a, str)]
+        # Others are refused by the settings, in one sentence; the parser would compare numbers with text.
+        choices = [str(a) for a in get_args(field.annotation) if isinstance(a, (str, int))]
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,
             default=argparse.SUPPRESS,
-            metavar=None if choices else name.upper().rsplit("_", 1)[-1],
-            choices=choices or None,
+            metavar=f"{{{','.join(choices)}}}" if choices else name.upper().rsplit("_", 1)[-1],
             **({"nargs": "?", "const": "true"} if field.annotation is bool else {}),  # type: ignore[arg-type]
             help=f"{text} [{prefix}{name.upper()}; default: {shown}]".replace("%", "%%"),
         )

@@ -107,16 +107,27 @@ class Library:
         known = {one.name: one for one in self.listed()}
         if name not in known:
             raise UnknownModel(f"there is no model {name!r} to remove; there are {', '.join(known) or 'none'}")
-        folder = Path(known[name].where)
-        for made in _folders(self.root / "converted"):
-            if _made_of(_read_json(made / SOURCE), folder):
-                self._discard(made)
-        self._discard(folder)
+        self._discard_all(Path(known[name].where))
         return known[name].size_bytes
 
-    def _discard(self, folder: Path) -> None:
+    def _discard_all(self, folder: Path) -> None:
+        """A folder, after what was made of it, and what was made of that."""
+        for made in _folders(self.root / "converted"):
+            if _made_of(_read_json(made / SOURCE), folder):
+                self._discard_all(made)
+        self._discard(folder)
+
+    def discard(self, folder: Path, inode: int) -> None:
+        """Removes a folder that is damaged, unless another one has come in its place: ``inode`` is that of the damaged
+        one."""
+        if folder.is_dir():
+            self._discard(folder, inode)
+
+    def _discard(self, folder: Path, inode: int | None = None) -> None:
         # Renamed first: nobody finds half of it.
         with self._locked(folder):
+            if inode is not None and (not folder.is_dir() or folder.stat().st_ino != inode):
+                return
             gone = folder.with_name(f".gone-{folder.name}")
             shutil.rmtree(gone, ignore_errors=True)
             folder.rename(gone)

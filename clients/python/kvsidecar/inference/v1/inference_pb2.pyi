@@ -1231,6 +1231,7 @@ class GetStatsResponse(_message.Message):
     ACCEPTED_AT_FIELD_NUMBER: _builtins.int
     DRAFT_SECONDS_FIELD_NUMBER: _builtins.int
     VERIFY_SECONDS_FIELD_NUMBER: _builtins.int
+    STREAMING_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests in the batch now."""
     waiting: _builtins.int
@@ -1287,6 +1288,10 @@ class GetStatsResponse(_message.Message):
         tokens than that.
         """
 
+    @_builtins.property
+    def streaming(self) -> Global___StreamingStats:
+        """How layers come to the forward."""
+
     def __init__(
         self,
         *,
@@ -1316,11 +1321,66 @@ class GetStatsResponse(_message.Message):
         accepted_at: _abc.Iterable[_builtins.int] | None = ...,
         draft_seconds: _builtins.float = ...,
         verify_seconds: _builtins.float = ...,
+        streaming: Global___StreamingStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["streaming", b"streaming"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "draft_seconds", b"draft_seconds", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "running", b"running", "stored_chunks", b"stored_chunks", "verify_seconds", b"verify_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "draft_seconds", b"draft_seconds", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "running", b"running", "stored_chunks", b"stored_chunks", "streaming", b"streaming", "verify_seconds", b"verify_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class StreamingStats(_message.Message):
+    """How a worker's layers come from its disk, where they are not all kept in memory. Counts are of layers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    PASS_BYTES_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    READ_SECONDS_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    mode: _builtins.str
+    """"full_resident" when none does, "partial_resident", "ffn_only_stream" or "full_stream"."""
+    resident_bytes: _builtins.int
+    """Memory that weights take: those that stay, and the slots that the others are read into."""
+    pass_bytes: _builtins.int
+    """Bytes that each pass over all layers reads."""
+    hits: _builtins.int
+    """Layers that were there when they were needed."""
+    waits: _builtins.int
+    """That were being read."""
+    misses: _builtins.int
+    """That nobody had begun to read."""
+    read_bytes: _builtins.int
+    """Bytes read."""
+    read_seconds: _builtins.float
+    """Time spent reading: read_bytes over it is the speed of the disk."""
+    wait_seconds: _builtins.float
+    """Time that forwards spent waiting."""
+    def __init__(
+        self,
+        *,
+        mode: _builtins.str = ...,
+        resident_bytes: _builtins.int = ...,
+        pass_bytes: _builtins.int = ...,
+        hits: _builtins.int = ...,
+        waits: _builtins.int = ...,
+        misses: _builtins.int = ...,
+        read_bytes: _builtins.int = ...,
+        read_seconds: _builtins.float = ...,
+        wait_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hits", b"hits", "misses", b"misses", "mode", b"mode", "pass_bytes", b"pass_bytes", "read_bytes", b"read_bytes", "read_seconds", b"read_seconds", "resident_bytes", b"resident_bytes", "wait_seconds", b"wait_seconds", "waits", b"waits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamingStats: _TypeAlias = StreamingStats  # noqa: Y015

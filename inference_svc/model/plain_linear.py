@@ -1,0 +1,32 @@
+"""Linear layers over weights as they are."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class PlainLinear(nn.Module):
+    """``[..., in] -> [..., out]`` over a weight ``[out, in]`` that may be exchanged."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight, self._bias = weight.detach(), None if bias is None else bias.detach()
+
+    @classmethod
+    def shell(cls, outputs: int, inputs: int, bias: Tensor | None) -> PlainLinear:
+        """One without a weight, until it is pointed at one."""
+        return cls(torch.empty(outputs, inputs, device="meta"), bias)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
+
+    def point(self, weight: Tensor) -> None:
+        """Computes with another weight ``[out, in]`` from now on, which is not copied."""
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self._bias)

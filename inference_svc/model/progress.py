@@ -1,0 +1,41 @@
+"""How far something that takes long has come: a bar on a terminal, else lines in the log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+from rich.console import Console
+from rich.progress import Progress as Bar
+
+log = structlog.get_logger("model")
+
+_SAY_SECONDS = 5.0
+# Told of what is done, and of all there is to do.
+Progress = Callable[[int, int], None]
+
+
+@contextmanager
+def shown(what: str) -> Iterator[Progress]:
+    """Shows what it is told as long as the block lasts."""
+    if not sys.stderr.isatty():
+        yield _Sayer(what)
+        return
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _Sayer:
+    """Progress in the log, where nobody watches."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._said = what, time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._said > _SAY_SECONDS:
+            self._said = time.monotonic()
+            log.info(self._what, percent=100 * done // total)

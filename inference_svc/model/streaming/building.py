@@ -1,0 +1,194 @@
+"""Writes a model's layers out in kernel layout, layer by layer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.models.library import SOURCE
+from kvsidecar.sizes import format_size
+from torch import Tensor, nn
+
+from inference_svc.engine import fused
+from inference_svc.freed_memory import give_back_freed_memory
+from inference_svc.model.packed_linear import PackedLinear, pack_linears
+from inference_svc.model.plain_linear import PlainLinear
+from inference_svc.model.progress import shown
+from inference_svc.model.quantized_linear import QuantizedLinear, quantize_linears
+from inference_svc.model.skeleton import skeleton
+from inference_svc.model.streaming import opaque
+from inference_svc.model.streaming.layerfile import LayerWriter, Stored
+from inference_svc.model.streaming.materials import Materials
+from inference_svc.model.streaming.vocabulary import EMBEDDING, HEAD, Vocabulary
+from inference_svc.model.streaming.weights import Pointable, bytes_of, form_of
+
+log = structlog.get_logger("model")
+
+_SPARE_BYTES = 256 << 20
+# Scales and zeros of a quantized weight, in bytes per weight.
+_PARAMETER_BYTES = 4 / 64
+# A layer's products that are not its attention's, by their names in a fused layer and in the models' own.
+_FEED_FORWARD = ("gate_up", "down", "mlp.")
+_NORM, _LAYER = "model.norm.", "model.layers.{}."
+
+
+def is_feed_forward(name: str) -> bool:
+    """Whether a product of a layer belongs to its feed-forward part."""
+    return name.startswith(_FEED_FORWARD)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a model's layers are made of, and how."""
+
+    config: Any
+    attention: str
+    dtype: torch.dtype
+    bits: int  # at which linear weights are kept that are not quantized already
+    materials: Callable[[], Materials]
+    name: str
+    source: str  # the file it was made of, or its name
+
+    def skeleton(self) -> tuple[Any, Any]:
+        return skeleton(self.config, self.dtype, self.attention)
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.config.tie_word_embeddings)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Bytes of a model, estimated from its shape."""
+
+    dense: int  # every weight in its dtype
+    kept: int  # as they are kept in memory, and as they are written out
+
+
+def expected(model: Any, dtype: torch.dtype, width: int, tied: bool) -> Expected:
+    """The sizes of a model on the meta device whose linear weights are kept at ``width`` bits."""
+    each = dtype.itemsize if width == 16 else width / 8 + _PARAMETER_BYTES
+    layers = sum(p.numel() for p in model.model.layers.parameters())
+    embedding = model.model.embed_tokens.weight.numel()
+    # A head that is packed or quantized has another layout than the embedding that it may be tied to.
+    head = embedding * (each if width == 16 else 1 + _PARAMETER_BYTES)
+    shared = tied and width == 16 and dtype == torch.float32
+    dense = (layers + embedding * (1 if tied else 2)) * dtype.itemsize
+    kept = int(layers * each + embedding * dtype.itemsize + (0 if shared else head))
+    return Expected(dense, kept)
+
+
+def build(folder: Path, recipe: Recipe) -> None:
+    """Fills an empty folder. Of the model there is never more than one layer in memory, or its head where oneDNN packs
+    it. Raises ModelUnsupported, and ConfigurationError where the disk is too small."""
+    packs = recipe.dtype == torch.bfloat16 and recipe.bits == 16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if packs and not opaque.available():
+        raise ModelUnsupported(
+            f"torch {torch.__version__} makes no packed weights over memory of ours, which streaming bfloat16 needs; "
+            "--weights 8, --weights 4 and --dtype float32 do without them"
+        )
+    model, _ = recipe.skeleton()
+    size = expected(model, recipe.dtype, recipe.bits, recipe.tied).kept
+    free = shutil.disk_usage(folder).free
+    if free < size + _SPARE_BYTES:
+        raise ConfigurationError(
+            f"writing the layers of {recipe.name} out takes {format_size(size)}, and {folder.parent} has "
+            f"{format_size(free)} left; XDG_DATA_HOME names another place"
+        )
+    log.info("writing layers out for streaming, once", model=recipe.name, size=format_size(size))
+    about = {"path": recipe.source, "size": size}
+    (folder / SOURCE).write_text(json.dumps(about) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps({"architectures": [type(model).__name__]}), encoding="utf-8")
+    with LayerWriter(folder) as out, shown("writing layers out") as progress:
+        _Build(model, recipe, out).run(lambda: progress(min(out.written, size), size))
+    give_back_freed_memory()
+
+
+class _Build:
+    def __init__(self, model: Any, recipe: Recipe, out: LayerWriter) -> None:
+        self._model, self._recipe, self._out = model, recipe, out
+        self._materials = recipe.materials()
+        self._fused: bool | None = None
+
+    def run(self, advanced: Any) -> None:
+        model, recipe, out = self._model, self._recipe, self._out
+        count = len(model.model.layers)
+        layers: list[dict[str, Stored]] = [{} for _ in range(count)]
+        numbers = {_LAYER.format(i): i for i in range(count)}
+        head: Stored | None = None
+        embedding: Stored | None = None
+        vocabulary = Vocabulary(model, recipe.dtype, recipe.bits, self._materials, out)
+        # Materials are asked for in the order of their names.
+        for prefix in sorted([EMBEDDING, _NORM, *numbers, *([] if recipe.tied else [HEAD])]):
+            if prefix in numbers:
+                i = numbers[prefix]
+                layers[i] = self._layer(model.model.layers[i], prefix)
+                model.model.layers[i] = nn.Identity()
+                out.settle()
+            elif prefix == _NORM:
+                self._materials.fill(model.model.norm, prefix)
+                self._vectors(model.model.norm, "norm.")
+            elif prefix == HEAD:
+                head = vocabulary.head()
+            else:
+                embedding, tied = vocabulary.embedding(recipe.tied)
+                head = tied or head
+            advanced()
+        assert embedding is not None
+        assert head is not None
+        out.finish(bool(self._fused), layers, embedding, head)
+
+    def _layer(self, layer: Any, prefix: str) -> dict[str, Stored]:
+        recipe = self._recipe
+        self._materials.fill(layer, prefix)
+        if recipe.bits < 16:
+            quantize_linears(layer, recipe.bits, shown=False)
+        can = fused.fits(layer, recipe.config)
+        if self._fused not in (None, can):
+            raise ModelUnsupported(f"{recipe.name} has layers of two kinds, which are not streamed; use --stream off")
+        self._fused = can
+        if can:
+            products, vectors = fused.gathered(layer)
+        else:
+            products, vectors = self._own(layer)
+        start = prefix.removeprefix("model.")
+        for name, product in products.items():
+            if product.bias is not None:
+                self._out.vectors[f"{start}{name}.bias"] = product.bias.clone()
+        self._out.vectors |= {f"{start}{name}": vector.clone() for name, vector in vectors.items()}
+        ordered = sorted(products.items(), key=lambda item: is_feed_forward(item[0]))
+        return {name: self._put(product) for name, product in ordered}
+
+    def _own(self, layer: nn.Module) -> tuple[dict[str, Pointable], dict[str, Tensor]]:
+        """The linear layers of a layer that computes by its own module, and its other parameters."""
+        pack_linears(layer)
+        _settle(layer)
+        products = {
+            name: m for name, m in layer.named_modules() if isinstance(m, (PackedLinear, QuantizedLinear, PlainLinear))
+        }
+        vectors = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+        large = next((name for name, vector in vectors.items() if vector.dim() > 1), None)
+        if large is not None:
+            raise ModelUnsupported(f"{self._recipe.name} has a weight {large}, which is not streamed; --stream off")
+        return products, vectors
+
+    def _put(self, product: nn.Module) -> Stored:
+        return self._out.put(bytes_of(product), form_of(product))
+
+    def _vectors(self, module: nn.Module, start: str) -> None:
+        self._out.vectors |= {f"{start}{name}": p.detach().clone() for name, p in module.named_parameters()}
+
+
+def _settle(module: nn.Module) -> None:
+    """Makes the linear layers that are neither packed nor quantized such as can be pointed."""
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                setattr(parent, name, PlainLinear(child.weight, child.bias))

@@ -1,0 +1,73 @@
+"""How much memory this process may still take. Imports no torch: commands may ask first."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+_GROUPS = Path("/sys/fs/cgroup")
+_STATUS = Path("/proc/self/cgroup")
+
+
+def free_bytes(allowed: int = 0) -> int:
+    """What this process may still take: of the machine's memory, of that of its control groups, and of ``allowed``, if
+    not 0, for all of it. Memory that only caches files counts as free."""
+    found = [_of_machine(), *_of_groups()]
+    if allowed:
+        found.append(allowed - resident_bytes())
+    return max(0, min(found))
+
+
+def resident_bytes() -> int:
+    """What this process takes now, files that it maps included."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+
+def _of_machine() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+
+
+def _of_groups() -> list[int]:
+    """What is left in each memory control group that this process is in, of both versions."""
+    found = []
+    for line in _lines(_STATUS):
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            tops = [_GROUPS, _GROUPS / "unified"]
+            names = ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            tops, names = [_GROUPS / "memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        for top in tops:
+            group = top / path.lstrip("/")
+            # In a container its own group is at the top, whatever it is called outside.
+            for folder in (group, *group.parents) if group.is_dir() else (top,):
+                if not folder.is_relative_to(top):
+                    break
+                left = _left(folder, *names)
+                if left is not None:
+                    found.append(left)
+    return found
+
+
+def _left(folder: Path, limit: str, usage: str) -> int | None:
+    texts = ["".join(_lines(folder / name)) for name in (limit, usage)]
+    if not all(text.isdigit() for text in texts):
+        return None  # there is no limit ("max"), or no such group
+    most, used = map(int, texts)
+    cached = {name: int(n) for name, n in (line.split() for line in _lines(folder / "memory.stat"))}
+    # Version 1 counts the groups below under names of their own.
+    files = sum(cached.get(f"total_{name}", cached.get(name, 0)) for name in ("inactive_file", "active_file"))
+    return most - used + files
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return []

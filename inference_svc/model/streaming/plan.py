@@ -1,0 +1,133 @@
+"""Which weights stay in memory and which are streamed: numbers in, decisions out."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.sizes import format_size
+
+Mode = Literal["full_resident", "partial_resident", "ffn_only_stream", "full_stream"]
+Wish = Literal["auto", "off", "partial_resident", "ffn_only_stream", "full_stream"]
+_FEWEST_SLOTS = 2
+# Beside weights, slots and pool: activations of a batch, and what the process has yet to import and allocate.
+_SPARE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the settings say, see ``ModelSettings``."""
+
+    wish: Wish = "off"
+    keep_first: int = 0
+    keep_last: int = 0
+    slots: int = 3
+    memory_bytes: int = 0
+    pool_bytes: int = 0
+    sequences: int = 0  # that are computed together at the most; 0 where nobody said
+    poisoned: bool = False  # slots are overwritten as soon as nobody uses them; for tests
+
+
+OFF = Asked()
+
+
+class Part(enum.Enum):
+    """What is streamed of a layer."""
+
+    NOTHING = "nothing"
+    FEED_FORWARD = "feed-forward part"
+    ALL = "all"
+
+    def streams(self, feed_forward: bool) -> bool:
+        """Whether a product is streamed that belongs to the feed-forward part, or to attention."""
+        return self is Part.ALL or (self is Part.FEED_FORWARD and feed_forward)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes in memory of a model's weights."""
+
+    layers: Sequence[tuple[int, int]]  # of each: attention, feed-forward part
+    always: int  # what is resident in every mode: head, norms
+
+    @property
+    def all(self) -> int:
+        return self.always + sum(map(sum, self.layers))
+
+    def streamed(self, layer: int, part: Part) -> int:
+        attention, feed_forward = self.layers[layer]
+        return {Part.NOTHING: 0, Part.FEED_FORWARD: feed_forward, Part.ALL: attention + feed_forward}[part]
+
+
+@dataclass(frozen=True)
+class Residency:
+    """A decision."""
+
+    mode: Mode
+    parts: tuple[Part, ...]  # of each layer
+    slots: int
+    slot_bytes: int
+    streamed_bytes: int  # by each forward
+    resident_bytes: int  # weights that stay, and the slots
+
+
+def reserved(asked: Asked) -> int:
+    """Memory that weights must leave free."""
+    return asked.pool_bytes + _SPARE_BYTES
+
+
+def decide(sizes: Sizes, free: int, asked: Asked) -> Residency:
+    """What ``asked`` comes to with ``free`` bytes. ``auto`` takes what streams the fewest bytes; a mode that is asked
+    for by name is taken whether it fits or not, but for how many layers ``partial_resident`` keeps where nobody said.
+    Raises ConfigurationError when layers are asked for that are not there, and when ``auto`` finds nothing that fits.
+    """
+    count, room = len(sizes.layers), free - reserved(asked)
+    if asked.keep_first + asked.keep_last > count:
+        raise ConfigurationError(
+            f"keep_first is {asked.keep_first} and keep_last is {asked.keep_last}; the model has {count} layers"
+        )
+    full = _made("full_stream", sizes, (Part.ALL,) * count, asked.slots)
+    feed_forward = _made("ffn_only_stream", sizes, (Part.FEED_FORWARD,) * count, asked.slots)
+    if asked.wish == "full_stream":
+        return full
+    if asked.wish == "ffn_only_stream":
+        return feed_forward
+    stated = bool(asked.keep_first or asked.keep_last)
+    partial = _kept(sizes, asked.keep_first, asked.keep_last, asked.slots) if stated else _most(sizes, room, asked)
+    if asked.wish == "partial_resident":
+        return partial
+    fitting = [one for one in (partial, feed_forward, full) if one.resident_bytes <= room]
+    if not fitting:
+        raise ConfigurationError(
+            f"the model does not fit: {format_size(max(0, free))} are free, and even with every layer streamed it "
+            f"takes {format_size(full.resident_bytes)} of weights and slots, {format_size(asked.pool_bytes)} of pool "
+            f"(pool_bytes) and {format_size(_SPARE_BYTES)} to compute in; lower pool_bytes or weights"
+        )
+    return min(fitting, key=lambda one: one.streamed_bytes)
+
+
+def _most(sizes: Sizes, room: int, asked: Asked) -> Residency:
+    """As many layers kept, from the first on, as there is room for."""
+    count = len(sizes.layers)
+    for first in range(count, 0, -1):
+        found = _kept(sizes, first, 0, asked.slots)
+        if found.resident_bytes <= room:
+            return found
+    return _made("full_stream", sizes, (Part.ALL,) * count, asked.slots)
+
+
+def _kept(sizes: Sizes, first: int, last: int, slots: int) -> Residency:
+    streamed = len(sizes.layers) - first - last
+    parts = (Part.NOTHING,) * first + (Part.ALL,) * streamed + (Part.NOTHING,) * last
+    return _made("partial_resident" if streamed else "full_resident", sizes, parts, slots)
+
+
+def _made(mode: Mode, sizes: Sizes, parts: tuple[Part, ...], slots: int) -> Residency:
+    each = [sizes.streamed(i, part) for i, part in enumerate(parts)]
+    pieces = sum(size > 0 for size in each)
+    # More slots than pieces would hold nothing.
+    slots = min(slots, max(pieces, _FEWEST_SLOTS)) if pieces else 0
+    return Residency(mode, parts, slots, max(each), sum(each), sizes.all - sum(each) + slots * max(each))

@@ -1,0 +1,209 @@
+"""Slots of memory into which the pieces of a file are read in a circle, ahead of who needs them.
+
+Pieces are needed in their order, and after the last one the first again: the forward's next step. A thread reads those
+that come next into slots that nobody uses. A slot is given back by use count: while somebody holds a piece, its slot is
+not written to. The thread needs no GIL while it reads.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+from kvsidecar.errors import KVSidecarError
+
+log = structlog.get_logger("model")
+
+# Reads piece ``number`` into slot ``slot``; gives up when the third says that it is no longer wanted. Returns the bytes
+# read.
+Read = Callable[[int, int, Callable[[], bool]], int]
+Poison = Callable[[int], None]
+
+
+class WeightsUnreadable(KVSidecarError):
+    """Weights could not be read from their file."""
+
+
+@dataclass
+class StagingStats:
+    """Counters since the start; uses within another use of the same piece do not count."""
+
+    hits: int = 0  # pieces that were there when they were needed
+    waits: int = 0  # that were on their way
+    misses: int = 0  # that nobody had begun to read
+    bytes: int = 0
+    read_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+
+class _State(enum.Enum):
+    EMPTY = enum.auto()
+    READING = enum.auto()
+    READY = enum.auto()
+    FAILED = enum.auto()
+
+
+@dataclass(eq=False)
+class _Slot:
+    number: int
+    piece: int = -1
+    state: _State = _State.EMPTY
+    uses: int = 0
+    error: Exception | None = None
+
+
+class Staging:
+    """``pieces`` pieces in ``slots`` slots. ``acquire`` and ``release`` may be called from any thread; what is held at
+    one time must leave a slot free. ``poison`` is told of a slot that nobody uses any more, and what it held is read
+    again: with it, tests prove that nobody reads what was released."""
+
+    def __init__(self, pieces: int, slots: int, read: Read, poison: Poison | None = None) -> None:
+        assert pieces > 0
+        assert slots > 1
+        self._pieces, self._read, self._poison = pieces, read, poison
+        self._slots: Sequence[_Slot] = [_Slot(i) for i in range(slots)]
+        self._at: dict[int, _Slot] = {}
+        self._next = 0  # the piece that is needed now or next
+        self._waited_for: list[int] = []
+        self._stats = StagingStats()
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="layers", daemon=True)
+        self._thread.start()
+
+    @property
+    def stats(self) -> StagingStats:
+        """A copy."""
+        with self._changed:
+            return replace(self._stats)
+
+    def acquire(self, piece: int) -> int:
+        """The slot that holds a piece, until it is released as often as acquired. Waits for it. Raises
+        WeightsUnreadable when it cannot be read now; whoever asks again makes it be tried again."""
+        with self._changed:
+            slot, self._next = self._at.get(piece), piece
+            if slot is not None and slot.state is _State.FAILED:
+                # It was read ahead, perhaps long ago: now that it is needed it is tried again.
+                self._empty(slot)
+                slot = None
+            if slot is not None and slot.state is _State.READY:
+                self._stats.hits += not slot.uses
+                self._changed.notify_all()
+            else:
+                if slot is None:
+                    self._stats.misses += 1
+                else:
+                    self._stats.waits += 1
+                slot = self._wait_for(piece)
+            slot.uses += 1
+            return slot.number
+
+    def release(self, piece: int) -> None:
+        """Ends one use of a piece."""
+        with self._changed:
+            slot = self._at[piece]
+            assert slot.uses > 0
+            slot.uses -= 1
+            if slot.uses:
+                return
+            self._next = (piece + 1) % self._pieces
+            if self._poison is not None:
+                self._poison(slot.number)
+                self._empty(slot)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # ---- under the lock -------------------------------------------------------------------------------------
+
+    def _wait_for(self, piece: int) -> _Slot:
+        began = time.perf_counter()
+        self._waited_for.append(piece)
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: self._closed or self._settled(piece))
+        self._waited_for.remove(piece)
+        self._stats.wait_seconds += time.perf_counter() - began
+        slot = self._at.get(piece)
+        if slot is None or slot.state is _State.READING:
+            raise WeightsUnreadable("weights are no longer read: the worker is shutting down")
+        if slot.state is _State.FAILED:
+            error = slot.error
+            self._empty(slot)
+            raise WeightsUnreadable(f"weights could not be read from their file: {error}") from error
+        return slot
+
+    def _settled(self, piece: int) -> bool:
+        slot = self._at.get(piece)
+        return slot is not None and slot.state in (_State.READY, _State.FAILED)
+
+    def _wanted(self) -> list[int]:
+        """What the slots should hold, the soonest needed first."""
+        circle = ((self._next + i) % self._pieces for i in range(min(len(self._slots), self._pieces)))
+        return list(dict.fromkeys([*self._waited_for, *circle]))[: len(self._slots)]
+
+    def _job(self) -> tuple[int, _Slot] | None:
+        """What to read next, and where to."""
+        wanted = self._wanted()
+        missing = next((piece for piece in wanted if piece not in self._at), None)
+        if missing is None:
+            return None
+        for slot in self._slots:
+            if slot.state is _State.EMPTY:
+                return missing, slot
+            if not slot.uses and slot.state is not _State.READING and slot.piece not in wanted:
+                self._empty(slot)
+                return missing, slot
+        return None
+
+    def _empty(self, slot: _Slot) -> None:
+        del self._at[slot.piece]
+        slot.piece, slot.state, slot.error = -1, _State.EMPTY, None
+
+    # ---- the reading thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                job: tuple[int, _Slot] | None = None
+                while not self._closed and (job := self._job()) is None:
+                    self._changed.wait()
+                if self._closed or job is None:
+                    return
+                piece, slot = job
+                slot.piece, slot.state = piece, _State.READING
+                self._at[piece] = slot
+            self._fill(piece, slot)
+
+    def _fill(self, piece: int, slot: _Slot) -> None:
+        began, size, error, given_up = time.perf_counter(), 0, None, False
+
+        def go_on() -> bool:
+            # For good: who comes back to a piece must not be given half of it.
+            nonlocal given_up
+            given_up = given_up or self._closed or piece not in self._wanted()
+            return not given_up
+
+        try:
+            size = self._read(piece, slot.number, go_on)
+        except Exception as failure:  # whoever needs the piece hears of it
+            error = failure
+            log.warning("reading weights failed", piece=piece, error=str(failure))
+        with self._changed:
+            self._stats.bytes += size
+            self._stats.read_seconds += time.perf_counter() - began
+            if error is not None:
+                slot.state, slot.error = _State.FAILED, error
+            elif given_up:
+                self._empty(slot)
+            else:
+                slot.state = _State.READY
+            self._changed.notify_all()

@@ -1,0 +1,87 @@
+"""Writes embedding and head, some rows at a time: they may be larger than all the memory that there is to run with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from kvkernels.cpu import quantized
+from torch import Tensor, nn
+
+from inference_svc.model.packed_linear import PackedLinear
+from inference_svc.model.quantized_linear import kept_at
+from inference_svc.model.streaming.layerfile import LayerWriter, Region, Stored
+from inference_svc.model.streaming.materials import Materials
+from inference_svc.model.streaming.weights import Form, bytes_of, form_of
+
+EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
+
+
+class Vocabulary:
+    """The two of a model on the meta device, in a dtype, linear weights at ``bits``. A head is quantized or packed
+    where other layers are; one that is neither, and is tied to the embedding, is the embedding."""
+
+    def __init__(self, model: Any, dtype: torch.dtype, bits: int, materials: Materials, out: LayerWriter) -> None:
+        self._dtype, self._materials, self._out = dtype, materials, out
+        self._embedding, self._head = model.model.embed_tokens.weight.shape, model.lm_head
+        kept = kept_at(HEAD.removesuffix("."), self._head.in_features, self._head.out_features, bits)
+        self._kept = kept
+        self._packs = kept is None and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+    def embedding(self, tied: bool) -> tuple[Stored, Stored | None]:
+        """Writes the embedding, and the head if they are ``tied``."""
+        plain, head = self._plain_region(), self._quantized_region() if tied and self._kept else None
+        for rows in self._materials.rows(f"{EMBEDDING}weight", self._embedding):
+            plain.add(_bytes(rows))
+            if head is not None:
+                head.add(self._quantized(rows))
+        embedding = plain.done()
+        if not tied:
+            return embedding, None
+        self._bias()
+        if head is not None:
+            return embedding, head.done()
+        if not self._packs:
+            return embedding, embedding
+        return embedding, self._packed(self._out.read_back(embedding).view(self._dtype).view(self._embedding))
+
+    def head(self) -> Stored:
+        """Writes a head of its own."""
+        self._bias()
+        rows = self._materials.rows(f"{HEAD}weight", self._head.weight.shape)
+        if self._packs:
+            return self._packed(torch.cat(list(rows)))
+        region = self._quantized_region() if self._kept else self._plain_region()
+        for some in rows:
+            region.add(self._quantized(some) if self._kept else _bytes(some))
+        return region.done()
+
+    def _bias(self) -> None:
+        if self._head.bias is not None:
+            holder = nn.Module()
+            holder.register_parameter("bias", self._head.bias)
+            self._materials.fill(holder, HEAD)
+            self._out.vectors[f"{HEAD}bias"] = holder.get_parameter("bias").detach().clone()
+
+    def _plain_region(self) -> Region:
+        outputs, inputs = self._embedding
+        size, dtype = outputs * inputs * self._dtype.itemsize, str(self._dtype).removeprefix("torch.")
+        return self._out.region(Form("plain", outputs, inputs, size, dtype))
+
+    def _quantized_region(self) -> Region:
+        assert self._kept is not None
+        (bits, group), (outputs, inputs) = self._kept, self._embedding
+        size = quantized.size_bytes(inputs, outputs, bits, group)
+        return self._out.region(Form("quantized", outputs, inputs, size, bits=bits, group=group))
+
+    def _quantized(self, rows: Tensor) -> Tensor:
+        assert self._kept is not None
+        return quantized.quantize(rows, *self._kept).data.view(-1)
+
+    def _packed(self, weight: Tensor) -> Stored:
+        packed = PackedLinear(weight, None)
+        return self._out.put(bytes_of(packed), form_of(packed))
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(-1).view(torch.uint8)

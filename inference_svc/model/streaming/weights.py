@@ -1,0 +1,79 @@
+"""How a linear layer's weight lies in memory, so that its bytes can be written to a file and read back elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from kvkernels.cpu.quantized import OUTPUTS, Quantized
+from torch import Tensor, nn
+
+from inference_svc.model.packed_linear import PackedLinear
+from inference_svc.model.plain_linear import PlainLinear
+from inference_svc.model.quantized_linear import QuantizedLinear
+from inference_svc.model.streaming import opaque
+
+Pointable = PackedLinear | QuantizedLinear | PlainLinear
+# What such a layer is pointed at.
+View = Tensor | Quantized
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Form:
+    """The shape and the layout of one weight ``[outputs, inputs]``."""
+
+    kind: str  # packed (by oneDNN), quantized (kvkernels.cpu.quantized), plain
+    outputs: int
+    inputs: int
+    size_bytes: int
+    dtype: str = ""  # of a plain one
+    bits: int = 16
+    group: int = 0  # of a quantized one
+    layout: str = ""  # of a packed one: oneDNN's descriptor, hexadecimal
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value}
+
+
+def form_of(module: nn.Module) -> Form:
+    """The form of a layer's weight. Raises TypeError for a layer of another kind."""
+    if isinstance(module, PackedLinear):
+        layout = opaque.descriptor(module.packed).hex()
+        size = opaque.packed_bytes(module.packed).numel()
+        return Form("packed", module.out_features, module.in_features, size, layout=layout)
+    if isinstance(module, QuantizedLinear):
+        w = module.quantized
+        return Form("quantized", w.outputs, w.inputs, w.data.nbytes, bits=w.bits, group=w.group)
+    if isinstance(module, PlainLinear):
+        outputs, inputs = module.weight.shape
+        return Form("plain", outputs, inputs, module.weight.nbytes, str(module.weight.dtype).removeprefix("torch."))
+    raise TypeError(f"{type(module).__name__} has no weight that could be streamed")
+
+
+def bytes_of(module: nn.Module) -> Tensor:
+    """The bytes of a layer's weight as they lie, uint8 ``[size_bytes]``; valid as long as the layer is."""
+    if isinstance(module, PackedLinear):
+        return opaque.packed_bytes(module.packed)
+    if isinstance(module, QuantizedLinear):
+        return module.quantized.data.view(-1)
+    assert isinstance(module, PlainLinear)
+    return module.weight.contiguous().view(-1).view(torch.uint8)
+
+
+def view(form: Form, memory: Tensor) -> View:
+    """A weight of this form whose bytes are the first of ``memory``, which must outlive it."""
+    memory = memory[: form.size_bytes]
+    if form.kind == "packed":
+        return opaque.packed_at(memory, form.outputs, form.inputs, bytes.fromhex(form.layout))
+    if form.kind == "quantized":
+        return Quantized(memory.view(form.outputs // OUTPUTS, -1), form.inputs, form.group, form.bits)
+    return memory.view(_DTYPES[form.dtype]).view(form.outputs, form.inputs)
+
+
+def shell(form: Form, bias: Tensor | None) -> Pointable:
+    """A layer of this form that has no weight until it is pointed at one."""
+    kind: Any = {"packed": PackedLinear, "quantized": QuantizedLinear, "plain": PlainLinear}[form.kind]
+    made: Pointable = kind.shell(form.outputs, form.inputs, bias)
+    return made

@@ -1,0 +1,86 @@
+"""What stays in memory: numbers in, decisions out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kvsidecar.errors import ConfigurationError
+
+from inference_svc.model.streaming import memory, plan
+from inference_svc.model.streaming.plan import Asked, Part, Sizes, decide, reserved
+
+MIB = 1 << 20
+SIZES = Sizes([(10 * MIB, 30 * MIB)] * 8, 5 * MIB)
+
+
+def free_for(weights: int, asked: Asked) -> int:
+    return weights + reserved(asked)
+
+
+def test_auto_keeps_everything_where_there_is_room() -> None:
+    asked = Asked("auto", pool_bytes=7 * MIB)
+    found = decide(SIZES, free_for(SIZES.all, asked), asked)
+    assert (found.mode, found.streamed_bytes, found.slots) == ("full_resident", 0, 0)
+    assert found.resident_bytes == SIZES.all
+
+
+def test_auto_streams_as_few_bytes_as_it_can() -> None:
+    asked = Asked("auto", slots=2)
+    found = decide(SIZES, free_for(SIZES.all - 1, asked), asked)
+    assert (found.mode, found.streamed_bytes) == ("partial_resident", 3 * 40 * MIB), "two slots and five layers"
+    assert found.parts == (Part.NOTHING,) * 5 + (Part.ALL,) * 3
+    assert found.resident_bytes == 5 * MIB + 7 * 40 * MIB
+    found = decide(SIZES, free_for((5 + 80 + 80) * MIB, asked), asked)
+    assert found.mode == "ffn_only_stream" or found.streamed_bytes <= 8 * 30 * MIB
+    found = decide(SIZES, free_for((5 + 80) * MIB, asked), asked)
+    assert (found.mode, found.streamed_bytes) == ("full_stream", 8 * 40 * MIB)
+
+
+@pytest.mark.parametrize("room", range(85, 330, 9))
+def test_auto_never_takes_more_than_there_is(room: int) -> None:
+    asked = Asked("auto", slots=2, pool_bytes=3 * MIB)
+    assert decide(SIZES, free_for(room * MIB, asked), asked).resident_bytes <= room * MIB
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
+    asked = Asked("auto", slots=2, pool_bytes=9 * MIB)
+    with pytest.raises(ConfigurationError, match=r"every layer streamed it takes 85.0 MiB .* 9.0 MiB of pool"):
+        decide(SIZES, free_for(84 * MIB, asked), asked)
+
+
+def test_modes_by_name_are_taken_as_they_are_asked_for() -> None:
+    found = decide(SIZES, 0, Asked("partial_resident", keep_first=2, keep_last=3, slots=2))
+    assert found.parts == (Part.NOTHING,) * 2 + (Part.ALL,) * 3 + (Part.NOTHING,) * 3
+    assert decide(SIZES, 0, Asked("ffn_only_stream")).streamed_bytes == 8 * 30 * MIB
+    assert decide(SIZES, 1 << 40, Asked("full_stream")).streamed_bytes == 8 * 40 * MIB
+    assert decide(SIZES, 0, Asked("partial_resident", keep_last=7, slots=9)).slots == 2
+    with pytest.raises(ConfigurationError, match="keep_first is 5 and keep_last is 4; the model has 8 layers"):
+        decide(SIZES, 0, Asked("partial_resident", keep_first=5, keep_last=4))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_control_group_counts(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both versions, as the kernel shows them."""
+    inner = (tmp_path if version == 2 else tmp_path / "memory") / "outer" / "inner"
+    inner.mkdir(parents=True)
+    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+    limit, usage = names[version]
+    (inner / limit).write_text("max\n" if version == 2 else "9223372036854771712\n")
+    (inner / usage).write_text("7\n")
+    outer = inner.parent
+    (outer / limit).write_text("1000\n")
+    (outer / usage).write_text("700\n")
+    (outer / "memory.stat").write_text("anon 400\ninactive_file 200\nactive_file 50\n")
+    status = tmp_path / "status"
+    status.write_text("0::/outer/inner\n" if version == 2 else "5:cpu,memory:/outer/inner\n0::/\n")
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_STATUS", status)
+    assert memory.free_bytes() == 1000 - 700 + 250
+    assert memory.free_bytes(allowed=memory.resident_bytes() + 100) <= 550
+
+
+def test_what_is_allowed_counts_what_the_process_has() -> None:
+    assert memory.free_bytes(allowed=1) == 0
+    assert 0 < memory.free_bytes() < 1 << 50
+    assert plan.OFF.wish == "off"
