@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 from kvsidecar.addresses import parse_tcp
+from kvsidecar.durations import parse_duration
 from kvsidecar.runtime import default_data_dir, default_runtime_dir
 from kvsidecar.sizes import parse_size
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from cache_daemon.remote.address import parse_remote
 
 
 class DaemonConfig(BaseSettings):
@@ -48,6 +51,21 @@ class DaemonConfig(BaseSettings):
     durability: Literal["strict", "relaxed"] = "relaxed"
     """strict: every group commit is flushed with its meta page. relaxed: a power cut may undo the last group
     commit, never more, and never corrupts. Killing the process loses nothing in either."""
+    remote: str = ""
+    """A tier that nodes share: redis://[USER@]HOST[:PORT][/DB], rediss:// over TLS, valkey-cluster://HOST,HOST for a
+    cluster, or s3://[KEY_ID@]BUCKET/PREFIX?endpoint=URL&region=R. Valkey takes ?prefix=P. No password in it: everybody
+    can read command lines. What fails or is slow there is computed instead. Needs kvsidecar[valkey] or kvsidecar[s3]."""
+    remote_secret: SecretStr = Field(default=SecretStr(""), exclude=True)
+    """Password, or for S3 the secret access key, of the remote tier. For the environment: command lines are public."""
+    remote_secret_file: Path | None = Field(default=None, validate_default=True)
+    """File that holds it instead, for its owner alone. S3 without either uses the AWS variables and services."""
+    remote_ca: Path | None = Field(default=None, validate_default=True)
+    """PEM file of the authority that the remote tier's certificate is signed by, where the system does not know it."""
+    remote_write: Literal["second-use", "all", "never"] = "second-use"
+    """What is written to the remote tier: what was found once, so that what nobody asks for again is not sent; all;
+    or nothing, for nodes that only read."""
+    remote_ttl: str = "7d"
+    """How long the remote tier keeps what is written, at most: 45s, 30m, 12h, 7d; none for as long as it likes."""
     arena_bytes: int = 1 << 30
     """Size of the host arena."""
     staging_bytes: int = 256 << 20
@@ -95,6 +113,20 @@ class DaemonConfig(BaseSettings):
     def _health_address(cls, value: str) -> str:
         return value and str(parse_tcp(value))
 
+    @field_validator("remote")
+    @classmethod
+    def _remote_url(cls, value: str) -> str:
+        if value:
+            parse_remote(value)
+        return value
+
+    @field_validator("remote_ttl")
+    @classmethod
+    def _duration(cls, value: str) -> str:
+        if value != "none" and parse_duration(value) < 1:
+            raise ValueError("it must be at least 1s, or none")
+        return value
+
     @field_validator("otlp_endpoint")
     @classmethod
     def _url(cls, value: str) -> str:
@@ -138,6 +170,16 @@ class DaemonConfig(BaseSettings):
             raise ValueError("it needs --tls-cert and --tls-key, or --tcp-insecure on a loopback address")
         elif "tls_client_ca" not in tls and given.get("tenants") is None:
             raise ValueError("nobody could be told apart; it needs --tls-client-ca, or --tenants with tokens")
+        return value
+
+    @field_validator("remote_secret_file", "remote_ca")
+    @classmethod
+    def _of_a_remote(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and not info.data.get("remote"):
+            raise ValueError("it is for a remote tier; set --remote, or leave it out")
+        secret = info.data.get("remote_secret", SecretStr("")).get_secret_value()
+        if value is not None and info.field_name == "remote_secret_file" and secret:
+            raise ValueError("the environment sets the secret, too; use one of the two")
         return value
 
     @field_validator("store_key_file")

@@ -17,6 +17,7 @@ import structlog
 from grpc_health.v1.health import aio as health_aio
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2
+from kvsidecar.durations import parse_duration
 from kvsidecar.runtime import ensure_private_dir
 from kvsidecar.serving import Limits, listening_at, refuse_second, stop_on_signals
 
@@ -26,7 +27,7 @@ from cache_daemon.access.peercred import is_allowed, peer_credentials
 from cache_daemon.access.tenants import CurrentTenants
 from cache_daemon.config import DaemonConfig
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.durable.seal import key_from_file, parse_key
+from cache_daemon.durable.seal import key_from_file, parse_key, seal_of
 from cache_daemon.eviction import POLICIES
 from cache_daemon.garbage import short_collections
 from cache_daemon.guardian import note_serving
@@ -35,16 +36,20 @@ from cache_daemon.memory.device_arena import DeviceArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
 from cache_daemon.memory.handing_out import handing_out
 from cache_daemon.memory.shared import SharedMemory
-from cache_daemon.observe.health import reporting_durable
+from cache_daemon.observe.health import DURABLE, REMOTE, reporting
 from cache_daemon.observe.snapshot import Snapshots
 from cache_daemon.observe.telemetry import Telemetry, telemetry
 from cache_daemon.observe.traffic import recording
+from cache_daemon.remote.address import credentials_of, new_engine, parse_remote
+from cache_daemon.remote.naming import Names
+from cache_daemon.remote.tier import RemoteTier
 from cache_daemon.rpc.calls import Calls
 from cache_daemon.rpc.decoding import add_to_server
 from cache_daemon.rpc.door import Shared
 from cache_daemon.rpc.service import CacheService
 from cache_daemon.stalls import StallWatch
 from cache_daemon.store.facade import ChunkStore
+from cache_daemon.store.remote import RemoteSettings
 from cache_daemon.store.summary import SUMMARY_BYTES, SummaryWriter
 from cache_daemon.store.tenants import Accounts
 
@@ -94,6 +99,7 @@ async def _store(
         POLICIES[config.eviction],
         staging_bytes=config.staging_bytes,
         accounts=Accounts(lambda account: tenants().limits_of(account), lambda tenant: tenants().account_of(tenant)),
+        remote=_remote(config),
         # Without a summary workers ask for every prompt, which is what a trace is of.
         summary=SummaryWriter(summary.memory) if config.trace is None else None,
         around=telling.work_span,
@@ -114,12 +120,30 @@ def _raise_descriptor_limit() -> None:
 
 
 def _tier(config: DaemonConfig, folder: Path) -> LmdbTier:
-    key: bytes | None = None
+    return LmdbTier(folder, config.store_bytes, config.durability == "strict", config.compression, _key(config))
+
+
+def _key(config: DaemonConfig) -> bytes | None:
+    """What is stored anywhere is encrypted with; None without."""
     if config.store_key_file is not None:
-        key = key_from_file(config.store_key_file)
-    elif given := config.store_key.get_secret_value():
-        key = parse_key(given.encode(), "the environment variable KVSIDECAR_CACHE_STORE_KEY")
-    return LmdbTier(folder, config.store_bytes, config.durability == "strict", config.compression, key)
+        return key_from_file(config.store_key_file)
+    if given := config.store_key.get_secret_value():
+        return parse_key(given.encode(), "the environment variable KVSIDECAR_CACHE_STORE_KEY")
+    return None
+
+
+def _remote(config: DaemonConfig) -> RemoteSettings | None:
+    """The remote tier, not connected yet. Raises ConfigurationError."""
+    if not config.remote:
+        return None
+    address = parse_remote(config.remote)
+    tier = RemoteTier(
+        new_engine(address, credentials_of(config.remote_secret.get_secret_value(), config.remote_secret_file, config.remote_ca)),
+        Names(address.prefix),
+        seal_of(_key(config)),
+    )
+    ttl = None if config.remote_ttl == "none" else parse_duration(config.remote_ttl)
+    return RemoteSettings(tier, config.remote_write, ttl, compress=config.compression != "none")
 
 
 @contextlib.contextmanager
@@ -154,7 +178,7 @@ def _arena(config: DaemonConfig) -> Arena:
 async def _serve(
     config: DaemonConfig, tenants: CurrentTenants, shared: Shared, summary: SharedMemory, stop: asyncio.Event
 ) -> None:
-    store = shared.store
+    store, remote = shared.store, shared.store.remote
     memory_socket = config.socket.with_name(f"{config.socket.name}.memory").absolute()
 
     def add(server: grpc.aio.Server, principal_of: Resolver, at: Path | None) -> None:
@@ -176,7 +200,8 @@ async def _serve(
             Limits(message_bytes=_MAX_MESSAGE_BYTES),
             health,
         ),
-        reporting_durable(None if store.tiers.writer is None else lambda: store.failing, health.set),
+        reporting(DURABLE, None if store.tiers.writer is None else lambda: store.failing, health.set),
+        reporting(REMOTE, None if remote is None else lambda: remote.failing, health.set),
     ):
         stats = store.stats()
         log.info(

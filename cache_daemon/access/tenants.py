@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import structlog
+from kvsidecar.durations import parse_duration
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.sizes import parse_size
 
@@ -143,8 +145,6 @@ _LIMITS = ("arena_bytes", "store_bytes", "entries", "ttl", "pin_bytes", "priorit
 _TENANT = ("salt", "salt_hex", "tokens", "certificates", "operator", *_LIMITS)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TOKEN = re.compile(r"sha256:([0-9a-f]{64})")
-_TTL = re.compile(r"(\d{1,9})([smhd])")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MOST = 1 << 62
 
 
@@ -250,8 +250,10 @@ class _Reader:
 
     def _ttl(self, table: dict[str, Any], where: str) -> int | None:
         value = table.get("ttl")
-        found = _TTL.fullmatch(value) if isinstance(value, str) else None
-        seconds = int(found[1]) * _SECONDS[found[2]] if found else value
+        seconds = value
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                seconds = parse_duration(value)
         if seconds is not None and not (_is_count(seconds) and seconds > 0):
             self._refuse(where, f"ttl is {value!r}; write it like 7d, 12h, 30m, 45s or as seconds, above 0")
         return seconds

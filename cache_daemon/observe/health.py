@@ -1,4 +1,5 @@
-"""Health by part: the service name ``durable`` of grpc.health says whether what is stored would outlive the daemon.
+"""Health by part: the service name ``durable`` of grpc.health says whether what is stored would outlive the daemon, the
+name ``remote`` whether the remote tier is used.
 
 The daemon as a whole stays SERVING meanwhile: workers lose nothing that they have.
 """
@@ -14,7 +15,9 @@ from contextlib import asynccontextmanager
 import structlog
 from grpc_health.v1 import health_pb2
 
-DURABLE = "durable"
+DURABLE, REMOTE = "durable", "remote"
+_FAILS = {DURABLE: "the durable tier cannot be written to", REMOTE: "the remote tier is away"}
+_WORKS = {DURABLE: "the durable tier can be written to again", REMOTE: "the remote tier is used again"}
 PATIENCE_SECONDS = 10.0
 _STEP_SECONDS = 0.5
 
@@ -24,19 +27,19 @@ log = structlog.get_logger("cache_daemon")
 
 
 @asynccontextmanager
-async def reporting_durable(
-    failing: Failing | None, set_health: SetHealth, patience_seconds: float = PATIENCE_SECONDS
+async def reporting(
+    name: str, failing: Failing | None, set_health: SetHealth, patience_seconds: float = PATIENCE_SECONDS
 ) -> AsyncIterator[None]:
-    """Keeps the name ``durable`` up to date while the body runs.
+    """Keeps the name of a tier up to date while the body runs.
 
-    ``failing`` says why writing fails and since when (monotonic seconds); None for a daemon without a durable tier,
-    where the name stays unknown.
+    ``failing`` says why it fails and since when (monotonic seconds); None for a daemon without that tier, where the
+    name stays unknown.
     """
     if failing is None:
         yield
         return
-    await set_health(DURABLE, health_pb2.HealthCheckResponse.SERVING)
-    task = asyncio.create_task(_report(failing, set_health, patience_seconds))
+    await set_health(name, health_pb2.HealthCheckResponse.SERVING)
+    task = asyncio.create_task(_report(name, failing, set_health, patience_seconds))
     try:
         yield
     finally:
@@ -45,7 +48,7 @@ async def reporting_durable(
             await task
 
 
-async def _report(failing: Failing, set_health: SetHealth, patience_seconds: float) -> None:
+async def _report(name: str, failing: Failing, set_health: SetHealth, patience_seconds: float) -> None:
     serving = True
     while True:
         await asyncio.sleep(_STEP_SECONDS)
@@ -55,8 +58,8 @@ async def _report(failing: Failing, set_health: SetHealth, patience_seconds: flo
             continue
         serving = sound
         response = health_pb2.HealthCheckResponse
-        await set_health(DURABLE, response.SERVING if sound else response.NOT_SERVING)
+        await set_health(name, response.SERVING if sound else response.NOT_SERVING)
         if found is not None and not sound:
-            log.error("the durable tier cannot be written to", why=found[0], since_seconds=int(patience_seconds))
+            log.error(_FAILS[name], why=found[0], since_seconds=int(patience_seconds))
         else:
-            log.info("the durable tier can be written to again")
+            log.info(_WORKS[name])

@@ -34,6 +34,11 @@ class StoreCollector:
             "1 while the durable tier cannot be written to",
             value=bool(stats.durable_failing),
         )
+        yield GaugeMetricFamily(
+            _PREFIX + "remote_failing",
+            "1 while the remote tier is not used because it fails",
+            value=bool(stats.remote_failing),
+        )
         calls = self._snapshots.shared.calls
         counted = CounterMetricFamily(_PREFIX + "calls", "Calls by method and outcome", labels=("method", "status"))
         for (method, status), count in list(calls.totals.items()):

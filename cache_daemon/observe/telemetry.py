@@ -155,6 +155,9 @@ def _observe(meter: Any, snapshots: Snapshots) -> None:
     def failing(_: CallbackOptions) -> Iterable[Observation]:
         return [Observation(int(bool(latest.stats().durable_failing)))]
 
+    def remote_failing(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(int(bool(latest.stats().remote_failing)))]
+
     def calls(_: CallbackOptions) -> Iterable[Observation]:
         totals = snapshots.shared.calls.totals
         return [Observation(n, {"rpc.method": m, "status": s}) for (m, s), n in list(totals.items())]
@@ -165,6 +168,8 @@ def _observe(meter: Any, snapshots: Snapshots) -> None:
         meter.create_observable_counter(_PREFIX + name, [reading(name)], description=text)
     text = "1 while the durable tier cannot be written to"
     meter.create_observable_gauge(_PREFIX + "durable_failing", [failing], description=text)
+    text = "1 while the remote tier is not used because it fails"
+    meter.create_observable_gauge(_PREFIX + "remote_failing", [remote_failing], description=text)
     meter.create_observable_counter(_PREFIX + "calls", [calls], description="Calls by method and outcome")
 
 

@@ -89,6 +89,7 @@ class Attaching(AtDoor):
             welcome.memory_socket = self.memory_socket
             welcome.arena.CopyFrom(self.store.arena.describe())
             welcome.staging.size_bytes = session.staging.size_bytes
+            welcome.remote = self.store.remote is not None
             if self.store.summary is not None:
                 welcome.summary.CopyFrom(self.store.summary.describe())
         return welcome

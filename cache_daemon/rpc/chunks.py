@@ -22,6 +22,7 @@ from cache_daemon.store.writing import Reserved
 _SLICE, _HEADERS = 512, 16
 # Others have their turn between the parts of what such a prompt needs.
 _LONG_TOKENS = 1 << 16
+_NO_HURRY_SECONDS, _SHARE_OF_PATIENCE = 60.0, 0.8
 
 
 class Chunks(AtDoor):
@@ -48,10 +49,17 @@ class Chunks(AtDoor):
         limits.room_for("chunks under lease in this session", held, limits.MAX_LEASED_CHUNKS)
         if self.shared.asked is not None:
             self.shared.asked(keys.tenant_root(session.namespace, salt), ids)
+        cuts, price = limits.cuts_of(request.cuts, len(request.token_ids)), limits.price_of(request.seconds_per_token)
+        brought = None
+        if cuts and self.store.remote is not None:
+            brought = await self.store.remote.bring(session, salt, ids, cuts, price, _patience(context))
         result = await self.store.match(session, salt, ids, probes)
         if result.lease_id:
             cancelled_later(context, lambda: self.store.release(session, [result.lease_id]))
-        return await self._matched(result)
+        answer = await self._matched(result)
+        if brought is not None:
+            answer.remote_tokens, answer.remote_ms = min(brought.tokens, answer.matched_tokens), brought.seconds * 1e3
+        return answer
 
     @unary
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
@@ -122,6 +130,12 @@ class Chunks(AtDoor):
             out.matches.append(_leased(last))
         out.contents.extend(pb.ContentMatch(start=start, match=_leased(m)) for start, m in result.contents)
         return out
+
+
+def _patience(context: Context) -> float:
+    """Seconds that the caller waits for bytes from elsewhere: what it gave the call, but for what is left to do then."""
+    left = context.time_remaining()
+    return _NO_HURRY_SECONDS if left is None else max(0.0, left * _SHARE_OF_PATIENCE)
 
 
 def _leased(match: Found) -> pb.ChunkMatch:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
 from kvsidecar.errors import InvalidRequest, LimitExceeded
+from kvsidecar.layout import MAX_CHUNK_TOKENS
 
 MESSAGE_BYTES = 1 << 20
 MAX_TOKENS = 1 << 20
 MAX_PROBES = 4096
+MAX_CUTS = 8192
 MAX_ITEMS = 1024
 MAX_PAGE = 1000
 MAX_NAME = 64
@@ -74,6 +77,26 @@ def check_beat(beat: pb.Heartbeat) -> tuple[int, ...]:
     for field, value in zip(beat.DESCRIPTOR.fields, totals, strict=True):
         at_most(f"the heartbeat's {field.name}", value, MAX_TOTAL)
     return totals
+
+
+def cuts_of(cuts: Sequence[int], prompt_tokens: int) -> list[int]:
+    """The ends of a prompt's chunks. Raises InvalidRequest unless they rise and lie within the prompt."""
+    at_most("the number of cuts", len(cuts), MAX_CUTS)
+    found = list(cuts)
+    for before, end in pairwise([0, *found]):
+        if not before < end <= prompt_tokens:
+            raise InvalidRequest(
+                f"a cut at {end} follows {before}; cuts must rise and lie within the {prompt_tokens} of token_ids"
+            )
+        at_most("the number of tokens between two cuts", end - before, MAX_CHUNK_TOKENS)
+    return found
+
+
+def price_of(seconds_per_token: float) -> float:
+    """Raises InvalidRequest for what is no time."""
+    if not 0 <= seconds_per_token < 3600:
+        raise InvalidRequest(f"seconds_per_token is {seconds_per_token}; a number from 0 to below 3600 is needed")
+    return seconds_per_token
 
 
 def stretches_of(contents: Sequence[pb.ContentProbe], prompt_tokens: int) -> list[tuple[int, int]]:

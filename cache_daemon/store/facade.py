@@ -28,18 +28,21 @@ from kvsidecar.cache.v1.cache_pb2 import (
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
 from kvsidecar.errors import ArenaFull, ChunkNotFound, NamespaceMismatch
 
-from cache_daemon.durable.tier import DurableTier, Loaded
+from cache_daemon.durable.tier import DurableTier
 from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.eviction.policy import EvictionPolicy
 from cache_daemon.memory.arena import Arena, footprint
 from cache_daemon.memory.staging import Staging
 from cache_daemon.store import pins, verdicts
-from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import Found, PrefixIndex
 from cache_daemon.store.lookup import Lookup, MatchResult
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
+from cache_daemon.store.publishing import Publishing
+from cache_daemon.store.remote import Remote, RemoteSettings
+from cache_daemon.store.restoring import Restoring
 from cache_daemon.store.sessions import Session, Sessions
 from cache_daemon.store.shelf import Shelf
 from cache_daemon.store.summary import SummaryWriter
@@ -75,6 +78,7 @@ class ChunkStore:
         accounts: Accounts | None = None,
         summary: SummaryWriter | None = None,
         clock: Callable[[], float] | None = None,
+        remote: RemoteSettings | None = None,
         around: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext(),
     ) -> None:
         """``around`` surrounds work on the store's threads, which it is told the name of."""
@@ -100,6 +104,10 @@ class ChunkStore:
         self._pins = Pins(self.tiers, int(max(arena.size_bytes, durable_budget_bytes) * _PINNED_SHARE), self._note)
         self._writing = Writing(self.tiers, self._persistence, self._pins, self.epoch, self._on(self._copying, "copy"))
         self.walks = Walks(self.tiers)
+        self.remote: Remote | None = None
+        if remote is not None:
+            publishing = Publishing(self.tiers, self._persistence, self._pins)
+            self.remote = Remote(remote, self.tiers, publishing, self._note)
         self._upkeep: asyncio.Task[None] | None = None
 
     # ---- beginning and end ----------------------------------------------------------------------------------
@@ -107,39 +115,18 @@ class ChunkStore:
     async def start(self) -> None:
         """Takes up what the durable tier has, and begins the upkeep."""
         if self._durable is not None and self._persistence is not None:
-            loop = asyncio.get_running_loop()
-            durable = self._durable
-            loaded = await loop.run_in_executor(self._reading, lambda: list(durable.load()))
-            notes = await loop.run_in_executor(self._reading, durable.notes)
-            now = self.tiers.clock()
-            await self._persistence.load(self._chunk(item, now) for item in loaded)
-            report = durable.load_report
-            self.counts.corrupt_chunks += report.corrupt
-            self._take_up(notes)
+            await Restoring(self.tiers, self._persistence, self._take_up).restore(self._durable, self._reading)
+        if self.remote is not None:
+            self.remote.start()
         self._upkeep = asyncio.create_task(self._keep_up())
 
-    def _chunk(self, item: Loaded, now: float) -> Chunk:
-        ids = keys.token_bytes(item.header.token_ids)
-        item.header.ClearField("token_ids")
-        tenant = self.accounts.of(item.header.tenant)
-        used_at = min(now, item.last_use / 1000)
-        if not item.last_use:  # it came in shortly before a sudden end: from now on that is known
-            used_at = self.tiers.used[item.header.prefix_hash] = now
-        return Chunk(
-            item.header,
-            ids,
-            tenant,
-            on_disk=Residency.PRESENT,
-            stored_bytes=item.stored_bytes,
-            used_at=used_at,
-        )
-
-    def _take_up(self, notes: dict[bytes, bytes]) -> None:
-        for name, value in notes.items():
-            if name.startswith(verdicts.NOTE_PREFIX):
-                self.verdicts.restore(name, value)
-            elif name.startswith(pins.NOTE_PREFIX):
-                self._pins.restore(name, value)
+    def _take_up(self, name: bytes, value: bytes) -> None:
+        if name.startswith(verdicts.NOTE_PREFIX):
+            self.verdicts.restore(name, value)
+        elif name.startswith(pins.NOTE_PREFIX):
+            self._pins.restore(name, value)
+        elif self.remote is not None:
+            self.remote.restore(name)
 
     async def close(self) -> None:
         """Writes what is queued and closes the tiers."""
@@ -149,6 +136,8 @@ class ChunkStore:
                 await self._upkeep
         for session in self.sessions:
             self.close_session(session)
+        if self.remote is not None:
+            await self.remote.close()
         in_thread = asyncio.get_running_loop().run_in_executor
         if self._persistence is not None and self._writer is not None:
             with contextlib.suppress(TimeoutError):  # what is written meanwhile has a time of last use, too
@@ -227,6 +216,8 @@ class ChunkStore:
         result = await self._lookup.match(session, keys.tenant_root(session.namespace, tenant_salt), ids, contents)
         if self._persistence is not None:
             self._persistence.seen_again(m.chunk for m in result.matches)
+        if self.remote is not None:
+            self.remote.used(m.chunk for m in result.matches)
         return result
 
     def release(self, session: Session, lease_ids: Iterable[bytes]) -> int:
@@ -287,7 +278,15 @@ class ChunkStore:
     async def delete(self, root: bytes, prefix_hash: bytes) -> int:
         """Removes a chunk with all that continues it, a tenant's chunks, or with neither named everything. Returns how
         many. Raises ChunkNotFound."""
-        return await self.walks.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
+        found = self.tiers.index.get(prefix_hash)
+        if self.remote is None or (found is not None and found.root != root):
+            return await self.walks.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
+        elsewhere = self.remote.forget(root, prefix_hash)  # from here on nothing comes back from there
+        here = await self.walks.delete(root, found) if found is not None or not prefix_hash else 0
+        deleted = max(here, await self.remote.finished(elsewhere))
+        if prefix_hash and not deleted:
+            self.find(root, prefix_hash)
+        return deleted
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
@@ -370,6 +369,8 @@ class ChunkStore:
             out.durable_budget_bytes, out.durable_bytes = self._persistence.budget_bytes, tiers.cold.used_bytes
             out.durable_chunks, out.pending_writes = len(tiers.cold), writer.pending
             out.durable_failing = self.failing[0] if self.failing else ""
+        if self.remote is not None:
+            self.remote.fill(out)
         return out
 
     async def stats_of(self, root: bytes) -> StatsResponse:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvsidecar.cache.v1.cache_pb2 import (
+    EVENT_TYPE_COMMITTED,
     EVENT_TYPE_DELETED,
     EVENT_TYPE_DEMOTED,
     EVENT_TYPE_EVICTED,
@@ -47,6 +48,7 @@ class Tiers:
     clock: Callable[[], float]
     detached: set[Chunk] = field(default_factory=set)  # not listed, but in use
     on_unlisted: list[Callable[[Chunk], None]] = field(default_factory=list)
+    on_committed: list[Callable[[Chunk], None]] = field(default_factory=list)
     promised: dict[Slot, Tenant] = field(default_factory=dict)  # slots that no chunk has yet
     used: dict[bytes, float] = field(default_factory=dict)  # durable chunks used since that was last written down
 
@@ -248,6 +250,9 @@ class Tiers:
 
     def tell(self, kind: EventType.ValueType, chunk: Chunk) -> None:
         self.events.append(kind, chunk.state(self.clock()))
+        if kind == EVENT_TYPE_COMMITTED:
+            for told in self.on_committed:
+                told(chunk)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot is accounted for once and every tier agrees with its books."""

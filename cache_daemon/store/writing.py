@@ -19,7 +19,6 @@ from kvsidecar.cache.v1.cache_pb2 import (
     COMMIT_OUTCOME_COMMITTED,
     COMMIT_OUTCOME_PARENT_MISSING,
     COMMIT_OUTCOME_QUOTA_EXCEEDED,
-    EVENT_TYPE_COMMITTED,
     RESERVE_OUTCOME_ALREADY_STORED,
     RESERVE_OUTCOME_GRANTED,
     RESERVE_OUTCOME_IN_PROGRESS,
@@ -38,6 +37,7 @@ from cache_daemon.memory.handing_out import ID_BYTES
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
+from cache_daemon.store.publishing import Publishing
 from cache_daemon.store.sessions import Reservation, Session
 from cache_daemon.store.tenants import Tenant
 from cache_daemon.store.tiers import Tiers
@@ -78,7 +78,8 @@ class Writing:
         epoch: int,
         in_thread: Callable[[Callable[[], list[bool]]], Awaitable[list[bool]]],
     ) -> None:
-        self._tiers, self._persistence, self._pins = tiers, persistence, pins
+        self._tiers, self._persistence = tiers, persistence
+        self._publishing = Publishing(tiers, persistence, pins)
         self._epoch, self._in_thread = epoch, in_thread
         self._in_progress: dict[bytes, tuple[Session, ChunkHeader]] = {}
         self._running: set[asyncio.Future[list[CommitOutcome.ValueType]]] = set()
@@ -273,16 +274,7 @@ class Writing:
             in_arena=Residency.PRESENT,
             used_at=tiers.clock(),
         )
-        tiers.list_chunk(chunk)
-        for old in tiers.index.superseded_by(chunk):
-            self._pins.move(old, chunk)
-            if self._persistence is not None:
-                self._persistence.supersede(chunk, old)
-            else:
-                tiers.drop(old)
-        tiers.tell(EVENT_TYPE_COMMITTED, chunk)
-        if self._persistence is not None:
-            self._persistence.persist(chunk)
+        self._publishing.publish(chunk)
         return outcome
 
     def _continues(self, parent: bytes) -> bool:

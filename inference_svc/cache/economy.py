@@ -40,6 +40,11 @@ class Economy:
             return self._prefill_per_token
         return seconds / max(tokens, _SHORT_PREFILL)
 
+    @property
+    def price(self) -> float:
+        """Seconds that computing a token takes; 0 as long as nothing is known."""
+        return self._prefill_per_token or 0.0
+
     def worth_loading(self, tokens: int) -> bool:
         """Whether to look a prompt of this length up."""
         if self._prefill_per_token is None:

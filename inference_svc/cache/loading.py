@@ -34,6 +34,8 @@ _LEAST_PLACED = 8
 _LAYERWISE_TOKENS, _LAYER_GROUP = 512, 8
 # What is cold comes from a disk: a call may take so much longer for each byte that it may have to bring in.
 _SLOW_BYTES_PER_SECOND = 200e6
+# The daemon takes no more cuts, and waits no longer for a remote tier.
+_MOST_CUTS, _MOST_AFAR_SECONDS = 8192, 10.0
 
 
 class Loading:
@@ -72,8 +74,10 @@ class Loading:
             tenant_salt=sequence.cache.tenant_salt,
             token_ids=sequence.tokens,
             contents=contents,
+            cuts=self._cuts(session, sequence),
+            seconds_per_token=self._economy.price,
         )
-        found = session.stub.Match(request, timeout=self._patience(len(sequence.tokens)))
+        found = session.stub.Match(request, timeout=self._patience(session, len(sequence.tokens)))
         looked_up = time.perf_counter()
         if found.epoch != session.epoch:
             raise ValueError(f"an answer of epoch {found.epoch:x} in a session of epoch {session.epoch:x}")
@@ -113,7 +117,8 @@ class Loading:
                 gate.fail()
             self._release(session, found.lease_id)
         ended = time.perf_counter()
-        self._economy.loaded(copied, ended - began)
+        # What the remote tier takes, the daemon weighs: it knows what that has, and was told what computing takes.
+        self._economy.loaded(copied, ended - began - found.remote_ms / 1e3)
         if not gate:
             done(sequence, replace(restored, restore_ms=(ended - looked_up) * 1e3))
 
@@ -186,9 +191,20 @@ class Loading:
         share = cost(chosen.repair, chosen.ratio, self._geometry.layers, self._projection_share)
         return self._policy.mode == "always" or self._economy.worth_placing(share)
 
-    def _patience(self, tokens: int) -> float:
-        """Seconds to wait for a Match, which may have to read so many tokens from disk."""
-        return self._timeout + tokens * self._token_bytes / _SLOW_BYTES_PER_SECOND
+    def _cuts(self, session: Session, sequence: Sequence) -> list[int]:
+        """Where the prompt would be cut into chunks, for a daemon that can ask others for them."""
+        if not session.remote:
+            return []
+        ends = self._policy.chunker.ends(sequence.tokens, marks_of(sequence))
+        most = session.max_chunk_tokens
+        cuts = [at for start, end in pairwise([0, *ends]) for at in (*range(start + most, end, most), end)]
+        return cuts[:_MOST_CUTS]
+
+    def _patience(self, session: Session, tokens: int) -> float:
+        """Seconds to wait for a Match, which may have to read so many tokens from disk, or from afar in the time that
+        they could be computed in."""
+        afar = tokens * self._economy.price if session.remote else 0.0
+        return self._timeout + tokens * self._token_bytes / _SLOW_BYTES_PER_SECOND + min(afar, _MOST_AFAR_SECONDS)
 
     def _release(self, session: Session, lease_id: bytes) -> None:
         """Gives a lease back without waiting for the answer."""

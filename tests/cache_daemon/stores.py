@@ -19,6 +19,7 @@ from cache_daemon.eviction.policy import EvictionPolicy
 from cache_daemon.limits import TenantLimits
 from cache_daemon.memory.arena import MemoryArena
 from cache_daemon.store.facade import ChunkStore
+from cache_daemon.store.remote import RemoteSettings
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.tenants import Accounts
 from cache_daemon.store.writing import Reserved
@@ -105,6 +106,7 @@ async def opened(
     limits: dict[bytes, TenantLimits] | None = None,
     staging_bytes: int = 1 << 20,
     clock: FakeClock | None = None,
+    remote: RemoteSettings | None = None,
 ) -> AsyncIterator[Bench]:
     """``limits`` are by salt. The store is checked at the end; nothing may be held by then."""
     by_id = {keys.tenant_id(salt): of for salt, of in (limits or {}).items()}
@@ -117,6 +119,7 @@ async def opened(
         staging_bytes=staging_bytes,
         accounts=Accounts(lambda account: by_id.get(account, TenantLimits())),
         clock=clock,
+        remote=remote,
     )
     await store.start()
     try:

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.node import Node
 from cache_daemon.durable.tier import TierFailed
-from cache_daemon.observe.health import DURABLE, reporting_durable
+from cache_daemon.observe.health import DURABLE, reporting
 from cache_daemon.observe.names import COUNTERS, GAUGES
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.operators import daemon_that_ends, free_port
@@ -61,13 +61,15 @@ def test_prometheus_has_every_number_of_stats(start: Callable[..., Node]) -> Non
 
 def test_every_number_of_stats_has_a_metric() -> None:
     described = {f.name for f in pb.StatsResponse.DESCRIPTOR.fields}
-    assert described - GAUGES.keys() - COUNTERS.keys() == {"epoch", "durable_failing", "session_details", "calls"}
+    assert described - GAUGES.keys() - COUNTERS.keys() == {
+        "epoch", "durable_failing", "remote_engine", "remote_failing", "session_details", "calls"
+    }  # fmt: skip
 
 
 def test_every_metric_is_explained() -> None:
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
     watching = page[page.index("## Watching") : page.index("**Health.**")]
-    missing = [name for name in (*GAUGES, *COUNTERS, "durable_failing") if f"`{name}`" not in watching]
+    missing = [name for name in (*GAUGES, *COUNTERS, "durable_failing", "remote_failing") if f"`{name}`" not in watching]
     assert not missing
 
 
@@ -114,7 +116,7 @@ async def test_the_durable_tier_is_not_serving_while_it_cannot_be_written() -> N
     async with opened() as bench:
         writer = bench.store.tiers.writer
         assert writer is not None
-        async with reporting_durable(lambda: writer.failing, set_health, patience_seconds=1.0):
+        async with reporting(DURABLE, lambda: writer.failing, set_health, patience_seconds=1.0):
             assert said == [(DURABLE, SERVING)]
             bench.tier.fail_applies(10_000, TierFailed("the disk is gone"))
             await bench.put(FIRST)

@@ -64,7 +64,7 @@ def test_the_hit_ratio_is_of_all_prompts_and_says_where_the_tokens_were(start: C
     peer._out.put(pb.AttachRequest(heartbeat=beat))
     next(peer.call)
     found = json.loads(cache("stats", "--json", of=node))["hit_ratio"]
-    assert found == {"total": 0.6, "pool": 0.5, "arena": 0.1, "disk": 0.0}
+    assert found == {"total": 0.6, "pool": 0.5, "arena": 0.1, "disk": 0.0, "remote": 0.0}
     assert "60.0%" in cache("stats", of=node)
     peer.close()
 

@@ -190,6 +190,12 @@ def cache_findings() -> list[Finding]:
         out.append(Finding("durable tier", _OK, f"{used} used, {stats.pending_writes} chunks waiting"))
     else:
         out.append(Finding("durable tier", _NOTE, "none: what is stored goes with the daemon", "set --store"))
+    if stats.remote_failing:
+        advice = "see that it runs and can be reached; docs/operations.md says more"
+        out.append(Finding("remote tier", _BAD, f"{stats.remote_engine}: {stats.remote_failing}", advice))
+    elif stats.remote_engine:
+        text = f"{stats.remote_engine} answers in {stats.remote_latency_ms:.1f} ms, {stats.remote_pending} chunks waiting"
+        out.append(Finding("remote tier", _OK, text))
     if stats.corrupt_chunks:
         advice = "stop the daemon and run: kvsidecar cache verify --repair; look at the disk"
         out.append(Finding("store", _BAD, f"{stats.corrupt_chunks} chunks were corrupt since the start", advice))

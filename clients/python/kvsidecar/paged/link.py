@@ -133,6 +133,7 @@ class DaemonLink:
                     welcome.heartbeat_interval_ms / 1000,
                     welcome.max_chunk_tokens,
                     welcome.verdict if welcome.HasField("verdict") else None,
+                    remote=welcome.remote,
                     served_before=self.served(),
                 )
                 self._current = session

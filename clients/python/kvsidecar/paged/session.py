@@ -41,6 +41,7 @@ class Session:
     arena: memoryview | CudaArena = field(default_factory=lambda: memoryview(b""))
     staging: memoryview = field(default_factory=lambda: memoryview(b""))
     summary: Summary | None = None  # of what the daemon's index might hold
+    remote: bool = False  # the daemon has a tier of which the summary knows nothing
     over: threading.Event = field(default_factory=threading.Event)
     acknowledged: float = field(default_factory=time.monotonic)  # when the last beat was sent that was answered
     doubted: float = 0.0  # when a call was not answered in time
@@ -129,7 +130,7 @@ class Session:
     def may_hold(self, root: bytes, tokens: Sequence[int]) -> bool:
         """Whether a prompt might begin with something stored."""
         summary = self.summary
-        return summary is None or summary.may_hold_prefix(root, tokens)
+        return self.remote or summary is None or summary.may_hold_prefix(root, tokens)
 
     def may_hold_content(self, root: bytes, tokens: Sequence[int]) -> bool:
         """Whether these tokens might be stored as a chunk, in whatever context."""

@@ -327,6 +327,7 @@ class Welcome(_message.Message):
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
+    REMOTE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Random for every start of the daemon; part of every answer to Match."""
     session_id: _builtins.bytes
@@ -341,6 +342,8 @@ class Welcome(_message.Message):
     """How often a heartbeat is due; the session ends after three missed ones."""
     max_chunk_tokens: _builtins.int
     """Most tokens in one chunk; longer ones are refused by Reserve and Store."""
+    remote: _builtins.bool
+    """The daemon has a remote tier, of which the summary knows nothing: every prompt is worth a Match, with its cuts."""
     @_builtins.property
     def arena(self) -> Global___ArenaDescriptor:
         """The memory that chunks lie in, for reading."""
@@ -369,10 +372,11 @@ class Welcome(_message.Message):
         heartbeat_interval_ms: _builtins.int = ...,
         max_chunk_tokens: _builtins.int = ...,
         verdict: Global___ReuseVerdict | None = ...,
+        remote: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "staging", b"staging", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "epoch", b"epoch", "heartbeat_interval_ms", b"heartbeat_interval_ms", "max_chunk_tokens", b"max_chunk_tokens", "memory_socket", b"memory_socket", "session_id", b"session_id", "staging", b"staging", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "epoch", b"epoch", "heartbeat_interval_ms", b"heartbeat_interval_ms", "max_chunk_tokens", b"max_chunk_tokens", "memory_socket", b"memory_socket", "remote", b"remote", "session_id", b"session_id", "staging", b"staging", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -613,12 +617,16 @@ class MatchRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     CONTENTS_FIELD_NUMBER: _builtins.int
+    CUTS_FIELD_NUMBER: _builtins.int
+    SECONDS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome. Without it nothing is leased and no slots are returned (a probe)."""
     tenant_salt: _builtins.bytes
     """Separates tenants; empty for the common one. At most 256 bytes."""
     namespace: _builtins.bytes
     """The namespace to search, for probes without a session; ignored with one."""
+    seconds_per_token: _builtins.float
+    """Seconds that the asker takes to compute a token; 0 when unknown. What takes longer than that is not brought in."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt; at most 2^20 tokens."""
@@ -630,6 +638,13 @@ class MatchRequest(_message.Message):
         prompt has.
         """
 
+    @_builtins.property
+    def cuts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where the asker would cut token_ids into chunks: rising ends, from above 0 up to their number, at most 8192. The
+        chunks' hashes follow from them, by which a remote tier is asked. Without them, and in probes without a session, no
+        remote tier is.
+        """
+
     def __init__(
         self,
         *,
@@ -638,10 +653,12 @@ class MatchRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         namespace: _builtins.bytes = ...,
         contents: _abc.Iterable[Global___ContentProbe] | None = ...,
+        cuts: _abc.Iterable[_builtins.int] | None = ...,
+        seconds_per_token: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "namespace", b"namespace", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "cuts", b"cuts", "namespace", b"namespace", "seconds_per_token", b"seconds_per_token", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -740,6 +757,8 @@ class MatchResponse(_message.Message):
     CONTENTS_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    REMOTE_TOKENS_FIELD_NUMBER: _builtins.int
+    REMOTE_MS_FIELD_NUMBER: _builtins.int
     matched_tokens: _builtins.int
     """Sum of matched_tokens."""
     promoted_tokens: _builtins.int
@@ -750,6 +769,10 @@ class MatchResponse(_message.Message):
     """The lease on all payloads of this answer; empty when it has none."""
     epoch: _builtins.int
     """The daemon's epoch; another than that of the session's Welcome means that the offsets are of another arena."""
+    remote_tokens: _builtins.int
+    """Of matched_tokens, tokens that came from the remote tier for this call."""
+    remote_ms: _builtins.float
+    """Milliseconds that the remote tier took of this call, in vain or not."""
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkMatch]:
         """Chunks in order from the first token; empty when nothing matches."""
@@ -770,10 +793,12 @@ class MatchResponse(_message.Message):
         contents: _abc.Iterable[Global___ContentMatch] | None = ...,
         lease_id: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
+        remote_tokens: _builtins.int = ...,
+        remote_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "epoch", b"epoch", "lease_id", b"lease_id", "matched_tokens", b"matched_tokens", "matches", b"matches", "promote_ms", b"promote_ms", "promoted_tokens", b"promoted_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "epoch", b"epoch", "lease_id", b"lease_id", "matched_tokens", b"matched_tokens", "matches", b"matches", "promote_ms", b"promote_ms", "promoted_tokens", b"promoted_tokens", "remote_ms", b"remote_ms", "remote_tokens", b"remote_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1682,6 +1707,25 @@ class StatsResponse(_message.Message):
     ARENA_CHUNKS_FIELD_NUMBER: _builtins.int
     DURABLE_CHUNKS_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    REMOTE_ENGINE_FIELD_NUMBER: _builtins.int
+    REMOTE_FAILING_FIELD_NUMBER: _builtins.int
+    REMOTE_LOOKUPS_FIELD_NUMBER: _builtins.int
+    REMOTE_HITS_FIELD_NUMBER: _builtins.int
+    REMOTE_TOKENS_FIELD_NUMBER: _builtins.int
+    REMOTE_BYPASSED_FIELD_NUMBER: _builtins.int
+    REMOTE_LATE_FIELD_NUMBER: _builtins.int
+    REMOTE_READ_BYTES_FIELD_NUMBER: _builtins.int
+    REMOTE_WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    REMOTE_WRITTEN_CHUNKS_FIELD_NUMBER: _builtins.int
+    REMOTE_PENDING_FIELD_NUMBER: _builtins.int
+    REMOTE_DROPPED_FIELD_NUMBER: _builtins.int
+    REMOTE_DELETIONS_FIELD_NUMBER: _builtins.int
+    REMOTE_FAILURES_FIELD_NUMBER: _builtins.int
+    REMOTE_REJECTED_FIELD_NUMBER: _builtins.int
+    REMOTE_HEDGED_FIELD_NUMBER: _builtins.int
+    REMOTE_OPENED_FIELD_NUMBER: _builtins.int
+    REMOTE_LATENCY_MS_FIELD_NUMBER: _builtins.int
+    REMOTE_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the daemon."""
     uptime_seconds: _builtins.float
@@ -1752,6 +1796,44 @@ class StatsResponse(_message.Message):
     """Chunks that are in the durable tier now."""
     refused: _builtins.int
     """Requests that a limit or a quota refused."""
+    remote_engine: _builtins.str
+    """Kind of the remote tier's engine, such as "valkey"; empty when there is none."""
+    remote_failing: _builtins.str
+    """Why the remote tier is not used now; empty when it is."""
+    remote_lookups: _builtins.int
+    """Prompts of which the remote tier was asked."""
+    remote_hits: _builtins.int
+    """Of these, prompts to which it added something."""
+    remote_tokens: _builtins.int
+    """Tokens brought in from it."""
+    remote_bypassed: _builtins.int
+    """Prompts that were quicker computed than asked for, or brought in."""
+    remote_late: _builtins.int
+    """Prompts whose chunks did not come before they could have been computed."""
+    remote_read_bytes: _builtins.int
+    """Bytes of payloads read from it, as they are stored there."""
+    remote_written_bytes: _builtins.int
+    """Bytes of payloads written to it."""
+    remote_written_chunks: _builtins.int
+    """Chunks written to it."""
+    remote_pending: _builtins.int
+    """Chunks waiting to be written to it now."""
+    remote_dropped: _builtins.int
+    """Chunks that were not written to it: the queue was full, or they were gone when it was their turn."""
+    remote_deletions: _builtins.int
+    """Deletions that it has not yet done now."""
+    remote_failures: _builtins.int
+    """Calls to it that failed, or were not answered in time."""
+    remote_rejected: _builtins.int
+    """Values of it that were not what they should have been."""
+    remote_hedged: _builtins.int
+    """Reads that were sent a second time, since the first was slow."""
+    remote_opened: _builtins.int
+    """Times that it was left alone because it failed."""
+    remote_latency_ms: _builtins.float
+    """Milliseconds that a small read takes, as measured."""
+    remote_bytes_per_second: _builtins.float
+    """Bytes per second beyond that, as measured; 0 when nothing was."""
     @_builtins.property
     def session_details(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
         """Sessions in detail; for operators."""
@@ -1799,10 +1881,29 @@ class StatsResponse(_message.Message):
         arena_chunks: _builtins.int = ...,
         durable_chunks: _builtins.int = ...,
         refused: _builtins.int = ...,
+        remote_engine: _builtins.str = ...,
+        remote_failing: _builtins.str = ...,
+        remote_lookups: _builtins.int = ...,
+        remote_hits: _builtins.int = ...,
+        remote_tokens: _builtins.int = ...,
+        remote_bypassed: _builtins.int = ...,
+        remote_late: _builtins.int = ...,
+        remote_read_bytes: _builtins.int = ...,
+        remote_written_bytes: _builtins.int = ...,
+        remote_written_chunks: _builtins.int = ...,
+        remote_pending: _builtins.int = ...,
+        remote_dropped: _builtins.int = ...,
+        remote_deletions: _builtins.int = ...,
+        remote_failures: _builtins.int = ...,
+        remote_rejected: _builtins.int = ...,
+        remote_hedged: _builtins.int = ...,
+        remote_opened: _builtins.int = ...,
+        remote_latency_ms: _builtins.float = ...,
+        remote_bytes_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "remote_bypassed", b"remote_bypassed", "remote_bytes_per_second", b"remote_bytes_per_second", "remote_deletions", b"remote_deletions", "remote_dropped", b"remote_dropped", "remote_engine", b"remote_engine", "remote_failing", b"remote_failing", "remote_failures", b"remote_failures", "remote_hedged", b"remote_hedged", "remote_hits", b"remote_hits", "remote_late", b"remote_late", "remote_latency_ms", b"remote_latency_ms", "remote_lookups", b"remote_lookups", "remote_opened", b"remote_opened", "remote_pending", b"remote_pending", "remote_read_bytes", b"remote_read_bytes", "remote_rejected", b"remote_rejected", "remote_tokens", b"remote_tokens", "remote_written_bytes", b"remote_written_bytes", "remote_written_chunks", b"remote_written_chunks", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,13 +13,14 @@ class HitRatios:
     """Shares of the tokens of all prompts that workers have served; None before the first.
 
     ``total`` is what the answers' usage counts as cached, so it agrees with the gateway's numbers. The others split it:
-    in a worker's own ``pool``, in the daemon's ``arena`` and in the durable tier (``disk``).
+    in a worker's own ``pool``, in the daemon's ``arena``, in the durable tier (``disk``) and in the ``remote`` one.
     """
 
     total: float | None = None
     pool: float | None = None
     arena: float | None = None
     disk: float | None = None
+    remote: float | None = None
 
     @staticmethod
     def of(stats: Any, before: Any = None) -> HitRatios:
@@ -32,7 +33,9 @@ class HitRatios:
         pool = min(cached, stats.pool_tokens - before.pool_tokens)
         # Workers report with their heartbeats, the daemon counts at once: never more than there is to split.
         disk = min(cached - pool, stats.promoted_tokens - before.promoted_tokens)
-        return HitRatios(cached / prompt, pool / prompt, (cached - pool - disk) / prompt, disk / prompt)
+        remote = min(cached - pool - disk, stats.remote_tokens - before.remote_tokens)
+        arena = cached - pool - disk - remote
+        return HitRatios(cached / prompt, pool / prompt, arena / prompt, disk / prompt, remote / prompt)
 
     def as_dict(self) -> dict[str, float | None]:
         return {name: value if value is None else round(value, 6) for name, value in asdict(self).items()}

@@ -23,6 +23,12 @@ _SECTIONS = {
         "durable_budget_bytes", "durable_file_bytes", "pinned_bytes",
     ),
     "what is going on": ("sessions", "leases", "reservations", "pending_writes", "loop_stall_ms"),
+    "the remote tier": (
+        "remote_lookups", "remote_hits", "remote_tokens", "remote_bypassed", "remote_late", "remote_read_bytes",
+        "remote_written_bytes", "remote_written_chunks", "remote_pending", "remote_dropped", "remote_deletions",
+        "remote_failures", "remote_rejected", "remote_hedged", "remote_opened", "remote_latency_ms",
+        "remote_bytes_per_second",
+    ),
     "what went": ("arena_evictions", "durable_evictions", "expired_chunks", "corrupt_chunks", "failed_writes"),
 }  # fmt: skip
 _OF_A_TENANT = (
@@ -53,16 +59,20 @@ def stats(daemon: Any, json: AsJson = False, namespace: Namespace = "", salt: Sa
     if json:
         print_json({**as_dict(found), "hit_ratio": ratios.as_dict()})
         return
-    table = _table(_SECTIONS, found)
+    shown = _SECTIONS if found.remote_engine else {t: names for t, names in _SECTIONS.items() if t != "the remote tier"}
+    table = _table(shown, found)
     table.title = f"epoch {found.epoch:x}, up {duration(found.uptime_seconds)}"
     console = Console()
     console.print(table)
     console.print(
         f"hit ratio [bold]{percent(ratios.total)}[/bold] of prompt tokens: "
         f"pool {percent(ratios.pool)}, arena {percent(ratios.arena)}, disk {percent(ratios.disk)}"
+        + (f", remote {percent(ratios.remote)}" if found.remote_engine else "")
     )
     if found.durable_failing:
         console.print(f"[red]the durable tier cannot be written to[/red]: {found.durable_failing}", soft_wrap=True)
+    if found.remote_failing:
+        console.print(f"[red]the remote tier is not used[/red]: {found.remote_failing}", soft_wrap=True)
 
 
 def _table(sections: dict[str, tuple[str, ...]], found: pb.StatsResponse) -> Table:

@@ -97,6 +97,8 @@ def frame(now: Sample, before: Sample | None) -> RenderableType:
 def _warnings(stats: pb.StatsResponse) -> Iterator[Text]:
     if stats.durable_failing:
         yield Text(f"the durable tier cannot be written to: {stats.durable_failing}", style="red")
+    if stats.remote_failing:
+        yield Text(f"the remote tier is not used: {stats.remote_failing}", style="red")
     if stats.corrupt_chunks:
         yield Text(f"{stats.corrupt_chunks} chunks were corrupt since the start; run `cache verify`", style="red")
     if stats.loop_stall_ms > 100:
@@ -107,7 +109,7 @@ def _reuse(stats: pb.StatsResponse, past: pb.StatsResponse | None) -> Table:
     table = Table("tokens read before", "now" if past is not None else "", "since the start", expand=False)
     ever = HitRatios.of(stats)
     recent = HitRatios.of(stats, past) if past is not None else HitRatios()
-    for name in ("total", "pool", "arena", "disk"):
+    for name in ("total", "pool", "arena", "disk", *(["remote"] if stats.remote_engine else [])):
         share = getattr(ever, name)
         bar = ProgressBar(total=1.0, completed=share or 0.0, width=30)
         cell = Table.grid(padding=(0, 1))
@@ -139,6 +141,15 @@ def _rates(stats: pb.StatsResponse, past: pb.StatsResponse, seconds: float) -> T
         "arena evictions", rate("arena_evictions"), "disk evictions", rate("durable_evictions"),
         "tokens from disk", rate("promoted_tokens"),
     )  # fmt: skip
+    if stats.remote_engine:
+        table.add_row(
+            "tokens from remote", rate("remote_tokens"), "asked there", rate("remote_lookups"),
+            "not worth asking", rate("remote_bypassed"),
+        )  # fmt: skip
+        table.add_row(
+            "read there", f"{format_size(stats.remote_bytes_per_second)}/s", "a look there",
+            f"{stats.remote_latency_ms:.1f} ms", "waiting to be sent", f"{stats.remote_pending:,}",
+        )  # fmt: skip
     table.add_row(
         "leases", f"{stats.leases:,}", "reservations", f"{stats.reservations:,}",
         "pending writes", f"{stats.pending_writes:,}",

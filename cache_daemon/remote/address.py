@@ -1,0 +1,186 @@
+"""Where the remote tier is: the value of ``--remote``, and the secrets that belong to it.
+
+==========================================================  ==========================================================
+redis://[USER@]HOST[:PORT][/DB][?prefix=P]                  Valkey or Redis; ``valkey://`` is the same, ``rediss://`` and
+                                                            ``valkeys://`` over TLS
+valkey-cluster://[USER@]HOST[:PORT],HOST[:PORT][?prefix=P]  a cluster, known by some of its nodes; ``valkeys-cluster://``
+                                                            over TLS
+s3://[KEY_ID@]BUCKET[/PREFIX][?endpoint=URL&region=R]       S3, or with an endpoint anything that speaks its protocol
+==========================================================  ==========================================================
+
+A password in a URL would be in ``ps``, so it is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvsidecar.errors import ConfigurationError
+
+from cache_daemon.remote.engine import RemoteEngine
+
+_DEFAULT_PORT = 6379
+_DEFAULT_PREFIX = "kvsidecar"
+_FORMS = "redis://HOST:PORT, rediss://…, valkey-cluster://HOST:PORT,HOST:PORT or s3://BUCKET/PREFIX"
+_SCHEMES: dict[str, tuple[Literal["valkey", "s3"], bool, bool]] = {  # engine, cluster, TLS
+    "redis": ("valkey", False, False),
+    "valkey": ("valkey", False, False),
+    "rediss": ("valkey", False, True),
+    "valkeys": ("valkey", False, True),
+    "redis-cluster": ("valkey", True, False),
+    "valkey-cluster": ("valkey", True, False),
+    "rediss-cluster": ("valkey", True, True),
+    "valkeys-cluster": ("valkey", True, True),
+    "s3": ("s3", False, True),
+}
+_OPTIONS = {"valkey": frozenset({"prefix"}), "s3": frozenset({"endpoint", "region"})}
+_MOST_SECRET_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class RemoteAddress:
+    """What a URL says. ``hosts`` are host and port of Valkey's nodes; ``bucket`` and ``endpoint`` are S3's."""
+
+    engine: Literal["valkey", "s3"]
+    prefix: str
+    user: str = ""
+    hosts: tuple[tuple[str, int], ...] = ()
+    cluster: bool = False
+    tls: bool = False
+    database: int = 0
+    bucket: str = ""
+    endpoint: str = ""
+    region: str = ""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What must not be shown: the password or secret key, empty for none; and the CA to trust, as PEM."""
+
+    secret: str = field(default="", repr=False)
+    ca: bytes | None = None
+
+
+def parse_remote(url: str) -> RemoteAddress:
+    """Raises ValueError with a sentence that shows no password."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"it is no URL; write it like {_FORMS}") from error
+    known = _SCHEMES.get(parts.scheme)
+    if known is None:
+        raise ValueError(f"its scheme is {parts.scheme or 'missing'}; write it like {_FORMS}")
+    user, at, hosts = parts.netloc.rpartition("@")
+    if ":" in user:
+        raise ValueError(
+            "it has a password, which everybody can read with ps; give it with --remote-secret-file or in the environment "
+            "as KVSIDECAR_CACHE_REMOTE_SECRET"
+        )
+    if at and not user:
+        raise ValueError("it has an empty user before @; leave out the @")
+    engine, cluster, tls = known
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    for name in options:
+        if name not in _OPTIONS[engine]:
+            raise ValueError(f"it has the option {name!r}; {parts.scheme}:// knows {', '.join(sorted(_OPTIONS[engine]))}")
+    if parts.fragment:
+        raise ValueError("it has a part behind #, which means nothing here; leave it out")
+    if engine == "s3":
+        return _s3(hosts, parts.path, unquote(user), options)
+    return RemoteAddress(
+        engine,
+        _prefix(options.get("prefix", _DEFAULT_PREFIX)),
+        unquote(user),
+        tuple(_host(host) for host in hosts.split(",")),
+        cluster,
+        tls,
+        _database(parts.path, cluster),
+    )
+
+
+def _s3(bucket: str, path: str, user: str, options: dict[str, str]) -> RemoteAddress:
+    if not bucket or ":" in bucket:
+        raise ValueError("it names no bucket; write it like s3://BUCKET/PREFIX")
+    endpoint = options.get("endpoint", "")
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise ValueError(f"its endpoint is {endpoint!r}; it must begin with http:// (plain) or https:// (TLS)")
+    if "@" in endpoint:
+        raise ValueError("its endpoint has a user; write that before the bucket, as s3://KEY_ID@BUCKET")
+    return RemoteAddress(
+        "s3",
+        _prefix(path.strip("/") or _DEFAULT_PREFIX),
+        user,
+        tls=not endpoint.startswith("http://"),
+        bucket=bucket,
+        endpoint=endpoint.rstrip("/"),
+        region=options.get("region", ""),
+    )
+
+
+def _prefix(text: str) -> str:
+    text = text.strip("/")
+    if len(text) > 200 or not all(c.isalnum() or c in "-_./:" for c in text) or ".." in text or not text.isascii():
+        raise ValueError(f"its prefix is {text[:50]!r}; letters, digits and -_./: are allowed, 200 at the most")
+    return text
+
+
+def _host(text: str) -> tuple[str, int]:
+    name, _, port = text.rpartition(":") if text.rpartition(":")[2].isdigit() else (text, "", "")
+    name = name.strip("[]")
+    number = int(port) if port else _DEFAULT_PORT
+    if not name or ":" in name and "[" not in text or not 1 <= number <= 65535:
+        raise ValueError(f"{text!r} is no host; write it like cache.example:6379 or [::1]:6379")
+    return name, number
+
+
+def _database(path: str, cluster: bool) -> int:
+    text = path.strip("/")
+    if not text:
+        return 0
+    if cluster or not text.isdigit() or int(text) > 1_000_000:
+        raise ValueError(f"its path is {path!r}; a number of a database is allowed, and none in a cluster")
+    return int(text)
+
+
+def credentials_of(secret: str, secret_file: Path | None, ca: Path | None) -> Credentials:
+    """Reads what files hold. Raises ConfigurationError."""
+    try:
+        pem = ca.read_bytes() if ca is not None else None
+    except OSError as error:
+        raise ConfigurationError(f"cannot read --remote-ca: {error}") from error
+    return Credentials(secret or (_read_secret(secret_file) if secret_file is not None else ""), pem)
+
+
+def _read_secret(path: Path) -> str:
+    """A secret from a file that only its owner may read; a line's end is no part of it. Raises ConfigurationError."""
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o077:
+                raise ConfigurationError(f"{path} has mode {mode:o}; a secret must be private: chmod 600")
+            text = file.read(_MOST_SECRET_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the remote tier's secret: {error}") from error
+    if len(text) > _MOST_SECRET_BYTES or not text.strip():
+        raise ConfigurationError(f"{path} has no secret; it must be 1 to {_MOST_SECRET_BYTES} bytes of text")
+    try:
+        return text.decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path} has no secret: it is no text") from error
+
+
+def new_engine(address: RemoteAddress, credentials: Credentials) -> RemoteEngine:
+    """The engine that an address names, not connected yet. Raises ConfigurationError when its client is not
+    installed."""
+    if address.engine == "s3":
+        from cache_daemon.remote.s3 import S3Engine
+
+        return S3Engine(address, credentials)
+    from cache_daemon.remote.valkey import ValkeyEngine
+
+    return ValkeyEngine(address, credentials)

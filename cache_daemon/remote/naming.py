@@ -1,0 +1,59 @@
+"""How values are named in a remote engine::
+
+    PREFIX/FORMAT/mark                     the mark of everything
+    PREFIX/FORMAT/ROOT/mark                a tenant's mark
+    PREFIX/FORMAT/ROOT/HASH/head           a chunk's record
+    PREFIX/FORMAT/ROOT/HASH/CHECKSUM/N     part N of its stored payload
+
+FORMAT is the version of records and chunks together; ROOT is the tenant root in hexadecimal, the hash of namespace id and
+salt (so a name tells neither); HASH is the chunk's prefix hash; CHECKSUM is that of the stored payload, so that parts of
+two writers never mix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvsidecar import keys
+
+RECORD_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names under one prefix, which has no slash at its end; empty for none."""
+
+    prefix: str
+
+    @property
+    def everything(self) -> str:
+        version = f"{RECORD_VERSION}.{keys.FORMAT_VERSION}/"
+        return f"{self.prefix}/{version}" if self.prefix else version
+
+    @property
+    def mark(self) -> str:
+        return f"{self.everything}mark"
+
+    def tenant(self, root: bytes) -> str:
+        """What all names of a tenant begin with."""
+        return f"{self.everything}{root.hex()}/"
+
+    def tenant_mark(self, root: bytes) -> str:
+        return f"{self.tenant(root)}mark"
+
+    def head(self, root: bytes, prefix_hash: bytes) -> str:
+        return f"{self.tenant(root)}{prefix_hash.hex()}/head"
+
+    def parts(self, root: bytes, prefix_hash: bytes, checksum: int, count: int) -> list[str]:
+        begin = f"{self.tenant(root)}{prefix_hash.hex()}/{checksum:016x}/"
+        return [f"{begin}{number}" for number in range(count)]
+
+    def hash_of_head(self, root: bytes, name: str) -> bytes | None:
+        """The prefix hash of a tenant's record, None for other names."""
+        middle, _, kind = name.removeprefix(self.tenant(root)).partition("/")
+        if kind != "head" or len(middle) != 2 * keys.HASH_BYTES:
+            return None
+        try:
+            return bytes.fromhex(middle)
+        except ValueError:
+            return None

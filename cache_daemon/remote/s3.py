@@ -1,0 +1,137 @@
+"""S3 and what speaks its protocol, through ``obstore``.
+
+Credentials are those of ``--remote``, or what the AWS variables, files and services of the environment say. Objects have no
+time to live of their own: what is over is not believed, and the bucket's lifecycle rules remove it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from kvsidecar.errors import ConfigurationError
+
+from cache_daemon.remote.address import Credentials, RemoteAddress
+from cache_daemon.remote.engine import Item, RemoteFailed
+
+_AT_ONCE = 64
+_LISTED = 1000
+
+
+class S3Engine:
+    """A ``RemoteEngine``. Raises ConfigurationError without its client, or for settings that it refuses."""
+
+    name = "s3"
+    part_bytes = 8 << 20
+    lanes = 2
+
+    def __init__(self, address: RemoteAddress, credentials: Credentials) -> None:
+        try:
+            import obstore
+        except ImportError as error:
+            raise ConfigurationError(
+                "the remote tier is an S3 store, but its client is not installed; pip install 'kvsidecar[s3]'"
+            ) from error
+        self._obstore: Any = obstore
+        self._missing: Any = (obstore.exceptions.NotFoundError, FileNotFoundError)
+        self._address, self._credentials = address, credentials
+        self._stores: list[Any] = []
+        self._room = asyncio.Semaphore(_AT_ONCE)
+
+    async def connect(self) -> None:
+        from obstore.store import S3Store
+
+        address, secret = self._address, self._credentials.secret
+        given: dict[str, Any] = {"region": address.region or "us-east-1"}
+        if address.endpoint:
+            given["endpoint"] = address.endpoint
+        if address.user:
+            given["access_key_id"] = address.user
+        if secret:
+            given["secret_access_key"] = secret
+        options: dict[str, Any] = {"allow_http": not address.tls, "connect_timeout": "1s", "timeout": "30s"}
+        if self._credentials.ca:
+            options["root_certificate"] = self._credentials.ca
+        # Who waits has a deadline of its own and asks again when it likes.
+        retries: Any = {"max_retries": 0}
+        try:
+            self._stores = [
+                S3Store(address.bucket, config=given, client_options=options, retry_config=retries)  # type: ignore[arg-type]
+                for _ in range(self.lanes)
+            ]
+        except Exception as error:
+            raise RemoteFailed(f"the client says {type(error).__name__}") from error
+
+    async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
+        store = self._store(lane)
+        return list(await asyncio.gather(*(self._get(store, name) for name in names)))
+
+    async def _get(self, store: Any, name: str) -> bytes | None:
+        async with self._room:
+            try:
+                answer = await self._obstore.get_async(store, name)
+                return bytes(await answer.bytes_async())
+            except self._missing:
+                return None
+            except Exception as error:
+                raise RemoteFailed(_reason(error)) from error
+
+    async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
+        store = self._store(0)
+
+        async def put(name: str, value: bytes | memoryview) -> None:
+            async with self._room:
+                await self._obstore.put_async(store, name, bytes(value), use_multipart=False)
+
+        with _told():
+            await asyncio.gather(*(put(name, value) for name, value in items))
+
+    async def delete_many(self, names: Sequence[str]) -> None:
+        if names:
+            with _told(), contextlib.suppress(*self._missing):
+                await self._obstore.delete_async(self._store(0), list(names))
+
+    async def scan(self, prefix: str) -> AsyncIterator[list[str]]:
+        pages = self._obstore.list(self._store(0), prefix.rstrip("/"), chunk_size=_LISTED)
+        while True:
+            with _told():
+                page = await anext(pages, None)
+            if page is None:
+                return
+            yield [str(item["path"]) for item in page]
+
+    async def close(self) -> None:
+        self._stores = []
+
+    def _store(self, lane: int) -> Any:
+        if not self._stores:
+            raise RemoteFailed("it is not connected")
+        return self._stores[lane % len(self._stores)]
+
+
+@contextlib.contextmanager
+def _told() -> Any:
+    """Turns the client's errors into ours."""
+    try:
+        yield
+    except (RemoteFailed, FileNotFoundError):
+        raise
+    except Exception as error:
+        raise RemoteFailed(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """What happened, without the store's own words, which name objects and may quote headers."""
+    text = str(error)
+    for sign, meaning in (
+        ("403", "the store says 403 (forbidden)"),
+        ("404", "the store says 404 (no such bucket)"),
+        ("503", "the store says 503"),
+        ("507", "the store is full"),
+        ("Slow", "the store says that it is asked too much"),
+    ):
+        if sign in text:
+            return meaning
+    return f"the client says {type(error).__name__}"

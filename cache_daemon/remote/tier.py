@@ -1,0 +1,312 @@
+"""The remote tier over an engine: finds chains of chunks, reads and writes them, and never says more than it checked.
+
+Nothing here raises but RemoteFailed and Unfit, nothing waits longer than it is told to, and while the circuit is open
+nothing waits at all. Runs on one event loop; what is heavy is the caller's to do on threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+
+from cache_daemon.durable.seal import Seal
+from cache_daemon.remote.breaker import Breaker
+from cache_daemon.remote.engine import Item, RemoteEngine, RemoteFailed
+from cache_daemon.remote.entries import MARK_BYTES, Entry, Unfit, decode_record, encode_record, mark_of
+from cache_daemon.remote.figures import Figures
+from cache_daemon.remote.hedging import Hedging
+from cache_daemon.remote.naming import Names
+
+# A call that had less time than this and did not make it says nothing about the engine.
+_FAIR_SECONDS = 0.1
+# A read is asked for again after so many times what it should take, and not before some milliseconds.
+_LATE, _LATE_SECONDS = 3.0, 0.02
+# Values of one call, so that no answer keeps the event loop busy.
+_CALL_BYTES = 4 << 20
+# A call that writes, or looks before it writes, has this long, and longer by its bytes.
+_WRITE_SECONDS, _WRITE_BYTES_PER_SECOND = 2.0, 4e6
+_PAGE, _MOST_SPOILT = 256, 1024
+
+T = TypeVar("T")
+log = structlog.get_logger("cache_daemon")
+
+
+@dataclass
+class RemoteCounts:
+    """Since the start."""
+
+    failures: int = 0  # calls that failed or were not answered in time
+    rejected: int = 0  # values that were not what they should have been
+    read_bytes: int = 0
+    written_bytes: int = 0
+    written_chunks: int = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """Chunks of a tenant that are there and sound, in the order asked; and the tenant's mark."""
+
+    entries: list[Entry | None]
+    mark: bytes
+
+    @property
+    def leading(self) -> list[Entry]:
+        """Those before the first that is missing."""
+        out: list[Entry] = []
+        for entry in self.entries:
+            if entry is None:
+                break
+            out.append(entry)
+        return out
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A chunk to write: its complete header, and its payload as it is stored."""
+
+    header: ChunkHeader
+    codec: int
+    stored: memoryview
+    checksum: int
+    ttl_seconds: int | None
+    mark: bytes
+
+
+class RemoteTier:
+    """See the module. ``seal`` protects values; the engine sees names, sizes and times alone."""
+
+    def __init__(self, engine: RemoteEngine, names: Names, seal: Seal, clock: Callable[[], float] = time.time) -> None:
+        self.engine, self.names, self.seal, self._clock = engine, names, seal, clock
+        self.reads, self.writes = Breaker(), Breaker()
+        self.figures, self.counts, self.hedging = Figures(), RemoteCounts(), Hedging(engine.lanes)
+        self.asked = asyncio.Event()  # somebody wanted something that the circuit or the cost kept from going
+        self.spoilt: dict[tuple[bytes, bytes], None] = {}  # roots and hashes of what is to be removed
+        self.generation = 0  # counts times that the engine came back: it may have lost what it had
+
+    # ---- reading --------------------------------------------------------------------------------------------
+
+    async def find(self, root: bytes, hashes: Sequence[bytes], seconds: float) -> Found:
+        """Which of a tenant's chunks are there, in one round trip. What fails its checks is missing, and counted.
+        Raises RemoteFailed."""
+        names = self.names
+        wanted = [names.mark, names.tenant_mark(root), *(names.head(root, key) for key in hashes)]
+        began = time.perf_counter()
+        everything, tenant, *records = await self._read(lambda lane: self.engine.get_many(wanted, lane), seconds, 0)
+        self.figures.read(sum(len(r or b"") for r in records), time.perf_counter() - began)
+        mark = mark_of(everything, tenant)
+        return Found([self._entry(root, key, r, mark) for key, r in zip(hashes, records, strict=True)], mark)
+
+    def _entry(self, root: bytes, key: bytes, record: bytes | None, mark: bytes) -> Entry | None:
+        if record is None:
+            return None
+        try:
+            entry = decode_record(self.seal, self.names.head(root, key), record)
+            if entry.header.root != root or entry.header.prefix_hash != key:
+                raise Unfit("it is another tenant's, or another chunk")
+        except Unfit as error:
+            self.reject(root, key, error)
+            return None
+        over = entry.ends_at and entry.ends_at <= self._clock()
+        return None if over or entry.mark != mark else entry
+
+    async def parts(self, entries: Sequence[Entry], seconds: float) -> list[list[bytes] | None]:
+        """The parts of some entries' payloads, of a few megabytes together; None for one of which a part is missing or
+        has another size. Raises RemoteFailed."""
+        names = [self._parts_of(entry) for entry in entries]
+        flat = [name for of_one in names for name in of_one]
+        size = sum(entry.stored_length for entry in entries)
+        found = await self._read(lambda lane: self.engine.get_many(flat, lane), seconds, size)
+        values = iter(found)
+        out: list[list[bytes] | None] = []
+        for entry, of_one in zip(entries, names, strict=True):
+            parts = [value for _, value in zip(of_one, values, strict=False) if value is not None]
+            whole = len(parts) == entry.parts and sum(map(len, parts)) == entry.stored_length
+            out.append(parts if whole else None)
+        self.counts.read_bytes += size
+        return out
+
+    def groups(self, entries: Sequence[Entry]) -> list[list[Entry]]:
+        """Entries in order, as many together as one call may bring."""
+        out: list[list[Entry]] = []
+        size = 0
+        for entry in entries:
+            if not out or size + entry.stored_length > _CALL_BYTES:
+                out.append([])
+                size = 0
+            out[-1].append(entry)
+            size += entry.stored_length
+        return out
+
+    def _parts_of(self, entry: Entry) -> list[str]:
+        header = entry.header
+        return self.names.parts(header.root, header.prefix_hash, entry.stored_checksum, entry.parts)
+
+    def reject(self, root: bytes, key: bytes, error: Unfit) -> None:
+        """Counts a value that is not what it should be. What is worth nothing to anybody is to be removed, or every
+        look-up would come across it."""
+        self.counts.rejected += 1
+        if self.counts.rejected == 1:
+            log.warning("a value of the remote tier is not what it should be; it is not used", why=str(error))
+        if error.damaged and len(self.spoilt) < _MOST_SPOILT:
+            self.spoilt[root, key] = None
+
+    # ---- writing --------------------------------------------------------------------------------------------
+
+    async def store(self, batch: Sequence[Outgoing]) -> None:
+        """Writes chunks, all payloads before any record. Raises RemoteFailed, after which some may be there."""
+        parts: dict[int | None, list[Item]] = {}
+        records: dict[int | None, list[Item]] = {}
+        for out in batch:
+            root, key, size = out.header.root, out.header.prefix_hash, self.engine.part_bytes
+            cut = [out.stored[at : at + size] for at in range(0, len(out.stored), size)]
+            names = self.names.parts(root, key, out.checksum, len(cut))
+            parts.setdefault(out.ttl_seconds, []).extend(zip(names, cut, strict=True))
+            ends = 0 if out.ttl_seconds is None else int(self._clock()) + out.ttl_seconds
+            entry = Entry(out.header, out.codec, len(cut), len(out.stored), out.checksum, ends, out.mark)
+            name = self.names.head(root, key)
+            records.setdefault(out.ttl_seconds, []).append((name, encode_record(self.seal, name, entry)))
+        for items_by_ttl in (parts, records):
+            for ttl, items in items_by_ttl.items():
+                for group in _grouped(items):
+                    await self._write(group, ttl)
+        self.counts.written_chunks += len(batch)
+        self.counts.written_bytes += sum(len(out.stored) for out in batch)
+
+    async def _write(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
+        size = sum(len(value) for _, value in items)
+        async with self._guarded(self.writes, _WRITE_SECONDS + size / _WRITE_BYTES_PER_SECOND):
+            await self.engine.put_many(items, ttl_seconds)
+
+    # ---- deleting -------------------------------------------------------------------------------------------
+
+    async def forget_tenant(self, root: bytes) -> None:
+        """Makes everything of a tenant worthless at once, wherever it is written from, then removes it. Raises
+        RemoteFailed."""
+        await self._new_mark(self.names.tenant_mark(root))
+        await self._purge(self.names.tenant(root))
+
+    async def forget_everything(self) -> None:
+        """The same for all tenants under the prefix. Raises RemoteFailed."""
+        await self._new_mark(self.names.mark)
+        await self._purge(self.names.everything)
+
+    async def forget_branch(self, root: bytes, key: bytes) -> int:
+        """Removes a chunk and all that continues it. Returns how many there were. Raises RemoteFailed."""
+        parents: dict[bytes, bytes] = {}
+        entries: dict[bytes, Entry] = {}
+        async for page in self._scanned(self.names.tenant(root)):
+            hashes = [found for name in page if (found := self.names.hash_of_head(root, name)) is not None]
+            for at in range(0, len(hashes), _PAGE):
+                found = await self.find(root, hashes[at : at + _PAGE], _WRITE_SECONDS)
+                for entry in filter(None, found.entries):
+                    parents[entry.header.prefix_hash] = entry.header.parent_prefix_hash
+                    entries[entry.header.prefix_hash] = entry
+        doomed = {key}
+        while more := {child for child, parent in parents.items() if parent in doomed and child not in doomed}:
+            doomed |= more
+        names = [self.names.head(root, gone) for gone in doomed]
+        names += [name for gone in doomed if gone in entries for name in self._parts_of(entries[gone])]
+        await self._delete(names)
+        return len(doomed & entries.keys())
+
+    async def remove_spoilt(self) -> None:
+        """Removes records that were rejected; their parts are found by nobody then. Raises RemoteFailed."""
+        while self.spoilt:
+            some = list(self.spoilt)[:_PAGE]
+            await self._delete([self.names.head(root, key) for root, key in some])
+            for gone in some:
+                self.spoilt.pop(gone, None)
+
+    async def _new_mark(self, name: str) -> None:
+        await self._write([(name, secrets.token_bytes(MARK_BYTES))], None)
+
+    async def _purge(self, prefix: str) -> None:
+        async for page in self._scanned(prefix):
+            await self._delete([name for name in page if not name.endswith("/mark")])
+
+    async def _scanned(self, prefix: str) -> AsyncIterator[list[str]]:
+        pages = aiter(self.engine.scan(prefix))
+        while True:
+            async with self._guarded(self.writes, _WRITE_SECONDS * 2):
+                try:
+                    page = await anext(pages)
+                except StopAsyncIteration:
+                    return
+            yield page
+
+    async def _delete(self, names: Sequence[str]) -> None:
+        for at in range(0, len(names), _PAGE):
+            async with self._guarded(self.writes, _WRITE_SECONDS):
+                await self.engine.delete_many(names[at : at + _PAGE])
+
+    # ---- calls ----------------------------------------------------------------------------------------------
+
+    async def _read(self, work: Callable[[int], Awaitable[T]], seconds: float, size: int) -> T:
+        late = _LATE_SECONDS + _LATE * self.figures.seconds(size)
+        async with self._guarded(self.reads, seconds):
+            return await self.hedging.first(work, late)
+
+    @asynccontextmanager
+    async def _guarded(self, breaker: Breaker, seconds: float) -> AsyncIterator[None]:
+        """A call behind a circuit, with a deadline. Raises RemoteFailed."""
+        if not breaker.allows:
+            self.asked.set()
+            raise RemoteFailed(breaker.why)
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError as error:
+            self.figures.timed_out(min(seconds, 1.0))
+            if seconds >= _FAIR_SECONDS:
+                self._failed(breaker, "it does not answer in time")
+            raise RemoteFailed("it did not answer in time") from error
+        except RemoteFailed as error:
+            self._failed(breaker, str(error))
+            raise
+        breaker.succeeded()
+
+    def _failed(self, breaker: Breaker, why: str) -> None:
+        self.counts.failures += 1
+        if breaker.failed(why):
+            self.asked.set()
+
+    # ---- watching -------------------------------------------------------------------------------------------
+
+    async def try_reading(self, seconds: float) -> None:
+        """Asks the engine something small, past the circuit, and notes what it took. Raises RemoteFailed."""
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(seconds):
+                await self.engine.get_many([self.names.mark])
+        except TimeoutError as error:
+            raise RemoteFailed("it does not answer in time") from error
+        self.figures.read(0, time.perf_counter() - began)
+
+    async def try_writing(self, seconds: float) -> None:
+        """Writes something small, past the circuit. Raises RemoteFailed."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.engine.put_many([(f"{self.names.everything}probe", b"probe")], 60)
+        except TimeoutError as error:
+            raise RemoteFailed("it does not answer in time") from error
+
+
+def _grouped(items: list[Item]) -> list[list[Item]]:
+    """Values that are written at once: some megabytes."""
+    out: list[list[Item]] = []
+    size = 0
+    for item in items:
+        if not out or size + len(item[1]) > _CALL_BYTES:
+            out.append([])
+            size = 0
+        out[-1].append(item)
+        size += len(item[1])
+    return out

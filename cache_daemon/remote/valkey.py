@@ -1,0 +1,135 @@
+"""Valkey and Redis, single or cluster, through ``valkey-glide``.
+
+The client multiplexes: calls that are made at once go out as one, so that many sets are a pipeline. A second client is
+the second lane for hedged reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from kvsidecar.errors import ConfigurationError
+
+from cache_daemon.remote.address import Credentials, RemoteAddress
+from cache_daemon.remote.engine import Item, RemoteFailed
+
+# The caller's deadlines are shorter; this one only ends what nobody waits for any more.
+_REQUEST_MS, _CONNECT_MS = 10_000, 1_000
+_SCANNED = 1000
+
+
+class ValkeyEngine:
+    """A ``RemoteEngine``. Raises ConfigurationError without its client."""
+
+    name = "valkey"
+    # The server copies a value while it serves nobody else.
+    part_bytes = 1 << 20
+    lanes = 2
+
+    def __init__(self, address: RemoteAddress, credentials: Credentials) -> None:
+        try:
+            import glide
+        except ImportError as error:
+            raise ConfigurationError(
+                "the remote tier is a Valkey, but its client is not installed; pip install 'kvsidecar[valkey]'"
+            ) from error
+        self._glide: Any = glide
+        # What it has to say, callers are told.
+        glide.Logger.set_logger_config(glide.LogLevel.OFF)
+        self._address, self._credentials = address, credentials
+        self._clients: list[Any] = []
+
+    async def connect(self) -> None:
+        await self.close()
+        make = self._glide.GlideClusterClient if self._address.cluster else self._glide.GlideClient
+        try:
+            for _ in range(self.lanes):
+                self._clients.append(await make.create(self._configuration()))
+        except Exception as error:
+            await self.close()
+            raise RemoteFailed(_reason(error)) from error
+
+    def _configuration(self) -> Any:
+        glide, address = self._glide, self._address
+        advanced = glide.AdvancedGlideClusterClientConfiguration if address.cluster else glide.AdvancedGlideClientConfiguration
+        tls = glide.TlsAdvancedConfiguration(root_pem_cacerts=self._credentials.ca) if self._credentials.ca else None
+        settings: dict[str, Any] = {
+            "addresses": [glide.NodeAddress(host, port) for host, port in address.hosts],
+            "use_tls": address.tls,
+            "request_timeout": _REQUEST_MS,
+            "client_name": "kvsidecar",
+            "reconnect_strategy": glide.BackoffStrategy(num_of_retries=2, factor=100, exponent_base=2),
+            "advanced_config": advanced(connection_timeout=_CONNECT_MS, tls_config=tls),
+        }
+        if self._credentials.secret:
+            settings["credentials"] = glide.ServerCredentials(self._credentials.secret, address.user or None)
+        if address.cluster:
+            return glide.GlideClusterClientConfiguration(**settings)
+        return glide.GlideClientConfiguration(**settings, database_id=address.database)
+
+    async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
+        client = self._client(lane)
+        with _told():
+            return list(await client.mget(list(names)))
+
+    async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
+        client = self._client(0)
+        expiry = None
+        if ttl_seconds is not None:
+            expiry = self._glide.ExpirySet(self._glide.ExpiryType.SEC, ttl_seconds)
+        with _told():
+            await asyncio.gather(*(client.set(name, bytes(value), expiry=expiry) for name, value in items))
+
+    async def delete_many(self, names: Sequence[str]) -> None:
+        if names:
+            with _told():
+                await self._client(0).unlink(list(names))
+
+    async def scan(self, prefix: str) -> AsyncIterator[list[str]]:
+        client, match = self._client(0), f"{_escaped(prefix)}*"
+        cursor: Any = self._glide.ClusterScanCursor() if self._address.cluster else b"0"
+        while True:
+            with _told():
+                cursor, found = await client.scan(cursor, match=match, count=_SCANNED)
+            yield [name.decode() for name in found]
+            if cursor.is_finished() if self._address.cluster else cursor == b"0":
+                return
+
+    async def close(self) -> None:
+        clients, self._clients = self._clients, []
+        for client in clients:
+            with contextlib.suppress(Exception):
+                await client.close()
+
+    def _client(self, lane: int) -> Any:
+        if not self._clients:
+            raise RemoteFailed("it is not connected")
+        return self._clients[lane % len(self._clients)]
+
+
+@contextlib.contextmanager
+def _told() -> Any:
+    """Turns the client's errors into ours."""
+    try:
+        yield
+    except RemoteFailed:
+        raise
+    except Exception as error:
+        raise RemoteFailed(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """What happened, in the server's first words: what follows may name keys."""
+    text = str(error)
+    for word in ("OOM", "READONLY", "NOAUTH", "WRONGPASS", "NOPERM", "CLUSTERDOWN", "LOADING", "MISCONF"):
+        if word in text:
+            return f"the server says {word}"
+    return f"the client says {type(error).__name__}"
+
+
+def _escaped(prefix: str) -> str:
+    """A prefix as a pattern that means itself."""
+    return "".join(f"\\{c}" if c in "*?[]\\^" else c for c in prefix)

@@ -1,0 +1,372 @@
+"""Bringing in what a remote tier has of a prompt, before the prompt is looked up here.
+
+One round trip finds the chunks: the asker says where it would cut the prompt, so that their names are known. Then it is
+decided whether bringing them is quicker than computing them, and if so they come, in order, until they are here or
+computing would have been quicker. A chunk becomes visible as by a commit: verified, behind its parent, all at once.
+
+No slot is taken before its payload has arrived; so whoever goes away, or has no time left, leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvsidecar import keys
+from kvsidecar.layout import Geometry
+
+from cache_daemon.memory.arena import Slot
+from cache_daemon.remote.engine import RemoteFailed
+from cache_daemon.remote.entries import Entry, Unfit, unpacked
+from cache_daemon.remote.tier import RemoteTier
+from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.publishing import Publishing
+from cache_daemon.store.sessions import Hold
+from cache_daemon.store.tenants import Tenant
+from cache_daemon.store.tiers import Tiers
+from cache_daemon.store.turns import Turns
+
+# A look-up that is not answered by then is given up; of what computing costs it may take a part.
+_LOOKUP_SECONDS, _LOOKUP_SHARE = 0.25, 0.5
+# Nobody waits longer, even where nobody knows what computing costs.
+_MOST_SECONDS = 10.0
+# Fewer tokens are not worth asking for; more chunks than these are not asked for at once.
+_LEAST_TOKENS, _MOST_CHUNKS = 16, 1024
+# Calls for payloads that run at once.
+_AT_ONCE = 8
+_MEASURE_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A prompt that is looked up: ``ids`` are uint32 little-endian, ``cuts`` the rising ends of its chunks, ``price`` what
+    the asker computes a token in (seconds; 0: unknown), ``patience`` how long it will wait at most."""
+
+    root: bytes
+    tenant: bytes
+    geometry: Geometry
+    ids: bytes
+    cuts: Sequence[int]
+    price: float
+    patience: float
+
+
+@dataclass(frozen=True)
+class Brought:
+    """Tokens that the remote tier added to the prefix, and the seconds that it took, in vain or not."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class BringingCounts:
+    """Since the start."""
+
+    lookups: int = 0  # that asked the engine
+    hits: int = 0  # that brought something
+    tokens: int = 0
+    bypassed: int = 0  # that were, or would have been, slower than computing
+    late: int = 0  # that were cut off, since computing would have been quicker
+
+
+@dataclass(frozen=True)
+class _Link:
+    """A chunk of the asker's chain."""
+
+    key: bytes
+    start: int
+    end: int
+
+
+class Bringing:
+    """``seen`` hears the mark that a tenant has in the engine, ``brought`` of every chunk that came, ``closed`` whether
+    a tenant's chunks must not be asked for. ``in_thread`` runs what is heavy."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        publishing: Publishing,
+        tier: RemoteTier,
+        in_thread: Callable[[Callable[[], None]], Awaitable[None]],
+        seen: Callable[[bytes, bytes], object],
+        brought: Callable[[Chunk], None],
+        closed: Callable[[bytes], bool],
+    ) -> None:
+        self._tiers, self._publishing, self._tier, self._in_thread = tiers, publishing, tier, in_thread
+        self._seen, self._brought, self._closed = seen, brought, closed
+        self._running: dict[bytes, asyncio.Future[None]] = {}
+        self._measuring: asyncio.Task[None] | None = None
+        self.counts = BringingCounts()
+
+    async def bring(self, wanted: Wanted) -> Brought:
+        """Adds to the local prefix of a prompt what the remote tier has of it. Raises nothing; whoever is cancelled
+        leaves nothing behind."""
+        began = time.perf_counter()
+        tokens = 0
+        if self._tier.reads.allows and not self._closed(wanted.root):
+            try:
+                tokens = await self._bring(wanted, began)
+            except (RemoteFailed, TimeoutError):
+                tokens = 0
+        elif wanted.cuts:
+            self._tier.asked.set()
+        return Brought(tokens, time.perf_counter() - began)
+
+    async def _bring(self, wanted: Wanted, began: float) -> int:
+        links = await self._missing(wanted)
+        if not links:
+            return 0
+        worth = wanted.price * (links[-1].end - self._covered(wanted))
+        if worth and self._tier.figures.seconds(0, 2) > worth:
+            self._bypass()
+            return 0
+        other = self._running.get(links[0].key)
+        if other is not None:
+            # Somebody brings the same; what comes of it is found below.
+            await asyncio.wait({other}, timeout=min(wanted.patience, worth or _LOOKUP_SECONDS))
+            return 0
+        mine = self._running[links[0].key] = asyncio.get_running_loop().create_future()
+        try:
+            return await self._look_up(wanted, links, worth, began)
+        finally:
+            del self._running[links[0].key]
+            mine.set_result(None)
+
+    # ---- what to ask for ------------------------------------------------------------------------------------
+
+    async def _missing(self, wanted: Wanted) -> list[_Link]:
+        """The chunks of the asker's chain behind those that are here; none when they would add too little."""
+        out: list[_Link] = []
+        parent, start, turns = wanted.root, 0, Turns()
+        for end in wanted.cuts:
+            ids = wanted.ids[start * keys.TOKEN_BYTES : end * keys.TOKEN_BYTES]
+            parent = keys.prefix_hash(parent, ids)
+            if out or self._tiers.index.get(parent) is None:
+                out.append(_Link(parent, start, end))
+                if len(out) == _MOST_CHUNKS:
+                    break
+            start = end
+            await turns.give_way()
+        covered = self._covered(wanted) if out else 0
+        return out if out and out[-1].end - covered >= _LEAST_TOKENS else []
+
+    def _covered(self, wanted: Wanted) -> int:
+        return sum(n for _, n in self._tiers.index.match(wanted.root, wanted.ids))
+
+    async def _look_up(self, wanted: Wanted, links: list[_Link], worth: float, began: float) -> int:
+        self.counts.lookups += 1
+        patience = min(_LOOKUP_SECONDS, wanted.patience, worth * _LOOKUP_SHARE or _LOOKUP_SECONDS)
+        found = await self._tier.find(wanted.root, [link.key for link in links], patience)
+        self._seen(wanted.root, found.mark)
+        entries = self._fitting(wanted, links, found.leading)
+        before = self._covered(wanted)
+        while entries and links[len(entries) - 1].end - before < _LEAST_TOKENS:
+            entries.pop()
+        if not entries:
+            return 0
+        ready = [
+            wanted.price * (link.end - before) or sum(e.header.prefill_seconds for e in entries[: n + 1]) or _MOST_SECONDS
+            for n, link in enumerate(links[: len(entries)])
+        ]
+        spent = time.perf_counter() - began
+        chosen = self._choose(entries, ready, min(wanted.patience, _MOST_SECONDS) - spent)
+        if not chosen:
+            self._bypass(entries)
+            return 0
+        limit = min(ready[chosen - 1], wanted.patience, _MOST_SECONDS) - spent
+        await self._fetch(wanted, entries[:chosen], limit)
+        tokens = max(0, self._covered(wanted) - before)
+        self.counts.tokens += tokens
+        self.counts.hits += tokens > 0
+        return tokens
+
+    @staticmethod
+    def _fitting(wanted: Wanted, links: Sequence[_Link], entries: Sequence[Entry]) -> list[Entry]:
+        """Leading entries that are the asker's chunks in every respect, tokens included."""
+        out: list[Entry] = []
+        for link, entry in zip(links, entries, strict=False):
+            header = entry.header
+            ids = wanted.ids[link.start * keys.TOKEN_BYTES : link.end * keys.TOKEN_BYTES]
+            if (
+                header.start_position != link.start
+                or header.tenant != wanted.tenant
+                or Geometry.of(header) != wanted.geometry
+                or keys.token_bytes(header.token_ids[:]) != ids
+            ):
+                break
+            out.append(entry)
+        return out
+
+    def _choose(self, entries: Sequence[Entry], ready: Sequence[float], left: float) -> int:
+        """How many leading entries to bring: as many as come before they could be computed. ``ready`` says when that
+        would be."""
+        size = best = 0
+        for n, (entry, computed) in enumerate(zip(entries, ready, strict=True), 1):
+            size += entry.stored_length
+            takes = self._tier.figures.seconds(size)
+            if takes <= left and takes <= computed:
+                best = n
+        return best
+
+    # ---- bringing -------------------------------------------------------------------------------------------
+
+    async def _fetch(self, wanted: Wanted, entries: Sequence[Entry], limit: float) -> None:
+        """Downloads some groups at once, and lists their chunks in order."""
+        deadline, room = time.perf_counter() + limit, asyncio.Semaphore(_AT_ONCE)
+        began, size = time.perf_counter(), 0
+        hold = Hold([], self._tiers.unused)
+
+        async def download(group: list[Entry]) -> list[list[bytes] | None]:
+            async with room:
+                return await self._tier.parts(group, max(0.001, deadline - time.perf_counter()))
+
+        groups = self._tier.groups(entries)
+        tasks = [asyncio.create_task(download(group)) for group in groups]
+        try:
+            for group, task in zip(groups, tasks, strict=True):
+                try:
+                    async with asyncio.timeout(max(0.0, deadline - time.perf_counter())):
+                        await asyncio.wait({task})
+                    payloads = task.result()
+                except (TimeoutError, RemoteFailed):
+                    self.counts.late += time.perf_counter() >= deadline
+                    return
+                size += sum(entry.stored_length for entry in group)
+                for entry, parts in zip(group, payloads, strict=True):
+                    if not await self._place(wanted, entry, parts, hold):
+                        return
+        finally:
+            for task in tasks:
+                task.cancel()
+                task.add_done_callback(_heard)
+            if size:
+                self._tier.figures.read(size, time.perf_counter() - began)
+            hold.give_back()
+
+    async def _place(self, wanted: Wanted, entry: Entry, parts: list[bytes] | None, hold: Hold) -> bool:
+        """Unpacks a payload into a slot and lists its chunk. False ends the prefix."""
+        header, tiers = entry.header, self._tiers
+        if parts is None:
+            self._tier.reject(wanted.root, header.prefix_hash, Unfit("its payload is not all there"))
+            return False
+        there = tiers.index.get(header.prefix_hash)
+        if there is not None:  # somebody was faster
+            hold.add([there])
+            return True
+        tenant = tiers.accounts.of(wanted.tenant)
+        if not self._continues(wanted.root, entry) or not self._entry_room(entry, tenant):
+            return False
+        slot = tiers.allocate(header.payload_bytes, tenant)
+        if slot is None:
+            return False
+        kept = False
+        try:
+            await self._unpack(entry, parts, slot)
+            if self._closed(wanted.root) or not self._continues(wanted.root, entry):
+                return False
+            if tiers.index.get(header.prefix_hash) is None:
+                chunk = self._chunk(entry, tenant, slot)
+                kept = True
+                self._publishing.publish(chunk)
+                self._brought(chunk)
+                hold.add([chunk])
+        except Unfit as error:
+            self._tier.reject(wanted.root, header.prefix_hash, error)
+            return False
+        finally:
+            if not kept:
+                tiers.give_back(slot)
+        return True
+
+    async def _unpack(self, entry: Entry, parts: list[bytes], slot: Slot) -> None:
+        """Fills a slot on a thread, and returns, or raises, only when that is done with it."""
+        arena = self._tiers.arena
+
+        def work() -> None:
+            direct = arena.direct(slot)
+            target = direct if direct is not None else memoryview(bytearray(slot.size_bytes))
+            unpacked(self._tier.seal, entry, parts, target)
+            if direct is None:
+                arena.write(slot, target)
+
+        await _to_its_end(self._in_thread(work))
+
+    def _continues(self, root: bytes, entry: Entry) -> bool:
+        """Whether what an entry continues is here, and will stay."""
+        header = entry.header
+        if header.parent_prefix_hash == root:
+            return header.start_position == 0
+        parent = self._tiers.index.get(header.parent_prefix_hash)
+        return (
+            parent is not None
+            and parent.root == root
+            and parent.end_position == header.start_position
+            and not parent.superseded
+        )
+
+    def _entry_room(self, entry: Entry, tenant: Tenant) -> bool:
+        """Whether the tenant may have one chunk more; what this one continues does not go for it."""
+        parent = self._tiers.index.get(entry.header.parent_prefix_hash)
+        with_parent = Hold([parent] if parent is not None else [], self._tiers.unused)
+        try:
+            return self._tiers.make_entry_room(tenant)
+        finally:
+            with_parent.give_back()
+
+    def _chunk(self, entry: Entry, tenant: Tenant, slot: Slot) -> Chunk:
+        ids = keys.token_bytes(entry.header.token_ids[:])
+        entry.header.ClearField("token_ids")
+        return Chunk(
+            entry.header, ids, tenant, slot, in_arena=Residency.PRESENT, used_at=self._tiers.clock()
+        )  # fmt: skip
+
+    # ---- what is not brought --------------------------------------------------------------------------------
+
+    def _bypass(self, entries: Sequence[Entry] = ()) -> None:
+        """Counts a prompt that is quicker computed. Measures anew now and then, while nobody waits for it."""
+        self.counts.bypassed += 1
+        self._tier.asked.set()
+        idle = self._measuring is None or self._measuring.done()
+        if entries and idle and time.monotonic() - self._tier.figures.moved_at > _MEASURE_SECONDS:
+            self._measuring = asyncio.create_task(self._measure(self._tier.groups(entries)[0]))
+
+    async def _measure(self, group: list[Entry]) -> None:
+        began = time.perf_counter()
+        try:
+            await self._tier.parts(group, _MEASURE_SECONDS)
+        except RemoteFailed:
+            return
+        self._tier.figures.read(sum(e.stored_length for e in group), time.perf_counter() - began)
+
+    async def close(self) -> None:
+        """Ends what runs for nobody."""
+        if self._measuring is not None:
+            self._measuring.cancel()
+            await asyncio.wait({self._measuring})
+
+
+async def _to_its_end(work: Awaitable[T]) -> T:
+    """Awaits what cannot be stopped, as one: a cancellation is raised when it has ended."""
+    running = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait({running})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        _heard(running)
+        raise cancelled
+    return running.result()
+
+
+def _heard(task: asyncio.Future[object]) -> None:
+    """What became of something that nobody waits for any more."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,325 @@
+"""Write-behind to a remote tier, and deletions there: one task does both, in order, off everybody's path.
+
+What waits is bounded: what comes while the queue is full is left out, and may come again with its next use. Payloads are
+read from the arena when it is their turn; what has left the arena by then is not sent. Chunks go behind their parents,
+so that what is found is found from the beginning.
+
+A deletion stops what waits of its tenant at once, keeps everybody here from reading that tenant's chunks there, and is
+tried until it is done, also after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+import structlog
+import xxhash
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.keys import HASH_BYTES
+
+from cache_daemon.memory.arena import Slot
+from cache_daemon.remote.engine import RemoteFailed
+from cache_daemon.remote.entries import packed
+from cache_daemon.remote.tier import Outgoing, RemoteTier
+from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.sessions import Hold
+from cache_daemon.store.tiers import Tiers
+
+RemoteWrite = Literal["second-use", "all", "never"]
+NOTE_PREFIX = b"remote-forget:"
+MOST_QUEUED = 4096
+_BATCH_CHUNKS, _BATCH_BYTES = 64, 16 << 20
+_MOST_KNOWN, _MOST_MARKS = 200_000, 10_000
+# How long to wait for a circuit that is open, before it is looked at again.
+_PAUSE_SECONDS = 0.25
+_TRIES = 2
+_LOOK_SECONDS = 2.0
+
+log = structlog.get_logger("cache_daemon")
+
+
+@dataclass
+class SendingCounts:
+    """Since the start."""
+
+    dropped: int = 0  # chunks that the queue had no room for, or that could not be sent in their turn
+    forgotten: int = 0  # deletions that are done
+
+
+@dataclass(eq=False)
+class _Forget:
+    """A deletion: of a chunk with what continues it, without ``key`` of a tenant, without ``root`` of everything."""
+
+    root: bytes
+    key: bytes
+    done: asyncio.Future[int]
+
+    @property
+    def note(self) -> bytes:
+        return NOTE_PREFIX + self.root + self.key
+
+    def concerns(self, root: bytes) -> bool:
+        return self.root in (b"", root)
+
+
+class Sending:
+    """``note`` keeps a small value for the next start; None deletes it. ``in_thread`` runs what is heavy."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        tier: RemoteTier,
+        policy: RemoteWrite,
+        ttl_seconds: int | None,
+        compress: bool,
+        in_thread: Callable[[Callable[[], list[Outgoing]]], Awaitable[list[Outgoing]]],
+        note: Callable[[bytes, bytes | None], None],
+    ) -> None:
+        self._tiers, self._tier, self._policy, self._ttl, self._compress = tiers, tier, policy, ttl_seconds, compress
+        self._in_thread, self._note = in_thread, note
+        self._queue: OrderedDict[bytes, tuple[Chunk, int]] = OrderedDict()  # by prefix hash; and how often it was tried
+        self._known: OrderedDict[bytes, float] = OrderedDict()  # what is there already, and until when (monotonic)
+        self._marks: OrderedDict[bytes, bytes] = OrderedDict()  # what tenants' marks were when last seen
+        self._forgetting: list[_Forget] = []
+        self._generation = tier.generation
+        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+        self.counts = SendingCounts()
+        tiers.on_unlisted.append(self._unlisted)
+        if policy == "all":
+            tiers.on_committed.append(self._offer)
+
+    @property
+    def pending(self) -> int:
+        return len(self._queue)
+
+    @property
+    def deletions(self) -> int:
+        return len(self._forgetting)
+
+    # ---- what is to be sent ---------------------------------------------------------------------------------
+
+    def used(self, chunks: Iterable[Chunk]) -> None:
+        """Chunks that were found by a prompt, parents before children: their second use at least."""
+        if self._policy != "never":
+            for chunk in chunks:
+                self._offer(chunk)
+
+    def is_there(self, chunk: Chunk) -> None:
+        """The engine has the chunk: it was just brought from there."""
+        self._queue.pop(chunk.key, None)
+        self._know([chunk.key], self._ttl_of(chunk))
+
+    def seen(self, root: bytes, mark: bytes) -> bool:
+        """Hears a tenant's mark in the engine. Returns whether it is another than before: somebody has deleted the
+        tenant there, and what waited since before that is not sent."""
+        before = self._marks.get(root)
+        self._marks[root] = mark
+        self._marks.move_to_end(root)
+        if len(self._marks) > _MOST_MARKS:
+            self._marks.popitem(last=False)
+        if before in (None, mark):
+            return False
+        self._drop_queued(root)
+        self._known.clear()
+        return True
+
+    def _offer(self, chunk: Chunk) -> None:
+        until = self._known.get(chunk.key)
+        if chunk.key in self._queue or (until is not None and until > time.monotonic()):
+            return
+        if len(self._queue) >= MOST_QUEUED or self.closed(chunk.root):
+            self.counts.dropped += 1
+            return
+        self._queue[chunk.key] = chunk, 0
+        self._stir()
+
+    def _know(self, found: Iterable[bytes], ttl_seconds: int | None) -> None:
+        # At half its time a chunk that is still in use is written once more.
+        until = float("inf") if ttl_seconds is None else time.monotonic() + ttl_seconds / 2
+        for key in found:
+            self._known[key] = until
+            self._known.move_to_end(key)
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def _ttl_of(self, chunk: Chunk) -> int | None:
+        limits = [n for n in (self._ttl, chunk.tenant.limits.ttl_seconds) if n is not None]
+        return max(1, int(min(limits))) if limits else None
+
+    def _unlisted(self, chunk: Chunk) -> None:
+        self._queue.pop(chunk.key, None)
+
+    def _drop_queued(self, root: bytes) -> None:
+        for key in [key for key, (chunk, _) in self._queue.items() if root in (b"", chunk.root)]:
+            del self._queue[key]
+
+    # ---- what is to be deleted ------------------------------------------------------------------------------
+
+    def closed(self, root: bytes) -> bool:
+        """Whether a tenant's chunks are being deleted there: until that is done they are not to be read."""
+        return any(forget.concerns(root) for forget in self._forgetting)
+
+    def forget(self, root: bytes, key: bytes) -> asyncio.Future[int]:
+        """Deletes a chunk with what continues it, without ``key`` a tenant, without ``root`` everything. The future is
+        done when it is; its result is how many chunks there were, as far as that is known."""
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        forget = _Forget(root, key, done)
+        self._forgetting.append(forget)
+        if not key:
+            self._drop_queued(root)
+        self._known.clear()
+        self._note(forget.note, b"\1")
+        self._stir()
+        return done
+
+    def restore(self, name: bytes) -> None:
+        """Takes up a deletion of an earlier start."""
+        rest = name[len(NOTE_PREFIX) :]
+        if len(rest) in (0, HASH_BYTES, 2 * HASH_BYTES):
+            self.forget(rest[:HASH_BYTES], rest[HASH_BYTES:])
+        else:
+            self._note(name, None)
+
+    # ---- the task -------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Sends and deletes until it is cancelled."""
+        while True:
+            await self._wake.wait()
+            if not (self._queue or self._forgetting or self._tier.spoilt):
+                self._wake.clear()
+                self._idle.set()
+                continue
+            if not (self._tier.writes.allows and self._tier.reads.allows):
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            try:
+                await self._step()
+            except RemoteFailed:
+                await asyncio.sleep(_PAUSE_SECONDS)
+            except Exception:
+                log.exception("writing to the remote tier failed, going on")
+                await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def settle(self) -> None:
+        """Waits until nothing is to be done, or can be done."""
+        while not self._idle.is_set() and self._tier.writes.allows and self._tier.reads.allows:
+            await asyncio.sleep(0.01)
+
+    def stir(self) -> None:
+        """There may be something to do."""
+        if self._tier.spoilt:
+            self._stir()
+
+    def _stir(self) -> None:
+        self._idle.clear()
+        self._wake.set()
+
+    async def _step(self) -> None:
+        if self._generation != self._tier.generation:  # it may have lost all that it had
+            self._generation = self._tier.generation
+            self._known.clear()
+        if self._forgetting:
+            await self._forget(self._forgetting[0])
+        elif self._tier.spoilt:
+            await self._tier.remove_spoilt()
+            self._known.clear()
+        else:
+            await self._send(self._batch())
+
+    async def _forget(self, forget: _Forget) -> None:
+        gone = 0
+        if forget.key:
+            gone = await self._tier.forget_branch(forget.root, forget.key)
+        elif forget.root:
+            await self._tier.forget_tenant(forget.root)
+        else:
+            await self._tier.forget_everything()
+        self._forgetting.remove(forget)
+        self._note(forget.note, None)
+        self._marks.clear()
+        self.counts.forgotten += 1
+        if not forget.done.done():
+            forget.done.set_result(gone)
+
+    def _batch(self) -> list[Chunk]:
+        """The next chunks of one tenant, taken from the queue."""
+        out: list[Chunk] = []
+        size = 0
+        for chunk, _ in islice(self._queue.values(), _BATCH_CHUNKS):
+            if out and (chunk.root != out[0].root or size + chunk.size_bytes > _BATCH_BYTES):
+                break
+            out.append(chunk)
+            size += chunk.size_bytes
+        return out
+
+    async def _send(self, batch: Sequence[Chunk]) -> None:
+        tries = {chunk.key: self._queue.pop(chunk.key)[1] for chunk in batch}
+        try:
+            await self._write(batch)
+        except BaseException:
+            # Before what came later, and once more only.
+            for chunk in reversed(batch):
+                if tries[chunk.key] + 1 < _TRIES and chunk.listed and not self.closed(chunk.root):
+                    self._queue[chunk.key] = chunk, tries[chunk.key] + 1
+                    self._queue.move_to_end(chunk.key, last=False)
+                else:
+                    self.counts.dropped += 1
+            raise
+
+    async def _write(self, batch: Sequence[Chunk]) -> None:
+        root = batch[0].root
+        parents = [c.parent_key for c in batch if not c.is_first]
+        asked = list(dict.fromkeys([*(c.key for c in batch), *parents]))
+        found = await self._tier.find(root, asked, _LOOK_SECONDS)
+        if self.seen(root, found.mark):
+            self.counts.dropped += len(batch)
+            return
+        there = {key for key, entry in zip(asked, found.entries, strict=True) if entry is not None}
+        fresh: list[Chunk] = []
+        for chunk in batch:
+            if chunk.key in there:
+                self._know([chunk.key], self._ttl_of(chunk))
+            elif self._sendable(chunk) and (chunk.is_first or chunk.parent_key in there):
+                fresh.append(chunk)
+                there.add(chunk.key)
+            else:
+                self.counts.dropped += 1
+        if not fresh:
+            return
+        hold = Hold(fresh, self._tiers.unused)
+        try:
+            outgoing = await self._in_thread(self._packing(fresh, found.mark))
+        finally:
+            hold.give_back()
+        await self._tier.store(outgoing)
+        for chunk in fresh:
+            self._know([chunk.key], self._ttl_of(chunk))
+
+    @staticmethod
+    def _sendable(chunk: Chunk) -> bool:
+        return chunk.listed and chunk.in_arena is Residency.PRESENT
+
+    def _packing(self, chunks: Sequence[Chunk], mark: bytes) -> Callable[[], list[Outgoing]]:
+        """Work for a thread; all that changes meanwhile is read before."""
+        jobs: list[tuple[ChunkHeader, Slot, int | None]] = []
+        for chunk in chunks:
+            assert chunk.slot is not None, "a resident has a slot"
+            jobs.append((chunk.whole_header(), chunk.slot, self._ttl_of(chunk)))
+        arena, seal, compress = self._tiers.arena, self._tier.seal, self._compress
+
+        def work() -> list[Outgoing]:
+            out = []
+            for header, slot, ttl in jobs:
+                kind, stored = packed(seal, header, arena.read(slot), compress)
+                out.append(Outgoing(header, kind, stored, xxhash.xxh3_64_intdigest(stored), ttl, mark))
+            return out
+
+        return work

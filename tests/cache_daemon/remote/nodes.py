@@ -1,0 +1,109 @@
+"""Stores in this process that share an engine: nodes of a fleet, without the processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+
+from cache_daemon.durable.seal import NoSeal, Seal
+from cache_daemon.remote.engine import RemoteEngine
+from cache_daemon.remote.naming import Names
+from cache_daemon.remote.tier import RemoteTier
+from cache_daemon.store.bringing import Brought
+from cache_daemon.store.remote import Remote, RemoteSettings
+from cache_daemon.store.sending import RemoteWrite
+from tests.cache_daemon.stores import Bench, opened
+
+# Dear enough that everything is worth bringing, and known.
+PRICE = 1.0
+CHUNK = 16
+
+
+def prompt(chunks: int, first: int = 0) -> list[int]:
+    """Tokens of so many chunks; prompts with another ``first`` have nothing in common."""
+    return [first * 100_000 + i for i in range(chunks * CHUNK)]
+
+
+def cuts_of(ids: list[int]) -> list[int]:
+    return list(accumulate([CHUNK] * (len(ids) // CHUNK) + ([len(ids) % CHUNK] if len(ids) % CHUNK else [])))
+
+
+@dataclass
+class FleetNode:
+    """A store and its remote tier, and what a worker does with both."""
+
+    bench: Bench
+    tier: RemoteTier
+
+    @property
+    def remote(self) -> Remote:
+        assert self.bench.store.remote is not None
+        return self.bench.store.remote
+
+    @property
+    def stats(self) -> pb.StatsResponse:
+        return self.bench.store.stats()
+
+    async def read(self, ids: list[int], salt: bytes = b"") -> None:
+        """Stores a prompt, as a worker that has computed it."""
+        parent = b""
+        for start, end in pairwise([0, *cuts_of(ids)]):
+            key = keys.prefix_hash(parent or self.bench.root(salt), ids[start:end])
+            if self.bench.store.tiers.index.get(key) is None:
+                _, outcome = await self.bench.put(ids[start:end], start, parent, salt)
+                assert outcome == pb.COMMIT_OUTCOME_COMMITTED
+            parent = key
+
+    async def ask(
+        self, ids: list[int], salt: bytes = b"", price: float = PRICE, patience: float = 5.0
+    ) -> tuple[int, Brought]:
+        """Looks a prompt up, checking every byte. Returns the tokens found, and what the remote tier did."""
+        brought = await self.remote.bring(
+            self.bench.session, salt, keys.token_bytes(ids), cuts_of(ids), price, patience
+        )  # fmt: skip
+        return await self.bench.found(ids, salt), brought
+
+    async def share(self, ids: list[int], salt: bytes = b"") -> None:
+        """Reads a prompt and uses it again, so that it is in the engine afterwards."""
+        await self.read(ids, salt)
+        await self.bench.found(ids, salt)
+        await self.sent()
+
+    async def sent(self) -> None:
+        await asyncio.wait_for(self.remote.settle(), 10)
+
+
+@asynccontextmanager
+async def node(
+    engine: RemoteEngine,
+    *,
+    write: RemoteWrite = "second-use",
+    ttl_seconds: int | None = None,
+    seal: Seal | None = None,
+    prefix: str = "t",
+    clock: Callable[[], float] = time.time,
+    arena_bytes: int = 400 * 4096,
+    **store: object,
+) -> AsyncIterator[FleetNode]:
+    """A node that is connected."""
+    tier = RemoteTier(engine, Names(prefix), seal or NoSeal(), clock)
+    settings = RemoteSettings(tier, write, ttl_seconds)
+    async with opened(arena_bytes, remote=settings, **store) as bench:  # type: ignore[arg-type]
+        await until(lambda: tier.reads.allows and tier.writes.allows)
+        yield FleetNode(bench, tier)
+
+
+async def until(done: Callable[[], bool], seconds: float = 10.0) -> float:
+    """Waits until something is so. Returns the seconds that it took."""
+    began = time.monotonic()
+    while not done():
+        assert time.monotonic() - began < seconds, "it did not come to that"
+        await asyncio.sleep(0.01)
+    return time.monotonic() - began

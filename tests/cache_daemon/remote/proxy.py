@@ -1,0 +1,100 @@
+"""A network between a daemon and an engine that fails on command: one TCP port before another one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Proxy:
+    """Forwards connections to a port of this machine, with threads of its own. Faults hold for connections that are
+    open, and for new ones, until they are set back."""
+
+    target: int
+    port: int = field(init=False)
+    delay_seconds: float = 0.0  # of every piece of an answer
+    garbage: bool = False  # answers are random bytes
+    _open: set[socket.socket] = field(default_factory=set)
+    _flowing: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _ended: bool = False
+    refusing: bool = False
+
+    def __post_init__(self) -> None:
+        self._flowing.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    # ---- faults ---------------------------------------------------------------------------------------------
+
+    def hang(self) -> None:
+        """Nothing comes through any more; connections stay open."""
+        self._flowing.clear()
+
+    def go_on(self) -> None:
+        """Everything is as it should be."""
+        self.delay_seconds, self.garbage, self.refusing = 0.0, False, False
+        self._flowing.set()
+
+    def cut(self) -> None:
+        """Ends all connections, and every new one at once."""
+        self.refusing = True
+        with self._lock:
+            gone, self._open = self._open, set()
+        for one in gone:
+            _end(one)
+
+    def close(self) -> None:
+        self._ended = True
+        self.cut()
+        self._flowing.set()
+        _end(self._listener)
+        self._thread.join(5)
+
+    # ---- forwarding -----------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._ended:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            if self.refusing:
+                _end(near)
+                continue
+            try:
+                far = socket.create_connection(("127.0.0.1", self.target), timeout=5)
+            except OSError:
+                _end(near)
+                continue
+            far.settimeout(None)
+            with self._lock:
+                self._open |= {near, far}
+            threading.Thread(target=self._pump, args=(near, far, False), daemon=True).start()
+            threading.Thread(target=self._pump, args=(far, near, True), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self._flowing.wait()
+                if answers and self.delay_seconds:
+                    threading.Event().wait(self.delay_seconds)
+                if answers and self.garbage:
+                    data = os.urandom(len(data))
+                sink.sendall(data)
+        for one in (source, sink):
+            with self._lock:
+                self._open.discard(one)
+            _end(one)
+
+
+def _end(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+    one.close()

@@ -1,0 +1,415 @@
+"""What one node has read, another finds: the store's side of the remote tier, over the reference engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from kvsidecar import keys
+
+from cache_daemon.limits import TenantLimits
+from cache_daemon.remote.engine import RemoteFailed
+from cache_daemon.remote.memory import MemoryEngine
+from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, cuts_of, node, prompt, until
+from tests.cache_daemon.stores import FakeClock, opened
+
+
+async def test_what_one_node_has_used_twice_another_finds() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        ids = prompt(5)
+        await a.share(ids)
+        found, brought = await b.ask(ids)
+        assert (found, brought.tokens) == (len(ids), len(ids))
+        assert (b.stats.remote_hits, b.stats.remote_tokens, b.stats.remote_rejected) == (1, len(ids), 0)
+        await b.bench.store.settle()
+        assert b.stats.durable_chunks == 5, "it is durable here, as what was computed here"
+
+
+async def test_one_round_trip_finds_the_longest_prefix() -> None:
+    engine = Slow()
+    async with node(engine) as a, node(engine) as b:
+        ids = prompt(6)
+        await a.share(ids[: 4 * CHUNK])
+        calls = engine.calls
+        found, _ = await b.ask(ids)
+        assert found == 4 * CHUNK
+        assert engine.calls == calls + 2, "one to find them, one to bring them"
+
+
+async def test_what_is_here_is_not_asked_for() -> None:
+    engine = Slow()
+    async with node(engine) as a:
+        ids = prompt(3)
+        await a.share(ids)
+        calls = engine.calls
+        await a.ask(ids)
+        assert engine.calls == calls
+
+
+@pytest.mark.parametrize(("write", "uses", "written"), [("second-use", 1, 0), ("second-use", 2, 3), ("all", 1, 3), ("never", 3, 0)])
+async def test_the_policy_says_what_is_written(write: str, uses: int, written: int) -> None:
+    async with node(MemoryEngine(), write=write) as a:  # type: ignore[arg-type]
+        await a.read(prompt(3))
+        for _ in range(uses - 1):
+            await a.bench.found(prompt(3))
+        await a.sent()
+        assert a.stats.remote_written_chunks == written
+
+
+async def test_what_another_node_has_written_is_not_written_again() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(3))
+        await b.share(prompt(3))
+        assert (a.stats.remote_written_chunks, b.stats.remote_written_chunks) == (3, 0)
+
+
+async def test_tenants_never_meet() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(3), salt=b"one")
+        assert (await b.ask(prompt(3), salt=b"two"))[0] == 0
+        assert (await b.ask(prompt(3)))[0] == 0
+        assert (await b.ask(prompt(3), salt=b"one"))[0] == 3 * CHUNK
+
+
+async def test_two_that_ask_for_the_same_bring_it_once() -> None:
+    engine = Slow()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(4))
+        engine.seconds = 0.05
+        found = await asyncio.gather(*(b.ask(prompt(4)) for _ in range(4)))
+        assert [tokens for tokens, _ in found] == [4 * CHUNK] * 4
+        assert b.stats.remote_lookups == 1
+
+
+# ---- what it costs ------------------------------------------------------------------------------------------
+
+
+async def test_what_is_quicker_computed_is_not_asked_for() -> None:
+    engine = Slow()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(4))
+        engine.seconds = 0.05
+        await b.tier.try_reading(1.0)
+        calls = engine.calls
+        found, brought = await b.ask(prompt(4), price=1e-6)
+        assert (found, engine.calls) == (0, calls)
+        assert brought.seconds < 0.02
+        assert b.stats.remote_bypassed == 1
+
+
+async def test_what_would_come_too_slowly_is_left() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(4))
+        b.tier.figures.bytes_per_second, b.tier.figures.moved_at = 10.0, float("inf")
+        assert (await b.ask(prompt(4), price=0.01))[0] == 0
+        assert (b.stats.remote_bypassed, b.stats.remote_read_bytes) == (1, 0)
+        b.tier.figures.bytes_per_second = 1e9
+        assert (await b.ask(prompt(4), price=0.01))[0] == 4 * CHUNK
+
+
+async def test_a_link_that_was_too_slow_is_measured_while_nobody_waits() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(4))
+        b.tier.figures.bytes_per_second = 10.0
+        assert (await b.ask(prompt(4), price=0.01))[0] == 0
+        await until(lambda: b.tier.counts.read_bytes > 0)
+        b.tier.figures.bytes_per_second = 1e9
+        assert (await b.ask(prompt(4), price=0.01))[0] == 4 * CHUNK
+
+
+async def test_nobody_waits_longer_than_computing_takes() -> None:
+    engine = Slow()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(4))
+        engine.seconds = 30.0
+        found, brought = await b.ask(prompt(4), price=0.2 / (4 * CHUNK))
+        assert found == 0
+        assert brought.seconds < 2.0
+        b.bench.store.check_integrity()
+
+
+async def test_what_has_come_in_time_is_used() -> None:
+    engine = Slow(part_bytes=1 << 20)
+    async with node(engine) as a, node(engine) as b:
+        ids = prompt(8)
+        await a.share(ids)
+        b.tier.groups = lambda entries: [[e] for e in entries]  # type: ignore[method-assign]
+        engine.hangs_at = 5  # the look-up, and the first four payloads at the most
+        found, _ = await b.ask(ids, price=0.3 / len(ids))
+        assert 0 < found < len(ids)
+        assert found % CHUNK == 0
+        assert b.stats.remote_late == 1
+        b.bench.store.check_integrity()
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+async def test_who_goes_away_leaves_nothing_behind(at: int) -> None:
+    engine = Slow()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(6))
+        engine.hangs_at = at
+        b.tier.groups = lambda entries: [[e] for e in entries]  # type: ignore[method-assign]
+        asking = asyncio.create_task(b.ask(prompt(6)))
+        await until(lambda: engine.hanging > 0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert not b.bench.store.tiers.promised
+        b.bench.store.check_integrity()
+        engine.hangs_at = 0
+        assert (await b.ask(prompt(6)))[0] == 6 * CHUNK
+
+
+async def test_a_full_arena_takes_what_fits() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine, arena_bytes=3 * 4096, budget_bytes=0) as b:
+        await a.share(prompt(6))
+        found, _ = await b.ask(prompt(6))
+        assert found <= 3 * CHUNK
+        b.bench.store.check_integrity()
+
+
+async def test_a_tenant_at_its_quota_brings_no_more() -> None:
+    engine = MemoryEngine()
+    limits = {b"t": TenantLimits(arena_bytes=2 * 4096)}
+    async with node(engine) as a, node(engine, limits=limits) as b:
+        await a.share(prompt(6), salt=b"t")
+        found, _ = await b.ask(prompt(6), salt=b"t")
+        assert found <= 2 * CHUNK
+        b.bench.store.check_integrity()
+
+
+# ---- the queue ----------------------------------------------------------------------------------------------
+
+
+async def test_a_full_queue_drops_and_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_daemon.store.sending.MOST_QUEUED", 4)
+    engine = Slow()
+    async with node(engine) as a:
+        a.tier.writes.state = a.tier.writes.state.OPEN
+        engine.fails = True
+        await a.read(prompt(10))
+        await a.bench.found(prompt(10))
+        assert a.stats.remote_pending <= 4
+        assert a.stats.remote_dropped == 6
+
+
+async def test_what_waited_is_sent_when_the_engine_is_back() -> None:
+    engine = Slow()
+    async with node(engine) as a, node(engine) as b:
+        engine.fails = True
+        for first in (1, 2, 3):
+            await a.ask(prompt(1, first))
+        assert not a.tier.reads.allows
+        await a.read(prompt(5))
+        await a.bench.found(prompt(5))
+        assert (a.stats.remote_pending, a.stats.remote_failing) == (5, "told to")
+        engine.fails = False
+        await until(lambda: a.stats.remote_written_chunks == 5)
+        assert a.stats.remote_failing == ""
+        assert (await b.ask(prompt(5)))[0] == 5 * CHUNK
+
+
+# ---- deletion and time to live ------------------------------------------------------------------------------
+
+
+async def test_what_a_tenant_deleted_is_found_by_nobody() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(3), salt=b"one")
+        await a.share(prompt(3), salt=b"two")
+        await a.bench.store.delete(a.bench.root(b"one"), b"")
+        assert (await b.ask(prompt(3), salt=b"one"))[0] == 0
+        assert (await a.ask(prompt(3), salt=b"one"))[0] == 0
+        assert (await b.ask(prompt(3), salt=b"two"))[0] == 3 * CHUNK
+        left = [name for name in engine.values if a.bench.root(b"one").hex() in name]
+        assert [name.rpartition("/")[2] for name in left] == ["mark"]
+
+
+async def test_a_chunk_is_deleted_with_what_continues_it() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        ids = prompt(5)
+        await a.share(ids)
+        third = keys.prefix_hash(_parent(a, ids, 2), ids[2 * CHUNK : 3 * CHUNK])
+        assert await a.bench.store.delete(a.bench.root(), third) == 3
+        assert (await b.ask(ids))[0] == 2 * CHUNK
+        await b.read(ids[: 3 * CHUNK])
+        await b.bench.found(ids[: 3 * CHUNK])
+        await b.sent()
+        assert (await b.ask(ids))[0] == 3 * CHUNK, "what continued it is gone for good"
+
+
+async def test_a_chunk_that_only_the_engine_has_is_deleted_there() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        ids = prompt(3)
+        await a.share(ids)
+        first = keys.prefix_hash(a.bench.root(), ids[:CHUNK])
+        assert await b.bench.store.delete(b.bench.root(), first) == 3
+        async with node(engine) as c:
+            assert (await c.ask(ids))[0] == 0
+
+
+async def test_everything_is_deleted() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(3), salt=b"one")
+        await a.share(prompt(3))
+        await a.bench.store.delete(b"", b"")
+        assert (await b.ask(prompt(3)))[0] == (await b.ask(prompt(3), salt=b"one"))[0] == 0
+        assert [name.rpartition("/")[2] for name in engine.values] == ["mark"]
+
+
+async def test_what_another_node_had_queued_before_a_deletion_is_worth_nothing_after_it() -> None:
+    engine = Slow()
+    async with node(engine) as a, node(engine) as b, node(engine) as c:
+        await a.share(prompt(2))
+        await b.ask(prompt(2, 7))  # it has seen the tenant's mark
+        engine.seconds = 0.2
+        await b.read(prompt(2, 7))
+        await b.bench.found(prompt(2, 7))
+        engine.seconds = 0.0
+        await a.bench.store.delete(a.bench.root(), b"")
+        await b.sent()
+        assert (await c.ask(prompt(2, 7)))[0] == 0
+        await b.share(prompt(2, 8))
+        assert (await c.ask(prompt(2, 8)))[0] == 2 * CHUNK, "what came after it is shared"
+
+
+async def test_a_deletion_outlives_an_engine_that_is_away_and_a_restart() -> None:
+    engine = Slow()
+    async with node(engine) as a:
+        await a.share(prompt(3))
+        engine.fails = True
+        await a.bench.store.delete(a.bench.root(), b"")
+        assert a.stats.remote_deletions == 1
+        await a.bench.store.settle()
+        tier = a.bench.tier
+        notes = tier.notes()
+        assert [name for name in notes if name.startswith(b"remote-forget:")]
+        engine.fails = False
+        await until(lambda: a.stats.remote_deletions == 0)
+        assert (await a.ask(prompt(3)))[0] == 0
+
+
+async def test_values_end_with_the_tier_or_with_their_tenant() -> None:
+    now, clock = [1000.0], FakeClock()
+    engine = MemoryEngine(clock=lambda: 0.0)  # one that keeps everything
+    limits = {b"short": TenantLimits(ttl_seconds=10)}
+    async with node(engine, ttl_seconds=100, limits=limits, clock=lambda: now[0]) as a:
+        await a.share(prompt(2))
+        await a.share(prompt(2), salt=b"short")
+        async with node(engine, clock=lambda: now[0]) as b:
+            now[0] += 11
+            assert (await b.ask(prompt(2), salt=b"short"))[0] == 0
+            assert (await b.ask(prompt(2)))[0] == 2 * CHUNK
+        now[0] += 90
+        async with node(engine, clock=lambda: now[0]) as c:
+            assert (await c.ask(prompt(2)))[0] == 0
+    assert clock.now
+
+
+# ---- what cannot be trusted ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["head", "part"])
+@pytest.mark.parametrize("how", ["garbage", "cut", "empty", "flipped", "another"])
+async def test_what_fails_its_checks_is_a_miss_and_goes(what: str, how: str) -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        ids = prompt(4)
+        await a.share(ids)
+        root = a.bench.root()
+        second, third = (keys.prefix_hash(_parent(a, ids, n), ids[n * CHUNK : (n + 1) * CHUNK]) for n in (1, 2))
+        name, other = (_name(engine, key, what) for key in (second, third))
+        value = engine.values[name][0]
+        engine.values[name] = {
+            "garbage": b"\xa5" * len(value),
+            "cut": value[:-1],
+            "empty": b"",
+            "flipped": value[:40] + bytes([value[40] ^ 4]) + value[41:],
+            "another": engine.values[other][0],
+        }[how], None
+        assert (await b.ask(ids))[0] <= CHUNK
+        assert b.stats.remote_rejected == 1
+        await b.sent()
+        assert a.tier.names.head(root, second) not in engine.values, "nobody comes across it again"
+        b.bench.store.check_integrity()
+
+
+async def test_another_model_under_the_same_name_is_not_used() -> None:
+    """A writer that lies about what its chunk is: every hash holds, the geometry is another."""
+    from kvsidecar.layout import Geometry, new_header
+
+    from cache_daemon.remote.entries import Entry, encode_record, mark_of
+    from tests.cache_daemon.conftest import GEOMETRY
+
+    engine = MemoryEngine()
+    async with node(engine) as b:
+        ids, root = prompt(1), b.bench.root()
+        other = Geometry(GEOMETRY.layers * 2, GEOMETRY.kv_heads, GEOMETRY.head_dim, GEOMETRY.dtype, GEOMETRY.bits)
+        header = new_header(other, ids, 0)
+        header.root, header.parent_prefix_hash, header.tenant = root, root, keys.tenant_id(b"")
+        header.prefix_hash, header.content_hash = keys.prefix_hash(root, ids), keys.content_hash(root, ids)
+        payload = b"\1" * header.payload_bytes
+        header.checksum = keys.checksum(payload)
+        entry = Entry(header, 0, 1, len(payload), keys.checksum(payload), 0, mark_of(None, None))
+        name = b.tier.names.head(root, header.prefix_hash)
+        engine.values[name] = encode_record(b.tier.seal, name, entry), None
+        for part in b.tier.names.parts(root, header.prefix_hash, entry.stored_checksum, 1):
+            engine.values[part] = payload, None
+        assert (await b.ask(ids))[0] == 0
+
+
+async def test_a_store_without_a_remote_tier_knows_nothing_of_it() -> None:
+    async with opened() as bench:
+        assert bench.store.remote is None
+        assert bench.store.stats().remote_engine == ""
+
+
+class Slow(MemoryEngine):
+    """An engine that waits, hangs and fails on command, and counts reads."""
+
+    def __init__(self, part_bytes: int = 1 << 20) -> None:
+        super().__init__(part_bytes)
+        self.seconds, self.fails, self.calls, self.hangs_at, self.hanging = 0.0, False, 0, 0, 0
+        self._since = 0
+
+    async def get_many(self, names, lane=0):  # type: ignore[no-untyped-def]
+        self.calls += 1
+        if self.fails:
+            raise RemoteFailed("told to")
+        if len(names) == 1 and names[0].endswith("/mark"):
+            return await super().get_many(names, lane)
+        if self.hangs_at:
+            self._since += 1
+            if self._since >= self.hangs_at:
+                self.hanging += 1
+                await asyncio.sleep(60)
+        else:
+            self._since = 0
+        await asyncio.sleep(self.seconds)
+        return await super().get_many(names, lane)
+
+    async def put_many(self, items, ttl_seconds):  # type: ignore[no-untyped-def]
+        if self.fails:
+            raise RemoteFailed("told to")
+        await super().put_many(items, ttl_seconds)
+
+
+def _parent(a: FleetNode, ids: list[int], chunks: int) -> bytes:
+    parent = a.bench.root()
+    for end in cuts_of(ids)[:chunks]:
+        parent = keys.prefix_hash(parent, ids[end - CHUNK : end])
+    return parent
+
+
+def _name(engine: MemoryEngine, key: bytes, what: str) -> str:
+    names = [n for n in engine.values if f"/{key.hex()}/" in n]
+    return next(n for n in names if n.endswith("/head") == (what == "head"))
