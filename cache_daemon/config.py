@@ -54,7 +54,7 @@ class DaemonConfig(BaseSettings):
     remote: str = ""
     """A tier that nodes share: redis://[USER@]HOST[:PORT][/DB], rediss:// over TLS, valkey-cluster://HOST,HOST for a
     cluster, or s3://[KEY_ID@]BUCKET/PREFIX?endpoint=URL&region=R. Valkey takes ?prefix=P. No password in it: everybody
-    can read command lines. What fails or is slow there is computed instead. Needs kvsidecar[valkey] or kvsidecar[s3]."""
+    can read command lines. What fails or is slow there is computed. Needs kvsidecar[valkey] or kvsidecar[s3]."""
     remote_secret: SecretStr = Field(default=SecretStr(""), exclude=True)
     """Password, or for S3 the secret access key, of the remote tier. For the environment: command lines are public."""
     remote_secret_file: Path | None = Field(default=None, validate_default=True)

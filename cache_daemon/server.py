@@ -138,7 +138,10 @@ def _remote(config: DaemonConfig) -> RemoteSettings | None:
         return None
     address = parse_remote(config.remote)
     tier = RemoteTier(
-        new_engine(address, credentials_of(config.remote_secret.get_secret_value(), config.remote_secret_file, config.remote_ca)),
+        new_engine(
+            address,
+            credentials_of(config.remote_secret.get_secret_value(), config.remote_secret_file, config.remote_ca),
+        ),
         Names(address.prefix),
         seal_of(_key(config)),
     )

@@ -1,12 +1,12 @@
 """Where the remote tier is: the value of ``--remote``, and the secrets that belong to it.
 
-==========================================================  ==========================================================
-redis://[USER@]HOST[:PORT][/DB][?prefix=P]                  Valkey or Redis; ``valkey://`` is the same, ``rediss://`` and
-                                                            ``valkeys://`` over TLS
-valkey-cluster://[USER@]HOST[:PORT],HOST[:PORT][?prefix=P]  a cluster, known by some of its nodes; ``valkeys-cluster://``
-                                                            over TLS
-s3://[KEY_ID@]BUCKET[/PREFIX][?endpoint=URL&region=R]       S3, or with an endpoint anything that speaks its protocol
-==========================================================  ==========================================================
+==========================================================  ======================================================
+redis://[USER@]HOST[:PORT][/DB][?prefix=P]                  Valkey or Redis; ``valkey://`` is the same, ``rediss://``
+                                                            and ``valkeys://`` over TLS
+valkey-cluster://[USER@]HOST[:PORT],HOST[:PORT][?prefix=P]  a cluster, known by some of its nodes;
+                                                            ``valkeys-cluster://`` over TLS
+s3://[KEY_ID@]BUCKET[/PREFIX][?endpoint=URL&region=R]       S3, or with an endpoint what speaks its protocol
+==========================================================  ======================================================
 
 A password in a URL would be in ``ps``, so it is refused.
 """
@@ -78,8 +78,8 @@ def parse_remote(url: str) -> RemoteAddress:
     user, at, hosts = parts.netloc.rpartition("@")
     if ":" in user:
         raise ValueError(
-            "it has a password, which everybody can read with ps; give it with --remote-secret-file or in the environment "
-            "as KVSIDECAR_CACHE_REMOTE_SECRET"
+            "it has a password, which everybody can read with ps; give it with --remote-secret-file or in the "
+            "environment as KVSIDECAR_CACHE_REMOTE_SECRET"
         )
     if at and not user:
         raise ValueError("it has an empty user before @; leave out the @")
@@ -87,7 +87,9 @@ def parse_remote(url: str) -> RemoteAddress:
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name in options:
         if name not in _OPTIONS[engine]:
-            raise ValueError(f"it has the option {name!r}; {parts.scheme}:// knows {', '.join(sorted(_OPTIONS[engine]))}")
+            raise ValueError(
+                f"it has the option {name!r}; {parts.scheme}:// knows {', '.join(sorted(_OPTIONS[engine]))}"
+            )
     if parts.fragment:
         raise ValueError("it has a part behind #, which means nothing here; leave it out")
     if engine == "s3":
@@ -133,7 +135,7 @@ def _host(text: str) -> tuple[str, int]:
     name, _, port = text.rpartition(":") if text.rpartition(":")[2].isdigit() else (text, "", "")
     name = name.strip("[]")
     number = int(port) if port else _DEFAULT_PORT
-    if not name or ":" in name and "[" not in text or not 1 <= number <= 65535:
+    if not name or (":" in name and "[" not in text) or not 1 <= number <= 65535:
         raise ValueError(f"{text!r} is no host; write it like cache.example:6379 or [::1]:6379")
     return name, number
 

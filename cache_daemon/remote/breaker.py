@@ -1,8 +1,8 @@
 """A circuit breaker: leaves a failing engine alone, and lets work through again carefully.
 
-Closed, everything goes. After some failures in a row, or when half of the last calls failed, it opens: nothing goes until
-somebody says that the engine answers. Then it is half open: one failure opens it again, some successes close it. A call
-that was not answered in time is a failure like any other.
+Closed, everything goes. After some failures in a row, or when half of the last calls failed, it opens: nothing goes
+until somebody says that the engine answers. Then it is half open: one failure opens it again, some successes close it.
+A call that was not answered in time is a failure like any other.
 """
 
 from __future__ import annotations

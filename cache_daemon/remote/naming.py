@@ -5,9 +5,9 @@
     PREFIX/FORMAT/ROOT/HASH/head           a chunk's record
     PREFIX/FORMAT/ROOT/HASH/CHECKSUM/N     part N of its stored payload
 
-FORMAT is the version of records and chunks together; ROOT is the tenant root in hexadecimal, the hash of namespace id and
-salt (so a name tells neither); HASH is the chunk's prefix hash; CHECKSUM is that of the stored payload, so that parts of
-two writers never mix.
+FORMAT is the version of records and chunks together; ROOT is the tenant root in hexadecimal, the hash of namespace id
+and salt (so a name tells neither); HASH is the chunk's prefix hash; CHECKSUM is that of the stored payload, so that
+parts of two writers never mix.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """S3 and what speaks its protocol, through ``obstore``.
 
-Credentials are those of ``--remote``, or what the AWS variables, files and services of the environment say. Objects have no
-time to live of their own: what is over is not believed, and the bucket's lifecycle rules remove it.
+Credentials are those of ``--remote``, or what the AWS variables, files and services of the environment say. Objects
+have no time to live of their own: what is over is not believed, and the bucket's lifecycle rules remove it.
 """
 
 from __future__ import annotations

@@ -54,7 +54,9 @@ class ValkeyEngine:
 
     def _configuration(self) -> Any:
         glide, address = self._glide, self._address
-        advanced = glide.AdvancedGlideClusterClientConfiguration if address.cluster else glide.AdvancedGlideClientConfiguration
+        advanced = (
+            glide.AdvancedGlideClusterClientConfiguration if address.cluster else glide.AdvancedGlideClientConfiguration
+        )
         tls = glide.TlsAdvancedConfiguration(root_pem_cacerts=self._credentials.ca) if self._credentials.ca else None
         settings: dict[str, Any] = {
             "addresses": [glide.NodeAddress(host, port) for host, port in address.hosts],
@@ -73,7 +75,7 @@ class ValkeyEngine:
     async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
         client = self._client(lane)
         with _told():
-            return list(await client.mget(list(names)))
+            return list(await client.mget(list(names))) if names else []
 
     async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
         client = self._client(0)
@@ -81,7 +83,7 @@ class ValkeyEngine:
         if ttl_seconds is not None:
             expiry = self._glide.ExpirySet(self._glide.ExpiryType.SEC, ttl_seconds)
         with _told():
-            await asyncio.gather(*(client.set(name, bytes(value), expiry=expiry) for name, value in items))
+            await asyncio.gather(*(client.set(name, value, expiry=expiry) for name, value in items))
 
     async def delete_many(self, names: Sequence[str]) -> None:
         if names:

@@ -133,7 +133,7 @@ class Chunks(AtDoor):
 
 
 def _patience(context: Context) -> float:
-    """Seconds that the caller waits for bytes from elsewhere: what it gave the call, but for what is left to do then."""
+    """Seconds that the caller waits for bytes from elsewhere: what it gave the call, less what is left to do then."""
     left = context.time_remaining()
     return _NO_HURRY_SECONDS if left is None else max(0.0, left * _SHARE_OF_PATIENCE)
 

@@ -44,8 +44,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Wanted:
-    """A prompt that is looked up: ``ids`` are uint32 little-endian, ``cuts`` the rising ends of its chunks, ``price`` what
-    the asker computes a token in (seconds; 0: unknown), ``patience`` how long it will wait at most."""
+    """A prompt that is looked up: ``ids`` are uint32 little-endian, ``cuts`` the rising ends of its chunks, ``price``
+    what the asker computes a token in (seconds; 0: unknown), ``patience`` how long it will wait at most."""
 
     root: bytes
     tenant: bytes
@@ -171,7 +171,9 @@ class Bringing:
         if not entries:
             return 0
         ready = [
-            wanted.price * (link.end - before) or sum(e.header.prefill_seconds for e in entries[: n + 1]) or _MOST_SECONDS
+            wanted.price * (link.end - before)
+            or sum(e.header.prefill_seconds for e in entries[: n + 1])
+            or _MOST_SECONDS
             for n, link in enumerate(links[: len(entries)])
         ]
         spent = time.perf_counter() - began

@@ -105,7 +105,8 @@ class Remote:
 
     @property
     def failing(self) -> tuple[str, float] | None:
-        """Why the tier is not used, for reading or for writing, and since when (monotonic seconds); None while it is."""
+        """Why the tier is not used, for reading or for writing, and since when (monotonic seconds); None while it
+        is."""
         for breaker in (self._tier.reads, self._tier.writes):
             if not breaker.allows:
                 return breaker.why, breaker.since

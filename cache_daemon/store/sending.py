@@ -1,8 +1,8 @@
 """Write-behind to a remote tier, and deletions there: one task does both, in order, off everybody's path.
 
-What waits is bounded: what comes while the queue is full is left out, and may come again with its next use. Payloads are
-read from the arena when it is their turn; what has left the arena by then is not sent. Chunks go behind their parents,
-so that what is found is found from the beginning.
+What waits is bounded: what comes while the queue is full is left out, and may come again with its next use. Payloads
+are read from the arena when it is their turn; what has left the arena by then is not sent. Chunks go behind their
+parents, so that what is found is found from the beginning.
 
 A deletion stops what waits of its tenant at once, keeps everybody here from reading that tenant's chunks there, and is
 tried until it is done, also after a restart.
@@ -198,8 +198,10 @@ class Sending:
                 self._idle.set()
                 continue
             if not (self._tier.writes.allows and self._tier.reads.allows):
+                self._idle.set()
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
+            self._idle.clear()
             try:
                 await self._step()
             except RemoteFailed:
@@ -210,8 +212,7 @@ class Sending:
 
     async def settle(self) -> None:
         """Waits until nothing is to be done, or can be done."""
-        while not self._idle.is_set() and self._tier.writes.allows and self._tier.reads.allows:
-            await asyncio.sleep(0.01)
+        await self._idle.wait()
 
     def stir(self) -> None:
         """There may be something to do."""

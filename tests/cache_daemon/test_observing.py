@@ -69,7 +69,9 @@ def test_every_number_of_stats_has_a_metric() -> None:
 def test_every_metric_is_explained() -> None:
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
     watching = page[page.index("## Watching") : page.index("**Health.**")]
-    missing = [name for name in (*GAUGES, *COUNTERS, "durable_failing", "remote_failing") if f"`{name}`" not in watching]
+    missing = [
+        name for name in (*GAUGES, *COUNTERS, "durable_failing", "remote_failing") if f"`{name}`" not in watching
+    ]
     assert not missing
 
 

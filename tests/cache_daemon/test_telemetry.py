@@ -146,7 +146,9 @@ async def test_metrics_of_opentelemetry_are_the_daemons(tmp_path: Path) -> None:
         await t.stub.Stats(pb.StatsRequest())
         data = await asyncio.to_thread(t.reader.get_metrics_data)
         metrics = {m.name: m for s in data.resource_metrics for scope in s.scope_metrics for m in scope.metrics}
-        names = {f"kvsidecar.cache.{name}" for name in (*GAUGES, *COUNTERS, "durable_failing", "remote_failing", "calls")}
+        names = {
+            f"kvsidecar.cache.{name}" for name in (*GAUGES, *COUNTERS, "durable_failing", "remote_failing", "calls")
+        }
         assert metrics.keys() == names
         assert [p.value for p in metrics["kvsidecar.cache.tokens"].data.data_points] == [4]
         assert [p.value for p in metrics["kvsidecar.cache.commits"].data.data_points] == [1]

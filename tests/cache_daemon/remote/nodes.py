@@ -13,7 +13,8 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from cache_daemon.durable.seal import NoSeal, Seal
-from cache_daemon.remote.engine import RemoteEngine
+from cache_daemon.remote.engine import RemoteEngine, RemoteFailed
+from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.remote.naming import Names
 from cache_daemon.remote.tier import RemoteTier
 from cache_daemon.store.bringing import Brought
@@ -107,3 +108,45 @@ async def until(done: Callable[[], bool], seconds: float = 10.0) -> float:
         assert time.monotonic() - began < seconds, "it did not come to that"
         await asyncio.sleep(0.01)
     return time.monotonic() - began
+
+
+class Slow(MemoryEngine):
+    """An engine that waits, hangs and fails on command, and counts reads."""
+
+    def __init__(self, part_bytes: int = 1 << 20) -> None:
+        super().__init__(part_bytes)
+        self.seconds, self.fails, self.calls, self.hangs_at, self.hanging = 0.0, False, 0, 0, 0
+        self._since = 0
+
+    async def get_many(self, names, lane=0):  # type: ignore[no-untyped-def]
+        self.calls += 1
+        if self.fails:
+            raise RemoteFailed("told to")
+        if len(names) == 1 and names[0].endswith("/mark"):
+            return await super().get_many(names, lane)
+        if self.hangs_at:
+            self._since += 1
+            if self._since >= self.hangs_at:
+                self.hanging += 1
+                await asyncio.sleep(60)
+        else:
+            self._since = 0
+        await asyncio.sleep(self.seconds)
+        return await super().get_many(names, lane)
+
+    async def put_many(self, items, ttl_seconds):  # type: ignore[no-untyped-def]
+        if self.fails:
+            raise RemoteFailed("told to")
+        await super().put_many(items, ttl_seconds)
+
+
+def parent_of(a: FleetNode, ids: list[int], chunks: int) -> bytes:
+    parent = a.bench.root()
+    for end in cuts_of(ids)[:chunks]:
+        parent = keys.prefix_hash(parent, ids[end - CHUNK : end])
+    return parent
+
+
+def name_of(engine: MemoryEngine, key: bytes, what: str) -> str:
+    names = [n for n in engine.values if f"/{key.hex()}/" in n]
+    return next(n for n in names if n.endswith("/head") == (what == "head"))

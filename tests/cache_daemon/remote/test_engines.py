@@ -1,0 +1,151 @@
+"""What every engine promises, on the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from cache_daemon.remote.address import Credentials, new_engine, parse_remote
+from cache_daemon.remote.engine import RemoteEngine, RemoteFailed
+from cache_daemon.remote.memory import MemoryEngine
+from tests.cache_daemon.operators import free_port
+from tests.cache_daemon.remote.nodes import CHUNK, node, prompt
+from tests.cache_daemon.remote.servers import RedisCluster, RedisServer, S3Server, why_no_s3, why_no_valkey
+
+KINDS = ("memory", "valkey", "cluster", "s3")
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Where each engine is, once for the module, started when first asked for."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+
+        class Lazily(dict[str, str]):
+            def __missing__(self, kind: str) -> str:
+                why = why_no_s3() if kind == "s3" else why_no_valkey()
+                if why:
+                    pytest.skip(why)
+                folder = tmp_path_factory.mktemp(kind)
+                if kind == "valkey":
+                    self[kind] = f"redis://127.0.0.1:{stack.enter_context(RedisServer(folder)).port}?prefix=e"
+                elif kind == "cluster":
+                    nodes = stack.enter_context(RedisCluster(folder)).nodes
+                    self[kind] = f"valkey-cluster://{','.join(f'127.0.0.1:{n.port}' for n in nodes)}?prefix=e"
+                else:
+                    self[kind] = stack.enter_context(S3Server(folder)).url
+                return self[kind]
+
+        yield Lazily()
+
+
+@pytest.fixture(params=KINDS)
+async def engine(request: pytest.FixtureRequest, urls: dict[str, str]) -> AsyncIterator[RemoteEngine]:
+    if request.param == "memory":
+        yield MemoryEngine()
+        return
+    secret = Credentials(S3Server.secret if request.param == "s3" else "")
+    found = new_engine(parse_remote(urls[request.param]), secret)
+    await found.connect()
+    yield found
+    await found.close()
+
+
+async def test_values_come_back_in_the_order_asked(engine: RemoteEngine) -> None:
+    large = bytes(range(256)) * 4096
+    await engine.put_many([("a/1", b"one"), ("a/2", memoryview(large)), ("b/1", b"")], None)
+    for lane in range(engine.lanes):
+        assert await engine.get_many(["b/1", "a/2", "a/none", "a/1"], lane) == [b"", large, None, b"one"]
+    assert await engine.get_many([]) == []
+
+
+async def test_values_are_replaced_and_deleted(engine: RemoteEngine) -> None:
+    await engine.put_many([("c/1", b"old"), ("c/2", b"x")], None)
+    await engine.put_many([("c/1", b"new")], 600)
+    assert await engine.get_many(["c/1"]) == [b"new"]
+    await engine.delete_many(["c/1", "c/none"])
+    await engine.delete_many([])
+    assert await engine.get_many(["c/1", "c/2"]) == [None, b"x"]
+
+
+async def test_a_scan_finds_what_begins_so(engine: RemoteEngine) -> None:
+    wanted = {f"d/{i}/head" for i in range(30)}
+    await engine.put_many([(name, b"x") for name in [*wanted, "dd/1", "e/1"]], None)
+    found = {name async for page in engine.scan("d/") for name in page}
+    assert found == wanted
+    assert [page async for page in engine.scan("nothing/") if page] == []
+
+
+async def test_many_large_values_at_once(engine: RemoteEngine) -> None:
+    values = {f"g/{i}": bytes([i]) * engine.part_bytes for i in range(4)}
+    await engine.put_many(list(values.items()), 600)
+    assert await engine.get_many(list(values)) == list(values.values())
+
+
+async def test_nodes_share_over_it(engine: RemoteEngine) -> None:
+    async with node(engine, ttl_seconds=600) as a, node(engine) as b:
+        await a.share(prompt(4))
+        assert (await b.ask(prompt(4), patience=20.0))[0] == 4 * CHUNK
+        await a.bench.store.delete(a.bench.root(), b"")
+        async with node(engine) as c:
+            assert (await c.ask(prompt(4)))[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["valkey", "cluster"])
+async def test_values_end_by_themselves(kind: str, urls: dict[str, str]) -> None:
+    engine = new_engine(parse_remote(urls[kind]), Credentials())
+    await engine.connect()
+    await engine.put_many([("h/1", b"x")], 1)
+    await engine.put_many([("h/2", b"x")], 100)
+    deadline = time.monotonic() + 5
+    while (await engine.get_many(["h/1", "h/2"])) != [None, b"x"]:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    await engine.close()
+
+
+async def asked(engine: RemoteEngine) -> list[bytes | None]:
+    """What a fresh engine says of a name."""
+    await engine.connect()
+    return await engine.get_many(["x"])
+
+
+@pytest.mark.parametrize("scheme", ["redis", "valkey-cluster", "s3"])
+async def test_nobody_there_is_a_failure_and_says_so_soon(scheme: str) -> None:
+    why = why_no_s3() if scheme == "s3" else why_no_valkey()
+    if why:
+        pytest.skip(why)
+    where = (
+        f"s3://bucket/p?endpoint=http://127.0.0.1:{free_port()}"
+        if scheme == "s3"
+        else f"{scheme}://127.0.0.1:{free_port()}"
+    )
+    engine = new_engine(parse_remote(where), Credentials("secret" if scheme == "s3" else ""))
+    began = time.monotonic()
+    with pytest.raises(RemoteFailed) as caught:
+        await asked(engine)
+    assert time.monotonic() - began < 10
+    assert "secret" not in str(caught.value)
+    await engine.close()
+
+
+@pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
+async def test_a_password_is_needed_and_never_told(tmp_path: Path) -> None:
+    with RedisServer(tmp_path, ("--requirepass", "hush-hush")) as server:
+        url = parse_remote(f"redis://127.0.0.1:{server.port}")
+        for wrong in ("", "guess"):
+            engine = new_engine(url, Credentials(wrong))
+            with pytest.raises(RemoteFailed) as caught:
+                await asked(engine)
+            assert "guess" not in str(caught.value)
+            await engine.close()
+        credentials = Credentials("hush-hush")
+        assert "hush" not in repr(credentials)
+        engine = new_engine(url, credentials)
+        assert await asked(engine) == [None]
+        await engine.close()
