@@ -23,6 +23,7 @@ NAMES = (
     "faults",
     "soak",
     "streaming",
+    "fleet",
 )
 _WITHOUT_MODEL = ("kernels", "cpu_kernels", "store", "faults", "soak", "streaming")
 

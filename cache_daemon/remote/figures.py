@@ -10,8 +10,8 @@ import time
 
 # Good news counts more than bad: an answer is late for many reasons, and early for one.
 _WORSE, _BETTER = 0.2, 0.5
-# A read of fewer bytes says what a round trip costs, a longer one what a byte costs.
-_SMALL_BYTES = 256 << 10
+# A transfer of fewer bytes says nothing about what a byte costs.
+_LEAST_BYTES = 256 << 10
 _FASTEST = 1e12
 
 
@@ -21,17 +21,20 @@ class Figures:
     def __init__(self) -> None:
         self.latency_seconds = 0.0
         self.bytes_per_second = 0.0  # 0: not known
-        self.measured_at = float("-inf")  # the latency, monotonic seconds
-        self.moved_at = float("-inf")  # the bandwidth
+        self.looked_at = float("-inf")  # when the latency was measured, monotonic seconds
+        self.moved_at = float("-inf")  # when the bandwidth was
 
-    def read(self, size_bytes: int, seconds: float) -> None:
-        """Records a read that was answered, all of it."""
-        if size_bytes < _SMALL_BYTES:
-            spent = max(0.0, seconds - self._seconds_for(size_bytes))
-            known = self.measured_at > float("-inf")
-            weight = _BETTER if spent < self.latency_seconds else _WORSE
-            self.latency_seconds = self.latency_seconds + weight * (spent - self.latency_seconds) if known else spent
-            self.measured_at = time.monotonic()
+    def looked(self, seconds: float, size_bytes: int = 0) -> None:
+        """Records a small answer."""
+        spent = max(0.0, seconds - self._seconds_for(size_bytes))
+        weight = _BETTER if spent < self.latency_seconds else _WORSE
+        known = self.looked_at > float("-inf")
+        self.latency_seconds = self.latency_seconds + weight * (spent - self.latency_seconds) if known else spent
+        self.looked_at = time.monotonic()
+
+    def moved(self, size_bytes: int, seconds: float) -> None:
+        """Records a transfer of payloads, from asking for them to having all of them."""
+        if size_bytes < _LEAST_BYTES:
             return
         rate = min(_FASTEST, size_bytes / max(seconds - self.latency_seconds, seconds / 10, 1e-9))
         weight = _BETTER if rate > self.bytes_per_second else _WORSE
@@ -40,7 +43,7 @@ class Figures:
         self.moved_at = time.monotonic()
 
     def timed_out(self, seconds: float) -> None:
-        """A small answer did not come within so many seconds."""
+        """A small answer had not come after so many seconds."""
         self.latency_seconds = max(self.latency_seconds, seconds)
 
     def seconds(self, size_bytes: int, round_trips: int = 1) -> float:
@@ -52,4 +55,4 @@ class Figures:
 
     def forget(self) -> None:
         """The engine was away: what it cost before says little."""
-        self.latency_seconds, self.measured_at = 0.0, float("-inf")
+        self.latency_seconds, self.looked_at = 0.0, float("-inf")

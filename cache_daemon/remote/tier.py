@@ -99,8 +99,12 @@ class RemoteTier:
         names = self.names
         wanted = [names.mark, names.tenant_mark(root), *(names.head(root, key) for key in hashes)]
         began = time.perf_counter()
-        everything, tenant, *records = await self._read(lambda lane: self.engine.get_many(wanted, lane), seconds, 0)
-        self.figures.read(sum(len(r or b"") for r in records), time.perf_counter() - began)
+        try:
+            everything, tenant, *records = await self._read(lambda lane: self.engine.get_many(wanted, lane), seconds, 0)
+        except RemoteFailed:
+            self.figures.timed_out(min(time.perf_counter() - began, seconds))
+            raise
+        self.figures.looked(time.perf_counter() - began, sum(len(r or b"") for r in records))
         mark = mark_of(everything, tenant)
         return Found([self._entry(root, key, r, mark) for key, r in zip(hashes, records, strict=True)], mark)
 
@@ -148,6 +152,12 @@ class RemoteTier:
     def _parts_of(self, entry: Entry) -> list[str]:
         header = entry.header
         return self.names.parts(header.root, header.prefix_hash, entry.stored_checksum, entry.parts)
+
+    def lasts(self, entry: Entry, ttl_seconds: int | None) -> bool:
+        """Whether an entry has at least half of the time left that it would be given now."""
+        if not entry.ends_at:
+            return True
+        return ttl_seconds is not None and entry.ends_at - self._clock() > ttl_seconds / 2 - 1
 
     def reject(self, root: bytes, key: bytes, error: Unfit) -> None:
         """Counts a value that is not what it should be. What is worth nothing to anybody is to be removed, or every
@@ -264,7 +274,6 @@ class RemoteTier:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError as error:
-            self.figures.timed_out(min(seconds, 1.0))
             if seconds >= _FAIR_SECONDS:
                 self._failed(breaker, "it does not answer in time")
             raise RemoteFailed("it did not answer in time") from error
@@ -288,7 +297,7 @@ class RemoteTier:
                 await self.engine.get_many([self.names.mark])
         except TimeoutError as error:
             raise RemoteFailed("it does not answer in time") from error
-        self.figures.read(0, time.perf_counter() - began)
+        self.figures.looked(time.perf_counter() - began)
 
     async def try_writing(self, seconds: float) -> None:
         """Writes something small, past the circuit. Raises RemoteFailed."""

@@ -17,7 +17,7 @@ from cache_daemon.remote.tier import RemoteTier
 
 # Within five seconds of the engine's return it must be in use: two tries, each with its connection.
 _AGAIN_SECONDS, _TRY_SECONDS, _CONNECT_SECONDS = 0.5, 0.5, 1.5
-# What was measured is good for so long; then it is measured again, if anybody asks for it.
+# What was measured is good for so long; then it is measured again, which also shows that the engine is there.
 _FRESH_SECONDS = 2.0
 
 log = structlog.get_logger("cache_daemon")
@@ -53,7 +53,7 @@ class Watch:
             if not tier.reads.allows:
                 await self._reach()
                 tier.reads.answered()
-            elif time.monotonic() - tier.figures.measured_at > _FRESH_SECONDS:
+            elif time.monotonic() - tier.figures.looked_at > _FRESH_SECONDS:
                 await tier.try_reading(_TRY_SECONDS)
                 tier.reads.succeeded()
         except RemoteFailed as error:

@@ -29,14 +29,15 @@ from cache_daemon.store.tenants import Tenant
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.turns import Turns
 
-# A look-up that is not answered by then is given up; of what computing costs it may take a part.
-_LOOKUP_SECONDS, _LOOKUP_SHARE = 0.25, 0.5
+# A look-up that is not answered by then, or by some times what it usually takes, is given up; of what computing costs it
+# may take a part.
+_LOOKUP_SECONDS, _LOOKUP_LATE, _LOOKUP_MOST_SECONDS, _LOOKUP_SHARE = 0.25, 8.0, 1.0, 0.5
 # Nobody waits longer, even where nobody knows what computing costs.
 _MOST_SECONDS = 10.0
 # Fewer tokens are not worth asking for; more chunks than these are not asked for at once.
 _LEAST_TOKENS, _MOST_CHUNKS = 16, 1024
-# Calls for payloads that run at once.
-_AT_ONCE = 8
+# Calls for payloads that run at once, and what each of them has before it is taken for failed.
+_AT_ONCE, _STALLED_SECONDS = 8, 5.0
 _MEASURE_SECONDS = 5.0
 
 T = TypeVar("T")
@@ -161,7 +162,8 @@ class Bringing:
 
     async def _look_up(self, wanted: Wanted, links: list[_Link], worth: float, began: float) -> int:
         self.counts.lookups += 1
-        patience = min(_LOOKUP_SECONDS, wanted.patience, worth * _LOOKUP_SHARE or _LOOKUP_SECONDS)
+        usual = min(_LOOKUP_MOST_SECONDS, max(_LOOKUP_SECONDS, _LOOKUP_LATE * self._tier.figures.latency_seconds))
+        patience = min(usual, wanted.patience, worth * _LOOKUP_SHARE or _LOOKUP_SECONDS)
         found = await self._tier.find(wanted.root, [link.key for link in links], patience)
         self._seen(wanted.root, found.mark)
         entries = self._fitting(wanted, links, found.leading)
@@ -226,7 +228,7 @@ class Bringing:
 
         async def download(group: list[Entry]) -> list[list[bytes] | None]:
             async with room:
-                return await self._tier.parts(group, max(0.001, deadline - time.perf_counter()))
+                return await self._tier.parts(group, _STALLED_SECONDS)
 
         groups = self._tier.groups(entries)
         tasks = [asyncio.create_task(download(group)) for group in groups]
@@ -247,8 +249,9 @@ class Bringing:
             for task in tasks:
                 task.cancel()
                 task.add_done_callback(_heard)
-            if size:
-                self._tier.figures.read(size, time.perf_counter() - began)
+            if time.perf_counter() >= deadline:  # if nothing came, so much was too much
+                size = size or sum(entry.stored_length for entry in groups[0])
+            self._tier.figures.moved(size, time.perf_counter() - began)
             hold.give_back()
 
     async def _place(self, wanted: Wanted, entry: Entry, parts: list[bytes] | None, hold: Hold) -> bool:
@@ -344,7 +347,7 @@ class Bringing:
             await self._tier.parts(group, _MEASURE_SECONDS)
         except RemoteFailed:
             return
-        self._tier.figures.read(sum(e.stored_length for e in group), time.perf_counter() - began)
+        self._tier.figures.moved(sum(e.stored_length for e in group), time.perf_counter() - began)
 
     async def close(self) -> None:
         """Ends what runs for nobody."""

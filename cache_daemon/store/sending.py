@@ -283,10 +283,12 @@ class Sending:
         if self.seen(root, found.mark):
             self.counts.dropped += len(batch)
             return
-        there = {key for key, entry in zip(asked, found.entries, strict=True) if entry is not None}
+        entries = {key: entry for key, entry in zip(asked, found.entries, strict=True) if entry is not None}
+        there = set(entries)
         fresh: list[Chunk] = []
         for chunk in batch:
-            if chunk.key in there:
+            entry = entries.get(chunk.key)
+            if entry is not None and self._tier.lasts(entry, self._ttl_of(chunk)):
                 self._know([chunk.key], self._ttl_of(chunk))
             elif self._sendable(chunk) and (chunk.is_first or chunk.parent_key in there):
                 fresh.append(chunk)

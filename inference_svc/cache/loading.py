@@ -51,8 +51,9 @@ class Loading:
         self._releases: set[Any] = set()
 
     def in_vain(self, session: Session, root: bytes, sequence: Sequence) -> bool:
-        """Whether the daemon need not be asked for a prompt's beginning; counted for it."""
-        if session.may_hold(root, sequence.tokens):
+        """Whether the daemon need not be asked for a prompt's beginning; counted for it. Others may have read what the
+        summary knows nothing of."""
+        if session.remote or session.may_hold(root, sequence.tokens):
             return False
         session.skipped(len(sequence.tokens))
         return True

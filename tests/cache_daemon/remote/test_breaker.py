@@ -143,8 +143,8 @@ async def test_who_goes_away_takes_all_of_it_along() -> None:
 def test_small_reads_say_what_a_round_trip_costs_and_large_ones_what_a_byte_does() -> None:
     figures = Figures()
     assert figures.seconds(1 << 30) == 0, "nothing is known, so the best is hoped for"
-    figures.read(100, 0.01)
-    figures.read(100 << 20, 1.01)
+    figures.looked(0.01)
+    figures.moved(100 << 20, 1.01)
     assert figures.latency_seconds == pytest.approx(0.01, rel=0.2)
     assert figures.bytes_per_second == pytest.approx(100 << 20, rel=0.05)
     assert figures.seconds(50 << 20, 2) == pytest.approx(0.52, rel=0.1)
@@ -152,11 +152,11 @@ def test_small_reads_say_what_a_round_trip_costs_and_large_ones_what_a_byte_does
 
 def test_good_news_is_believed_sooner_than_bad() -> None:
     figures = Figures()
-    figures.read(0, 0.01)
-    figures.read(0, 1.0)
+    figures.looked(0.01)
+    figures.looked(1.0)
     assert figures.latency_seconds < 0.3
     figures = Figures()
     figures.timed_out(1.0)
     for _ in range(5):
-        figures.read(0, 0.001)
+        figures.looked(0.001)
     assert figures.latency_seconds < 0.1

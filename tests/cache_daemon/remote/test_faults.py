@@ -20,9 +20,9 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from benchmarks.node import Node
 from benchmarks.peer import Peer, payload_of
+from benchmarks.remote_servers import RedisServer, why_no_valkey
 from tests.cache_daemon.remote.nodes import CHUNK, cuts_of, prompt
 from tests.cache_daemon.remote.proxy import Proxy
-from tests.cache_daemon.remote.servers import RedisServer, why_no_valkey
 
 pytestmark = pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
 PRICE = 0.01

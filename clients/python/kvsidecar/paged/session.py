@@ -130,7 +130,7 @@ class Session:
     def may_hold(self, root: bytes, tokens: Sequence[int]) -> bool:
         """Whether a prompt might begin with something stored."""
         summary = self.summary
-        return self.remote or summary is None or summary.may_hold_prefix(root, tokens)
+        return summary is None or summary.may_hold_prefix(root, tokens)
 
     def may_hold_content(self, root: bytes, tokens: Sequence[int]) -> bool:
         """Whether these tokens might be stored as a chunk, in whatever context."""

@@ -1,8 +1,10 @@
-"""Real engines for tests: Redis or Valkey, single and cluster, and an S3 store; each where it is installed."""
+"""Real engines for remote tiers, as processes of this machine: Redis or Valkey, single and cluster, and an S3 store.
+
+Each is there where it is installed. ``inside`` is a command that runs others somewhere, such as in a network namespace.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import shutil
@@ -11,15 +13,20 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tests.cache_daemon.operators import free_port
-
 _SECONDS = 30.0
 _TOOLS = Path("build/tools/usr/bin")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def server_program() -> str | None:
@@ -45,19 +52,36 @@ class RedisServer:
     folder: Path
     flags: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
+    host: str = "127.0.0.1"
+    inside: tuple[str, ...] = ()
     _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://{self.host}:{self.port}"
 
     def start(self) -> None:
         program = server_program()
         assert program is not None
         self.folder.mkdir(exist_ok=True)
-        command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = [
+            *self.inside,
+            program,
+            "--port",
+            str(self.port),
+            "--bind",
+            self.host,
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         command += ["--dir", str(self.folder), *self.flags]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + _SECONDS
         while True:
             try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                socket.create_connection((self.host, self.port), timeout=1).close()
                 return
             except OSError:
                 assert time.monotonic() < deadline, "the server does not come up"
@@ -85,7 +109,7 @@ class RedisServer:
     def command(self, *words: str | bytes) -> Any:
         """What the server answers; errors as text with a leading ``-``."""
         with (
-            socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection,
+            socket.create_connection((self.host, self.port), timeout=10) as connection,
             connection.makefile("rb") as file,
         ):
             parts = [w.encode() if isinstance(w, str) else w for w in words]
@@ -167,11 +191,13 @@ class S3Server:
 
     folder: Path
     port: int = field(default_factory=_port_of_a_cluster)
+    host: str = "127.0.0.1"
+    inside: tuple[str, ...] = ()
     secret: ClassVar[str] = "hush-hush"
 
     @property
     def url(self) -> str:
-        return f"s3://key@chunks/p?endpoint=http://127.0.0.1:{self.port}"
+        return f"s3://key@chunks/p?endpoint=http://{self.host}:{self.port}"
 
     def __enter__(self) -> S3Server:
         program = _weed()
@@ -185,34 +211,49 @@ class S3Server:
         config = self.folder / "s3.json"
         config.write_text(json.dumps({"identities": [identity]}))
         ports = {f"-{name}.port": _port_of_a_cluster() for name in ("master", "volume", "filer")}
-        command = [program, "server", f"-dir={self.folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3"]
+        command = [
+            *self.inside,
+            program,
+            "server",
+            f"-dir={self.folder}",
+            f"-ip={self.host}",
+            f"-ip.bind={self.host}",
+            "-s3",
+        ]
         command += [f"-s3.port={self.port}", f"-s3.config={config}", "-master.volumeSizeLimitMB=64", "-volume.max=20"]
         command += [f"{name}={port}" for name, port in ports.items()]
         self._log = (self.folder / "log").open("wb")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         try:
-            self._make_bucket()
+            # Folders of the filer are buckets; the part that speaks S3 comes last.
+            self._until(f"http://{self.host}:{ports['-filer.port']}/buckets/chunks/", "POST")
+            self._until(f"http://{self.host}:{self.port}/chunks/none", "GET")
         except BaseException:
             self.__exit__()
             raise
         return self
 
-    def _make_bucket(self) -> None:
-        program = _weed()
-        deadline = time.monotonic() + 2 * _SECONDS
-        filer = next(w for w in self._process.args if str(w).startswith("-filer.port"))  # type: ignore[union-attr]
+    def _until(self, url: str, method: str) -> None:
+        """Asks until somebody answers, whatever it is."""
+        deadline = time.monotonic() + _SECONDS
         while True:
             assert time.monotonic() < deadline, (self.folder / "log").read_text(errors="replace")[-2000:]
             assert self._process.poll() is None, (self.folder / "log").read_text(errors="replace")[-2000:]
-            with contextlib.suppress(OSError):
-                url = f"http://127.0.0.1:{str(filer).partition('=')[2]}/buckets/chunks/"
-                request = urllib.request.Request(url, method="POST")
-                with urllib.request.urlopen(request, timeout=5):
-                    break
+            try:
+                urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=5).close()
+                return
+            except urllib.error.HTTPError as answer:
+                if answer.code < 500:
+                    return
+            except OSError:
+                pass
             time.sleep(0.1)
-        assert program
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
 
     def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGCONT)
         self._process.kill()
         self._process.wait(20)
         self._log.close()

@@ -1,0 +1,201 @@
+"""Two nodes and a remote tier: what one has read, the other finds, over links of several speeds.
+
+The tier's server is a host of its own, behind a shaped link (``links.py``); both nodes are on this machine, so they
+share its cores but run one after the other. Every repeat has a document that nobody has read: node A reads it, node B
+asks about it. Arms, in this order for each document:
+
+nocache       B computes all of it
+remote_warm   B's first question about it: what A read comes over the link, if that is quicker than computing
+local         B's second one: it has it now
+remote_down   the server is stopped, the document new to B: what a tier costs that is not there
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from kvsidecar import Completion
+from rich.progress import Progress
+
+from benchmarks import report
+from benchmarks.links import Link, link, why_none
+from benchmarks.node import Node
+from benchmarks.remote_servers import RedisServer, S3Server, why_no_s3, why_no_valkey
+
+QUESTION_TOKENS = 32
+ARMS = ("nocache", "remote_warm", "local", "remote_down")
+_LOOPBACK = Link("127.0.0.1", (), 0.0)
+# Of a document's tokens, this share at least is in chunks that do not depend on what follows.
+_SHARED = 0.75
+
+
+class Fleet:
+    """Nodes A and B, each with one worker, and a server between them."""
+
+    def __init__(self, options: argparse.Namespace, tier: str, at: Link, stack: ExitStack) -> None:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self.server: RedisServer | S3Server
+        if tier == "valkey":
+            self.server = RedisServer(folder, ("--protected-mode", "no"), host=at.host, inside=at.inside)
+        else:
+            self.server = S3Server(folder, host=at.host, inside=at.inside)
+        stack.enter_context(self.server)
+        flags: dict[str, Any] = {"remote": self.server.url, "remote_write": "all"}
+        if tier == "s3":
+            secret = folder / "secret"
+            secret.touch(0o600)
+            secret.write_text(S3Server.secret)
+            flags["remote_secret_file"] = secret
+        self.a, self.b = (
+            stack.enter_context(
+                Node(
+                    options.model,
+                    storage_bits=options.storage_bits,
+                    daemon_flags=flags,
+                    # Nothing stays in the pool: what is measured comes from the daemon.
+                    worker_flags={"resident_sequences": 0},
+                )
+            )
+            for _ in range(2)
+        )
+        self._until(lambda: not any(n.cache_stats().remote_failing for n in (self.a, self.b)))
+
+    def share(self, document: list[int]) -> None:
+        """A reads a document, and it is in the tier."""
+        self.a.client().generate(document, max_tokens=1, deadline=600)
+        self.a.settle()
+        self._until(lambda: self.a.cache_stats().remote_pending == 0)
+
+    def ask(self, prompt: list[int], *, skip: bool = False) -> Completion:
+        found = self.b.client().generate(prompt, max_tokens=8, temperature=0, skip_cache=skip, deadline=600)
+        self.b.settle()
+        return found
+
+    def stop(self) -> None:
+        """The server hangs, as it looks from B; returns when B has noticed."""
+        self.server.send(signal.SIGSTOP)
+        self._until(lambda: bool(self.b.cache_stats().remote_failing))
+
+    def go_on(self) -> None:
+        self.server.send(signal.SIGCONT)
+        self._until(lambda: not any(n.cache_stats().remote_failing for n in (self.a, self.b)))
+
+    @staticmethod
+    def _until(done: Any, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not done():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the fleet did not come to that state")
+            time.sleep(0.02)
+
+
+def measure(
+    fleet: Fleet, context: int, repeats: int, rng: random.Random, tally: dict[str, int]
+) -> list[dict[str, Any]]:
+    """The rows of one link, tier and length, without their names."""
+    times: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    moved: dict[str, list[int]] = {arm: [] for arm in ARMS}
+    for _ in range(repeats):
+        document, unread = ([rng.randrange(16, 4000) for _ in range(context - QUESTION_TOKENS)] for _ in range(2))
+        fleet.share(document)
+        question = [rng.randrange(16, 4000) for _ in range(QUESTION_TOKENS)]
+        for arm in ARMS:
+            before = fleet.b.cache_stats()
+            if arm == "remote_down":
+                fleet.stop()
+                found = fleet.ask(unread + question)
+                fleet.go_on()
+            else:
+                found = fleet.ask(document + question, skip=arm == "nocache")
+            after = fleet.b.cache_stats()
+            times[arm].append(found.ttft_ms)
+            moved[arm].append(after.remote_read_bytes - before.remote_read_bytes)
+            if arm == "nocache":
+                expected = found.token_ids
+            elif arm != "remote_down":
+                tally["wrong"] += found.token_ids != expected
+            if arm == "remote_warm":
+                bypassed = after.remote_bypassed + after.remote_late - before.remote_bypassed - before.remote_late
+                tally["bypassed"] += bool(bypassed)
+                tally["lost"] += not bypassed and found.cached_tokens < _SHARED * len(document)
+    return [
+        {
+            "arm": arm,
+            "context_tokens": context,
+            "ttft_ms_p50": report.median(times[arm]),
+            "spread": report.spread(times[arm]),
+            "bytes": int(report.median([float(n) for n in moved[arm]])),
+        }
+        for arm in ARMS
+    ]
+
+
+def _links(options: argparse.Namespace) -> list[float]:
+    why = why_none()
+    if why:
+        report.console.print(f"[yellow]no shaped links: {why}; over the loopback instead[/yellow]")
+        return [0.0]
+    return options.gbit
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    tiers = []
+    for tier in options.tiers:
+        why = why_no_valkey() if tier == "valkey" else why_no_s3()
+        if why:
+            report.console.print(f"[yellow]no {tier}: {why}[/yellow]")
+        else:
+            tiers.append(tier)
+    links, rng = _links(options), random.Random(options.seed)
+    rows: list[dict[str, Any]] = []
+    tally = {"wrong": 0, "lost": 0, "bypassed": 0}
+    with Progress(console=report.console, transient=True) as progress:
+        task = progress.add_task("measuring", total=len(tiers) * len(links) * len(options.context_tokens))
+        for gbit in links:
+            for tier in tiers:
+                with ExitStack() as stack:
+                    at = stack.enter_context(link(gbit)) if gbit else _LOOPBACK
+                    fleet = Fleet(options, tier, at, stack)
+                    measure(fleet, 256, 1, rng, {"wrong": 0, "lost": 0, "bypassed": 0})  # what is slow only once
+                    for context in options.context_tokens:
+                        found = measure(fleet, context, options.repeats, rng, tally)
+                        rows += [{"tier": tier, "link_gbit": gbit, **row} for row in found]
+                        progress.advance(task)
+    return report.write(options, "fleet", rows, tally | _ratios(rows))
+
+
+def _ratios(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    by = {(r["tier"], r["link_gbit"], r["context_tokens"], r["arm"]): r["ttft_ms_p50"] for r in rows}
+    out: dict[str, Any] = {}
+    for (tier, gbit, context, arm), nocache in by.items():
+        if arm == "nocache":
+            where = f"{tier}_{gbit:g}gbit_{context}"
+            out[f"speedup_{where}"] = round(nocache / by[tier, gbit, context, "remote_warm"], 2)
+            out[f"down_over_nocache_{where}"] = round(by[tier, gbit, context, "remote_down"] / nocache, 3)
+    return out
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("fleet", __doc__ or "")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--context-tokens", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--tiers", nargs="+", choices=["valkey", "s3"], default=["valkey", "s3"])
+    parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0], help="speeds of the link")
+    parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.context_tokens, options.repeats, options.tiers = [1024], 3, ["valkey"]
+    return run(options)
+
+
+if __name__ == "__main__":
+    main()
