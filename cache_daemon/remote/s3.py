@@ -116,7 +116,7 @@ def _told() -> Any:
     """Turns the client's errors into ours."""
     try:
         yield
-    except (RemoteFailed, FileNotFoundError):
+    except RemoteFailed:
         raise
     except Exception as error:
         raise RemoteFailed(_reason(error)) from error
@@ -126,11 +126,10 @@ def _reason(error: Exception) -> str:
     """What happened, without the store's own words, which name objects and may quote headers."""
     text = str(error)
     for sign, meaning in (
-        ("403", "the store says 403 (forbidden)"),
-        ("404", "the store says 404 (no such bucket)"),
-        ("503", "the store says 503"),
+        ("NoSuchBucket", "there is no such bucket"),
+        ("SlowDown", "the store says that it is asked too much"),
         ("507", "the store is full"),
-        ("Slow", "the store says that it is asked too much"),
+        ("ConnectError", "it cannot be connected to"),
     ):
         if sign in text:
             return meaning

@@ -29,8 +29,8 @@ from cache_daemon.store.tenants import Tenant
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.turns import Turns
 
-# A look-up that is not answered by then, or by some times what it usually takes, is given up; of what computing costs it
-# may take a part.
+# A look-up that is not answered by then, or by some times what it usually takes, is given up; of what computing costs
+# it may take a part.
 _LOOKUP_SECONDS, _LOOKUP_LATE, _LOOKUP_MOST_SECONDS, _LOOKUP_SHARE = 0.25, 8.0, 1.0, 0.5
 # Nobody waits longer, even where nobody knows what computing costs.
 _MOST_SECONDS = 10.0

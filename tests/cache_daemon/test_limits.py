@@ -32,6 +32,11 @@ def watch_all(peer: Peer) -> None:
         next(calls[-1])
 
 
+def cut(peer: Peer, cuts: list[int], tokens: int = 10, price: float = 0.0) -> None:
+    request = pb.MatchRequest(session_id=peer.session, token_ids=[0] * tokens, cuts=cuts, seconds_per_token=price)
+    peer.stub.Match(request)
+
+
 Refused = tuple[Callable[[Peer], Any], str]
 LIMITS: dict[str, Refused] = {
     "tokens": (
@@ -44,6 +49,11 @@ LIMITS: dict[str, Refused] = {
         ),
         "the number of content probes",
     ),
+    "cuts": (lambda p: cut(p, list(range(1, limits.MAX_CUTS + 2)), limits.MAX_CUTS + 1), "the number of cuts"),
+    "cuts that fall": (lambda p: cut(p, [3, 3]), "a cut at 3 follows 3"),
+    "cuts beyond the prompt": (lambda p: cut(p, [3, 11]), "a cut at 11 follows 3"),
+    "a cut too far": (lambda p: cut(p, [5000], 5000), "tokens between two cuts"),
+    "price": (lambda p: cut(p, [3], price=float("nan")), "seconds_per_token"),
     "headers": (lambda p: p.reserve(*[p.header([1])] * (limits.MAX_ITEMS + 1)), "the number of headers"),
     "items": (
         lambda p: p.stub.Commit(pb.CommitRequest(session_id=p.session, items=[pb.CommitItem()] * 1025)),
