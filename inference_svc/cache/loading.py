@@ -70,12 +70,13 @@ class Loading:
         if not contents and self.in_vain(session, root, sequence):
             done(sequence, Restored())
             return
+        cuts = self._cuts(session, sequence)
         request = pb.MatchRequest(
             session_id=session.id,
             tenant_salt=sequence.cache.tenant_salt,
             token_ids=sequence.tokens,
             contents=contents,
-            cuts=self._cuts(session, sequence),
+            cuts=cuts,
             seconds_per_token=self._economy.price,
         )
         found = session.stub.Match(request, timeout=self._patience(session, len(sequence.tokens)))
@@ -97,7 +98,8 @@ class Loading:
                 tokens=tokens,
                 plan=Plan(len(sequence.tokens), exact, tuple(stretches)) if stretches else None,
                 repair=repair if stretches else None,
-                stored=_stored_prefix(found.matches),
+                # The prompt's own end is no cut.
+                stored=_stored_prefix(found.matches, cuts[:-1] if session.remote else None),
                 lookup_ms=(looked_up - began) * 1e3,
                 transfer_ms=found.promote_ms,
             )
@@ -223,11 +225,14 @@ def marks_of(sequence: Sequence) -> Marks:
     return replace(marks, segment_ends=(*marks.segment_ends, sequence.prompt_tokens))
 
 
-def _stored_prefix(matches: Any) -> StoredPrefix:
-    """Where storing goes on: after the last chunk that matched wholly."""
-    tokens, last, covered = 0, b"", 0
-    for match in matches:
+def _stored_prefix(matches: Any, cuts: list[int] | None) -> StoredPrefix:
+    """Where storing goes on: after the last chunk that matched wholly. Where nodes share chunks, which they know by
+    their ``cuts``, after the last one up to which all are cut so: a tail in between would be unknown to others, with all
+    that follows it, so the chunk that takes its place is stored anew."""
+    tokens, last, covered, shared = 0, b"", 0, True
+    for n, match in enumerate(matches):
         covered += match.matched_tokens
-        if match.matched_tokens == match.tokens:
+        shared = shared and (cuts is None or cuts[n : n + 1] == [covered])
+        if shared and match.matched_tokens == match.tokens:
             tokens, last = covered, match.prefix_hash
     return StoredPrefix(tokens, last, covered)

@@ -67,7 +67,9 @@ class Storing:
             chunks = self._write(session, sequence, pool, group, list(reserved))
             if chunks:
                 tokens = stored.tokens + sum(h.token_count for h in group[:chunks])
-                stored = StoredPrefix(tokens, hashes[chunks - 1], tokens)
+                before, stored = stored, StoredPrefix(tokens, hashes[chunks - 1], tokens)
+                if session.remote and not headers and chunks == len(group):
+                    stored = _without_tail(before, group, hashes)
             if chunks < len(group):
                 break
         return stored
@@ -127,3 +129,11 @@ class Storing:
         slots = torch.from_numpy(sequence.table.slots(start, start + header.token_count))
         pack_chunk(pool.keys, pool.values, slots, header, payload)
         return pb.CommitItem(reservation_id=reservation.reservation_id, checksum=keys.checksum(payload))
+
+
+def _without_tail(before: StoredPrefix, group: list[ChunkHeader], hashes: list[bytes]) -> StoredPrefix:
+    """What is stored when all of a last group is, with storing to go on before its last chunk: that ends where the
+    sequence does, and nowhere that another node would cut. What goes on from there takes its place."""
+    tail = group[-1].start_position
+    last = hashes[-2] if len(hashes) > 1 else before.prefix_hash
+    return StoredPrefix(tail, last, tail + group[-1].token_count)
