@@ -139,6 +139,12 @@ def measure(
 
 def _links(options: argparse.Namespace) -> list[float]:
     why = why_none()
+    if not why:
+        try:
+            with link(1.0):
+                pass
+        except RuntimeError as error:
+            why = str(error)
     if why:
         report.console.print(f"[yellow]no shaped links: {why}; over the loopback instead[/yellow]")
         return [0.0]

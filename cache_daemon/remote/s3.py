@@ -44,7 +44,7 @@ class S3Engine:
         from obstore.store import S3Store
 
         address, secret = self._address, self._credentials.secret
-        given: dict[str, Any] = {"region": address.region or "us-east-1"}
+        given: dict[str, Any] = {"region": address.region} if address.region else {}
         if address.endpoint:
             given["endpoint"] = address.endpoint
         if address.user:

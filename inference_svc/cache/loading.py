@@ -227,8 +227,8 @@ def marks_of(sequence: Sequence) -> Marks:
 
 def _stored_prefix(matches: Any, cuts: list[int] | None) -> StoredPrefix:
     """Where storing goes on: after the last chunk that matched wholly. Where nodes share chunks, which they know by
-    their ``cuts``, after the last one up to which all are cut so: a tail in between would be unknown to others, with all
-    that follows it, so the chunk that takes its place is stored anew."""
+    their ``cuts``, after the last one up to which all are cut so: a tail in between would be unknown to others, with
+    what follows it, so the chunk that takes its place is stored anew."""
     tokens, last, covered, shared = 0, b"", 0, True
     for n, match in enumerate(matches):
         covered += match.matched_tokens
