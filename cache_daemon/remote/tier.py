@@ -34,6 +34,8 @@ _CALL_BYTES = 4 << 20
 # A call that writes, or looks before it writes, has this long, and longer by its bytes.
 _WRITE_SECONDS, _WRITE_BYTES_PER_SECOND = 2.0, 4e6
 _PAGE, _MOST_SPOILT = 256, 1024
+# Records that are checked before others have their turn on the event loop.
+_SLICE = 32
 
 T = TypeVar("T")
 log = structlog.get_logger("cache_daemon")
@@ -105,8 +107,12 @@ class RemoteTier:
             self.figures.timed_out(min(time.perf_counter() - began, seconds))
             raise
         self.figures.looked(time.perf_counter() - began, sum(len(r or b"") for r in records))
-        mark = mark_of(everything, tenant)
-        return Found([self._entry(root, key, r, mark) for key, r in zip(hashes, records, strict=True)], mark)
+        mark, entries = mark_of(everything, tenant), list[Entry | None]()
+        for key, record in zip(hashes, records, strict=True):
+            entries.append(self._entry(root, key, record, mark))
+            if len(entries) % _SLICE == 0:
+                await asyncio.sleep(0)
+        return Found(entries, mark)
 
     def _entry(self, root: bytes, key: bytes, record: bytes | None, mark: bytes) -> Entry | None:
         if record is None:
@@ -210,22 +216,22 @@ class RemoteTier:
 
     async def forget_branch(self, root: bytes, key: bytes) -> int:
         """Removes a chunk and all that continues it. Returns how many there were. Raises RemoteFailed."""
-        parents: dict[bytes, bytes] = {}
+        children: dict[bytes, list[bytes]] = {}
         entries: dict[bytes, Entry] = {}
         async for page in self._scanned(self.names.tenant(root)):
             hashes = [found for name in page if (found := self.names.hash_of_head(root, name)) is not None]
             for at in range(0, len(hashes), _PAGE):
                 found = await self.find(root, hashes[at : at + _PAGE], _WRITE_SECONDS)
                 for entry in filter(None, found.entries):
-                    parents[entry.header.prefix_hash] = entry.header.parent_prefix_hash
+                    children.setdefault(entry.header.parent_prefix_hash, []).append(entry.header.prefix_hash)
                     entries[entry.header.prefix_hash] = entry
-        doomed = {key}
-        while more := {child for child, parent in parents.items() if parent in doomed and child not in doomed}:
-            doomed |= more
+        doomed = [key]
+        for gone in doomed:
+            doomed += children.pop(gone, ())
         names = [self.names.head(root, gone) for gone in doomed]
         names += [name for gone in doomed if gone in entries for name in self._parts_of(entries[gone])]
         await self._delete(names)
-        return len(doomed & entries.keys())
+        return sum(gone in entries for gone in doomed)
 
     async def remove_spoilt(self) -> None:
         """Removes records that were rejected; their parts are found by nobody then. Raises RemoteFailed."""

@@ -19,6 +19,7 @@ from cache_daemon.remote.engine import Item, RemoteFailed
 # The caller's deadlines are shorter; this one only ends what nobody waits for any more.
 _REQUEST_MS, _CONNECT_MS = 10_000, 1_000
 _SCANNED = 1000
+_VALUE = (bytes, type(None))
 
 
 class ValkeyEngine:
@@ -75,7 +76,10 @@ class ValkeyEngine:
     async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
         client = self._client(lane)
         with _told():
-            return list(await client.mget(list(names))) if names else []
+            found = await client.mget(list(names)) if names else []
+        if not isinstance(found, list) or len(found) != len(names) or not all(isinstance(v, _VALUE) for v in found):
+            raise RemoteFailed("its answer is not what was asked for")
+        return found
 
     async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
         client = self._client(0)

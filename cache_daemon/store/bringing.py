@@ -166,18 +166,13 @@ class Bringing:
         patience = min(usual, wanted.patience, worth * _LOOKUP_SHARE or _LOOKUP_SECONDS)
         found = await self._tier.find(wanted.root, [link.key for link in links], patience)
         self._seen(wanted.root, found.mark)
-        entries = self._fitting(wanted, links, found.leading)
+        entries = await self._fitting(wanted, links, found.leading)
         before = self._covered(wanted)
         while entries and links[len(entries) - 1].end - before < _LEAST_TOKENS:
             entries.pop()
         if not entries:
             return 0
-        ready = [
-            wanted.price * (link.end - before)
-            or sum(e.header.prefill_seconds for e in entries[: n + 1])
-            or _MOST_SECONDS
-            for n, link in enumerate(links[: len(entries)])
-        ]
+        ready = _computed_by(wanted.price, entries, [link.end - before for link in links])
         spent = time.perf_counter() - began
         chosen = self._choose(entries, ready, min(wanted.patience, _MOST_SECONDS) - spent)
         if not chosen:
@@ -191,10 +186,12 @@ class Bringing:
         return tokens
 
     @staticmethod
-    def _fitting(wanted: Wanted, links: Sequence[_Link], entries: Sequence[Entry]) -> list[Entry]:
+    async def _fitting(wanted: Wanted, links: Sequence[_Link], entries: Sequence[Entry]) -> list[Entry]:
         """Leading entries that are the asker's chunks in every respect, tokens included."""
         out: list[Entry] = []
+        turns = Turns()
         for link, entry in zip(links, entries, strict=False):
+            await turns.give_way()
             header = entry.header
             ids = wanted.ids[link.start * keys.TOKEN_BYTES : link.end * keys.TOKEN_BYTES]
             if (
@@ -354,6 +351,16 @@ class Bringing:
         if self._measuring is not None:
             self._measuring.cancel()
             await asyncio.wait({self._measuring})
+
+
+def _computed_by(price: float, entries: Sequence[Entry], tokens: Sequence[int]) -> list[float]:
+    """The seconds after which the asker could have computed as far as each entry reaches, so many ``tokens``. What it
+    does not know, the writers do."""
+    out, known = [], 0.0
+    for entry, ahead in zip(entries, tokens, strict=False):
+        known += entry.header.prefill_seconds
+        out.append(price * ahead or known or _MOST_SECONDS)
+    return out
 
 
 async def _to_its_end(work: Awaitable[T]) -> T:
