@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _SHARE, _MOST_SAVED = 0.1, 4.0
 
@@ -45,7 +45,7 @@ class Hedging:
                 task.add_done_callback(_heard)
 
 
-def _heard(task: asyncio.Future[object]) -> None:
+def _heard(task: asyncio.Future[Any]) -> None:
     """What a loser raised is nobody's concern."""
     if not task.cancelled():
         task.exception()

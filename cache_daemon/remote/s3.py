@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from kvsidecar.errors import ConfigurationError
@@ -112,7 +112,7 @@ class S3Engine:
 
 
 @contextlib.contextmanager
-def _told() -> Any:
+def _told() -> Iterator[None]:
     """Turns the client's errors into ours."""
     try:
         yield

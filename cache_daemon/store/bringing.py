@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvsidecar import keys
 from kvsidecar.layout import Geometry
@@ -378,7 +378,7 @@ async def _to_its_end(work: Awaitable[T]) -> T:
     return running.result()
 
 
-def _heard(task: asyncio.Future[object]) -> None:
+def _heard(task: asyncio.Future[Any]) -> None:
     """What became of something that nobody waits for any more."""
     if not task.cancelled():
         task.exception()
