@@ -87,7 +87,7 @@ class Sending:
         self._known: OrderedDict[bytes, float] = OrderedDict()  # what is there already, and until when (monotonic)
         self._marks: OrderedDict[bytes, bytes] = OrderedDict()  # what tenants' marks were when last seen
         self._forgetting: list[_Forget] = []
-        self._generation = tier.generation
+        self._generation, self._on_their_way = tier.generation, 0
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self.counts = SendingCounts()
@@ -97,7 +97,7 @@ class Sending:
 
     @property
     def pending(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + self._on_their_way
 
     @property
     def deletions(self) -> int:
@@ -263,6 +263,7 @@ class Sending:
 
     async def _send(self, batch: Sequence[Chunk]) -> None:
         tries = {chunk.key: self._queue.pop(chunk.key)[1] for chunk in batch}
+        self._on_their_way = len(batch)
         try:
             await self._write(batch)
         except BaseException:
@@ -274,6 +275,8 @@ class Sending:
                 else:
                     self.counts.dropped += 1
             raise
+        finally:
+            self._on_their_way = 0
 
     async def _write(self, batch: Sequence[Chunk]) -> None:
         root = batch[0].root

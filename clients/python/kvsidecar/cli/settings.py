@@ -31,6 +31,7 @@ S = TypeVar("S", bound=BaseSettings)
 
 # The prefixes of the services: each is refused by the one that it belongs to.
 _PREFIXES = ("KVSIDECAR_CACHE_", "KVSIDECAR_WORKER_", "KVSIDECAR_GATEWAY_")
+_PASSWORD = re.compile(r"(//[^/@:\s]*):[^\s]*@")
 # Kubernetes puts these into every container for a Service that is called kvsidecar.
 _FROM_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 
@@ -92,8 +93,13 @@ def read_settings(settings: type[S], given: dict[str, Any], config: Path | None)
         first = error.errors()[0]
         name = ".".join(str(p) for p in first["loc"]) or "the settings"
         raise ConfigurationError(
-            f"{name} is {first.get('input')!r}: {first['msg'].removeprefix('Value error, ')}"
+            f"{name} is {_shown(first.get('input'))}: {first['msg'].removeprefix('Value error, ')}"
         ) from error
+
+
+def _shown(value: object) -> str:
+    """A refused value, without the password of a URL."""
+    return _PASSWORD.sub(r"\1:...@", repr(value))
 
 
 def refuse_unknown_variables(settings: type[BaseSettings]) -> None:
