@@ -209,8 +209,10 @@ def test_callers_that_go_away_leave_nothing(fleet: Fleet) -> None:
     try:
         request = pb.MatchRequest(session_id=peer.session, token_ids=ids, cuts=cuts_of(ids), seconds_per_token=1.0)
         for _ in range(3):
-            with pytest.raises(grpc.RpcError):
-                peer.stub.Match(request, timeout=0.1)
+            call = peer.stub.Match.future(request, timeout=20)
+            with pytest.raises(grpc.FutureTimeoutError):
+                call.result(timeout=0.05)
+            call.cancel()
         fleet.until(1, lambda stats: stats.arena_used_bytes == used and stats.leases == 0)
     finally:
         fleet.networks[1].go_on()
