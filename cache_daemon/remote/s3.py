@@ -58,7 +58,7 @@ class S3Engine:
         retries: Any = {"max_retries": 0}
         try:
             self._stores = [
-                S3Store(address.bucket, config=given, client_options=options, retry_config=retries)  # type: ignore[arg-type]
+                S3Store(address.bucket, config=given, client_options=options, retry_config=retries)
                 for _ in range(self.lanes)
             ]
         except Exception as error:

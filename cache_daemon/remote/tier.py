@@ -219,7 +219,7 @@ class RemoteTier:
         children: dict[bytes, list[bytes]] = {}
         entries: dict[bytes, Entry] = {}
         async for page in self._scanned(self.names.tenant(root)):
-            hashes = [found for name in page if (found := self.names.hash_of_head(root, name)) is not None]
+            hashes = [h for h in (self.names.hash_of_head(root, name) for name in page) if h is not None]
             for at in range(0, len(hashes), _PAGE):
                 found = await self.find(root, hashes[at : at + _PAGE], _WRITE_SECONDS)
                 for entry in filter(None, found.entries):
