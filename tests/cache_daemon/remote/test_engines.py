@@ -149,3 +149,22 @@ async def test_a_password_is_needed_and_never_told(tmp_path: Path) -> None:
         engine = new_engine(url, credentials)
         assert await asked(engine) == [None]
         await engine.close()
+
+
+@pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
+async def test_a_user_needs_no_more_rights_than_security_says(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text(encoding="utf-8")
+    rights = page.partition("~kvsidecar/*")[2].partition("`")[0].split()
+    assert "+@read" in rights
+    with RedisServer(tmp_path) as server:
+        server.command("ACL", "SETUSER", "kvsidecar", "on", ">hush-hush", "~kvsidecar/*", *rights)
+        engine = new_engine(parse_remote(f"redis://kvsidecar@127.0.0.1:{server.port}"), Credentials("hush-hush"))
+        async with node(engine, prefix="kvsidecar", ttl_seconds=60) as a, node(engine, prefix="kvsidecar") as b:
+            await a.share(prompt(3))
+            assert (await b.ask(prompt(3)))[0] == 3 * CHUNK
+            await a.bench.store.delete(a.bench.root(), b"")
+            assert a.stats.remote_deletions == 0
+        await engine.connect()
+        with pytest.raises(RemoteFailed, match="NOPERM"):
+            await engine.put_many([("others/1", b"x")], None)
+        await engine.close()
