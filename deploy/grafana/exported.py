@@ -8,7 +8,12 @@ from inference_svc.gateway.app import Metrics
 from inference_svc.gateway.router import Router
 
 # Beside the fields of the daemon's statistics (cache_daemon/observe/prometheus.py).
-_FURTHER = {"durable_failing": "gauge", "calls_total": "counter", "call_seconds_total": "counter"}
+_FURTHER = {
+    "durable_failing": "gauge",
+    "remote_failing": "gauge",
+    "calls_total": "counter",
+    "call_seconds_total": "counter",
+}
 
 
 def exported() -> dict[str, str]:
