@@ -20,6 +20,17 @@ from cache_daemon.remote.engine import Item, RemoteFailed
 _REQUEST_MS, _CONNECT_MS = 10_000, 1_000
 _SCANNED = 1000
 _VALUE = (bytes, type(None))
+_MEANINGS = {
+    "maxmemory": "the server is full",
+    "oom": "the server is full",
+    "readonly": "the server takes no writes",
+    "noauth": "the server asks for a password",
+    "wrongpass": "the server does not take the password",
+    "permission": "the server's user may not do that",
+    "clusterdown": "the cluster is down",
+    "loading": "the server is starting",
+    "misconf": "the server cannot write to its disk",
+}
 
 
 class ValkeyEngine:
@@ -128,11 +139,11 @@ def _told() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """What happened, in the server's first words: what follows may name keys."""
-    text = str(error)
-    for word in ("OOM", "READONLY", "NOAUTH", "WRONGPASS", "NOPERM", "CLUSTERDOWN", "LOADING", "MISCONF"):
-        if word in text:
-            return f"the server says {word}"
+    """What happened, in our words: the server's may name keys."""
+    text = str(error).lower()
+    for sign, meaning in _MEANINGS.items():
+        if sign in text:
+            return meaning
     return f"the client says {type(error).__name__}"
 
 
