@@ -2,12 +2,14 @@
 
 The tier's server is a host of its own, behind a shaped link (``links.py``); both nodes are on this machine, so they
 share its cores but run one after the other. Every repeat has a document that nobody has read: node A reads it, node B
-asks about it. Arms, in this order for each document:
+asks about it.
 
 nocache       B computes all of it
 remote_warm   B's first question about it: what A read comes over the link, if that is quicker than computing
-local         B's second one: it has it now
-remote_down   the server is stopped, the document new to B: what a tier costs that is not there
+local         the same question again: B has it now
+remote_down   the server is stopped, the document new to both: what a tier costs that is not there
+
+The first three take turns for each document, the last one with nocache while the server is stopped.
 """
 
 from __future__ import annotations
@@ -101,37 +103,43 @@ def measure(
 ) -> list[dict[str, Any]]:
     """The rows of one link, tier and length, without their names."""
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    moved: dict[str, list[int]] = {arm: [] for arm in ARMS}
+    moved: dict[str, list[float]] = {arm: [] for arm in ARMS}
+
+    def ask(arm: str, prompt: list[int]) -> Completion:
+        before = fleet.b.cache_stats()
+        found = fleet.ask(prompt, skip=arm == "nocache")
+        after = fleet.b.cache_stats()
+        times[arm].append(found.ttft_ms)
+        moved[arm].append(after.remote_read_bytes - before.remote_read_bytes)
+        if arm == "remote_warm":
+            bypassed = after.remote_bypassed + after.remote_late - before.remote_bypassed - before.remote_late
+            tally["bypassed"] += bool(bypassed)
+            tally["lost"] += not bypassed and found.cached_tokens < _SHARED * len(prompt)
+        return found
+
+    def new(tokens: int) -> list[int]:
+        return [rng.randrange(16, 4000) for _ in range(tokens)]
+
     for _ in range(repeats):
-        document, unread = ([rng.randrange(16, 4000) for _ in range(context - QUESTION_TOKENS)] for _ in range(2))
+        document = new(context - QUESTION_TOKENS)
         fleet.share(document)
-        question = [rng.randrange(16, 4000) for _ in range(QUESTION_TOKENS)]
-        for arm in ARMS:
-            before = fleet.b.cache_stats()
-            if arm == "remote_down":
-                fleet.stop()
-                found = fleet.ask(unread + question)
-                fleet.go_on()
-            else:
-                found = fleet.ask(document + question, skip=arm == "nocache")
-            after = fleet.b.cache_stats()
-            times[arm].append(found.ttft_ms)
-            moved[arm].append(after.remote_read_bytes - before.remote_read_bytes)
-            if arm == "nocache":
-                expected = found.token_ids
-            elif arm != "remote_down":
-                tally["wrong"] += found.token_ids != expected
-            if arm == "remote_warm":
-                bypassed = after.remote_bypassed + after.remote_late - before.remote_bypassed - before.remote_late
-                tally["bypassed"] += bool(bypassed)
-                tally["lost"] += not bypassed and found.cached_tokens < _SHARED * len(document)
+        prompt = document + new(QUESTION_TOKENS)
+        answers = [ask(arm, prompt).token_ids for arm in ("nocache", "remote_warm", "local")]
+        tally["wrong"] += sum(answer != answers[0] for answer in answers)
+    fleet.stop()
+    try:
+        for _ in range(repeats):
+            prompt = new(context)
+            tally["wrong"] += ask("nocache", prompt).token_ids != ask("remote_down", prompt).token_ids
+    finally:
+        fleet.go_on()
     return [
         {
             "arm": arm,
             "context_tokens": context,
             "ttft_ms_p50": report.median(times[arm]),
             "spread": report.spread(times[arm]),
-            "bytes": int(report.median([float(n) for n in moved[arm]])),
+            "bytes": int(report.median(moved[arm])),
         }
         for arm in ARMS
     ]
@@ -199,7 +207,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.context_tokens, options.repeats, options.tiers = [1024], 3, ["valkey"]
+        options.context_tokens, options.repeats, options.tiers, options.gbit = [1024], 3, ["valkey"], [10.0]
     return run(options)
 
 
