@@ -128,8 +128,8 @@ class RemoteTier:
         return None if over or entry.mark != mark else entry
 
     async def parts(self, entries: Sequence[Entry], seconds: float) -> list[list[bytes] | None]:
-        """The parts of some entries' payloads, of a few megabytes together; None for one of which a part is missing or
-        has another size. Raises RemoteFailed."""
+        """The parts of some entries' payloads, of a few megabytes together; None for one of which a part is missing, as
+        when the engine has pushed it out. Raises RemoteFailed."""
         names = [self._parts_of(entry) for entry in entries]
         flat = [name for of_one in names for name in of_one]
         size = sum(entry.stored_length for entry in entries)
@@ -138,8 +138,7 @@ class RemoteTier:
         out: list[list[bytes] | None] = []
         for entry, of_one in zip(entries, names, strict=True):
             parts = [value for _, value in zip(of_one, values, strict=False) if value is not None]
-            whole = len(parts) == entry.parts and sum(map(len, parts)) == entry.stored_length
-            out.append(parts if whole else None)
+            out.append(parts if len(parts) == entry.parts else None)
         self.counts.read_bytes += size
         return out
 
@@ -171,7 +170,12 @@ class RemoteTier:
         self.counts.rejected += 1
         if self.counts.rejected == 1:
             log.warning("a value of the remote tier is not what it should be; it is not used", why=str(error))
-        if error.damaged and len(self.spoilt) < _MOST_SPOILT:
+        if error.damaged:
+            self.drop(root, key)
+
+    def drop(self, root: bytes, key: bytes) -> None:
+        """Notes a record that is to be removed."""
+        if len(self.spoilt) < _MOST_SPOILT:
             self.spoilt[root, key] = None
 
     # ---- writing --------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ class Bringing:
         """Unpacks a payload into a slot and lists its chunk. False ends the prefix."""
         header, tiers = entry.header, self._tiers
         if parts is None:
-            self._tier.reject(wanted.root, header.prefix_hash, Unfit("its payload is not all there"))
+            self._tier.drop(wanted.root, header.prefix_hash)
             return False
         there = tiers.index.get(header.prefix_hash)
         if there is not None:  # somebody was faster

@@ -245,6 +245,19 @@ async def test_what_fails_its_checks_is_a_miss_and_goes(what: str, how: str) -> 
         b.bench.store.check_integrity()
 
 
+async def test_a_part_that_the_engine_pushed_out_is_a_miss_and_no_reason_to_worry() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        ids = prompt(4)
+        await a.share(ids)
+        third = keys.prefix_hash(parent_of(a, ids, 2), ids[2 * CHUNK : 3 * CHUNK])
+        del engine.values[name_of(engine, third, "part")]
+        assert (await b.ask(ids))[0] == 2 * CHUNK
+        assert b.stats.remote_rejected == 0
+        await b.sent()
+        assert a.tier.names.head(a.bench.root(), third) not in engine.values, "it can be written again"
+
+
 async def test_another_model_under_the_same_name_is_not_used() -> None:
     """A writer that lies about what its chunk is: every hash holds, the geometry is another."""
     from kvsidecar.layout import Geometry, new_header
