@@ -23,7 +23,6 @@ NAMES = (
     "faults",
     "soak",
     "streaming",
-    "fleet",
 )
 _WITHOUT_MODEL = ("kernels", "cpu_kernels", "store", "faults", "soak", "streaming")
 
