@@ -37,8 +37,8 @@ async function reason(answer) {
 }
 
 function sentence(text) {
-  const said = String(text).trim();
-  return said.charAt(0).toUpperCase() + said.slice(1) + (/[.!?]$/.test(said) ? "" : ".");
+  const said = String(text).trim(), name = /^\w+[._]/.test(said);  // of an option: it stays as it is
+  return (name ? said : said.charAt(0).toUpperCase() + said.slice(1)) + (/[.!?]$/.test(said) ? "" : ".");
 }
 
 export const models = async () => (await (await call("v1/models")).json()).data;

@@ -59,9 +59,8 @@ export class Conversation extends EventTarget {
   async _answer() {
     const body = this._body(this._messages(this._kept.turns.length));
     const turn = { role: "assistant", content: "", model: body.model };
-    this._add(turn);
     const abort = (this._abort = new AbortController());
-    this._changed();
+    this._add(turn);
     const meter = new Meter(turn);
     try {
       for await (const event of streamChat(body, abort.signal)) {

@@ -269,6 +269,7 @@ def test_a_key_is_asked_for_and_kept_by_the_tab_only(opened: Any, served: Served
         assert ask(page, "open").locator(".problem").is_hidden()
         expect(page.locator("#node")).to_contain_text("You see what is yours")
         assert page.evaluate("[...Object.values(localStorage)].join().includes('sesame')") is False
+        page.close()
     finally:
         gateway.terminate()
         gateway.wait(20)
