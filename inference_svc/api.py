@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from inference_svc.cache.verdicts import store_verdict
 from inference_svc.config import WorkerConfig
 from inference_svc.engine.sequence import Output
 from inference_svc.engine.sequence import Sequence as EngineSequence
+from inference_svc.explaining import prompt_parts
 from inference_svc.model.loader import quiet_transformers
 from inference_svc.prompts import Prompter
 from inference_svc.reuse.judgement import Report, Thresholds
@@ -58,6 +59,7 @@ class Result:
     tokens_per_sec: float
     timings: dict[str, float]
     tool_calls: list[pb.ToolCall] = field(default_factory=list)
+    prompt_parts: list[pb.PromptPart] = field(default_factory=list, repr=False)
 
     @property
     def kv_reuse_ratio(self) -> float:
@@ -203,7 +205,7 @@ class Engine:
         sequence = self._prompter.sequence(request, outputs.put, began)
         sequence.timings.tokenize_ms = (time.perf_counter() - began) * 1e3
         self._runtime.engine.submit(sequence)
-        return _Call(sequence, outputs, began, self._prompter.call_parser(request))
+        return _Call(sequence, outputs, began, self._prompter.call_parser(request), self._prompter.text)
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,7 @@ class _Call:
     outputs: queue.SimpleQueue[Output]
     began: float
     parser: CallParser | None
+    decode: Callable[[list[int]], str]
 
 
 def _wait(call: _Call) -> Result:
@@ -244,6 +247,7 @@ def _wait(call: _Call) -> Result:
         tokens_per_sec=s.generated / (total_ms / 1e3),
         timings=dict(vars(s.timings)),
         tool_calls=calls,
+        prompt_parts=prompt_parts(s, call.decode) if s.parts else [],
     )
 
 

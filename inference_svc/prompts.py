@@ -162,6 +162,11 @@ class Prompter:
             raise InvalidRequest(f"segment_ends must rise from 1 to at most the prompt's {tokens} tokens")
         return Marks(tuple(self._ids(separator, False)) if separator else (), ends)
 
+    def text(self, ids: list[int]) -> str:
+        """What token ids say, special tokens included; those that only pad the vocabulary say nothing."""
+        known = len(self._tokenizer)
+        return str(self._tokenizer.decode([i for i in ids if i < known]))
+
     def sequence(self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float) -> Sequence:
         """A sequence ready to be submitted."""
         tokens, marks = self.bounded_tokens(request.prompt, cache=request.cache)
@@ -194,6 +199,7 @@ class Prompter:
             steering=self._conversations.steering(request),
             speculation=self.speculation(request.speculation),
             arrived=arrived,
+            explain=request.explain,
         )
 
     def call_parser(self, request: pb.GenerateRequest) -> CallParser | None:

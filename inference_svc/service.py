@@ -20,6 +20,7 @@ from kvsidecar.requests import add_calls
 from inference_svc.engine.pool import PAGE_TOKENS
 from inference_svc.engine.sampling import Drawn
 from inference_svc.engine.sequence import Output, Sequence
+from inference_svc.explaining import prompt_parts
 from inference_svc.freed_memory import give_back_freed_memory
 from inference_svc.model.streaming.loading import Streamed
 from inference_svc.prompts import Prompter
@@ -65,6 +66,7 @@ class InferenceService(InferenceServiceServicer):
             response.token_ids.extend(part.token_ids)
             response.logprobs.extend(part.logprobs)
             add_calls(response.tool_calls, part.tool_calls)
+            response.prompt_parts.extend(part.prompt_parts)
             if part.finish_reason:
                 response.finish_reason = part.finish_reason
                 response.usage.CopyFrom(part.usage)
@@ -97,6 +99,10 @@ class InferenceService(InferenceServiceServicer):
                 part = self._part(sequence, output, request_id)
                 if calls is not None:
                     read_calls(calls, part)
+                if request_id and sequence.parts:
+                    part.prompt_parts.extend(
+                        await self._read(request, lambda: prompt_parts(sequence, self._prompter.text))
+                    )
                 yield part
                 request_id = ""
         finally:
@@ -148,14 +154,10 @@ class InferenceService(InferenceServiceServicer):
         return part
 
     def _logprob(self, drawn: Drawn) -> pb.TokenLogprob:
-        top = [pb.TokenLogprob(token_id=t, text=self._text([t]), logprob=p) for t, p in drawn.top]
+        top = [pb.TokenLogprob(token_id=t, text=self._prompter.text([t]), logprob=p) for t, p in drawn.top]
         return pb.TokenLogprob(
-            token_id=drawn.token, text=self._text([drawn.token]), logprob=drawn.logprob or 0.0, top=top
+            token_id=drawn.token, text=self._prompter.text([drawn.token]), logprob=drawn.logprob or 0.0, top=top
         )
-
-    def _text(self, ids: list[int]) -> str:
-        known = len(self._loaded.tokenizer)
-        return str(self._loaded.tokenizer.decode([i for i in ids if i < known]))
 
     @unary(INFERENCE_DOMAIN)
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
@@ -198,7 +200,7 @@ class InferenceService(InferenceServiceServicer):
         wrong = next((i for i in request.token_ids if i >= self._loaded.config.vocab_size), None)
         if wrong is not None:
             raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {self._loaded.config.vocab_size}")
-        return pb.DetokenizeResponse(text=self._text(list(request.token_ids)))
+        return pb.DetokenizeResponse(text=self._prompter.text(list(request.token_ids)))
 
     # ---- state ----------------------------------------------------------------------------------------------
 

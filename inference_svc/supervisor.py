@@ -61,6 +61,8 @@ class ServeConfig(ModelSettings):
     """Address of the HTTP gateway."""
     port: int = Field(default=8000, ge=1, le=65535)
     """Port of the HTTP gateway."""
+    page: bool = True
+    """Serve a page at / of the gateway: chat, what is reused, the node."""
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     """Private folder for the sockets."""
     store: str = Field(default_factory=lambda: str(default_data_dir() / "store"))
@@ -181,7 +183,8 @@ class Supervisor:
 
     def _gateway_command(self) -> list[str]:
         workers = ",".join(map(str, self.worker_sockets))
-        flags = {"host": self._config.host, "port": self._config.port, "workers": workers} | self._set("log_level")
+        flags = {"host": self._config.host, "port": self._config.port, "workers": workers}
+        flags |= {"cache_socket": self.cache_socket} | self._set("log_level", "page")
         return [sys.executable, "-m", "inference_svc", "gateway", *_flags(flags)]
 
     def _set(self, *names: str) -> dict[str, object]:

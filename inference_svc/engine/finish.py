@@ -14,6 +14,7 @@ from inference_svc.engine.residents import Resident, Residents
 from inference_svc.engine.sampling import Drawn
 from inference_svc.engine.sequence import Finish, Output, Sequence, State, StoredPrefix
 from inference_svc.engine.stats import EngineStats
+from inference_svc.reuse.parts import parts_of
 
 log = structlog.get_logger("engine")
 
@@ -29,6 +30,9 @@ def take_token(sequence: Sequence, drawn: Drawn, longest: int) -> Finish | None:
         timings.ttft_ms = (now - sequence.arrived) * 1e3
         if sequence.gate is not None:
             timings.restore_ms += sequence.gate.restore_ms
+        if sequence.explain:
+            exact = sequence.cached_tokens - sequence.approximate_tokens
+            sequence.parts = parts_of(sequence.prompt_tokens, exact, sequence.plan, sequence.repaired)
     sequence.sampler.accept(drawn.token)
     sequence.tokens.append(drawn.token)
     ended = drawn.token in sequence.stop_tokens

@@ -62,8 +62,8 @@ class Deviation:
 
 class Repairing:
     """One prompt's repair. ``steps`` yields after every piece of work; ``logits`` holds the wanted rows' at the end,
-    ``recomputed`` how many approximate tokens were chosen, ``row_layers`` the work: rows times the layers that each
-    went through."""
+    ``chosen`` the positions of the approximate tokens that were computed again, ``row_layers`` the work: rows times
+    the layers that each went through."""
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class Repairing:
         self._piece_rows, self._gate = piece_rows, gate
         self._logits_at = np.asarray([plan.tokens - 1]) if logits_at is None else logits_at
         self._device = pool.keys.device
-        self.recomputed = self.row_layers = 0
+        self.chosen: Positions = np.empty(0, np.int64)
+        self.row_layers = 0
         self.logits: list[Tensor] = []
 
     def steps(self) -> Iterator[int]:
@@ -110,9 +111,8 @@ class Repairing:
         yield from self._finish(go_on, hidden[np.searchsorted(positions, go_on)], depth)
 
     def _choose(self, signals: Signals) -> Positions:
-        chosen = self._strategy.choose(self._plan, self._ratio, signals)
-        self.recomputed = len(chosen)
-        return chosen
+        self.chosen = self._strategy.choose(self._plan, self._ratio, signals)
+        return self.chosen
 
     def _batch(self, positions: Positions, logits: bool = False) -> rows.Batch:
         span = rows.Span(self._tokens[positions].tolist(), 0, self._table, False, positions, self._gate)
@@ -229,6 +229,6 @@ class Repairs:
             return None
         del self._going[sequence]
         if not sequence.first_token_at:
-            sequence.recomputed_tokens = work.recomputed
+            sequence.recomputed_tokens, sequence.repaired = len(work.chosen), work.chosen
         sequence.computed = len(sequence.tokens)
         return work.logits[-1][-1:]

@@ -20,7 +20,8 @@ from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams
 from inference_svc.engine.speculation.mode import Speculation
 from inference_svc.engine.text import TextStream
 from inference_svc.reuse.chunking import Marks
-from inference_svc.reuse.plan import Plan
+from inference_svc.reuse.parts import Part
+from inference_svc.reuse.plan import Plan, Positions
 from inference_svc.reuse.policy import RepairSetting
 
 
@@ -124,6 +125,9 @@ class Sequence:
     recomputed_tokens: int = 0
     draft_tokens: int = 0  # guesses that were verified
     accepted_tokens: int = 0  # of these, those that are part of the answer
+    repaired: Positions | None = None  # where these stand in the prompt
+    explain: bool = False  # whether ``parts`` is asked for
+    parts: tuple[Part, ...] = ()  # how the prompt came about, once the first token is there
     stored: StoredPrefix = field(default_factory=StoredPrefix)
     timings: Timings = field(default_factory=Timings)
     cancelled: threading.Event = field(default_factory=threading.Event)

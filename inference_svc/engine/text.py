@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
 from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "�"
@@ -76,3 +79,22 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:n]):
             return n
     return 0
+
+
+def split_text(decode: Callable[[list[int]], str], tokens: list[int], ends: Sequence[int]) -> list[str]:
+    """The text of ``tokens``, cut at ``ends`` (rising, the last one all tokens). Joined, the pieces are what ``decode``
+    makes of all tokens; a character that is cut goes to the piece that completes it.
+
+    A piece is decoded behind the one before it, as TextStream does: what a token says may depend on its neighbour.
+    """
+    whole, cuts, at = decode(tokens), [0], 0
+    context_from = piece_from = 0
+    for end in ends[:-1]:
+        before = decode(tokens[context_from:piece_from])
+        after = decode(tokens[context_from:end])
+        if not after.endswith(_INCOMPLETE):
+            at = min(len(whole), at + max(0, len(after) - len(before)))
+            context_from, piece_from = piece_from, end
+        cuts.append(at)
+    cuts.append(len(whole))
+    return [whole[a:b] for a, b in pairwise(cuts)]

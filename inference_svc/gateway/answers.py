@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from kvsidecar.client import timings_dict
@@ -54,6 +55,19 @@ def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
 def timings(value: pb.Timings) -> dict[str, float]:
     """An extension: where the time went, in milliseconds."""
     return {k: round(v, 3) for k, v in timings_dict(value).items()}
+
+
+_READING = {
+    pb.READING_EXACT: "exact",
+    pb.READING_MOVED: "moved",
+    pb.READING_REPAIRED: "repaired",
+    pb.READING_COMPUTED: "computed",
+}
+
+
+def prompt_parts(parts: Iterable[pb.PromptPart]) -> list[dict[str, Any]]:
+    """An extension: which parts of the prompt had been read before."""
+    return [{"reading": _READING[p.reading], "tokens": p.tokens, "text": p.text} for p in parts]
 
 
 def chat_logprobs(parts: list[pb.TokenLogprob]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from secrets import token_hex
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import grpc
 import structlog
@@ -21,14 +22,17 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from inference_svc.gateway import answers
+from inference_svc.gateway.access import Caller, Keys
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.config import GatewayConfig
-from inference_svc.gateway.guard import Guard, Metrics
+from inference_svc.gateway.guard import NODE, Guard, Metrics
+from inference_svc.gateway.node import NodeView
 from inference_svc.gateway.responses.memory import Memory
 from inference_svc.gateway.responses.schema import ResponsesRequest
 from inference_svc.gateway.responses.writing import ResponseWriter
 from inference_svc.gateway.router import Router, Worker, retryable
 from inference_svc.gateway.schema import MAX_ANSWERS, ChatRequest, CompletionRequest
+from inference_svc.gateway.static import Page
 from inference_svc.gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from inference_svc.gateway.writing import Piece, Writer, error_response, unknown_path
 
@@ -43,6 +47,7 @@ class Gateway:
         self.router = Router(config.targets)
         self.metrics = Metrics(self.router)
         self._memory = Memory()
+        self.node = NodeView(self.router, config.cache_socket)
 
     # ---- endpoints ------------------------------------------------------------------------------------------
 
@@ -75,6 +80,11 @@ class Gateway:
 
     async def show_metrics(self, request: Request) -> Response:
         return PlainTextResponse(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def show_node(self, request: Request) -> Response:
+        salt = unquote_to_bytes(request.headers.get("x-cache-salt", ""))
+        shown = await self.node.show(salt, request.state.caller is Caller.OPERATOR)
+        return JSONResponse(shown, headers={"Cache-Control": "no-store"})
 
     async def chat(self, request: Request) -> Response:
         parsed = parse(ChatRequest, await self._body(request))
@@ -131,6 +141,8 @@ class Gateway:
                 f"prompt has {len(prompts)} prompts with n = {parsed.choices} answers each; at most {MAX_ANSWERS} "
                 f"answers are allowed"
             )
+        if parsed.explain and len(prompts) * parsed.choices > 1:
+            raise InvalidRequest("explain is for one answer; ask for one prompt with n = 1", param="explain")
         requests = [
             parsed.to_grpc(prompt, choice, f"{answer_id}-{i}-{choice}")
             for i, prompt in enumerate(prompts)
@@ -265,11 +277,13 @@ def create_app(config: GatewayConfig) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await gateway.router.start()
+        await gateway.node.start()
         yield
+        await gateway.node.close()
         await gateway.router.close()
 
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.add_middleware(Guard, key=config.api_key.get_secret_value(), metrics=gateway.metrics)
+    app.add_middleware(Guard, keys=Keys(config), metrics=gateway.metrics)
 
     @app.exception_handler(KVSidecarError)
     async def failed(_: Request, error: KVSidecarError) -> JSONResponse:
@@ -292,4 +306,9 @@ def create_app(config: GatewayConfig) -> FastAPI:
     app.add_api_route("/version", gateway.version, methods=["GET"])
     app.add_api_route("/health", gateway.health, methods=["GET"])
     app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"])
+    app.add_api_route(NODE, gateway.show_node, methods=["GET"])
+    if config.page:
+        page = Page()
+        app.add_api_route("/", page.index, methods=["GET", "HEAD"])
+        app.add_api_route("/page/{name}", page.file, methods=["GET", "HEAD"])
     return app

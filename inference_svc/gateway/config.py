@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from kvsidecar.runtime import default_runtime_dir
@@ -22,6 +23,12 @@ class GatewayConfig(BaseSettings):
     """Sockets or host:port of the workers, separated by commas."""
     api_key: SecretStr = SecretStr("")
     """Clients must send it as a bearer token; empty for none. Better given by environment than by flag."""
+    operator_key: SecretStr = SecretStr("")
+    """Who sends this one also sees what all tenants use. With neither key, whoever asks on this machine does."""
+    page: bool = True
+    """Serve the page at /."""
+    cache_socket: Path | None = Field(default_factory=lambda: default_runtime_dir() / "cache.sock")
+    """Private socket of the cache daemon, of which the page tells; none to tell nothing of it."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     """Larger requests are refused."""
     request_seconds: float = Field(default=600.0, gt=0)

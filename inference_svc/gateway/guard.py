@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hmac
-
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inference_svc.gateway.access import Keys
 from inference_svc.gateway.router import Router
 
-# Open to everybody: probes and scrapers have no key.
-_OPEN = frozenset({"/health", "/metrics", "/version"})
-_PATHS = _OPEN | {"/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"}
+NODE = "/kvsidecar/v1/node"
+# Open to everybody: probes and scrapers have no key, and the page asks for it.
+_OPEN, _OPEN_FILES = frozenset({"/", "/health", "/metrics", "/version"}), "/page/"
+_API = frozenset({NODE, "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_PATHS = _OPEN | _API | {"/tokenize", "/detokenize"}
 
 
 class Metrics:
@@ -38,11 +38,11 @@ class Metrics:
 
 
 class Guard:
-    """Checks the API key and counts answers. Plain ASGI: Starlette's own base class would hide from the handlers
-    that a client has gone."""
+    """Checks the key, tells the handlers who asks (``state.caller``), and counts answers. Plain ASGI: Starlette's own
+    base class would hide from the handlers that a client has gone."""
 
-    def __init__(self, app: ASGIApp, key: str, metrics: Metrics) -> None:
-        self._app, self._key, self._metrics = app, key, metrics
+    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics) -> None:
+        self._app, self._keys, self._metrics = app, keys, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,9 +56,10 @@ class Guard:
                 self._metrics.requests.labels(known, str(message["status"])).inc()
             await send(message)
 
-        given = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ")
-        if self._key and path not in _OPEN and not hmac.compare_digest(given.encode(), self._key.encode()):
+        caller = self._keys.caller(scope)
+        if caller is None and path not in _OPEN and not path.startswith(_OPEN_FILES):
             body = {"error": {"message": "the API key is missing or wrong", "type": "authentication_error"}}
             await JSONResponse(body, status_code=401)(scope, receive, counted)
         else:
+            scope.setdefault("state", {})["caller"] = caller
             await self._app(scope, receive, counted)

@@ -26,7 +26,7 @@ _TOLERANCE = 4
 _POLL_SECONDS, _WAITING_POLL_SECONDS = 1.0, 0.1
 # A worker that comes up is to be seen at once: gRPC alone would wait longer after every failed try, 9 s for a model
 # that loads for 20.
-_RECONNECT = (
+RECONNECT = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 300),
@@ -63,7 +63,7 @@ class Router:
     """Keeps track of the workers and of what each has read."""
 
     def __init__(self, targets: list[str]) -> None:
-        self.workers = [Worker(t, AsyncClient(t, _RECONNECT)) for t in targets]
+        self.workers = [Worker(t, AsyncClient(t, RECONNECT)) for t in targets]
         self._read_by: OrderedDict[bytes, Worker] = OrderedDict()
         self._pollers: list[asyncio.Task[None]] = []
 

@@ -62,6 +62,10 @@ class Common(BaseModel):
     """Reuse nothing that was read in another context."""
     speculation: Literal["off", "ngram", "draft", "auto"] | None = None
     """Who guesses tokens that the model then verifies; answers stay the same. As the worker is set to when left out."""
+    skip_cache: bool = False
+    """Reuse nothing and store nothing."""
+    explain: bool = False
+    """Say which parts of the prompt had been read before."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     """vLLM's, like the older names behind it."""
@@ -110,6 +114,8 @@ class Common(BaseModel):
                 frequency_penalty=self.frequency_penalty,
             ),
             cache=pb.CacheOptions(
+                skip_read=self.skip_cache,
+                skip_write=self.skip_cache,
                 tenant_salt=self.cache_salt.encode(),
                 document_separator=self.document_separator,
                 segment_ends=self.segment_ends,
@@ -118,6 +124,7 @@ class Common(BaseModel):
             request_id=request_id,
             grammar=self.grammar[1],
             speculation=speculation_of(self.speculation),
+            explain=self.explain,
         )
 
 

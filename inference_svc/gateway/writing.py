@@ -49,12 +49,14 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
     calls: list[pb.ToolCall] = field(default_factory=list)
+    parts: list[pb.PromptPart] = field(default_factory=list)
     last: pb.GenerateStreamResponse = field(default_factory=pb.GenerateStreamResponse)
 
     def add(self, part: pb.GenerateStreamResponse) -> None:
         self.texts.append(part.text)
         self.logprobs.extend(part.logprobs)
         add_calls(self.calls, part.tool_calls)
+        self.parts.extend(part.prompt_parts)
         self.last = part
 
 
@@ -72,12 +74,14 @@ class Writer:
         choices = [_Choice() for _ in range(count)]
         async for piece in pieces:
             choices[piece.choice].add(piece.part)
+        explained = {"prompt_parts": answers.prompt_parts(choices[0].parts)} if self._request.explain else {}
         return {
             **self._head,
             "object": self._whole_kind,
             "choices": [self._whole_choice(i, choice) for i, choice in enumerate(choices)],
             "usage": answers.usage([choice.last.usage for choice in choices], self._request.choices),
             "timings": answers.timings(choices[0].last.timings),
+            **explained,
         }
 
     def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
@@ -119,6 +123,9 @@ class Writer:
         if self._chat and piece.choice not in opened:
             out.append(self._chunk(piece.choice, {"delta": {"role": "assistant", "content": ""}}, None))
         opened.add(piece.choice)
+        if part.prompt_parts:
+            head = {**self._head, "object": self._chunk_kind, "choices": []}
+            out.append(answers.event({**head, "prompt_parts": answers.prompt_parts(part.prompt_parts)}))
         if part.text or part.logprobs:
             content: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
             logprobs = self._logprobs(list(part.logprobs), self._written[piece.choice])

@@ -181,7 +181,7 @@ class Laboratory:
             logits, total = torch.cat(work.logits).float(), len(plan.approximate_positions)
             seconds = time.perf_counter() - began
             following, after = self.after(table, len(tokens), logits, go_on, answer)
-            share = work.recomputed / total if total else 0.0
+            share = len(work.chosen) / total if total else 0.0
             cost = work.row_layers / (self.decoder.layers * (len(tokens) - plan.exact))
             return Outcome(logits, seconds, following, after, share, cost)
 

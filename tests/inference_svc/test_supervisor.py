@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -26,15 +26,18 @@ CLI = str(Path(sys.executable).parent / "kvsidecar")
 class Served:
     """A running ``kvsidecar serve`` with folders of its own."""
 
-    def __init__(self, folder: Path, workers: int = 2) -> None:
+    def __init__(
+        self, folder: Path, workers: int = 2, model: str = "demo", settings: Mapping[str, str] | None = None
+    ) -> None:
         folder.chmod(0o700)
         self.folder, self.port = folder, free_port()
         own = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
         self.environment = {**own, "XDG_RUNTIME_DIR": str(folder), "XDG_DATA_HOME": str(folder / "data")}
+        self.environment |= settings or {}
         (folder / "kvsidecar").mkdir(mode=0o700)
         self.log = (folder / "log").open("w+")
         self.process = subprocess.Popen(
-            [CLI, "serve", "demo", "--workers", str(workers), "--port", str(self.port), "--arena-bytes", "64MiB"],
+            [CLI, "serve", model, "--workers", str(workers), "--port", str(self.port), "--arena-bytes", "64MiB"],
             env=self.environment, stdout=self.log, stderr=self.log,
         )  # fmt: skip
         try:

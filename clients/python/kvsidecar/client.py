@@ -38,6 +38,7 @@ class Completion:
     tool_calls: list[pb.ToolCall] = field(default_factory=list)
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    prompt_parts: list[pb.PromptPart] = field(default_factory=list, repr=False)
 
     @property
     def ttft_ms(self) -> float:
@@ -81,7 +82,11 @@ def timings_dict(timings: pb.Timings) -> dict[str, float]:
 
 
 def _completion(
-    response: pb.GenerateResponse | pb.GenerateStreamResponse, text: str, ids: list[int], calls: list[pb.ToolCall]
+    response: pb.GenerateResponse | pb.GenerateStreamResponse,
+    text: str,
+    ids: list[int],
+    calls: list[pb.ToolCall],
+    parts: list[pb.PromptPart],
 ) -> Completion:
     return Completion(
         text=text,
@@ -97,7 +102,13 @@ def _completion(
         tool_calls=calls,
         draft_tokens=response.usage.draft_tokens,
         accepted_tokens=response.usage.accepted_tokens,
+        prompt_parts=parts,
     )
+
+
+def _whole(response: pb.GenerateResponse) -> Completion:
+    ids, calls, parts = list(response.token_ids), list(response.tool_calls), list(response.prompt_parts)
+    return _completion(response, response.text, ids, calls, parts)
 
 
 class Client:
@@ -126,7 +137,7 @@ class Client:
     def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Any) -> Completion:
         """Generates and waits for the end. Options are those of ``to_request``."""
         response = self._call(self.stub.Generate, to_request(prompt, **options), deadline)
-        return _completion(response, response.text, list(response.token_ids), list(response.tool_calls))
+        return _whole(response)
 
     def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Any
@@ -199,7 +210,7 @@ class AsyncClient:
     async def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Any) -> Completion:
         """Generates and waits for the end. Options are those of ``to_request``."""
         response = await self._call(self.stub.Generate, to_request(prompt, **options), deadline)
-        return _completion(response, response.text, list(response.token_ids), list(response.tool_calls))
+        return _whole(response)
 
     async def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Any
@@ -261,10 +272,14 @@ class _Gather:
         self._text: list[str] = []
         self._ids: list[int] = []
         self._calls: list[pb.ToolCall] = []
+        self._parts: list[pb.PromptPart] = []
 
     def add(self, part: pb.GenerateStreamResponse) -> CompletionChunk:
         self._text.append(part.text)
         self._ids.extend(part.token_ids)
         add_calls(self._calls, part.tool_calls)
-        final = _completion(part, "".join(self._text), self._ids, self._calls) if part.finish_reason else None
+        self._parts.extend(part.prompt_parts)
+        final = None
+        if part.finish_reason:
+            final = _completion(part, "".join(self._text), self._ids, self._calls, self._parts)
         return CompletionChunk(part.text, list(part.token_ids), final, list(part.tool_calls))

@@ -78,6 +78,7 @@ def to_request(
     tool_choice: str = "auto",
     parallel_tool_calls: bool = True,
     speculation: str | None = None,
+    explain: bool = False,
 ) -> pb.GenerateRequest:
     """A GenerateRequest; what is None is left to the worker's default. At most one of ``json_schema``, ``regex``,
     ``choice`` and ``grammar`` says what the answer must be. ``tool_choice`` is auto, none, required, or a tool's name;
@@ -122,6 +123,7 @@ def to_request(
         grammar=_grammar(json_schema, regex, choice, grammar),
         tool_use=_tool_use(tool_choice, parallel_tool_calls),
         speculation=speculation_of(speculation),
+        explain=explain,
     )
 
 

@@ -25,7 +25,8 @@ class Gateway:
     def __init__(self, node: Node, *flags: str) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         workers = ",".join(str(node.worker_socket(i)) for i in range(node.workers))
-        command = [sys.executable, "-m", "inference_svc", "gateway", "--port", str(port), "--workers", workers, *flags]
+        command = [sys.executable, "-m", "inference_svc", "gateway", "--port", str(port), "--workers", workers]
+        command += ["--cache-socket", str(node.cache_socket), *flags]
         self.process = subprocess.Popen(command, stderr=node.log)
         deadline = time.monotonic() + 30
         while True:

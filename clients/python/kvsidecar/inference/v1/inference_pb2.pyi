@@ -103,6 +103,38 @@ FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
 """Like STOP, and the answer calls tools."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _Reading:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReadingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reading.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    READING_UNSPECIFIED: _Reading.ValueType  # 0
+    """Never sent."""
+    READING_EXACT: _Reading.ValueType  # 1
+    """Read before, here: the prompt's beginning, and what computing it gives."""
+    READING_MOVED: _Reading.ValueType  # 2
+    """Read before in another context, and moved here."""
+    READING_REPAIRED: _Reading.ValueType  # 3
+    """Likewise, and computed again in all but the first layers."""
+    READING_COMPUTED: _Reading.ValueType  # 4
+    """Computed for this request."""
+
+class Reading(_Reading, metaclass=_ReadingEnumTypeWrapper):
+    """How the keys and values of a part of a prompt came about."""
+
+READING_UNSPECIFIED: Reading.ValueType  # 0
+"""Never sent."""
+READING_EXACT: Reading.ValueType  # 1
+"""Read before, here: the prompt's beginning, and what computing it gives."""
+READING_MOVED: Reading.ValueType  # 2
+"""Read before in another context, and moved here."""
+READING_REPAIRED: Reading.ValueType  # 3
+"""Likewise, and computed again in all but the first layers."""
+READING_COMPUTED: Reading.ValueType  # 4
+"""Computed for this request."""
+Global___Reading: _TypeAlias = Reading  # noqa: Y015
+
 @_typing.final
 class ChatMessage(_message.Message):
     """One message of a conversation."""
@@ -534,6 +566,7 @@ class GenerateRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     TOOL_USE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    EXPLAIN_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate; at least 1. Default: 256, or what the context still holds if that is less."""
     ignore_eos: _builtins.bool
@@ -544,6 +577,8 @@ class GenerateRequest(_message.Message):
     """Chosen by the client for its logs; at most 128 characters. Default: random."""
     speculation: Global___Speculation.ValueType
     """Who guesses what comes next. Default: as the worker is set to."""
+    explain: _builtins.bool
+    """Say with the answer which parts of the prompt had been read before."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """What to read."""
@@ -582,10 +617,11 @@ class GenerateRequest(_message.Message):
         grammar: Global___Grammar | None = ...,
         tool_use: Global___ToolUse | None = ...,
         speculation: Global___Speculation.ValueType = ...,
+        explain: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "cache", b"cache", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "tool_use", b"tool_use"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "cache", b"cache", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "tool_use", b"tool_use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "cache", b"cache", "explain", b"explain", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "tool_use", b"tool_use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -768,6 +804,38 @@ class Timings(_message.Message):
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
+class PromptPart(_message.Message):
+    """A part of a prompt that came about in one way."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READING_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    reading: Global___Reading.ValueType
+    """In which."""
+    tokens: _builtins.int
+    """Its tokens; at least 1."""
+    text: _builtins.str
+    """Its text, special tokens included. The texts of all parts, joined, are what Detokenize makes of the prompt's tokens; a
+    character whose tokens are in two parts stands in the later one, so a text may be empty.
+    """
+    def __init__(
+        self,
+        *,
+        reading: Global___Reading.ValueType = ...,
+        tokens: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reading", b"reading", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptPart: _TypeAlias = PromptPart  # noqa: Y015
+
+@_typing.final
 class TokenLogprob(_message.Message):
     """Log probability of a token."""
 
@@ -817,6 +885,7 @@ class GenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    PROMPT_PARTS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The text, without the stop string."""
     finish_reason: Global___FinishReason.ValueType
@@ -843,6 +912,10 @@ class GenerateResponse(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """What it asks to be called; the text is what was written beside that."""
 
+    @_builtins.property
+    def prompt_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPart]:
+        """All of the prompt in order, if `explain` was set."""
+
     def __init__(
         self,
         *,
@@ -854,10 +927,11 @@ class GenerateResponse(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         request_id: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        prompt_parts: _abc.Iterable[Global___PromptPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_parts", b"prompt_parts", "request_id", b"request_id", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -911,6 +985,7 @@ class GenerateStreamResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    PROMPT_PARTS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text; may be empty while a character or a possible stop string is incomplete."""
     finish_reason: Global___FinishReason.ValueType
@@ -937,6 +1012,10 @@ class GenerateStreamResponse(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
         """New pieces of calls; their text is not in `text`."""
 
+    @_builtins.property
+    def prompt_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPart]:
+        """All of the prompt in order, if `explain` was set. Set in the first message."""
+
     def __init__(
         self,
         *,
@@ -948,10 +1027,11 @@ class GenerateStreamResponse(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         request_id: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        prompt_parts: _abc.Iterable[Global___PromptPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "request_id", b"request_id", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_parts", b"prompt_parts", "request_id", b"request_id", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,77 @@
+"""What of the cache is whose: chunks and bytes by tenant root, which is a hash of namespace and salt."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from kvsidecar.cache.v1 import cache_pb2 as pb
+
+_PAGE, _MOST_PAGES = 1000, 20
+_FRESH_SECONDS, _PATIENCE_SECONDS = 5.0, 5.0
+_SHORT = 8
+
+
+@dataclass
+class _Sum:
+    """What one tenant has in a namespace."""
+
+    chunks: int = 0
+    tokens: int = 0
+    arena_bytes: int = 0
+    disk_bytes: int = 0
+
+    def add(self, chunk: pb.ChunkInfo) -> None:
+        self.chunks += 1
+        self.tokens += chunk.tokens
+        self.arena_bytes += chunk.payload_bytes if chunk.resident else 0
+        self.disk_bytes += chunk.stored_bytes if chunk.durable else 0
+
+
+class Holdings:
+    """All tenants' sums, from a walk over the daemon's list that is repeated when it is old and somebody looks."""
+
+    def __init__(self) -> None:
+        self._sums: dict[bytes, _Sum] = {}
+        self._complete = True
+        self._walked = 0.0
+        self._lock = asyncio.Lock()
+
+    async def of_all(self, daemon: Any, names: dict[bytes, str]) -> dict[str, Any]:
+        """Largest first; ``complete`` unless there were more chunks than are walked over. ``names`` are those of known
+        roots. Raises grpc.RpcError."""
+        async with self._lock:
+            if time.monotonic() - self._walked > _FRESH_SECONDS:
+                await self._walk(daemon)
+        found = [
+            holding(root, names.get(root, ""), s.chunks, s.tokens, s.arena_bytes, s.disk_bytes)
+            for root, s in self._sums.items()
+        ]
+        found.sort(key=lambda one: -max(one["arena_bytes"], one["disk_bytes"]))
+        return {"tenants": found, "complete": self._complete}
+
+    async def _walk(self, daemon: Any) -> None:
+        sums: dict[bytes, _Sum] = {}
+        token = b""
+        for _ in range(_MOST_PAGES):
+            page = await daemon.List(pb.ListRequest(page_size=_PAGE, page_token=token), timeout=_PATIENCE_SECONDS)
+            for chunk in page.chunks:
+                sums.setdefault(chunk.root, _Sum()).add(chunk)
+            token = page.next_page_token
+            if not token:
+                break
+        self._sums, self._complete, self._walked = sums, not token, time.monotonic()
+
+
+def holding(root: bytes, name: str, chunks: int, tokens: int, arena_bytes: int, disk_bytes: int) -> dict[str, Any]:
+    """One tenant in the answer: by the beginning of its root's hash, never by its salt."""
+    return {
+        "tenant": root.hex()[:_SHORT],
+        "name": name,
+        "chunks": chunks,
+        "tokens": tokens,
+        "arena_bytes": arena_bytes,
+        "disk_bytes": disk_bytes,
+    }

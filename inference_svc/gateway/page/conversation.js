@@ -1,0 +1,217 @@
+// The conversation: what is asked, what comes, and what is kept of it.
+
+import { chat, streamChat } from "./api.js";
+import { byId } from "./dom.js";
+import { loadChat, saveChat, salt } from "./storage.js";
+import { Answer, question } from "./turn.js";
+
+export class Conversation extends EventTarget {
+  /** Emits "change" when there is more or less of it, or an answer begins or ends; "key" when a key is wanted. */
+  constructor(settings) {
+    super();
+    this._settings = settings;
+    this._kept = loadChat();
+    this._log = byId("log");
+    this._views = new Map();
+    this._abort = null;
+    this._draw();
+  }
+
+  get busy() { return this._abort !== null; }
+  get empty() { return !this._kept.turns.length; }
+  get context() { return this._kept.context; }
+
+  /** What was asked about another text cannot be asked again. */
+  set context(text) {
+    if (text === this._kept.context) return;
+    this._kept.context = text;
+    for (const turn of this._views.keys()) {
+      turn.past = true;
+      this._draw1(turn);
+    }
+    this._save();
+  }
+
+  /** Begins anew; the context stays unless it is to be forgotten, too. */
+  clear({ all = false } = {}) {
+    this.stop();
+    this._kept = { context: all ? "" : this._kept.context, turns: [] };
+    this._draw();
+    this._save();
+  }
+
+  stop() { this._abort?.abort(); }
+  save() { saveChat(this._kept); }
+
+  async ask(text) {
+    this._add({ role: "user", content: text });
+    await this._answer();
+  }
+
+  async _retry() {
+    const failed = this._kept.turns.at(-1);
+    if (this.busy || failed?.role !== "assistant") return;
+    this._kept.turns.pop();
+    this._views.get(failed).element.remove();
+    await this._answer();
+  }
+
+  async _answer() {
+    const body = this._body(this._messages(this._kept.turns.length));
+    const turn = { role: "assistant", content: "", model: body.model };
+    const abort = (this._abort = new AbortController());
+    this._add(turn);
+    const meter = new Meter(turn);
+    try {
+      for await (const event of streamChat(body, abort.signal)) {
+        meter.take(event);
+        this._show(turn);
+      }
+    } catch (error) {
+      if (error.name === "AbortError") turn.stopped = true;
+      else {
+        turn.problem = error.message;
+        if (error.keyWanted) this.dispatchEvent(new Event("key"));
+      }
+    }
+    if (this._abort === abort) this._abort = null;
+    this._changed();
+    if (!this._kept.turns.includes(turn)) return;
+    this._draw1(turn);
+    this._save();
+    byId("said").textContent = turn.problem ? "" : turn.stopped ? "Stopped." : "The answer is whole.";
+  }
+
+  /** The same messages once more, with nothing reused or stored: how long the first token takes then. */
+  async _compare(turn) {
+    if (turn.comparing) return;
+    turn.comparing = true;
+    delete turn.compareProblem;
+    this._draw1(turn);
+    try {
+      const messages = this._messages(this._kept.turns.indexOf(turn));
+      const alike = { explain: false, skip_cache: true, max_tokens: 1, model: turn.model };
+      const answer = await chat({ ...this._body(messages), ...alike });
+      turn.without = answer.timings.ttft_ms;
+    } catch (error) {
+      turn.compareProblem = error.message;
+      if (error.keyWanted) this.dispatchEvent(new Event("key"));
+    }
+    delete turn.comparing;
+    this._draw1(turn);
+    this._save();
+  }
+
+  _body(messages) {
+    const { model, temperature, maxTokens, reuse } = this._settings();
+    const own = salt() ? { cache_salt: salt() } : {};
+    return { model, messages, temperature, max_tokens: maxTokens, skip_cache: !reuse, explain: true, ...own };
+  }
+
+  /** What stands before a turn, without questions that got no answer. */
+  _messages(end) {
+    const found = this.context ? [{ role: "system", content: this.context }] : [];
+    const turns = this._kept.turns.slice(0, end);
+    turns.forEach((turn, i) => {
+      const answered = i === turns.length - 1 || turns[i + 1].role === "user" || turns[i + 1].content;
+      if (turn.content && (turn.role === "assistant" || answered)) found.push({ role: turn.role, content: turn.content });
+    });
+    return found;
+  }
+
+  // ---- drawing ------------------------------------------------------------------------------------------------
+
+  _draw() {
+    this._log.replaceChildren();
+    this._views.clear();
+    for (const turn of this._kept.turns) {
+      delete turn.comparing;
+      // The page was left while it came.
+      if (turn.role === "assistant" && !turn.measured && !turn.problem) turn.stopped = true;
+      this._append(turn);
+    }
+    this._scroll();
+    this._changed();
+  }
+
+  _add(turn) {
+    this._kept.turns.push(turn);
+    this._append(turn);
+    this._save();
+    this._scroll();
+  }
+
+  _append(turn) {
+    if (turn.role === "user") {
+      this._log.append(question(turn.content));
+      return;
+    }
+    const view = new Answer({ compare: (t) => this._compare(t), retry: () => this._retry() });
+    this._views.set(turn, view);
+    this._log.append(view.element);
+    this._draw1(turn);
+  }
+
+  _draw1(turn) {
+    const last = turn === this._kept.turns.at(-1);
+    this._views.get(turn)?.show(turn, { busy: this.busy && last, last });
+  }
+
+  /** Once per frame while text comes; the end stays in sight if it was. */
+  _show(turn) {
+    this._waiting ??= requestAnimationFrame(() => {
+      this._waiting = null;
+      const box = byId("scroll");
+      const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 80;
+      this._draw1(turn);
+      if (atEnd) this._scroll();
+    });
+  }
+
+  _scroll() {
+    const box = byId("scroll");
+    box.scrollTo({ top: box.scrollHeight, behavior: "instant" });
+  }
+
+  _save() {
+    this.save();
+    this._changed();
+  }
+
+  _changed() { this.dispatchEvent(new Event("change")); }
+}
+
+/** Reads an answer's events into its turn: text, times, tokens. */
+class Meter {
+  constructor(turn) {
+    this._turn = turn;
+    this._began = performance.now();
+    this._pieces = 0;
+  }
+
+  take(event) {
+    const turn = this._turn, now = performance.now();
+    if (event.prompt_parts) {
+      turn.parts = event.prompt_parts;
+      const known = (kinds) => turn.parts.filter((p) => kinds.includes(p.reading)).reduce((n, p) => n + p.tokens, 0);
+      turn.promptTokens = known(["exact", "moved", "repaired", "computed"]);
+      turn.cached = known(["exact", "moved", "repaired"]);
+    }
+    const text = event.choices?.[0]?.delta?.content;
+    if (text) {
+      this._first ??= now;
+      this._pieces += 1;
+      turn.content += text;
+      turn.ttft ??= this._first - this._began;
+      if (now - this._first > 200) turn.rate = (this._pieces - 1) / ((now - this._first) / 1000);
+    }
+    if (event.timings) {
+      const generated = event.usage.completion_tokens, decode = event.timings.decode_ms;
+      turn.ttft = event.timings.ttft_ms;
+      turn.promptTokens = event.usage.prompt_tokens;
+      turn.cached = event.usage.prompt_tokens_details.cached_tokens;
+      turn.rate = decode > 0 ? (generated - 1) / (decode / 1000) : undefined;
+      turn.measured = true;
+    }
+  }
+}

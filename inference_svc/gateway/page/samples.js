@@ -1,0 +1,13 @@
+// What one can begin with. The text is from "Alice's Adventures in Wonderland" (Lewis Carroll, 1865; public domain).
+
+const PAGE = `Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, "and what is the use of a book," thought Alice "without pictures or conversations?"
+
+So she was considering in her own mind (as well as she could, for the hot day made her feel very sleepy and stupid), whether the pleasure of making a daisy-chain would be worth the trouble of getting up and picking the daisies, when suddenly a White Rabbit with pink eyes ran close by her.
+
+There was nothing so very remarkable in that; nor did Alice think it so very much out of the way to hear the Rabbit say to itself, "Oh dear! Oh dear! I shall be late!" (when she thought it over afterwards, it occurred to her that she ought to have wondered at this, but at the time it all seemed quite natural); but when the Rabbit actually took a watch out of its waistcoat-pocket, and looked at it, and then hurried on, Alice started to her feet, for it flashed across her mind that she had never before seen a rabbit with either a waistcoat-pocket, or a watch to take out of it, and burning with curiosity, she ran across the field after it, and fortunately was just in time to see it pop down a large rabbit-hole under the hedge.`;
+
+export const STARTERS = [
+  { title: "Ask about a page of text", note: "Then ask again: the page is read once.", context: PAGE, question: "What did the rabbit take out of its pocket?" },
+  { title: "Write a small program", note: "Code stays as it is written.", question: "Write a Python function that says whether a word is a palindrome." },
+  { title: "Explain it to me", note: "What a cache of keys and values is.", question: "Explain in three sentences what a KV cache does in a language model." },
+];

@@ -1,0 +1,81 @@
+// One turn on the screen: a question, or an answer with its numbers and what can be asked about it.
+
+import { count, duration, el } from "./dom.js";
+import { draw } from "./prose.js";
+import { race, reading, strip } from "./reuse.js";
+
+export function question(text) {
+  return el("div", { class: "turn user", text });
+}
+
+/** An answer. `asks` has `compare(turn)` and `retry(turn)`; `show(turn)` draws it as it stands. */
+export class Answer {
+  constructor(asks) {
+    this._asks = asks;
+    this._prose = el("div", { class: "prose" });
+    this._problem = el("p", { class: "problem", role: "alert", hidden: true });
+    this._stopped = el("p", { class: "stopped", text: "Stopped.", hidden: true });
+    this._facts = el("div", { class: "facts", hidden: true });
+    this._open = false;
+    this.element = el("article", { class: "turn answer", "aria-label": "Answer" }, this._prose, this._stopped, this._problem, this._facts);
+  }
+
+  show(turn, { busy = false, last = false } = {}) {
+    this.element.setAttribute("aria-busy", String(busy));
+    draw(this._prose, turn.content);
+    this._stopped.hidden = !turn.stopped;
+    this._problem.hidden = !turn.problem;
+    if (turn.problem) {
+      this._problem.replaceChildren(turn.problem);
+      if (last) this._problem.append(el("button", { type: "button", class: "link", text: "Try again", onclick: () => this._asks.retry() }));
+    }
+    this._facts.hidden = !turn.parts && turn.ttft === undefined;
+    if (!this._facts.hidden) this._drawFacts(turn, busy);
+  }
+
+  _drawFacts(turn, busy) {
+    const focused = this._facts.contains(document.activeElement) ? document.activeElement.dataset.act : null;
+    const children = [];
+    if (turn.parts) children.push(strip(turn.parts));
+    children.push(numbers(turn));
+    if (!busy) children.push(this._acts(turn));
+    if (turn.without !== undefined) children.push(race(turn.ttft, turn.without, turn.cached));
+    if (turn.compareProblem) children.push(el("p", { class: "problem", role: "alert", text: turn.compareProblem }));
+    if (turn.parts && this._open && !busy) children.push(reading(turn.parts));
+    this._facts.replaceChildren(...children);
+    if (focused) this._facts.querySelector(`[data-act="${focused}"]`)?.focus();
+  }
+
+  _acts(turn) {
+    const made = el("div", { class: "acts" });
+    if (turn.parts) {
+      made.append(el("button", {
+        type: "button", class: "quiet", "data-act": "read", "aria-expanded": String(this._open),
+        text: this._open ? "Hide the prompt" : "What was reused",
+        onclick: () => {
+          this._open = !this._open;
+          this.show(turn);
+        },
+      }));
+    }
+    if (turn.measured && !turn.past) {
+      made.append(el("button", {
+        type: "button", class: "quiet", "data-act": "compare", "aria-disabled": turn.comparing && "true",
+        text: turn.comparing ? "Reading all of it again…" : "Ask again without the cache",
+        onclick: () => this._asks.compare(turn, this),
+      }));
+    }
+    return made;
+  }
+}
+
+function numbers(turn) {
+  const found = [["first token", turn.ttft === undefined ? "–" : duration(turn.ttft)]];
+  if (turn.rate) found.push(["tokens per second", turn.rate < 10 ? turn.rate.toFixed(1) : count(turn.rate)]);
+  if (turn.promptTokens !== undefined) {
+    found.push(["prompt tokens", count(turn.promptTokens)], ["from the cache", count(turn.cached)]);
+  }
+  const made = el("dl", { class: "numbers" });
+  for (const [name, value] of found) made.append(el("div", {}, el("dt", { text: name }), el("dd", { text: value })));
+  return made;
+}

@@ -1,0 +1,99 @@
+"""Takes the pictures of the page in docs: ``python -m tests.inference_svc.gateway.page_pictures docs/page``."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kvsidecar.runtime import default_data_dir
+
+from tests.inference_svc.gateway.browser import chromium
+from tests.inference_svc.test_supervisor import Served
+
+# Paragraphs are documents here, and are reused in another order.
+_SETTINGS = {
+    "KVSIDECAR_WORKER_CHUNKING": "document",
+    "KVSIDECAR_WORKER_DOCUMENT_SEPARATOR": "\n\n",
+    "KVSIDECAR_WORKER_APPROXIMATE": "always",
+}
+_DESKTOP, _PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
+
+
+def _ask(page: Any, question: str) -> Any:
+    answers = page.locator(".acts")
+    before = answers.count()
+    page.fill("#question", question)
+    page.press("#question", "Enter")
+    answers.nth(before).wait_for(timeout=120_000)
+    return page.locator(".answer").last
+
+
+def _opened(browser: Any, served: Served, scheme: str, size: dict[str, int]) -> Any:
+    page = browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce").new_page()
+    page.goto(f"http://127.0.0.1:{served.port}/")
+    page.locator("#settings #temperature").evaluate("(e) => { e.value = 0; e.dispatchEvent(new Event('input')); }")
+    page.locator("#max-tokens").evaluate("(e) => { e.value = 60; e.dispatchEvent(new Event('change')); }")
+    page.locator("[data-worker]").first.wait_for(state="attached")
+    return page
+
+
+def _taken(page: Any, path: Path) -> None:
+    page.locator("#scroll").evaluate("(e) => e.scrollTo({ top: e.scrollHeight, behavior: 'instant' })")
+    page.mouse.move(0, 0)
+    page.wait_for_timeout(2500)  # the node is shown every two seconds
+    page.screenshot(path=path)
+    print(path, path.stat().st_size)
+
+
+def _about(page: Any, *paragraphs: str) -> None:
+    """Sets the text that questions are about; what stands between its first and its last line can be moved."""
+    text = "\n\n".join(["Here is a page.", *paragraphs, "Answer in one short sentence."])
+    page.locator("#context").evaluate("(e, text) => { e.value = text; e.dispatchEvent(new Event('input')); }", text)
+
+
+def _raced(answer: Any) -> None:
+    answer.locator("[data-act=compare]").click()
+    answer.locator(".race").wait_for(timeout=120_000)
+
+
+def _take(browser: Any, served: Served, folder: Path) -> None:
+    page = _opened(browser, served, "light", _DESKTOP)
+    page.locator("#starters button").first.click()
+    question = page.locator("#question").input_value()
+    kept = page.evaluate("JSON.parse(localStorage.getItem('kvsidecar.chat'))")
+    first, second, third = kept["context"].split("\n\n")
+    _about(page, first, second, third)
+    _ask(page, question)
+    _raced(_ask(page, "Why did Alice follow it?"))
+    _taken(page, folder / "light.png")
+
+    page = _opened(browser, served, "dark", _DESKTOP)
+    _about(page, second, third, first)
+    _ask(page, "Who is she with?").locator("[data-act=read]").click()
+    _taken(page, folder / "dark.png")
+
+    page = _opened(browser, served, "light", _PHONE)
+    _about(page, first, second, third)
+    _raced(_ask(page, "What colour are its eyes?"))
+    _taken(page, folder / "phone.png")
+    page.get_by_role("button", name="Node").click()
+    _taken(page, folder / "phone-node.png")
+
+
+def main(folder: Path, model: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvsidecar-") as own:
+        (Path(own) / "data").mkdir()
+        (Path(own) / "data" / "models").symlink_to(default_data_dir() / "models")  # what was fetched already
+        served = Served(Path(own), workers=1, model=model, settings=_SETTINGS)
+        try:
+            with chromium() as browser:
+                _take(browser, served, folder)
+        finally:
+            served.end()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "smollm2")
