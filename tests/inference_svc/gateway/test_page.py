@@ -200,6 +200,9 @@ def test_a_phone_scrolls_up_and_down_only(opened: Any) -> None:
         )
         return found
 
+    page.locator("#open-settings").click()
+    page.fill("#context", LONG)
+    page.get_by_role("button", name="Done").click()
     answer = ask(page, "unbroken" * 40)
     answer.get_by_role("button", name="What was reused").click()
     answer.get_by_role("button", name="Ask again").click()
