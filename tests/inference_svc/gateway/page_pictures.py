@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import httpx
 from kvsidecar.runtime import default_data_dir
+from PIL import Image  # matplotlib brings it
 
 from tests.inference_svc.gateway.browser import chromium
 from tests.inference_svc.test_supervisor import Served
@@ -43,7 +46,8 @@ def _taken(page: Any, path: Path) -> None:
     page.locator("#scroll").evaluate("(e) => e.scrollTo({ top: e.scrollHeight, behavior: 'instant' })")
     page.mouse.move(0, 0)
     page.wait_for_timeout(2500)  # the node is shown every two seconds
-    page.screenshot(path=path)
+    taken = Image.open(io.BytesIO(page.screenshot()))
+    taken.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
     print(path, path.stat().st_size)
 
 
@@ -56,6 +60,14 @@ def _about(page: Any, *paragraphs: str) -> None:
 def _raced(answer: Any) -> None:
     answer.locator("[data-act=compare]").click()
     answer.locator(".race").wait_for(timeout=120_000)
+
+
+def _others(served: Served) -> None:
+    """Other tenants with something of theirs in the cache."""
+    for salt, words in (("north", 180), ("east", 110), ("south", 60), ("west", 30)):
+        text = " ".join(f"{salt} {n}" for n in range(words // 2))
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 1, "cache_salt": salt}
+        httpx.post(f"http://127.0.0.1:{served.port}/v1/chat/completions", json=body, timeout=60).raise_for_status()
 
 
 def _take(browser: Any, served: Served, folder: Path) -> None:
@@ -85,10 +97,12 @@ def _take(browser: Any, served: Served, folder: Path) -> None:
 def main(folder: Path, model: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvsidecar-") as own:
-        (Path(own) / "data").mkdir()
-        (Path(own) / "data" / "models").symlink_to(default_data_dir() / "models")  # what was fetched already
+        data = Path(own) / "data" / "kvsidecar"
+        data.mkdir(parents=True)
+        (data / "models").symlink_to(default_data_dir() / "models")  # what was fetched already
         served = Served(Path(own), workers=1, model=model, settings=_SETTINGS)
         try:
+            _others(served)
             with chromium() as browser:
                 _take(browser, served, folder)
         finally:

@@ -118,6 +118,12 @@ def test_a_chat_comes_in_pieces_and_the_next_question_shows_what_was_reused(open
     assert shown == "".join(asked)
     second.get_by_role("button", name="Ask again without the cache").click()
     expect(second.locator(".race b")).to_have_count(2)
+    widths = [bar.bounding_box()["width"] for bar in second.locator(".race i").all()]
+    times = page.evaluate(
+        "(() => { const t = JSON.parse(localStorage.getItem('kvsidecar.chat')).turns.at(-1);"
+        " return [t.ttft, t.without]; })()"
+    )
+    assert widths[0] / widths[1] == pytest.approx(times[0] / times[1], rel=0.1)
     expect(second.locator(".race")).to_contain_text("the cache")
 
 
@@ -194,6 +200,9 @@ def test_a_phone_scrolls_up_and_down_only(opened: Any) -> None:
         )
         return found
 
+    page.locator("#open-settings").click()
+    page.fill("#context", LONG)
+    page.get_by_role("button", name="Done").click()
     answer = ask(page, "unbroken" * 40)
     answer.get_by_role("button", name="What was reused").click()
     answer.get_by_role("button", name="Ask again").click()
