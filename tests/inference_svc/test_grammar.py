@@ -13,6 +13,7 @@ import pytest
 import torch
 from kvsidecar.errors import GenerationFailed, InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, hf
 
 from inference_svc.engine.drawing import draw
@@ -20,7 +21,7 @@ from inference_svc.engine.grammar import Steering
 from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams
 from inference_svc.engine.sequence import Finish, Sequence
 from inference_svc.engine.text import TextStream
-from inference_svc.grammars import MAX_BYTES, Grammars
+from inference_svc.grammars import Grammars
 from tests.inference_svc.test_exactness import prompt
 from tests.inference_svc.test_load import Request, idle, small_engine
 from tests.inference_svc.test_text import END, TOKENIZER
@@ -178,7 +179,7 @@ def test_the_same_grammar_is_compiled_once_and_shares_no_state() -> None:
         (pb.Grammar(json_schema='{"a": ' * 3000), "the JSON schema is not JSON|recursion"),
         (pb.Grammar(json_schema='{"$ref": "http://elsewhere/x"}'), "http://elsewhere/x"),
         (pb.Grammar(json_schema='{"type": "string", "format": "nonsense"}'), "Unknown format: nonsense"),
-        (pb.Grammar(json_schema=json.dumps({"enum": ["x" * MAX_BYTES]})), "at most 65536 are allowed"),
+        (pb.Grammar(json_schema=json.dumps({"enum": ["x" * MAX_GRAMMAR_BYTES]})), "at most 65536 are allowed"),
         (pb.Grammar(regex="a(?=b)"), "look-around"),
         (pb.Grammar(choice=pb.Choices(texts=["a", ""])), "none that is empty"),
         (pb.Grammar(choice=pb.Choices(texts=["a"] * 2000)), "at most 1024"),
