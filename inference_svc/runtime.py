@@ -25,6 +25,7 @@ from inference_svc.engine.stats import EngineLimits
 from inference_svc.freed_memory import keep_freed_memory
 from inference_svc.model.draft import load_draft
 from inference_svc.model.loader import LoadedModel, load
+from inference_svc.model.packed_linear import PackedLinear
 from inference_svc.model.preflight import SELF, check_draft
 from inference_svc.model.probe import products_of, uneven
 from inference_svc.model.streaming.plan import Asked
@@ -86,6 +87,16 @@ def _build(config: WorkerConfig) -> Runtime:
             config.batch_sequences,
         ),
     )
+    try:
+        return _assemble(config, loaded)
+    except BaseException:
+        if loaded.streamed is not None:
+            loaded.streamed.close()
+        raise
+
+
+def _assemble(config: WorkerConfig, loaded: LoadedModel) -> Runtime:
+    """What serves a model that is loaded."""
     if config.context_length:
         if config.context_length > loaded.context_length:
             raise ConfigurationError(
@@ -137,11 +148,18 @@ def _draft(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftMode
     check_draft(config.speculate, config.draft_model, config.strict)
     if not config.draft_model:
         return None
-    draft = load_draft(config.draft_model, config.model, loaded, config.strict)
+    if loaded.streamed is not None:
+        raise ConfigurationError(
+            f"draft_model is {config.draft_model}, and {loaded.id} is streamed: there is no memory for a second model; "
+            "leave draft_model out, or lower weights until the model fits"
+        )
+    draft = load_draft(config.draft_model, config.model, loaded, config.strict, config.context_length)
     copy = config.draft_model == SELF
     own = pool if copy else _new_pool(draft, pool.pages * PAGE_TOKENS)
     vocabulary, longest = int(loaded.config.vocab_size), draft.context_length
-    return DraftModel(Decoder(draft), own, vocabulary, longest, config.batch_tokens, copy)
+    return DraftModel(
+        Decoder(draft), own, vocabulary, longest, config.batch_tokens, known=int(draft.config.vocab_size), copy=copy
+    )
 
 
 def _say_where_bits_differ(loaded: LoadedModel) -> None:
@@ -150,6 +168,9 @@ def _say_where_bits_differ(loaded: LoadedModel) -> None:
     else:
         with loaded.streamed.source.holding(0):
             bad = uneven(products_of(loaded.streamed.products), _PROBED_ROWS)
+            for product in loaded.streamed.products.modules():
+                if isinstance(product, PackedLinear):
+                    product.reconsider()
     if bad:
         log.warning(
             "this CPU gives a row other bits in another batch, so answers with the cache may differ from those without "

@@ -166,7 +166,7 @@ class Supervisor:
         }
         if "threads" not in own.model_fields_set:
             flags["threads"] = max(1, len(os.sched_getaffinity(0)) // self._config.workers)
-        if own.stream == "auto" and "memory_bytes" not in own.model_fields_set:
+        if own.stream in ("auto", "partial_resident") and "memory_bytes" not in own.model_fields_set:
             flags["memory_bytes"] = self._share
         if own.metrics_port:
             flags["metrics_port"] = own.metrics_port + i

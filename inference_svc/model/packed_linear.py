@@ -40,6 +40,10 @@ class PackedLinear(nn.Module):
         if self._streamed is not None:
             self._streamed = self._streamed.over(packed)
 
+    def reconsider(self) -> None:
+        """Forgets what was found out about oneDNN's order: the next forward finds it out for its own thread."""
+        self._tried, self._streamed = False, None
+
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // self.in_features
         if rows > MOST_ROWS or rows % ROWS or not x.is_contiguous():

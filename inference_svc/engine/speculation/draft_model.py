@@ -33,6 +33,7 @@ class _Kept:
     table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
     known: int = 0
+    strange: bool = False  # it has tokens that the draft does not know
 
 
 @dataclass
@@ -55,12 +56,22 @@ class DraftModel:
     priors = (0.6,)
 
     def __init__(
-        self, decoder: Decoder, pool: KVPool, vocabulary: int, longest: int, piece_rows: int, copy: bool = False
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        vocabulary: int,
+        longest: int,
+        piece_rows: int,
+        *,
+        known: int | None = None,
+        copy: bool = False,
     ) -> None:
         """``vocabulary`` is the width of the model's logits, ``longest`` the draft's context. What is missing of a
-        sequence is computed in pieces of at most ``piece_rows`` rows, one in a step. A ``copy`` gets the model's pool.
+        sequence is computed in pieces of at most ``piece_rows`` rows, one in a step. Of token ids the draft has those
+        below ``known``; where others are in a text, it guesses nothing. A ``copy`` gets the model's pool.
         """
         self._decoder, self._pool, self._copy = decoder, pool, copy
+        self._known = vocabulary if known is None else known
         self._vocabulary, self._longest, self._piece_rows = vocabulary, longest, piece_rows
         self._kept: dict[Sequence, _Kept] = {}
         self._seconds = 0.0
@@ -86,16 +97,18 @@ class DraftModel:
         budget, spans, due = self._piece_rows, list[rows.Span](), list[_Going]()
         for wish in wishes:
             kept, tokens = self._kept_of(wish.sequence), wish.sequence.tokens
+            kept.strange = kept.strange or any(token >= self._known for token in tokens[kept.known :])
             kept.known = len(tokens)
             piece = tokens[kept.computed : kept.computed + budget]
-            if not piece or not self._room(kept.table, len(tokens) + wish.most):
+            most = self._room(kept.table, len(tokens), wish.most)
+            if kept.strange or not piece or not most:
                 continue
             whole = kept.computed + len(piece) == len(tokens)
             spans.append(rows.Span(piece, kept.computed, kept.table, whole))
             budget -= len(piece)
             kept.computed += len(piece)
             if whole:
-                due.append(_Going(wish, kept, wish.sequence.sampler.ahead()))
+                due.append(_Going(Wish(wish.sequence, most), kept, wish.sequence.sampler.ahead()))
         found = {one.wish.sequence: one.tokens for one in due}
         while spans:
             began, alone = time.perf_counter(), all(len(span.tokens) == 1 for span in spans)
@@ -126,10 +139,14 @@ class DraftModel:
         if not self._copy:
             return self._kept.setdefault(sequence, _Kept())
         assert sequence.table is not None
-        return _Kept(sequence.table, sequence.computed)
+        return _Kept(sequence.table, sequence.computed, len(sequence.tokens))
 
-    def _room(self, table: BlockTable, tokens: int) -> bool:
-        return tokens <= self._longest and self._pool.grow(table, tokens)
+    def _room(self, table: BlockTable, tokens: int, most: int) -> int:
+        """For how many guesses behind so many tokens there is room, ``most`` at the most. A copy takes no page that
+        another sequence may need."""
+        if self._copy:
+            return max(0, min(most, table.tokens - tokens, self._longest - tokens))
+        return most if tokens + most <= self._longest and self._pool.grow(table, tokens + most) else 0
 
     def _logits(self, spans: list[rows.Span]) -> Tensor:
         """As wide as the model's: what the draft does not know is never guessed."""

@@ -70,6 +70,8 @@ class Expected:
 
     dense: int  # every weight in its dtype
     kept: int  # as they are kept in memory, and as they are written out
+    layer: int  # one layer of these
+    head: int
 
 
 def expected(model: Any, dtype: torch.dtype, width: int, tied: bool) -> Expected:
@@ -82,7 +84,7 @@ def expected(model: Any, dtype: torch.dtype, width: int, tied: bool) -> Expected
     shared = tied and width == 16 and dtype == torch.float32
     dense = (layers + embedding * (1 if tied else 2)) * dtype.itemsize
     kept = int(layers * each + embedding * dtype.itemsize + (0 if shared else head))
-    return Expected(dense, kept)
+    return Expected(dense, kept, int(layers * each) // max(1, len(model.model.layers)), int(head))
 
 
 def build(folder: Path, recipe: Recipe) -> None:

@@ -7,14 +7,14 @@ import json
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 from kvkernels.cpu import library
-from kvsidecar.errors import ModelUnsupported
+from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models.library import Library
 from kvsidecar.sizes import format_size
 from torch import Tensor
@@ -112,12 +112,29 @@ def check(recipe: Recipe) -> None:
 
 
 def is_needed(recipe: Recipe, width: int, asked: Asked) -> bool:
-    """Whether loading the model into memory, its weights at ``width`` bits, would take more than there is."""
+    """Whether loading the model into memory, its weights at ``width`` bits, would take more than there is. Where
+    streaming would not help, a model whose weights fit is loaded: the pool's pages are taken as they are used. Raises
+    ConfigurationError when they do not either, before anything is written."""
     model, _ = recipe.skeleton()
     sizes = expected(model, recipe.dtype, width, recipe.tied)
     # Weights that are quantized here are all there first.
     most = max(sizes.kept, sizes.dense if recipe.bits == width else 0)
-    return most + reserved(asked) > free_bytes(asked.memory_bytes)
+    free = free_bytes(asked.memory_bytes)
+    if most + reserved(asked) <= free:
+        return False
+    try:
+        decide(Sizes([(0, sizes.layer)] * len(model.model.layers), sizes.head), free, asked)
+    except ConfigurationError:
+        if most + reserved(replace(asked, pool_bytes=0)) > free:
+            raise
+        log.warning(
+            "memory is short: weights fit, but not with a full pool; a smaller pool_bytes is safer",
+            free=format_size(free),
+            weights=format_size(sizes.kept),
+            pool=format_size(asked.pool_bytes),
+        )
+        return False
+    return True
 
 
 def _place(recipe: Recipe, identity: bytes, parent: Path) -> Path:

@@ -187,9 +187,10 @@ class Staging:
         began, size, error, given_up = time.perf_counter(), 0, None, False
 
         def go_on() -> bool:
-            # For good: who comes back to a piece must not be given half of it.
+            # For good, and for all lanes: who comes back to a piece must not be given half of it.
             nonlocal given_up
-            given_up = given_up or self._closed or piece not in self._wanted()
+            if self._closed or piece not in self._wanted():
+                given_up = True
             return not given_up
 
         try:

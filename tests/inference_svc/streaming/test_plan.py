@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from kvsidecar.errors import ConfigurationError
 
-from inference_svc.model.streaming import memory, plan
+from inference_svc.model import loader
+from inference_svc.model.loader import LoadedModel, load
+from inference_svc.model.streaming import loading, memory, plan
+from inference_svc.model.streaming.pages import aligned
 from inference_svc.model.streaming.plan import Asked, Part, Sizes, decide, reserved
 
 MIB = 1 << 20
@@ -77,10 +80,40 @@ def test_the_tightest_control_group_counts(version: int, tmp_path: Path, monkeyp
     monkeypatch.setattr(memory, "_GROUPS", tmp_path)
     monkeypatch.setattr(memory, "_STATUS", status)
     assert memory.free_bytes() == 1000 - 700 + 250
-    assert memory.free_bytes(allowed=memory.resident_bytes() + 100) <= 550
+    assert memory.free_bytes(allowed=memory.resident_bytes() - (1 << 20)) == 0
 
 
 def test_what_is_allowed_counts_what_the_process_has() -> None:
     assert memory.free_bytes(allowed=1) == 0
     assert 0 < memory.free_bytes() < 1 << 50
     assert plan.OFF.wish == "off"
+
+
+def test_auto_streams_only_where_that_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model whose weights fit, the pool may be short; of one that never fits, nothing is written out first."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+
+    def load_with(free: int, pool_bytes: int) -> LoadedModel:
+        for module in (loader, loading):
+            monkeypatch.setattr(module, "free_bytes", lambda allowed=0: free)
+        return load("demo", device="cpu", dtype="float32", stream=Asked("auto", pool_bytes=pool_bytes))
+
+    weights = sum(p.numel() * 4 for p in load("demo", dtype="float32").model.parameters())
+    spare = reserved(Asked())
+    assert load_with(spare + 4 * weights, 8 * weights).streamed is None
+    with pytest.raises(ConfigurationError, match="the model does not fit"):
+        load_with(spare + weights // 8, 0)
+    assert not list(tmp_path.rglob("weights.bin"))
+
+
+def test_weights_are_read_into_memory_that_can_have_large_pages() -> None:
+    memory = aligned(8 << 20)
+    memory.fill_(1)
+    at = memory.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, kind = line.split()[:2]
+        first, last = (int(x, 16) for x in span.split("-"))
+        if first <= at < last:
+            assert kind == "rw-p"
+            return
+    pytest.fail("the memory is not mapped")
