@@ -88,8 +88,10 @@ class Remote:
         self._sending.used(chunks)
 
     def forget(self, root: bytes, key: bytes) -> asyncio.Future[int]:
-        """See ``Sending.forget``."""
-        return self._sending.forget(root, key)
+        """See ``Sending.forget``. What is being brought of the tenant does not come any more."""
+        done = self._sending.forget(root, key)
+        self._bringing.forget(root)
+        return done
 
     @staticmethod
     async def finished(deletion: asyncio.Future[int]) -> int:

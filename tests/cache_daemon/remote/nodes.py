@@ -140,6 +140,23 @@ class Slow(MemoryEngine):
         await super().put_many(items, ttl_seconds)
 
 
+class Gated(MemoryEngine):
+    """An engine whose payloads leave it at once, and arrive when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrive, self.waiting, self.downloaded = asyncio.Event(), False, 0
+        self.arrive.set()
+
+    async def get_many(self, names, lane=0):  # type: ignore[no-untyped-def]
+        found = await super().get_many(names, lane)
+        if not names[0].endswith(("/mark", "/head")):
+            self.waiting = True
+            await self.arrive.wait()
+            self.downloaded += 1
+        return found
+
+
 def parent_of(a: FleetNode, ids: list[int], chunks: int) -> bytes:
     parent = a.bench.root()
     for end in cuts_of(ids)[:chunks]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
 from kvsidecar import keys
 
 from cache_daemon.limits import TenantLimits
 from cache_daemon.remote.memory import MemoryEngine
-from tests.cache_daemon.remote.nodes import CHUNK, Slow, node, parent_of, prompt, until
+from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, node, parent_of, prompt, until
 
 
 async def test_what_a_tenant_deleted_is_found_by_nobody() -> None:
@@ -87,6 +90,24 @@ async def test_a_deletion_outlives_an_engine_that_is_away_and_a_restart() -> Non
         engine.fails = False
         await until(lambda: a.stats.remote_deletions == 0)
         assert (await a.ask(prompt(3)))[0] == 0
+
+
+@pytest.mark.parametrize("what", ["tenant", "chunk", "everything"])
+async def test_what_was_on_its_way_here_when_it_was_deleted_does_not_come(what: str) -> None:
+    engine = Gated()
+    async with node(engine) as a, node(engine) as b:
+        ids, root = prompt(3), a.bench.root(b"one")
+        await a.share(ids, salt=b"one")
+        engine.arrive.clear()
+        asking = asyncio.create_task(b.ask(ids, salt=b"one", price=10.0))
+        await until(lambda: engine.waiting)
+        first = keys.prefix_hash(root, ids[:CHUNK])
+        await b.bench.store.delete(b"" if what == "everything" else root, first if what == "chunk" else b"")
+        assert b.stats.remote_deletions == 0
+        engine.arrive.set()
+        assert (await asking)[0] == 0
+        await b.bench.store.settle()
+        assert (b.stats.chunks, b.stats.durable_chunks) == (0, 0)
 
 
 async def test_values_end_with_the_tier_or_with_their_tenant() -> None:
