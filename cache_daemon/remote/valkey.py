@@ -103,6 +103,11 @@ class ValkeyEngine:
         with _told():
             await asyncio.gather(*(client.set(name, value, expiry=expiry) for name, value in items))
 
+    async def put_if_absent(self, name: str, value: bytes) -> None:
+        only = self._glide.ConditionalChange.ONLY_IF_DOES_NOT_EXIST
+        with _told():
+            await self._client(0).set(name, value, conditional_set=only)
+
     async def delete_many(self, names: Sequence[str]) -> None:
         if names:
             with _told():

@@ -99,7 +99,7 @@ class Bringing:
         publishing: Publishing,
         tier: RemoteTier,
         in_thread: Callable[[Callable[[], None]], Awaitable[None]],
-        seen: Callable[[bytes, bytes], object],
+        seen: Callable[[bytes, bytes | None], object],
         brought: Callable[[Chunk], None],
         closed: Callable[[bytes], bool],
     ) -> None:

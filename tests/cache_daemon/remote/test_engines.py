@@ -75,6 +75,14 @@ async def test_values_are_replaced_and_deleted(engine: RemoteEngine) -> None:
     assert await engine.get_many(["c/1", "c/2"]) == [None, b"x"]
 
 
+async def test_of_those_who_store_what_is_absent_one_wins(engine: RemoteEngine) -> None:
+    await asyncio.gather(*(engine.put_if_absent("i/mark", bytes([n])) for n in range(4)))
+    (first,) = await engine.get_many(["i/mark"])
+    assert first in {bytes([n]) for n in range(4)}
+    await engine.put_if_absent("i/mark", b"late")
+    assert await engine.get_many(["i/mark"]) == [first]
+
+
 async def test_a_scan_finds_what_begins_so(engine: RemoteEngine) -> None:
     wanted = {f"d/{i}/head" for i in range(30)}
     await engine.put_many([(name, b"x") for name in [*wanted, "dd/1", "e/1"]], None)

@@ -302,7 +302,8 @@ async def test_another_model_under_the_same_name_is_not_used() -> None:
         header.prefix_hash, header.content_hash = keys.prefix_hash(root, ids), keys.content_hash(root, ids)
         payload = b"\1" * header.payload_bytes
         header.checksum = keys.checksum(payload)
-        entry = Entry(header, 0, 1, len(payload), keys.checksum(payload), 0, mark_of(None, None))
+        entry = Entry(header, 0, 1, len(payload), keys.checksum(payload), 0, mark_of(None, b"m") or b"")
+        engine.values[b.tier.names.tenant_mark(root)] = b"m", None
         name = b.tier.names.head(root, header.prefix_hash)
         engine.values[name] = encode_record(b.tier.seal, name, entry), None
         for part in b.tier.names.parts(root, header.prefix_hash, entry.stored_checksum, 1):
