@@ -51,7 +51,7 @@ class DaemonConfig(BaseSettings):
     durability: Literal["strict", "relaxed"] = "relaxed"
     """strict: every group commit is flushed with its meta page. relaxed: a power cut may undo the last group
     commit, never more, and never corrupts. Killing the process loses nothing in either."""
-    remote: str = ""
+    remote: str = Field(default="", repr=False)
     """A tier that nodes share: redis://[USER@]HOST[:PORT][/DB], rediss:// over TLS, valkey-cluster://HOST,HOST for a
     cluster, or s3://[KEY_ID@]BUCKET/PREFIX?endpoint=URL&region=R. Valkey takes ?prefix=P. No password in it: everybody
     can read command lines. What fails or is slow there is computed. Needs kvsidecar[valkey] or kvsidecar[s3]."""

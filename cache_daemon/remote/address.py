@@ -67,16 +67,17 @@ class Credentials:
 
 
 def parse_remote(url: str) -> RemoteAddress:
-    """Raises ValueError with a sentence that shows no password."""
+    """Raises ValueError with a sentence that quotes nothing of the URL: any part of it may be a password that has a
+    character too many."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
         raise ValueError(f"it is no URL; write it like {_FORMS}") from error
     known = _SCHEMES.get(parts.scheme)
     if known is None:
-        raise ValueError(f"its scheme is {parts.scheme or 'missing'}; write it like {_FORMS}")
+        raise ValueError(f"its scheme is none of ours; write it like {_FORMS}")
     user, at, hosts = parts.netloc.rpartition("@")
-    if ":" in user:
+    if ":" in user or "@" in parts.path + parts.fragment:
         raise ValueError(
             "it has a password, which everybody can read with ps; give it with --remote-secret-file or in the "
             "environment as KVSIDECAR_CACHE_REMOTE_SECRET"
@@ -87,9 +88,7 @@ def parse_remote(url: str) -> RemoteAddress:
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name in options:
         if name not in _OPTIONS[engine]:
-            raise ValueError(
-                f"it has the option {name!r}; {parts.scheme}:// knows {', '.join(sorted(_OPTIONS[engine]))}"
-            )
+            raise ValueError(f"it has an unknown option; {parts.scheme}:// knows {', '.join(sorted(_OPTIONS[engine]))}")
     if parts.fragment:
         raise ValueError("it has a part behind #, which means nothing here; leave it out")
     if engine == "s3":
@@ -109,10 +108,10 @@ def _s3(bucket: str, path: str, user: str, options: dict[str, str]) -> RemoteAdd
     if not bucket or ":" in bucket:
         raise ValueError("it names no bucket; write it like s3://BUCKET/PREFIX")
     endpoint = options.get("endpoint", "")
-    if endpoint and not endpoint.startswith(("http://", "https://")):
-        raise ValueError(f"its endpoint is {endpoint!r}; it must begin with http:// (plain) or https:// (TLS)")
     if "@" in endpoint:
         raise ValueError("its endpoint has a user; write that before the bucket, as s3://KEY_ID@BUCKET")
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise ValueError("its endpoint must begin with http:// (plain) or https:// (TLS)")
     return RemoteAddress(
         "s3",
         _prefix(path.strip("/") or _DEFAULT_PREFIX),
@@ -127,7 +126,7 @@ def _s3(bucket: str, path: str, user: str, options: dict[str, str]) -> RemoteAdd
 def _prefix(text: str) -> str:
     text = text.strip("/")
     if len(text) > 200 or not all(c.isalnum() or c in "-_./:" for c in text) or ".." in text or not text.isascii():
-        raise ValueError(f"its prefix is {text[:50]!r}; letters, digits and -_./: are allowed, 200 at the most")
+        raise ValueError("its prefix has something else than letters, digits and -_./:, or more than 200 of them")
     return text
 
 
@@ -136,7 +135,7 @@ def _host(text: str) -> tuple[str, int]:
     name = name.strip("[]")
     number = int(port) if port else _DEFAULT_PORT
     if not name or (":" in name and "[" not in text) or not 1 <= number <= 65535:
-        raise ValueError(f"{text!r} is no host; write it like cache.example:6379 or [::1]:6379")
+        raise ValueError("it names no host, or one with a wrong port; write it like cache.example:6379 or [::1]:6379")
     return name, number
 
 
@@ -145,7 +144,7 @@ def _database(path: str, cluster: bool) -> int:
     if not text:
         return 0
     if cluster or not text.isdigit() or int(text) > 1_000_000:
-        raise ValueError(f"its path is {path!r}; a number of a database is allowed, and none in a cluster")
+        raise ValueError("its path must be the number of a database, and a cluster has none")
     return int(text)
 
 

@@ -40,6 +40,10 @@ class RemoteEngine(Protocol):
         RemoteFailed, with some of them stored."""
         ...
 
+    async def put_if_absent(self, name: str, value: bytes) -> None:
+        """Stores a value that never ends, unless the name has one: of several callers one wins. Raises RemoteFailed."""
+        ...
+
     async def delete_many(self, names: Sequence[str]) -> None:
         """Unknown names are ignored. Raises RemoteFailed."""
         ...

@@ -61,9 +61,13 @@ class Entry:
     mark: bytes
 
 
-def mark_of(everything: bytes | None, tenant: bytes | None) -> bytes:
-    """The mark that values of a tenant have now, of the two that the engine has; None is one that never was set."""
-    both = hashlib.sha256(b"%d" % len(everything or b"") + (everything or b"") + b"\0" + (tenant or b""))
+def mark_of(everything: bytes | None, tenant: bytes | None) -> bytes | None:
+    """The mark that values of a tenant have now, of the two that the engine has. None without the tenant's: it was
+    never set, or is lost, and nothing counts then, or values of before a deletion would count again. Everything's may
+    be absent, since who sets it removes the tenants'."""
+    if tenant is None:
+        return None
+    both = hashlib.sha256(b"%d" % len(everything or b"") + (everything or b"") + b"\0" + tenant)
     return both.digest()[:MARK_BYTES]
 
 

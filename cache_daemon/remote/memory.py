@@ -32,6 +32,10 @@ class MemoryEngine:
         ends = None if ttl_seconds is None else self._clock() + ttl_seconds
         self.values.update({name: (bytes(value), ends) for name, value in items})
 
+    async def put_if_absent(self, name: str, value: bytes) -> None:
+        if self._get(name) is None:
+            self.values[name] = value, None
+
     async def delete_many(self, names: Sequence[str]) -> None:
         for name in names:
             self.values.pop(name, None)

@@ -50,8 +50,12 @@ class Names:
 
     def hash_of_head(self, root: bytes, name: str) -> bytes | None:
         """The prefix hash of a tenant's record, None for other names."""
-        middle, _, kind = name.removeprefix(self.tenant(root)).partition("/")
-        if kind != "head" or len(middle) != 2 * keys.HASH_BYTES:
+        return self.hash_of(root, name) if name.endswith("/head") else None
+
+    def hash_of(self, root: bytes, name: str) -> bytes | None:
+        """The prefix hash of the chunk that a tenant's name belongs to, None for other names."""
+        middle, slash, _ = name.removeprefix(self.tenant(root)).partition("/")
+        if not slash or len(middle) != 2 * keys.HASH_BYTES:
             return None
         try:
             return bytes.fromhex(middle)

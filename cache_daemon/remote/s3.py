@@ -88,6 +88,10 @@ class S3Engine:
         with _told():
             await asyncio.gather(*(put(name, value) for name, value in items))
 
+    async def put_if_absent(self, name: str, value: bytes) -> None:
+        with _told(), contextlib.suppress(self._obstore.exceptions.AlreadyExistsError, FileExistsError):
+            await self._obstore.put_async(self._store(0), name, value, mode="create", use_multipart=False)
+
     async def delete_many(self, names: Sequence[str]) -> None:
         if names:
             with _told(), contextlib.suppress(*self._missing):

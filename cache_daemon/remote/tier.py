@@ -54,10 +54,10 @@ class RemoteCounts:
 
 @dataclass(frozen=True)
 class Found:
-    """Chunks of a tenant that are there and sound, in the order asked; and the tenant's mark."""
+    """Chunks of a tenant that are there and sound, in the order asked; and the tenant's mark, None without one."""
 
     entries: list[Entry | None]
-    mark: bytes
+    mark: bytes | None
 
     @property
     def leading(self) -> list[Entry]:
@@ -114,8 +114,8 @@ class RemoteTier:
                 await asyncio.sleep(0)
         return Found(entries, mark)
 
-    def _entry(self, root: bytes, key: bytes, record: bytes | None, mark: bytes) -> Entry | None:
-        if record is None:
+    def _entry(self, root: bytes, key: bytes, record: bytes | None, mark: bytes | None) -> Entry | None:
+        if record is None or mark is None:
             return None
         try:
             entry = decode_record(self.seal, self.names.head(root, key), record)
@@ -200,6 +200,11 @@ class RemoteTier:
         self.counts.written_chunks += len(batch)
         self.counts.written_bytes += sum(len(out.stored) for out in batch)
 
+    async def mark(self, root: bytes) -> None:
+        """Gives a tenant a mark if it has none; of several nodes one wins. Raises RemoteFailed."""
+        async with self._guarded(self.writes, _WRITE_SECONDS):
+            await self.engine.put_if_absent(self.names.tenant_mark(root), secrets.token_bytes(MARK_BYTES))
+
     async def _write(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
         size = sum(len(value) for _, value in items)
         async with self._guarded(self.writes, _WRITE_SECONDS + size / _WRITE_BYTES_PER_SECOND):
@@ -211,31 +216,41 @@ class RemoteTier:
         """Makes everything of a tenant worthless at once, wherever it is written from, then removes it. Raises
         RemoteFailed."""
         await self._new_mark(self.names.tenant_mark(root))
-        await self._purge(self.names.tenant(root))
+        await self._purge(self.names.tenant(root), self.names.tenant_mark(root))
 
     async def forget_everything(self) -> None:
-        """The same for all tenants under the prefix. Raises RemoteFailed."""
+        """The same for all tenants under the prefix, whose marks go too. Raises RemoteFailed."""
         await self._new_mark(self.names.mark)
-        await self._purge(self.names.everything)
+        await self._purge(self.names.everything, self.names.mark)
 
     async def forget_branch(self, root: bytes, key: bytes) -> int:
-        """Removes a chunk and all that continues it. Returns how many there were. Raises RemoteFailed."""
+        """Removes a chunk and all that continues it, with all parts of every payload that was ever written of them.
+        Returns how many there were. Raises RemoteFailed.
+
+        Two walks, of which the first remembers nothing but who continues whom.
+        """
+        names, begin = self.names, self.names.tenant(root)
         children: dict[bytes, list[bytes]] = {}
-        entries: dict[bytes, Entry] = {}
-        async for page in self._scanned(self.names.tenant(root)):
-            hashes = [h for h in (self.names.hash_of_head(root, name) for name in page) if h is not None]
+        there: set[bytes] = set()
+        async for page in self._scanned(begin):
+            hashes = [h for h in (names.hash_of_head(root, name) for name in page) if h is not None]
             for at in range(0, len(hashes), _PAGE):
                 found = await self.find(root, hashes[at : at + _PAGE], _WRITE_SECONDS)
                 for entry in filter(None, found.entries):
                     children.setdefault(entry.header.parent_prefix_hash, []).append(entry.header.prefix_hash)
-                    entries[entry.header.prefix_hash] = entry
+                    there.add(entry.header.prefix_hash)
         doomed = [key]
         for gone in doomed:
             doomed += children.pop(gone, ())
-        names = [self.names.head(root, gone) for gone in doomed]
-        names += [name for gone in doomed if gone in entries for name in self._parts_of(entries[gone])]
-        await self._delete(names)
-        return sum(gone in entries for gone in doomed)
+        await self._delete([names.head(root, gone) for gone in doomed])
+        whole = set(doomed)
+        async for page in self._scanned(begin):
+            await self._delete([name for name in page if names.hash_of(root, name) in whole])
+        return len(whole & there)
+
+    async def holds(self, root: bytes, key: bytes) -> bool:
+        """Whether a chunk is there, in one round trip. Raises RemoteFailed."""
+        return (await self.find(root, [key], _WRITE_SECONDS)).entries[0] is not None
 
     async def remove_spoilt(self) -> None:
         """Removes records that were rejected; their parts are found by nobody then. Raises RemoteFailed."""
@@ -248,9 +263,9 @@ class RemoteTier:
     async def _new_mark(self, name: str) -> None:
         await self._write([(name, secrets.token_bytes(MARK_BYTES))], None)
 
-    async def _purge(self, prefix: str) -> None:
+    async def _purge(self, prefix: str, but: str) -> None:
         async for page in self._scanned(prefix):
-            await self._delete([name for name in page if not name.endswith("/mark")])
+            await self._delete([name for name in page if name != but])
 
     async def _scanned(self, prefix: str) -> AsyncIterator[list[str]]:
         pages = aiter(self.engine.scan(prefix))

@@ -60,6 +60,7 @@ class ValkeyEngine:
         try:
             for _ in range(self.lanes):
                 self._clients.append(await make.create(self._configuration()))
+            await asyncio.gather(*(client.ping() for client in self._clients))
         except Exception as error:
             await self.close()
             raise RemoteFailed(_reason(error)) from error
@@ -75,6 +76,8 @@ class ValkeyEngine:
             "use_tls": address.tls,
             "request_timeout": _REQUEST_MS,
             "client_name": "kvsidecar",
+            # Otherwise making a client connects, and blocks the event loop until it has or gives up.
+            "lazy_connect": True,
             "reconnect_strategy": glide.BackoffStrategy(num_of_retries=2, factor=100, exponent_base=2),
             "advanced_config": advanced(connection_timeout=_CONNECT_MS, tls_config=tls),
         }
@@ -99,6 +102,11 @@ class ValkeyEngine:
             expiry = self._glide.ExpirySet(self._glide.ExpiryType.SEC, ttl_seconds)
         with _told():
             await asyncio.gather(*(client.set(name, value, expiry=expiry) for name, value in items))
+
+    async def put_if_absent(self, name: str, value: bytes) -> None:
+        only = self._glide.ConditionalChange.ONLY_IF_DOES_NOT_EXIST
+        with _told():
+            await self._client(0).set(name, value, conditional_set=only)
 
     async def delete_many(self, names: Sequence[str]) -> None:
         if names:

@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from kvsidecar import keys
 from kvsidecar.layout import Geometry
@@ -23,6 +22,7 @@ from cache_daemon.remote.engine import RemoteFailed
 from cache_daemon.remote.entries import Entry, Unfit, unpacked
 from cache_daemon.remote.tier import RemoteTier
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.downloading import Download, Downloads, to_its_end
 from cache_daemon.store.publishing import Publishing
 from cache_daemon.store.sessions import Hold
 from cache_daemon.store.tenants import Tenant
@@ -36,11 +36,7 @@ _LOOKUP_SECONDS, _LOOKUP_LATE, _LOOKUP_MOST_SECONDS, _LOOKUP_SHARE = 0.25, 8.0, 
 _MOST_SECONDS = 10.0
 # Fewer tokens are not worth asking for; more chunks than these are not asked for at once.
 _LEAST_TOKENS, _MOST_CHUNKS = 16, 1024
-# Calls for payloads that run at once, and what each of them has before it is taken for failed.
-_AT_ONCE, _STALLED_SECONDS = 8, 5.0
 _MEASURE_SECONDS = 5.0
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,6 +72,14 @@ class BringingCounts:
     late: int = 0  # that were cut off, since computing would have been quicker
 
 
+@dataclass(eq=False)
+class _Asking:
+    """A look-up of a tenant's chunks; ``void`` as soon as some of them are deleted."""
+
+    root: bytes
+    void: bool = False
+
+
 @dataclass(frozen=True)
 class _Link:
     """A chunk of the asker's chain."""
@@ -95,13 +99,15 @@ class Bringing:
         publishing: Publishing,
         tier: RemoteTier,
         in_thread: Callable[[Callable[[], None]], Awaitable[None]],
-        seen: Callable[[bytes, bytes], object],
+        seen: Callable[[bytes, bytes | None], object],
         brought: Callable[[Chunk], None],
         closed: Callable[[bytes], bool],
     ) -> None:
         self._tiers, self._publishing, self._tier, self._in_thread = tiers, publishing, tier, in_thread
         self._seen, self._brought, self._closed = seen, brought, closed
         self._running: dict[bytes, asyncio.Future[None]] = {}
+        self._asking: set[_Asking] = set()
+        self._downloads = Downloads(tier)
         self._measuring: asyncio.Task[None] | None = None
         self.counts = BringingCounts()
 
@@ -119,6 +125,11 @@ class Bringing:
             self._tier.asked.set()
         return Brought(tokens, time.perf_counter() - began)
 
+    def forget(self, root: bytes) -> None:
+        """A tenant, or without a root everybody, has deleted something: what was found before is not brought."""
+        for asking in self._asking:
+            asking.void = asking.void or root in (b"", asking.root)
+
     async def _bring(self, wanted: Wanted, began: float) -> int:
         links = await self._missing(wanted)
         if not links:
@@ -133,9 +144,12 @@ class Bringing:
             await asyncio.wait({other}, timeout=min(wanted.patience, worth or _LOOKUP_SECONDS))
             return 0
         mine = self._running[links[0].key] = asyncio.get_running_loop().create_future()
+        asking = _Asking(wanted.root)
+        self._asking.add(asking)
         try:
-            return await self._look_up(wanted, links, worth, began)
+            return await self._look_up(wanted, asking, links, worth, began)
         finally:
+            self._asking.remove(asking)
             del self._running[links[0].key]
             mine.set_result(None)
 
@@ -160,7 +174,9 @@ class Bringing:
     def _covered(self, wanted: Wanted) -> int:
         return sum(n for _, n in self._tiers.index.match(wanted.root, wanted.ids))
 
-    async def _look_up(self, wanted: Wanted, links: list[_Link], worth: float, began: float) -> int:
+    async def _look_up(
+        self, wanted: Wanted, asking: _Asking, links: list[_Link], worth: float, began: float
+    ) -> int:  # fmt: skip
         self.counts.lookups += 1
         usual = min(_LOOKUP_MOST_SECONDS, max(_LOOKUP_SECONDS, _LOOKUP_LATE * self._tier.figures.latency_seconds))
         patience = min(usual, wanted.patience, worth * _LOOKUP_SHARE or _LOOKUP_SECONDS)
@@ -179,7 +195,7 @@ class Bringing:
             self._bypass(entries)
             return 0
         limit = min(ready[chosen - 1], wanted.patience, _MOST_SECONDS) - spent
-        await self._fetch(wanted, entries[:chosen], limit)
+        await self._fetch(wanted, asking, entries[:chosen], limit)
         tokens = max(0, self._covered(wanted) - before)
         self.counts.tokens += tokens
         self.counts.hits += tokens > 0
@@ -217,41 +233,38 @@ class Bringing:
 
     # ---- bringing -------------------------------------------------------------------------------------------
 
-    async def _fetch(self, wanted: Wanted, entries: Sequence[Entry], limit: float) -> None:
+    async def _fetch(self, wanted: Wanted, asking: _Asking, entries: Sequence[Entry], limit: float) -> None:
         """Downloads some groups at once, and lists their chunks in order."""
-        deadline, room = time.perf_counter() + limit, asyncio.Semaphore(_AT_ONCE)
         began, size = time.perf_counter(), 0
+        deadline, groups = began + limit, self._tier.groups(entries)
         hold = Hold([], self._tiers.unused)
-
-        async def download(group: list[Entry]) -> list[list[bytes] | None]:
-            async with room:
-                return await self._tier.parts(group, _STALLED_SECONDS)
-
-        groups = self._tier.groups(entries)
-        tasks = [asyncio.create_task(download(group)) for group in groups]
         try:
-            for group, task in zip(groups, tasks, strict=True):
-                try:
-                    async with asyncio.timeout(max(0.0, deadline - time.perf_counter())):
-                        await asyncio.wait({task})
-                    payloads = task.result()
-                except (TimeoutError, RemoteFailed):
-                    self.counts.late += time.perf_counter() >= deadline
-                    return
-                size += sum(entry.stored_length for entry in group)
-                for entry, parts in zip(group, payloads, strict=True):
-                    if not await self._place(wanted, entry, parts, hold):
+            with self._downloads.of(groups) as downloads:
+                for one in downloads:
+                    if not await self._place_all(wanted, asking, one, deadline, hold):
                         return
+                    size += sum(entry.stored_length for entry in one.group)
         finally:
-            for task in tasks:
-                task.cancel()
-                task.add_done_callback(_heard)
             if time.perf_counter() >= deadline:  # if nothing came, so much was too much
                 size = size or sum(entry.stored_length for entry in groups[0])
             self._tier.figures.moved(size, time.perf_counter() - began)
             hold.give_back()
 
-    async def _place(self, wanted: Wanted, entry: Entry, parts: list[bytes] | None, hold: Hold) -> bool:
+    async def _place_all(self, wanted: Wanted, asking: _Asking, one: Download, deadline: float, hold: Hold) -> bool:
+        """Waits for a group, places it and lets go of it. False ends the prefix."""
+        payloads = await one.take(max(0.0, deadline - time.perf_counter()))
+        if payloads is None:
+            self.counts.late += time.perf_counter() >= deadline
+            return False
+        for entry, parts in zip(one.group, payloads, strict=True):
+            if not await self._place(wanted, asking, entry, parts, hold):
+                return False
+        one.placed.set()
+        return True
+
+    async def _place(
+        self, wanted: Wanted, asking: _Asking, entry: Entry, parts: list[bytes] | None, hold: Hold
+    ) -> bool:  # fmt: skip
         """Unpacks a payload into a slot and lists its chunk. False ends the prefix."""
         header, tiers = entry.header, self._tiers
         if parts is None:
@@ -270,7 +283,7 @@ class Bringing:
         kept = False
         try:
             await self._unpack(entry, parts, slot)
-            if self._closed(wanted.root) or not self._continues(wanted.root, entry):
+            if asking.void or not self._continues(wanted.root, entry):
                 return False
             if tiers.index.get(header.prefix_hash) is None:
                 chunk = self._chunk(entry, tenant, slot)
@@ -297,7 +310,7 @@ class Bringing:
             if direct is None:
                 arena.write(slot, target)
 
-        await _to_its_end(self._in_thread(work))
+        await to_its_end(self._in_thread(work))
 
     def _continues(self, root: bytes, entry: Entry) -> bool:
         """Whether what an entry continues is here, and will stay."""
@@ -361,24 +374,3 @@ def _computed_by(price: float, entries: Sequence[Entry], tokens: Sequence[int]) 
         known += entry.header.prefill_seconds
         out.append(price * ahead or known or _MOST_SECONDS)
     return out
-
-
-async def _to_its_end(work: Awaitable[T]) -> T:
-    """Awaits what cannot be stopped, as one: a cancellation is raised when it has ended."""
-    running = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            await asyncio.wait({running})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        _heard(running)
-        raise cancelled
-    return running.result()
-
-
-def _heard(task: asyncio.Future[Any]) -> None:
-    """What became of something that nobody waits for any more."""
-    if not task.cancelled():
-        task.exception()

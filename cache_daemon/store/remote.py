@@ -87,9 +87,11 @@ class Remote:
         """See ``Sending.used``."""
         self._sending.used(chunks)
 
-    def forget(self, root: bytes, key: bytes) -> asyncio.Future[int]:
-        """See ``Sending.forget``."""
-        return self._sending.forget(root, key)
+    def forget(self, root: bytes, key: bytes, known: bool = True) -> asyncio.Future[int]:
+        """See ``Sending.forget``. What is being brought of the tenant does not come any more."""
+        done = self._sending.forget(root, key, known)
+        self._bringing.forget(root)
+        return done
 
     @staticmethod
     async def finished(deletion: asyncio.Future[int]) -> int:

@@ -28,6 +28,7 @@ from cache_daemon.remote.engine import RemoteFailed
 from cache_daemon.remote.entries import packed
 from cache_daemon.remote.tier import Outgoing, RemoteTier
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.deletions import Deletion, Deletions
 from cache_daemon.store.sessions import Hold
 from cache_daemon.store.tiers import Tiers
 
@@ -52,22 +53,6 @@ class SendingCounts:
     forgotten: int = 0  # deletions that are done
 
 
-@dataclass(eq=False)
-class _Forget:
-    """A deletion: of a chunk with what continues it, without ``key`` of a tenant, without ``root`` of everything."""
-
-    root: bytes
-    key: bytes
-    done: asyncio.Future[int]
-
-    @property
-    def note(self) -> bytes:
-        return NOTE_PREFIX + self.root + self.key
-
-    def concerns(self, root: bytes) -> bool:
-        return self.root in (b"", root)
-
-
 class Sending:
     """``note`` keeps a small value for the next start; None deletes it. ``in_thread`` runs what is heavy."""
 
@@ -85,8 +70,9 @@ class Sending:
         self._in_thread, self._note = in_thread, note
         self._queue: OrderedDict[bytes, tuple[Chunk, int]] = OrderedDict()  # by prefix hash; and how often it was tried
         self._known: OrderedDict[bytes, float] = OrderedDict()  # what is there already, and until when (monotonic)
-        self._marks: OrderedDict[bytes, bytes] = OrderedDict()  # what tenants' marks were when last seen
-        self._forgetting: list[_Forget] = []
+        # What tenants' marks were when last seen, and when they changed (monotonic; 0: not since they are known).
+        self._marks: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
+        self._deletions = Deletions()
         self._generation, self._on_their_way = tier.generation, 0
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
@@ -101,7 +87,7 @@ class Sending:
 
     @property
     def deletions(self) -> int:
-        return len(self._forgetting)
+        return len(self._deletions)
 
     # ---- what is to be sent ---------------------------------------------------------------------------------
 
@@ -116,15 +102,18 @@ class Sending:
         self._queue.pop(chunk.key, None)
         self._know([chunk.key], self._ttl_of(chunk))
 
-    def seen(self, root: bytes, mark: bytes) -> bool:
-        """Hears a tenant's mark in the engine. Returns whether it is another than before: somebody has deleted the
-        tenant there, and what waited since before that is not sent."""
-        before = self._marks.get(root)
-        self._marks[root] = mark
+    def seen(self, root: bytes, mark: bytes | None) -> bool:
+        """Hears a tenant's mark in the engine, None for none. Returns whether it is another than before: somebody has
+        deleted the tenant there, and what was listed here before that is not sent any more."""
+        if mark is None:
+            return False
+        before, since = self._marks.get(root, (mark, 0.0))
+        changed = mark != before
+        self._marks[root] = mark, time.monotonic() if changed else since
         self._marks.move_to_end(root)
         if len(self._marks) > _MOST_MARKS:
             self._marks.popitem(last=False)
-        if before in (None, mark):
+        if not changed:
             return False
         self._drop_queued(root)
         self._known.clear()
@@ -134,11 +123,17 @@ class Sending:
         until = self._known.get(chunk.key)
         if chunk.key in self._queue or (until is not None and until > time.monotonic()):
             return
+        if self._is_old(chunk):
+            return
         if len(self._queue) >= MOST_QUEUED or self.closed(chunk.root):
             self.counts.dropped += 1
             return
         self._queue[chunk.key] = chunk, 0
         self._stir()
+
+    def _is_old(self, chunk: Chunk) -> bool:
+        """Whether somebody has deleted the tenant elsewhere since the chunk was listed here."""
+        return chunk.made_at <= self._marks.get(chunk.root, (b"", 0.0))[1]
 
     def _know(self, found: Iterable[bytes], ttl_seconds: int | None) -> None:
         # At half its time a chunk that is still in use is written once more.
@@ -164,26 +159,28 @@ class Sending:
 
     def closed(self, root: bytes) -> bool:
         """Whether a tenant's chunks are being deleted there: until that is done they are not to be read."""
-        return any(forget.concerns(root) for forget in self._forgetting)
+        return self._deletions.concern(root)
 
-    def forget(self, root: bytes, key: bytes) -> asyncio.Future[int]:
+    def forget(self, root: bytes, key: bytes, known: bool) -> asyncio.Future[int]:
         """Deletes a chunk with what continues it, without ``key`` a tenant, without ``root`` everything. The future is
-        done when it is; its result is how many chunks there were, as far as that is known."""
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        forget = _Forget(root, key, done)
-        self._forgetting.append(forget)
+        done when it is; its result is how many chunks there were, as far as that is known. A chunk that is not
+        ``known`` here is looked up first. Raises LimitExceeded, with nothing done."""
+        self._deletions.check(root, key)
+        return self._forget_later(root, key, known)
+
+    def _forget_later(self, root: bytes, key: bytes, known: bool) -> asyncio.Future[int]:
+        deletion = self._deletions.add(root, key, known)
         if not key:
             self._drop_queued(root)
-        self._known.clear()
-        self._note(forget.note, b"\1")
+        self._note(NOTE_PREFIX + root + key, b"\1")
         self._stir()
-        return done
+        return deletion.again or deletion.done
 
     def restore(self, name: bytes) -> None:
         """Takes up a deletion of an earlier start."""
         rest = name[len(NOTE_PREFIX) :]
         if len(rest) in (0, HASH_BYTES, 2 * HASH_BYTES):
-            self.forget(rest[:HASH_BYTES], rest[HASH_BYTES:])
+            self._forget_later(rest[:HASH_BYTES], rest[HASH_BYTES:], True)
         else:
             self._note(name, None)
 
@@ -193,7 +190,7 @@ class Sending:
         """Sends and deletes until it is cancelled."""
         while True:
             await self._wake.wait()
-            if not (self._queue or self._forgetting or self._tier.spoilt):
+            if not (self._queue or self._deletions or self._tier.spoilt):
                 self._wake.clear()
                 self._idle.set()
                 continue
@@ -227,28 +224,31 @@ class Sending:
         if self._generation != self._tier.generation:  # it may have lost all that it had
             self._generation = self._tier.generation
             self._known.clear()
-        if self._forgetting:
-            await self._forget(self._forgetting[0])
+        if self._deletions:
+            await self._forget(self._deletions.first())
         elif self._tier.spoilt:
             await self._tier.remove_spoilt()
             self._known.clear()
         else:
             await self._send(self._batch())
 
-    async def _forget(self, forget: _Forget) -> None:
-        gone = 0
-        if forget.key:
-            gone = await self._tier.forget_branch(forget.root, forget.key)
-        elif forget.root:
-            await self._tier.forget_tenant(forget.root)
+    async def _forget(self, deletion: Deletion) -> None:
+        root, key, gone = deletion.root, deletion.key, 0
+        if key:
+            # Walking over all that the engine has of a tenant takes long: not for a hash that nobody knows.
+            if deletion.known or await self._tier.holds(root, key):
+                gone = await self._tier.forget_branch(root, key)
+        elif root:
+            await self._tier.forget_tenant(root)
+            self._marks.pop(root, None)
         else:
             await self._tier.forget_everything()
-        self._forgetting.remove(forget)
-        self._note(forget.note, None)
-        self._marks.clear()
+            self._marks.clear()
+        if gone or not key:
+            self._known.clear()
+        if self._deletions.finished(deletion, gone):
+            self._note(NOTE_PREFIX + root + key, None)
         self.counts.forgotten += 1
-        if not forget.done.done():
-            forget.done.set_result(gone)
 
     def _batch(self) -> list[Chunk]:
         """The next chunks of one tenant, taken from the queue."""
@@ -283,6 +283,11 @@ class Sending:
         parents = [c.parent_key for c in batch if not c.is_first]
         asked = list(dict.fromkeys([*(c.key for c in batch), *parents]))
         found = await self._tier.find(root, asked, _LOOK_SECONDS)
+        if found.mark is None:
+            await self._tier.mark(root)
+            found = await self._tier.find(root, asked, _LOOK_SECONDS)
+        if found.mark is None:
+            raise RemoteFailed("it does not keep what it is given")
         if self.seen(root, found.mark):
             self.counts.dropped += len(batch)
             return
@@ -309,9 +314,8 @@ class Sending:
         for chunk in fresh:
             self._know([chunk.key], self._ttl_of(chunk))
 
-    @staticmethod
-    def _sendable(chunk: Chunk) -> bool:
-        return chunk.listed and chunk.in_arena is Residency.PRESENT
+    def _sendable(self, chunk: Chunk) -> bool:
+        return chunk.listed and chunk.in_arena is Residency.PRESENT and not self._is_old(chunk)
 
     def _packing(self, chunks: Sequence[Chunk], mark: bytes) -> Callable[[], list[Outgoing]]:
         """Work for a thread; all that changes meanwhile is read before."""

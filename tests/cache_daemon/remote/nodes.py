@@ -116,7 +116,9 @@ class Slow(MemoryEngine):
     def __init__(self, part_bytes: int = 1 << 20) -> None:
         super().__init__(part_bytes)
         self.seconds, self.fails, self.calls, self.hangs_at, self.hanging = 0.0, False, 0, 0, 0
-        self._since = 0
+        self._since = self.scans = self.putting = 0
+        self.put_gate = asyncio.Event()
+        self.put_gate.set()
 
     async def get_many(self, names, lane=0):  # type: ignore[no-untyped-def]
         self.calls += 1
@@ -137,7 +139,33 @@ class Slow(MemoryEngine):
     async def put_many(self, items, ttl_seconds):  # type: ignore[no-untyped-def]
         if self.fails:
             raise RemoteFailed("told to")
+        if not items[0][0].endswith("probe"):
+            self.putting += 1
+            await self.put_gate.wait()
+            self.putting -= 1
         await super().put_many(items, ttl_seconds)
+
+    async def scan(self, prefix: str) -> AsyncIterator[list[str]]:
+        self.scans += 1
+        async for page in super().scan(prefix):
+            yield page
+
+
+class Gated(MemoryEngine):
+    """An engine whose payloads leave it at once, and arrive when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrive, self.waiting, self.downloaded = asyncio.Event(), False, 0
+        self.arrive.set()
+
+    async def get_many(self, names, lane=0):  # type: ignore[no-untyped-def]
+        found = await super().get_many(names, lane)
+        if not names[0].endswith(("/mark", "/head")):
+            self.waiting = True
+            await self.arrive.wait()
+            self.downloaded += 1
+        return found
 
 
 def parent_of(a: FleetNode, ids: list[int], chunks: int) -> bytes:

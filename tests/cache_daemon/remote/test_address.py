@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kvsidecar.cli.settings import read_settings
 from kvsidecar.errors import ConfigurationError
 from pydantic import ValidationError
 
@@ -29,22 +31,32 @@ UNDERSTOOD = {
 }
 REFUSED = {
     "cache:6379": "scheme",
-    "http://cache": "its scheme is http",
+    "http://cache": "its scheme is none of ours",
+    "hush://cache": "its scheme is none of ours",
     "redis://user:hush@cache": "password",
     "redis://:hush@cache": "password",
     "s3://id:hush@bucket": "password",
     "redis://@cache": "empty user",
     "redis://": "no host",
     "redis://cache:99999": "no host",
-    "redis://cache/x": "number of a database",
-    "valkey-cluster://cache/1": "none in a cluster",
-    "redis://cache?db=1": "option 'db'",
+    "redis://user:hu/sh@cache": "password",
+    "redis://user:hu#sh@cache": "password",
+    "redis://user:hush?sh@cache": "unknown option",
+    "redis://user:hush": "no host",
+    "redis://cache/hush": "number of a database",
+    "valkey-cluster://cache/1": "a cluster has none",
+    "redis://cache?db=1": "unknown option",
+    "redis://cache/?password=hush": "unknown option",
+    "redis://cache?hush": "unknown option",
+    "redis://cache?prefix=hush@": "prefix",
     "redis://cache?prefix=a%20b": "prefix",
     "redis://cache?prefix=../x": "prefix",
     "redis://cache#x": "behind #",
     "s3://": "no bucket",
     "s3://bucket?endpoint=h:1": "must begin with http",
     "s3://bucket?endpoint=http://id:hush@h": "has a user",
+    "s3://bucket?endpoint=id:hush@h:9000": "has a user",
+    "s3://bucket?endpoint=hush:9000": "must begin with http",
 }
 
 
@@ -58,6 +70,17 @@ def test_others_are_refused_in_a_sentence_without_secrets(url: str) -> None:
     with pytest.raises(ValueError, match=REFUSED[url]) as caught:
         parse_remote(url)
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3://b?endpoint=id:hush@h:9000", "redis://user:hush?@cache", "redis://u:hush/@cache", "redis://h/?password=hush"],
+)
+def test_a_refused_url_is_not_quoted(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="remote is not shown here: it") as caught:
+        read_settings(DaemonConfig, {"remote": url}, None)
+    assert "hush" not in "".join(traceback.format_exception(caught.value))
+    assert "hush" not in repr(DaemonConfig.model_construct(remote=url))
 
 
 def test_a_refused_password_is_not_printed_at_the_start(tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from kvsidecar import keys
+import asyncio
 
+import pytest
+from kvsidecar import keys
+from kvsidecar.errors import ChunkNotFound, LimitExceeded
+
+from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.limits import TenantLimits
 from cache_daemon.remote.memory import MemoryEngine
-from tests.cache_daemon.remote.nodes import CHUNK, Slow, node, parent_of, prompt, until
+from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, node, parent_of, prompt, until
 
 
 async def test_what_a_tenant_deleted_is_found_by_nobody() -> None:
@@ -74,19 +79,128 @@ async def test_what_another_node_had_queued_before_a_deletion_is_worth_nothing_a
 
 
 async def test_a_deletion_outlives_an_engine_that_is_away_and_a_restart() -> None:
-    engine = Slow()
-    async with node(engine) as a:
+    engine, disk = Slow(), MemoryTier()
+    async with node(engine, tier=disk) as a:
         await a.share(prompt(3))
         engine.fails = True
         await a.bench.store.delete(a.bench.root(), b"")
         assert a.stats.remote_deletions == 1
         await a.bench.store.settle()
-        tier = a.bench.tier
-        notes = tier.notes()
-        assert [name for name in notes if name.startswith(b"remote-forget:")]
-        engine.fails = False
+    engine.fails = False
+    engine.put_gate.clear()
+    async with node(engine, tier=disk) as a:
+        assert a.stats.remote_deletions == 1
+        assert (await a.ask(prompt(3)))[0] == 0, "it is still there, and must not be read"
+        engine.put_gate.set()
         await until(lambda: a.stats.remote_deletions == 0)
         assert (await a.ask(prompt(3)))[0] == 0
+        await a.bench.store.settle()
+    assert not [name for name in disk.notes() if name.startswith(b"remote-forget:")]
+    async with node(engine) as b:
+        assert (await b.ask(prompt(3)))[0] == 0
+
+
+async def test_the_same_deletion_waits_once_and_a_tenant_may_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_daemon.store.deletions.MOST_OF_A_TENANT", 8)
+    engine = Slow()
+    async with node(engine) as a:
+        await a.share(prompt(3))
+        engine.fails = True
+        store, root = a.bench.store, a.bench.root()
+        futures = {a.remote.forget(root, b"") for _ in range(50)}
+        assert (a.stats.remote_deletions, len(futures)) == (1, 1)
+        for number in range(7):
+            a.remote.forget(root, bytes([number]) * 32)
+        with pytest.raises(LimitExceeded, match="8 deletions of this tenant"):
+            await store.delete(root, keys.prefix_hash(root, prompt(1)))
+        assert a.stats.chunks == 3, "nothing was deleted"
+        a.remote.forget(a.bench.root(b"other"), b"x" * 32)
+        engine.fails = False
+        await until(lambda: a.stats.remote_deletions == 0)
+        assert all(done.done() for done in futures)
+
+
+async def test_a_deletion_that_runs_does_not_serve_who_asks_after_it_began() -> None:
+    engine = Slow()
+    async with node(engine) as a:
+        engine.put_gate.clear()
+        first = a.remote.forget(a.bench.root(), b"")
+        await until(lambda: engine.putting > 0)
+        second = a.remote.forget(a.bench.root(), b"")
+        assert second is not first
+        engine.put_gate.set()
+        await asyncio.wait_for(asyncio.gather(first, second), 10)
+        assert a.stats.remote_deletions == 0
+
+
+async def test_a_hash_that_nobody_knows_is_looked_up_and_not_searched_for() -> None:
+    engine = Slow()
+    async with node(engine) as a:
+        await a.share(prompt(3))
+        engine.scans = 0
+        with pytest.raises(ChunkNotFound):
+            await a.bench.store.delete(a.bench.root(), b"x" * 32)
+        assert (engine.scans, a.stats.remote_deletions) == (0, 0)
+
+
+async def test_a_chunk_goes_with_the_parts_of_every_payload_that_it_had() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a:
+        ids = prompt(2)
+        await a.share(ids)
+        root = a.bench.root()
+        first = keys.prefix_hash(root, ids[:CHUNK])
+        (other,) = a.tier.names.parts(root, first, 0x1234, 1)
+        engine.values[other] = b"another writer's", None
+        assert await a.bench.store.delete(root, first) == 2
+        assert [name for name in engine.values if root.hex() in name] == [a.tier.names.tenant_mark(root)]
+
+
+@pytest.mark.parametrize("what", ["tenant", "everything"])
+async def test_a_mark_that_the_engine_pushed_out_brings_nothing_back(what: str) -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(3))
+        late = {name: value for name, value in engine.values.items() if not name.endswith("/mark")}
+        await a.bench.store.delete(a.bench.root() if what == "tenant" else b"", b"")
+        engine.values |= late  # what a node writes that looked before the deletion
+        assert (await b.ask(prompt(3)))[0] == 0
+        for name in [name for name in engine.values if name.endswith("/mark")]:
+            del engine.values[name]
+        assert (await b.ask(prompt(3)))[0] == 0
+        await a.share(prompt(2, 7))
+        assert (await b.ask(prompt(3)))[0] == 0
+        assert (await b.ask(prompt(2, 7)))[0] == 2 * CHUNK, "a writer gives the tenant a mark again"
+
+
+async def test_what_a_node_has_from_before_a_deletion_elsewhere_is_not_written_back() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(3))
+        assert (await b.ask(prompt(3)))[0] == 3 * CHUNK
+        await a.bench.store.delete(a.bench.root(), b"")
+        await b.ask(prompt(2, 9))  # any other prompt of the tenant
+        await b.bench.found(prompt(3))
+        await b.sent()
+        assert (await a.ask(prompt(3)))[0] == 0
+
+
+@pytest.mark.parametrize("what", ["tenant", "chunk", "everything"])
+async def test_what_was_on_its_way_here_when_it_was_deleted_does_not_come(what: str) -> None:
+    engine = Gated()
+    async with node(engine) as a, node(engine) as b:
+        ids, root = prompt(3), a.bench.root(b"one")
+        await a.share(ids, salt=b"one")
+        engine.arrive.clear()
+        asking = asyncio.create_task(b.ask(ids, salt=b"one", price=10.0))
+        await until(lambda: engine.waiting)
+        first = keys.prefix_hash(root, ids[:CHUNK])
+        await b.bench.store.delete(b"" if what == "everything" else root, first if what == "chunk" else b"")
+        assert b.stats.remote_deletions == 0
+        engine.arrive.set()
+        assert (await asking)[0] == 0
+        await b.bench.store.settle()
+        assert (b.stats.chunks, b.stats.durable_chunks) == (0, 0)
 
 
 async def test_values_end_with_the_tier_or_with_their_tenant() -> None:

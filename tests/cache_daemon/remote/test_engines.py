@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -73,6 +75,14 @@ async def test_values_are_replaced_and_deleted(engine: RemoteEngine) -> None:
     assert await engine.get_many(["c/1", "c/2"]) == [None, b"x"]
 
 
+async def test_of_those_who_store_what_is_absent_one_wins(engine: RemoteEngine) -> None:
+    await asyncio.gather(*(engine.put_if_absent("i/mark", bytes([n])) for n in range(4)))
+    (first,) = await engine.get_many(["i/mark"])
+    assert first in {bytes([n]) for n in range(4)}
+    await engine.put_if_absent("i/mark", b"late")
+    assert await engine.get_many(["i/mark"]) == [first]
+
+
 async def test_a_scan_finds_what_begins_so(engine: RemoteEngine) -> None:
     wanted = {f"d/{i}/head" for i in range(30)}
     await engine.put_many([(name, b"x") for name in [*wanted, "dd/1", "e/1"]], None)
@@ -132,6 +142,41 @@ async def test_nobody_there_is_a_failure_and_says_so_soon(scheme: str) -> None:
     assert time.monotonic() - began < 10
     assert "secret" not in str(caught.value)
     await engine.close()
+
+
+@pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
+@pytest.mark.parametrize("scheme", ["redis", "valkey-cluster"])
+@pytest.mark.parametrize("where", ["silent", "refused", "unroutable"])
+async def test_connecting_leaves_the_event_loop_alone(scheme: str, where: str) -> None:
+    """A thread shows how often a free loop would have turned meanwhile on this machine."""
+    turns, possible, over = 0, 0, threading.Event()
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.01)
+            turns += 1
+
+    def count() -> None:
+        nonlocal possible
+        while not over.wait(0.01):
+            possible += 1
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, nobody answers
+        port = silent.getsockname()[1] if where == "silent" else free_port()
+        host = "10.255.255.1:6379" if where == "unroutable" else f"127.0.0.1:{port}"
+        engine = new_engine(parse_remote(f"{scheme}://{host}"), Credentials())
+        turning = asyncio.create_task(turn())
+        counting = threading.Thread(target=count)
+        counting.start()
+        with pytest.raises((RemoteFailed, TimeoutError)):
+            async with asyncio.timeout(0.8):
+                await engine.connect()
+        over.set()
+        counting.join()
+        turning.cancel()
+        await engine.close()
+    assert turns >= possible / 4 - 3
 
 
 @pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())

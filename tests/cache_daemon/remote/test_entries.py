@@ -28,7 +28,7 @@ def chunk(compressible: bool = True) -> tuple[Entry, bytes, memoryview]:
     size = header.payload_bytes
     payload = payload_of(IDS, size) if compressible else random.Random(1).randbytes(size)
     header.checksum = keys.checksum(payload)
-    return Entry(header, 0, 1, 0, 0, 0, mark_of(None, None)), payload, memoryview(bytearray(size))
+    return Entry(header, 0, 1, 0, 0, 0, mark_of(None, b"m") or b""), payload, memoryview(bytearray(size))
 
 
 def stored(seal: Seal, compressible: bool, compress: bool = True) -> tuple[Entry, bytes, bytes, memoryview]:
@@ -136,5 +136,6 @@ def test_a_record_cannot_ask_for_much_memory() -> None:
 
 
 def test_marks_are_of_both() -> None:
-    assert len({mark_of(a, b) for a in (None, b"1", b"12") for b in (None, b"2", b"12")}) == 9
+    assert len({mark_of(a, b) for a in (None, b"1", b"12") for b in (b"", b"2", b"12")}) == 9
+    assert mark_of(None, None) is mark_of(b"1", None) is None, "without a tenant's, nothing counts"
     assert Geometry.of(chunk()[0].header) == GEOMETRY

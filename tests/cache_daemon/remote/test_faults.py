@@ -29,6 +29,8 @@ PRICE = 0.01
 # Computing a prompt of the tests takes .64 s. Nobody waits much longer than that, on a machine that does other things.
 PATIENCE = 3.0
 RECOVERY = 5.0
+# A connection that blocked the event loop would do so for a second.
+STALL_MS = 800.0
 
 
 class Fleet:
@@ -170,6 +172,7 @@ def test_no_fault_is_seen_and_all_heal(fleet: Fleet, fault: str) -> None:
     for node in range(2):
         stats = fleet.stats(node)
         assert stats.leases == 0
+        assert stats.loop_stall_ms < STALL_MS, "the event loop waited for the engine"
     if fault != "killed server":
         assert fleet.ask(1, known) == len(known)
 

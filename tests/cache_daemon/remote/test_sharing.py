@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from kvsidecar import keys
 
 from cache_daemon.limits import TenantLimits
 from cache_daemon.remote.memory import MemoryEngine
-from tests.cache_daemon.remote.nodes import CHUNK, Slow, name_of, node, parent_of, prompt, until
+from cache_daemon.store.bringing import Bringing
+from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, name_of, node, parent_of, prompt, until
 from tests.cache_daemon.stores import opened
 
 
@@ -164,12 +166,38 @@ async def test_who_goes_away_leaves_nothing_behind(at: int) -> None:
         assert (await b.ask(prompt(6)))[0] == 6 * CHUNK
 
 
+async def test_what_has_come_and_is_not_placed_is_bounded_for_all_prompts_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cache_daemon.remote.tier._CALL_BYTES", 1)  # a chunk a call, as with chunks of megabytes
+    engine, placed, ahead = Gated(), 0, 0
+    place = Bringing._place
+
+    async def slowly(self: Bringing, *rest: Any) -> bool:
+        nonlocal placed, ahead
+        await asyncio.sleep(0.002)
+        ahead = max(ahead, engine.downloaded - placed)
+        placed += 1
+        return await place(self, *rest)
+
+    monkeypatch.setattr(Bringing, "_place", slowly)
+    async with node(engine, write="all") as a, node(engine) as b:
+        prompts = [prompt(20, first) for first in range(3)]
+        for ids in prompts:
+            await a.read(ids)
+        await a.sent()
+        found = await asyncio.gather(*(b.ask(ids, price=10.0) for ids in prompts))
+        assert [tokens for tokens, _ in found] == [20 * CHUNK] * 3
+        assert engine.downloaded == 60
+        assert ahead <= 8
+
+
 async def test_a_full_arena_takes_what_fits() -> None:
     engine = MemoryEngine()
     async with node(engine) as a, node(engine, arena_bytes=3 * 4096, budget_bytes=0) as b:
         await a.share(prompt(6))
         found, _ = await b.ask(prompt(6))
-        assert found <= 3 * CHUNK
+        assert 0 < found <= 3 * CHUNK
         b.bench.store.check_integrity()
 
 
@@ -179,7 +207,7 @@ async def test_a_tenant_at_its_quota_brings_no_more() -> None:
     async with node(engine) as a, node(engine, limits=limits) as b:
         await a.share(prompt(6), salt=b"t")
         found, _ = await b.ask(prompt(6), salt=b"t")
-        assert found <= 2 * CHUNK
+        assert 0 < found <= 2 * CHUNK
         b.bench.store.check_integrity()
 
 
@@ -274,7 +302,8 @@ async def test_another_model_under_the_same_name_is_not_used() -> None:
         header.prefix_hash, header.content_hash = keys.prefix_hash(root, ids), keys.content_hash(root, ids)
         payload = b"\1" * header.payload_bytes
         header.checksum = keys.checksum(payload)
-        entry = Entry(header, 0, 1, len(payload), keys.checksum(payload), 0, mark_of(None, None))
+        entry = Entry(header, 0, 1, len(payload), keys.checksum(payload), 0, mark_of(None, b"m") or b"")
+        engine.values[b.tier.names.tenant_mark(root)] = b"m", None
         name = b.tier.names.head(root, header.prefix_hash)
         engine.values[name] = encode_record(b.tier.seal, name, entry), None
         for part in b.tier.names.parts(root, header.prefix_hash, entry.stored_checksum, 1):

@@ -92,9 +92,13 @@ def read_settings(settings: type[S], given: dict[str, Any], config: Path | None)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(p) for p in first["loc"]) or "the settings"
-        raise ConfigurationError(
-            f"{name} is {_shown(first.get('input'))}: {first['msg'].removeprefix('Value error, ')}"
-        ) from error
+        field = settings.model_fields.get(name)
+        hidden = field is not None and not field.repr
+        shown = "not shown here" if hidden else _shown(first.get("input"))
+        # What a hidden value was must not be in a traceback either.
+        raise ConfigurationError(f"{name} is {shown}: {first['msg'].removeprefix('Value error, ')}") from (
+            None if hidden else error
+        )
 
 
 def _shown(value: object) -> str:
