@@ -1,41 +1,45 @@
-"""Who asks: by the key that comes with a request, or without keys by where it comes from."""
+"""Who asks: by the key that comes with a request, or without keys by the user whose process sent it."""
 
 from __future__ import annotations
 
-import enum
 import hmac
 import ipaddress
+import os
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.peer import user_of
 
 _HERE = frozenset({"localhost", "127.0.0.1", "[::1]"})
-
-
-class Caller(enum.Enum):
-    """A guest may use the model and sees what the salts open that it sends; an operator sees what all tenants use."""
-
-    GUEST = "guest"
-    OPERATOR = "operator"
+_HANDED_ON = frozenset({"forwarded", "via", "x-real-ip"})
 
 
 class Keys:
-    """The gateway's keys."""
+    """The gateway's keys. A guest may use the model and sees what the salts open that it sends; an operator sees what
+    all tenants use."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._api, self._operator = config.api_key.get_secret_value(), config.operator_key.get_secret_value()
+        self._by_place = config.local_operator and config.for_this_machine and not (self._api or self._operator)
 
-    def caller(self, scope: Scope) -> Caller | None:
-        """Who sent an HTTP request; None for one whose key is missing or wrong."""
+    def lets_in(self, scope: Scope) -> bool:
+        """Whether an HTTP request comes with a key that is asked for, or none is."""
+        given = _given(Headers(scope=scope))
+        return not self._api or _equal(given, self._api) or self._is_operators(given)
+
+    def of_operator(self, scope: Scope) -> bool:
+        """Whether an operator sent an HTTP request. Asks the kernel where that decides; so it is for few paths."""
         headers = Headers(scope=scope)
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._operator and _equal(given, self._operator):
-            return Caller.OPERATOR
-        if self._api:
-            return Caller.GUEST if _equal(given, self._api) else None
-        return Caller.OPERATOR if not self._operator and _from_here(scope, headers) else Caller.GUEST
+        return self._is_operators(_given(headers)) or (self._by_place and _from_here(scope, headers))
+
+    def _is_operators(self, given: str) -> bool:
+        return bool(self._operator) and _equal(given, self._operator)
+
+
+def _given(headers: Headers) -> str:
+    return headers.get("authorization", "").removeprefix("Bearer ")
 
 
 def _equal(given: str, key: str) -> bool:
@@ -43,13 +47,17 @@ def _equal(given: str, key: str) -> bool:
 
 
 def _from_here(scope: Scope, headers: Headers) -> bool:
-    """Whether a request was sent on this machine, to this machine by name: not handed on by a proxy, nor by a page of
-    another site whose name was made to lead here."""
-    if "forwarded" in headers or "x-forwarded-for" in headers:
+    """Whether a process of this one's user sent a request, to this machine by name: not a proxy that runs as a user of
+    its own or says that it hands something on, nor a page of another site whose name was made to lead here."""
+    if any(name in _HANDED_ON or name.startswith("x-forwarded-") for name in headers):
         return False
     host = headers.get("host", "").lower()
-    name = host if host.endswith("]") else host.rsplit(":", 1)[0]
+    if (host if host.endswith("]") else host.rsplit(":", 1)[0]) not in _HERE:
+        return False
+    peer, here = scope.get("client"), scope.get("server")
     try:
-        return name in _HERE and ipaddress.ip_address((scope.get("client") or ("",))[0]).is_loopback
+        if not (peer and here and all(ipaddress.ip_address(end[0]).is_loopback for end in (peer, here))):
+            return False
     except ValueError:
         return False
+    return user_of(tuple(peer), tuple(here)) == os.geteuid()

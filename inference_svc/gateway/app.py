@@ -22,7 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from inference_svc.gateway import answers
-from inference_svc.gateway.access import Caller, Keys
+from inference_svc.gateway.access import Keys
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.guard import NODE, Guard, Metrics
@@ -44,6 +44,7 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
+        self.keys = Keys(config)
         self.router = Router(config.targets)
         self.metrics = Metrics(self.router)
         self._memory = Memory()
@@ -83,7 +84,7 @@ class Gateway:
 
     async def show_node(self, request: Request) -> Response:
         salt = unquote_to_bytes(request.headers.get("x-cache-salt", ""))
-        shown = await self.node.show(salt, request.state.caller is Caller.OPERATOR)
+        shown = await self.node.show(salt, self.keys.of_operator(request.scope))
         return JSONResponse(shown, headers={"Cache-Control": "no-store"})
 
     async def chat(self, request: Request) -> Response:
@@ -283,7 +284,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
         await gateway.router.close()
 
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.add_middleware(Guard, keys=Keys(config), metrics=gateway.metrics)
+    app.add_middleware(Guard, keys=gateway.keys, metrics=gateway.metrics)
 
     @app.exception_handler(KVSidecarError)
     async def failed(_: Request, error: KVSidecarError) -> JSONResponse:

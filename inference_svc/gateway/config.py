@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,9 @@ class GatewayConfig(BaseSettings):
     api_key: SecretStr = SecretStr("")
     """Clients must send it as a bearer token; empty for none. Better given by environment than by flag."""
     operator_key: SecretStr = SecretStr("")
-    """Who sends this one also sees what all tenants use. With neither key, whoever asks on this machine does."""
+    """Who sends this one also sees what all tenants use. Behind any proxy an operator needs one."""
+    local_operator: bool = True
+    """Without keys, and on a loopback address: requests of this process's own user are an operator's."""
     page: bool = True
     """Serve the page at /."""
     cache_socket: Path | None = Field(default_factory=lambda: default_runtime_dir() / "cache.sock")
@@ -42,6 +45,14 @@ class GatewayConfig(BaseSettings):
         if not [w for w in value.split(",") if w.strip()]:
             raise ValueError("name at least one worker")
         return value
+
+    @property
+    def for_this_machine(self) -> bool:
+        """It listens where nobody else reaches it."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name
+            return False
 
     @property
     def targets(self) -> list[str]:

@@ -38,8 +38,8 @@ class Metrics:
 
 
 class Guard:
-    """Checks the key, tells the handlers who asks (``state.caller``), and counts answers. Plain ASGI: Starlette's own
-    base class would hide from the handlers that a client has gone."""
+    """Checks the key and counts answers. Plain ASGI: Starlette's own base class would hide from the handlers that a
+    client has gone."""
 
     def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics) -> None:
         self._app, self._keys, self._metrics = app, keys, metrics
@@ -56,10 +56,8 @@ class Guard:
                 self._metrics.requests.labels(known, str(message["status"])).inc()
             await send(message)
 
-        caller = self._keys.caller(scope)
-        if caller is None and path not in _OPEN and not path.startswith(_OPEN_FILES):
+        if path not in _OPEN and not path.startswith(_OPEN_FILES) and not self._keys.lets_in(scope):
             body = {"error": {"message": "the API key is missing or wrong", "type": "authentication_error"}}
             await JSONResponse(body, status_code=401)(scope, receive, counted)
         else:
-            scope.setdefault("state", {})["caller"] = caller
             await self._app(scope, receive, counted)

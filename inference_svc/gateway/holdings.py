@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
+from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
 _PAGE, _MOST_PAGES = 1000, 20
 _FRESH_SECONDS, _PATIENCE_SECONDS = 5.0, 5.0
+_COUNT_SECONDS, _ROOTS = 2.0, 256
+# The daemon counts a tenant's chunks one by one, among all else that it does; so at most for this share of its time.
+_SHARE = 0.05
 _SHORT = 8
 
 
@@ -63,6 +69,52 @@ class Holdings:
             if not token:
                 break
         self._sums, self._complete, self._walked = sums, not token, time.monotonic()
+
+
+@dataclass(eq=False)
+class _Count:
+    """What the daemon said, or says in a moment, of one root."""
+
+    task: asyncio.Task[pb.StatsResponse | grpc.RpcError]
+    began: float = field(default_factory=time.monotonic)
+    fresh_until: float = float("inf")  # while it counts
+
+    def ended(self, task: asyncio.Task[pb.StatsResponse | grpc.RpcError]) -> None:
+        now = time.monotonic()
+        counted = not task.cancelled() and isinstance(task.result(), pb.StatsResponse)
+        self.fresh_until = now + max(_FRESH_SECONDS, (now - self.began) / _SHARE if counted else 0)
+
+
+class Counts:
+    """What single tenants have. Who asks while the daemon counts gets the same answer, and so does who asks soon
+    after; the roots asked for last are remembered."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[bytes, _Count] = OrderedDict()
+
+    async def of(self, daemon: Any, namespace: bytes, salt: bytes) -> pb.StatsResponse:
+        """Raises grpc.RpcError."""
+        root = keys.tenant_root(namespace, salt)
+        count = self._counts.get(root)
+        if count is None or time.monotonic() > count.fresh_until:
+            request = pb.StatsRequest(namespace=namespace, tenant_salt=salt)
+            count = self._counts[root] = _Count(asyncio.create_task(_counted(daemon, request)))
+            count.task.add_done_callback(count.ended)
+        self._counts.move_to_end(root)
+        while len(self._counts) > _ROOTS:
+            self._counts.popitem(last=False)
+        found = await asyncio.shield(count.task)  # others may wait for it
+        if isinstance(found, grpc.RpcError):
+            raise found
+        return found
+
+
+async def _counted(daemon: Any, request: pb.StatsRequest) -> pb.StatsResponse | grpc.RpcError:
+    try:
+        found: pb.StatsResponse = await daemon.Stats(request, timeout=_COUNT_SECONDS)
+        return found
+    except grpc.RpcError as error:
+        return error
 
 
 def holding(root: bytes, name: str, chunks: int, tokens: int, arena_bytes: int, disk_bytes: int) -> dict[str, Any]:

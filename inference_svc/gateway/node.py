@@ -17,7 +17,7 @@ from kvsidecar.errors import from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway.history import STEP_SECONDS, History
-from inference_svc.gateway.holdings import Holdings, holding
+from inference_svc.gateway.holdings import Counts, Holdings, holding
 from inference_svc.gateway.router import RECONNECT, Router, Worker
 
 _PATIENCE_SECONDS = 2.0
@@ -32,7 +32,7 @@ class NodeView:
         self._history = History()
         self._channel: grpc.aio.Channel | None = None
         self._daemon: Any = None
-        self._holdings = Holdings()
+        self._holdings, self._counts = Holdings(), Counts()
         self._sampler: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -104,8 +104,7 @@ class NodeView:
         """What one salt opens, in the namespaces of the models that are served."""
         found = []
         for namespace in sorted({w.model.namespace for w in self._router.workers if w.model.namespace}):
-            request = cache_pb2.StatsRequest(namespace=namespace, tenant_salt=salt)
-            stats = await self._daemon.Stats(request, timeout=_PATIENCE_SECONDS)
+            stats = await self._counts.of(self._daemon, namespace, salt)
             root, name = keys.tenant_root(namespace, salt), "yours" if salt else "without a salt"
             used = stats.arena_used_bytes, stats.durable_bytes
             found.append(holding(root, name, stats.chunks, stats.tokens, *used))

@@ -25,7 +25,7 @@ async def serve(config: GatewayConfig) -> None:
         raise ConfigurationError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --host or --port"
         ) from error
-    if config.host not in ("127.0.0.1", "::1", "localhost") and not config.api_key.get_secret_value():
+    if not config.for_this_machine and not config.api_key.get_secret_value():
         log.warning("listening beyond this machine without an API key", host=config.host)
     url = f"http://{TcpAddress(config.host, listener.getsockname()[1])}/v1"
     log.info("listening; it answers as soon as a worker is ready", url=url, workers=config.targets)

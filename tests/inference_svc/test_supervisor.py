@@ -125,6 +125,15 @@ def test_errors_of_the_command_line_are_one_line(served: Served) -> None:
         assert "Traceback" not in done.stderr
 
 
+def test_the_page_shows_the_whole_node_without_any_setting(served: Served) -> None:
+    url = f"http://127.0.0.1:{served.port}"
+    assert "<title>KVSidecar</title>" in httpx.get(url).text
+    shown = httpx.get(f"{url}/kvsidecar/v1/node").json()
+    assert shown["operator"] is True
+    assert [worker["state"] for worker in shown["workers"]] == ["ready", "ready"]
+    assert [tier["name"] for tier in shown["cache"]["tiers"]] == ["arena", "disk"]
+
+
 @pytest.mark.parametrize("victim", ["worker-0", "cache_daemon", "gateway"])
 def test_what_dies_is_started_again(served: Served, victim: str) -> None:
     assert served.ask().status_code == 200

@@ -55,24 +55,28 @@ document.addEventListener("keydown", (event) => {
 function showConversation() {
   byId("empty").hidden = !conversation.empty;
   byId("kept").hidden = conversation.empty && !conversation.context;
+  byId("kept-said").textContent = conversation.saved ? "Kept in this browser." : "Not kept: this browser stores no more.";
   byId("send").hidden = conversation.busy;
   byId("stop").hidden = !conversation.busy;
   byId("about").hidden = !conversation.context;
   byId("about-text").textContent = conversation.context ? aboutText(conversation.context) : "";
 }
 
-function begin(options) {
-  conversation.clear(options);
-  question.focus();
-}
-
 conversation.addEventListener("change", showConversation);
-byId("new-chat").addEventListener("click", () => begin());
-byId("forget").addEventListener("click", () => begin({ all: true }));
+byId("new-chat").addEventListener("click", () => {
+  conversation.clear();
+  question.focus();
+});
+byId("forget").addEventListener("click", () => {
+  conversation.forget();
+  question.focus();
+});
 byId("about-change").addEventListener("click", () => openSettings("context"));
 byId("open-settings").addEventListener("click", () => (byId("context").value = conversation.context));
 byId("context").addEventListener("input", () => (conversation.context = byId("context").value));
-addEventListener("pagehide", () => conversation.save());
+addEventListener("pagehide", () => conversation.keep());
+addEventListener("storage", () => conversation.follow());
+addEventListener("pageshow", ({ persisted }) => persisted && conversation.follow());  // it heard of nothing meanwhile
 
 function openSettings(field) {
   byId("context").value = conversation.context;
@@ -118,6 +122,7 @@ panel.addEventListener("state", ({ detail: { ready, all } }) => {
   modelsWanted = !ready;
 });
 panel.addEventListener("key", wantKey);
+panel.addEventListener("operator", () => askForKey("The operator's shows the whole node. It stays in this tab.", () => panel.start()));
 conversation.addEventListener("key", wantKey);
 byId("model-choice").addEventListener("change", () => (byId("model-name").textContent = settings.values.model));
 

@@ -2,7 +2,7 @@
 
 import { chat, streamChat } from "./api.js";
 import { byId } from "./dom.js";
-import { loadChat, saveChat, salt } from "./storage.js";
+import { forgetChat, hasChat, loadChat, saveChat, salt } from "./storage.js";
 import { Answer, question } from "./turn.js";
 
 export class Conversation extends EventTarget {
@@ -11,6 +11,8 @@ export class Conversation extends EventTarget {
     super();
     this._settings = settings;
     this._kept = loadChat();
+    this._stored = this._saved = hasChat();  // something of it; all of it
+    this._unsaved = false;  // anything since it was last tried
     this._log = byId("log");
     this._views = new Map();
     this._abort = null;
@@ -20,6 +22,8 @@ export class Conversation extends EventTarget {
   get busy() { return this._abort !== null; }
   get empty() { return !this._kept.turns.length; }
   get context() { return this._kept.context; }
+  /** Whether a reload finds all of it. */
+  get saved() { return this._saved; }
 
   /** What was asked about another text cannot be asked again. */
   set context(text) {
@@ -32,18 +36,44 @@ export class Conversation extends EventTarget {
     this._save();
   }
 
-  /** Begins anew; the context stays unless it is to be forgotten, too. */
-  clear({ all = false } = {}) {
-    this.stop();
-    this._kept = { context: all ? "" : this._kept.context, turns: [] };
-    this._draw();
+  /** Begins anew; the context stays. */
+  clear() {
+    this._begin(this._kept.context);
     this._save();
   }
 
+  /** Nothing of it stays, here or in other tabs. */
+  forget() {
+    forgetChat();
+    this._stored = this._saved = false;
+    this._begin("");
+  }
+
+  /** Follows another tab that forgot it. */
+  follow() {
+    if (this._stored && !hasChat()) this.forget();
+  }
+
   stop() { this._abort?.abort(); }
-  save() { saveChat(this._kept); }
+
+  /** Keeps what came since it was last kept; what another tab forgot does not come back. */
+  keep() {
+    this.follow();
+    if (!this._unsaved) return;
+    this._unsaved = false;
+    this._saved = saveChat(this._kept);
+    this._stored ||= this._saved;
+  }
+
+  _begin(context) {
+    this.stop();
+    this._kept = { context, turns: [] };
+    this._unsaved = false;
+    this._draw();
+  }
 
   async ask(text) {
+    this.follow();
     this._add({ role: "user", content: text });
     await this._answer();
   }
@@ -65,6 +95,7 @@ export class Conversation extends EventTarget {
     try {
       for await (const event of streamChat(body, abort.signal)) {
         meter.take(event);
+        this._unsaved ||= this._kept.turns.includes(turn);
         this._show(turn);
       }
     } catch (error) {
@@ -98,6 +129,7 @@ export class Conversation extends EventTarget {
       if (error.keyWanted) this.dispatchEvent(new Event("key"));
     }
     delete turn.comparing;
+    if (!this._kept.turns.includes(turn)) return;
     this._draw1(turn);
     this._save();
   }
@@ -174,7 +206,8 @@ export class Conversation extends EventTarget {
   }
 
   _save() {
-    this.save();
+    this._unsaved = true;
+    this.keep();
     this._changed();
   }
 

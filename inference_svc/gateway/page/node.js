@@ -8,7 +8,7 @@ const EVERY_MS = 2000, STEPS = 120, LISTED = 6;
 const SAID = { ready: "ready", busy: "busy", down: "went away, being started again", starting: "loading the model" };
 
 export class NodePanel extends EventTarget {
-  /** Emits "state" with `ready` and the workers' number, and "key" when a key is wanted. */
+  /** Emits "state" with `ready` and the workers' number, "key" when a key is wanted, and "operator" when one is offered. */
   constructor() {
     super();
     this._tier = "arena";
@@ -48,16 +48,21 @@ export class NodePanel extends EventTarget {
     const { workers, reuse, cache, operator } = this._found;
     this._tell(workers.filter((w) => w.state === "ready").length, workers.length);
     const panel = byId("node"), at = panel.scrollTop;
-    const focused = panel.contains(document.activeElement) ? document.activeElement.dataset.tier : null;
+    const focused = panel.contains(document.activeElement) ? document.activeElement.dataset.act : null;
     const sections = [section("Workers", null, drawWorkers(workers)), drawReuse(reuse)];
     if (cache.failing) sections.push(section("Cache", null, el("p", { class: "note alarm", text: `${cache.failing}.` })));
     if (cache.tiers) sections.push(drawTiers(cache));
     if (cache.tenants) sections.push(this._drawMap(cache, operator));
     if (cache.calls?.length) sections.push(drawCalls(cache.calls));
-    if (!operator) sections.push(el("section", {}, el("p", { class: "note", text: "You see what is yours. With the operator key, the whole node is shown." })));
+    if (!operator) sections.push(this._drawOffer());
     panel.replaceChildren(...sections);
     panel.scrollTop = at;
-    if (focused) panel.querySelector(`[data-tier="${focused}"]`)?.focus();
+    if (focused) panel.querySelector(`[data-act="${focused}"]`)?.focus();
+  }
+
+  _drawOffer() {
+    const offer = el("button", { type: "button", class: "link", text: "With the operator key", "data-act": "key", onclick: () => this.dispatchEvent(new Event("operator")) });
+    return el("section", {}, el("p", { class: "note" }, "You see what is yours. ", offer, " the whole node is shown."));
   }
 
   _drawMap(cache, operator) {
@@ -66,7 +71,7 @@ export class NodePanel extends EventTarget {
     const choice = el("span", { class: "choice", role: "group", "aria-label": "Tier" });
     for (const tier of ["arena", "disk"]) {
       choice.append(el("button", {
-        type: "button", text: tier, "data-tier": tier, "aria-pressed": String(tier === this._tier),
+        type: "button", text: tier, "data-act": tier, "aria-pressed": String(tier === this._tier),
         onclick: () => {
           this._tier = tier;
           this._draw();

@@ -5,9 +5,10 @@ const KEY = "kvsidecar.key", SALT = "kvsidecar.salt";
 
 export const DEFAULTS = { model: "", temperature: 0.7, maxTokens: 256, reuse: true };
 
+/** `store` is named: where a browser keeps nothing, already its mention is an error. */
 function read(store, name, otherwise) {
   try {
-    return JSON.parse(store.getItem(name)) ?? otherwise;
+    return JSON.parse(globalThis[store].getItem(name)) ?? otherwise;
   } catch {
     return otherwise;
   }
@@ -16,8 +17,8 @@ function read(store, name, otherwise) {
 /** False when the browser keeps nothing, or no more. */
 function write(store, name, value) {
   try {
-    if (value === null || value === "") store.removeItem(name);
-    else store.setItem(name, JSON.stringify(value));
+    if (value === null || value === "") globalThis[store].removeItem(name);
+    else globalThis[store].setItem(name, JSON.stringify(value));
     return true;
   } catch {
     return false;
@@ -26,25 +27,38 @@ function write(store, name, value) {
 
 /** `{context, turns}` as it was left, or an empty one. */
 export function loadChat() {
-  const found = read(localStorage, CHAT, {});
+  const found = read("localStorage", CHAT, {});
   return { context: String(found.context ?? ""), turns: Array.isArray(found.turns) ? found.turns : [] };
 }
 
-/** Keeps the conversation; if it is too large with what was read of every prompt, without that. */
+/** Whether a conversation is kept, be it an empty one. */
+export const hasChat = () => read("localStorage", CHAT, null) !== null;
+
+/** Nothing of it stays, and other tabs are told by their `storage` event. */
+export const forgetChat = () => write("localStorage", CHAT, null);
+
+/** Keeps the conversation; if it is too large with what was read of every prompt, without that. False if it cannot. */
 export function saveChat(chat) {
-  if (!chat.turns.length && !chat.context) return write(localStorage, CHAT, null);
   const bare = (turn) => ({ ...turn, parts: undefined });
-  return write(localStorage, CHAT, { ...chat, turns: chat.turns.map((t, i) => (i === chat.turns.length - 1 ? t : bare(t))) })
-    || write(localStorage, CHAT, { ...chat, turns: chat.turns.map(bare) });
+  return write("localStorage", CHAT, { ...chat, turns: chat.turns.map((t, i) => (i === chat.turns.length - 1 ? t : bare(t))) })
+    || write("localStorage", CHAT, { ...chat, turns: chat.turns.map(bare) });
 }
 
-export const loadSettings = () => ({ ...DEFAULTS, ...read(localStorage, SETTINGS, {}) });
-export const saveSettings = (settings) => write(localStorage, SETTINGS, settings);
+export const loadSettings = () => ({ ...DEFAULTS, ...read("localStorage", SETTINGS, {}) });
+export const saveSettings = (settings) => write("localStorage", SETTINGS, settings);
 
-export const apiKey = () => read(sessionStorage, KEY, "");
-export const setApiKey = (key) => write(sessionStorage, KEY, key);
-export const salt = () => read(sessionStorage, SALT, "");
-export const setSalt = (text) => write(sessionStorage, SALT, text);
+// Where the browser keeps nothing, these hold until the page is left.
+const held = new Map();
+const ofTab = (name) => held.get(name) ?? read("sessionStorage", name, "");
+function holdForTab(name, text) {
+  held.set(name, text);
+  write("sessionStorage", name, text);
+}
+
+export const apiKey = () => ofTab(KEY);
+export const setApiKey = (key) => holdForTab(KEY, key);
+export const salt = () => ofTab(SALT);
+export const setSalt = (text) => holdForTab(SALT, text);
 
 /** The theme is plain text: `theme.js` reads it before any module is there. */
 export function setTheme(name) {

@@ -57,3 +57,11 @@ def gateway(two: Node) -> Iterator[Gateway]:
     found = Gateway(two)
     yield found
     found.close()
+
+
+@pytest.fixture(scope="package")
+def locked(two: Node) -> Iterator[Gateway]:
+    """One with keys: ``guest`` and ``chief``."""
+    found = Gateway(two, "--api-key", "guest", "--operator-key", "chief")
+    yield found
+    found.close()

@@ -1,11 +1,10 @@
-"""The page in a real browser, against a real ``kvsidecar serve``."""
+"""The page in a real browser, against a real gateway and its workers."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,25 +12,20 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from benchmarks.node import Node
 from tests.inference_svc.gateway.browser import CHROMIUM, chromium
-from tests.inference_svc.gateway.conftest import free_port
-from tests.inference_svc.test_supervisor import Served
+from tests.inference_svc.gateway.conftest import Gateway
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
 if CHROMIUM is None:
     pytest.skip("there is no chromium: apt-get install chromium", allow_module_level=True)
 expect = playwright.expect
+expect.set_options(timeout=30_000)
 LONG = "a page that is long enough to be worth keeping, with words in it that say little. " * 8
-SHORT = "localStorage.setItem('kvsidecar.settings', JSON.stringify({ maxTokens: 12 }))"
+# A tab that has no address yet has no storage.
+SHORT = "try { localStorage.setItem('kvsidecar.settings', JSON.stringify({ maxTokens: 12 })); } catch {}"
 # Answers that do not end before they are stopped, or before their length.
 ON_AND_ON: dict[str, Any] = {"ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    found = Served(tmp_path_factory.mktemp("page"))
-    yield found
-    found.end()
 
 
 @pytest.fixture(scope="module")
@@ -41,26 +35,26 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def opened(browser: Any, served: Served) -> Iterator[Callable[..., Any]]:
+def opened(browser: Any, gateway: Gateway) -> Iterator[Callable[..., Any]]:
     """Opens the page; at the end nothing may have been asked of another host, or complained about."""
     contexts: list[Any] = []
     complaints: list[str] = []
     hosts: set[str] = set()
 
-    def open_page(port: int = served.port, allowed: str = "", **options: Any) -> Any:
+    def open_page(to: Gateway = gateway, allowed: str = "", **options: Any) -> Any:
         contexts.append(browser.new_context(**{"reduced_motion": "reduce", **options}))
         contexts[-1].add_init_script(SHORT)
         page = contexts[-1].new_page()
         page.set_default_timeout(30_000)
-        page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+        contexts[-1].on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
+        contexts[-1].on("weberror", lambda error: complaints.append(str(error.error)))
 
         def said(message: Any) -> None:
             if message.type in ("error", "warning") and not (allowed and allowed in message.text):
                 complaints.append(message.text)
 
-        page.on("console", said)
-        page.goto(f"http://127.0.0.1:{port}/")
+        contexts[-1].on("console", said)
+        page.goto(f"{to.url}/")
         return page
 
     yield open_page
@@ -105,6 +99,8 @@ def test_a_chat_comes_in_pieces_and_the_next_question_shows_what_was_reused(open
     first = page.locator(".answer").last
     expect(first).to_have_attribute("aria-busy", "false")
     expect(page.locator("#said")).to_have_text("The answer is whole.")
+    page.unroute_all()
+    with_options(page, **ON_AND_ON)
     second = ask(page, "and then?")
     assert number(second, "from the cache") > 100
     assert number(second, "prompt tokens") > number(second, "from the cache")
@@ -127,7 +123,7 @@ def test_a_chat_comes_in_pieces_and_the_next_question_shows_what_was_reused(open
     expect(second.locator(".race")).to_contain_text("the cache")
 
 
-def test_escape_stops_the_answer_and_the_worker(opened: Any, served: Served) -> None:
+def test_escape_stops_the_answer_and_the_worker(opened: Any, gateway: Gateway) -> None:
     page = opened()
     with_options(page, **ON_AND_ON, max_tokens=3500)
     page.fill("#question", "go on for ever")
@@ -136,8 +132,10 @@ def test_escape_stops_the_answer_and_the_worker(opened: Any, served: Served) -> 
     page.keyboard.press("Escape")
     expect(page.locator(".stopped")).to_be_visible()
     expect(page.locator("#send")).to_be_visible()
-    node = f"http://127.0.0.1:{served.port}/kvsidecar/v1/node"
-    served.until(lambda: not any(w.get("running") for w in httpx.get(node).json()["workers"]))
+    deadline = time.monotonic() + 30
+    while any(worker["running"] for worker in httpx.get(f"{gateway.url}/kvsidecar/v1/node").json()["workers"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     page.unroute_all()
     assert ask(page, "again").locator(".problem").is_hidden()
 
@@ -153,6 +151,68 @@ def test_a_reload_keeps_the_chat_until_it_is_forgotten(opened: Any) -> None:
     page.reload()
     expect(page.locator("#empty")).to_be_visible()
     assert page.evaluate("localStorage.getItem('kvsidecar.chat')") is None
+
+
+def test_what_one_tab_forgot_does_not_come_back_from_another(opened: Any) -> None:
+    first = opened()
+    ask(first, "nobody is to read this")
+    expect(first.locator("#kept")).to_contain_text("Kept in this browser.")
+    second = first.context.new_page()
+    second.goto(first.url)
+    expect(second.locator(".turn.user")).to_have_text("nobody is to read this")
+    first.get_by_role("button", name="Forget").click()
+    expect(second.locator(".turn")).to_have_count(0)
+    expect(second.locator("#empty")).to_be_visible()
+    second.close(run_before_unload=True)
+    first.reload()
+    expect(first.locator("#empty")).to_be_visible()
+    assert first.evaluate("localStorage.getItem('kvsidecar.chat')") is None
+
+
+def test_leaving_keeps_what_came_and_undoes_nothing(opened: Any) -> None:
+    page = opened()
+    with_options(page, **ON_AND_ON, max_tokens=3500)
+    page.fill("#question", "go on")
+    page.press("#question", "Enter")
+    expect(page.locator(".answer .prose")).not_to_be_empty()
+    page.reload()
+    expect(page.locator(".answer .prose")).not_to_be_empty()
+    expect(page.locator(".answer")).to_have_attribute("aria-busy", "false")
+    # As a tab that hears of it too late: this one's own changes are no events to it.
+    page.evaluate("localStorage.removeItem('kvsidecar.chat')")
+    page.reload()
+    expect(page.locator("#empty")).to_be_visible()
+
+
+def test_new_chat_in_one_tab_leaves_the_others_theirs(opened: Any) -> None:
+    first = opened()
+    ask(first, "still wanted")
+    second = first.context.new_page()
+    second.goto(first.url)
+    expect(second.locator(".turn.user")).to_have_count(1)
+    first.get_by_role("button", name="New chat").click()
+    expect(first.locator(".turn")).to_have_count(0)
+    second.evaluate("() => new Promise((heard) => setTimeout(heard))")
+    expect(second.locator(".turn.user")).to_have_text("still wanted")
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }",
+        "Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('no', 'SecurityError'); } })",
+    ],
+    ids=["full", "forbidden"],
+)
+def test_a_browser_that_keeps_nothing_is_not_said_to(opened: Any, failing: str) -> None:
+    page = opened()
+    page.add_init_script(failing)
+    page.evaluate("location.reload()")
+    page.wait_for_function("() => { try { localStorage.setItem('x', ''); return false; } catch { return true; } }")
+    with_options(page, max_tokens=4)
+    assert ask(page, "for now").locator(".problem").is_hidden()
+    expect(page.locator("#kept")).to_contain_text("Not kept")
+    expect(page.locator("#kept")).not_to_contain_text("Kept in this browser")
 
 
 def test_everything_goes_by_keyboard(opened: Any) -> None:
@@ -241,35 +301,24 @@ def test_an_error_is_one_sentence_and_can_be_tried_again(opened: Any) -> None:
     expect(page.locator(".problem:visible")).to_have_count(0)
 
 
-def test_a_key_is_asked_for_and_kept_by_the_tab_only(opened: Any, served: Served) -> None:
-    port, sockets = free_port(), [str(served.folder / "kvsidecar" / f"worker-{i}.sock") for i in range(2)]
-    command = [sys.executable, "-m", "inference_svc", "gateway", "--port", str(port), "--workers", ",".join(sockets)]
-    environment = {**os.environ, **served.environment, "KVSIDECAR_GATEWAY_API_KEY": "sesame"}
-    gateway = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-    try:
+def test_a_key_is_asked_for_and_kept_by_the_tab_only(opened: Any, locked: Gateway) -> None:
+    page = opened(locked, allowed="401 (Unauthorized)")
 
-        def up() -> bool:
-            try:
-                return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-            except httpx.HTTPError:
-                return False
-
-        served.until(up)
-        page = opened(port, allowed="401 (Unauthorized)")
+    def give(key: str) -> None:
         expect(page.locator("#key")).to_be_visible()
-        page.fill("#key-value", "wrong")
+        page.fill("#key-value", key)
         page.keyboard.press("Enter")
-        expect(page.locator("#key-why")).to_contain_text("was refused")
-        page.fill("#key-value", "sesame")
-        page.keyboard.press("Enter")
-        expect(page.locator("#key")).to_be_hidden()
-        assert ask(page, "open").locator(".problem").is_hidden()
-        expect(page.locator("#node")).to_contain_text("You see what is yours")
-        assert page.evaluate("[...Object.values(localStorage)].join().includes('sesame')") is False
-        page.close()
-    finally:
-        gateway.terminate()
-        gateway.wait(20)
+
+    give("wrong")
+    expect(page.locator("#key-why")).to_contain_text("was refused")
+    give("guest")
+    expect(page.locator("#key")).to_be_hidden()
+    assert ask(page, "open").locator(".problem").is_hidden()
+    expect(page.locator("#node")).to_contain_text("You see what is yours")
+    page.get_by_role("button", name="With the operator key").click()
+    give("chief")
+    expect(page.locator("#node")).to_contain_text("Whose it is")
+    assert page.evaluate("[...Object.values(localStorage)].filter((v) => /guest|chief/.test(v))") == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -297,12 +346,15 @@ def test_text_stands_out_from_what_is_behind_it(opened: Any, scheme: str) -> Non
     assert [(pair, round(r, 2)) for pair, r in zip(pairs, ratios, strict=True) if r < 4.5] == []  # WCAG 2.2, 1.4.3
 
 
-def test_a_killed_worker_is_shown_and_the_next_answer_comes(opened: Any, served: Served) -> None:
+def test_a_worker_that_hangs_is_shown_and_the_next_answer_comes_from_the_other(opened: Any, two: Node) -> None:
     page = opened(viewport={"width": 1280, "height": 800})
     lines = page.locator(".workers li")
     expect(page.locator(".workers li[data-state=ready]")).to_have_count(2)
-    ask(page, LONG)
-    served.children("worker-0")[0].kill()
-    expect(lines.first).to_have_attribute("data-state", "down", timeout=15_000)
-    expect(lines.first).to_contain_text("being started again")
-    assert ask(page, "and now?").locator(".problem").is_hidden()
+    two.kill("worker-0", signal.SIGSTOP)
+    try:
+        expect(lines.first).to_have_attribute("data-state", "down", timeout=30_000)
+        expect(lines.first).to_contain_text("being started again")
+        assert ask(page, "and now?").locator(".problem").is_hidden()
+    finally:
+        two.kill("worker-0", signal.SIGCONT)
+    expect(lines.first).to_have_attribute("data-state", "ready", timeout=30_000)

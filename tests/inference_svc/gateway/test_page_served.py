@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from kvsidecar.cache.v1 import cache_pb2
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 import inference_svc.gateway
 from benchmarks.node import Node
 from inference_svc.gateway.history import STEP_SECONDS, History
+from inference_svc.gateway.node import NodeView
+from inference_svc.gateway.router import Router
 from tests.inference_svc.gateway.conftest import Gateway
 
 FOLDER = Path(inference_svc.gateway.__file__).parent / "page"
@@ -75,35 +81,67 @@ def test_the_node_is_shown_to_who_asks_on_this_machine(gateway: Gateway) -> None
         assert httpx.get(f"{gateway.url}{NODE}", headers=headers).json()["operator"] is False
 
 
-def test_guests_see_their_own_and_operators_all(two: Node) -> None:
-    locked = Gateway(two, "--api-key", "guest", "--operator-key", "chief")
+def shown(locked: Gateway, key: str, salt: str = "") -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {key}", "X-Cache-Salt": salt}
+    found: dict[str, Any] = httpx.get(f"{locked.url}{NODE}", headers=headers).json()
+    return found
 
-    def shown(key: str, salt: str = "") -> dict[str, Any]:
-        headers = {"Authorization": f"Bearer {key}", "X-Cache-Salt": salt}
-        found: dict[str, Any] = httpx.get(f"{locked.url}{NODE}", headers=headers).json()
-        return found
 
-    try:
-        assert httpx.get(f"{locked.url}{NODE}").status_code == 401
-        assert httpx.get(f"{locked.url}/").status_code == 200
-        assert httpx.get(f"{locked.url}/page/app.js").status_code == 200
-        for salt in ("crimson", "blüe"):
-            ask(locked.url, salt, key="guest")
-        two.settle()
-        mine = shown("guest", "bl%C3%BCe")
-        assert mine["operator"] is False
-        assert [(t["name"], t["chunks"] > 0) for t in mine["cache"]["tenants"]] == [("yours", True)]
-        assert not {"tiers", "calls", "evictions"} & set(mine["cache"])
-        assert all(set(w) <= {"name", "state", "model", "busy"} for w in mine["workers"])
-        assert shown("guest", "nobody")["cache"]["tenants"][0]["chunks"] == 0
-        everything = shown("chief")
-        tenants = {t["tenant"]: t for t in everything["cache"]["tenants"]}
-        assert mine["cache"]["tenants"][0]["tenant"] in tenants
-        assert len(tenants) >= 2
-        assert everything["cache"]["calls"]
-        assert "crimson" not in json.dumps(everything)
-    finally:
-        locked.close()
+def test_guests_see_their_own_and_operators_all(two: Node, locked: Gateway) -> None:
+    assert httpx.get(f"{locked.url}{NODE}").status_code == 401
+    assert httpx.get(f"{locked.url}/").status_code == 200
+    assert httpx.get(f"{locked.url}/page/app.js").status_code == 200
+    for salt in ("crimson", "blüe"):
+        ask(locked.url, salt, key="guest")
+    two.settle()
+    mine = shown(locked, "guest", "bl%C3%BCe")
+    assert mine["operator"] is False
+    assert [(t["name"], t["chunks"] > 0) for t in mine["cache"]["tenants"]] == [("yours", True)]
+    assert not {"tiers", "calls", "evictions"} & set(mine["cache"])
+    assert all(set(w) <= {"name", "state", "model", "busy"} for w in mine["workers"])
+    assert shown(locked, "guest", "nobody")["cache"]["tenants"][0]["chunks"] == 0
+    everything = shown(locked, "chief")
+    tenants = {t["tenant"]: t for t in everything["cache"]["tenants"]}
+    assert mine["cache"]["tenants"][0]["tenant"] in tenants
+    assert len(tenants) >= 2
+    assert everything["cache"]["calls"]
+    assert "crimson" not in json.dumps(everything)
+
+
+def test_the_daemon_counts_once_for_all_tabs_of_a_guest(two: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes through all of a tenant's chunks to count them."""
+    asked: list[bytes] = []
+
+    class Daemon(CacheServiceStub):
+        def __init__(self, channel: grpc.aio.Channel) -> None:
+            super().__init__(channel)
+            stats = self.Stats
+
+            async def noted(request: cache_pb2.StatsRequest, timeout: float) -> cache_pb2.StatsResponse:
+                asked.append(request.tenant_salt)
+                return await stats(request, timeout=timeout)
+
+            self.Stats = noted
+
+    async def look() -> None:
+        router = Router([str(two.worker_socket(i)) for i in range(2)])
+        view = NodeView(router, two.cache_socket)
+        await router.start()
+        await view.start()
+        try:
+            tabs = await asyncio.gather(*(view.show(b"umber", False) for _ in range(8)))
+            again = await view.show(b"umber", False)
+            assert asked == [b"umber"]
+            assert again["cache"]["tenants"][0]["name"] == "yours"
+            assert all(tab["cache"] == again["cache"] for tab in tabs)
+            await asyncio.gather(view.show(b"ochre", False), view.show(b"", False))
+            assert sorted(asked) == [b"", b"ochre", b"umber"]  # nobody is answered with another's
+        finally:
+            await view.close()
+            await router.close()
+
+    monkeypatch.setattr("inference_svc.gateway.node.CacheServiceStub", Daemon)
+    asyncio.run(look())
 
 
 def test_the_page_can_be_left_out(two: Node) -> None:
