@@ -144,7 +144,7 @@ class Bringing:
             await asyncio.wait({other}, timeout=min(wanted.patience, worth or _LOOKUP_SECONDS))
             return 0
         mine = self._running[links[0].key] = asyncio.get_running_loop().create_future()
-        asking = _Asking(wanted.root)
+        asking = _Asking(wanted.root, self._closed(wanted.root))
         self._asking.add(asking)
         try:
             return await self._look_up(wanted, asking, links, worth, began)
@@ -174,9 +174,7 @@ class Bringing:
     def _covered(self, wanted: Wanted) -> int:
         return sum(n for _, n in self._tiers.index.match(wanted.root, wanted.ids))
 
-    async def _look_up(
-        self, wanted: Wanted, asking: _Asking, links: list[_Link], worth: float, began: float
-    ) -> int:  # fmt: skip
+    async def _look_up(self, wanted: Wanted, asking: _Asking, links: list[_Link], worth: float, began: float) -> int:
         self.counts.lookups += 1
         usual = min(_LOOKUP_MOST_SECONDS, max(_LOOKUP_SECONDS, _LOOKUP_LATE * self._tier.figures.latency_seconds))
         patience = min(usual, wanted.patience, worth * _LOOKUP_SHARE or _LOOKUP_SECONDS)
@@ -186,7 +184,7 @@ class Bringing:
         before = self._covered(wanted)
         while entries and links[len(entries) - 1].end - before < _LEAST_TOKENS:
             entries.pop()
-        if not entries:
+        if not entries or asking.void:
             return 0
         ready = _computed_by(wanted.price, entries, [link.end - before for link in links])
         spent = time.perf_counter() - began
@@ -264,7 +262,7 @@ class Bringing:
 
     async def _place(
         self, wanted: Wanted, asking: _Asking, entry: Entry, parts: list[bytes] | None, hold: Hold
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Unpacks a payload into a slot and lists its chunk. False ends the prefix."""
         header, tiers = entry.header, self._tiers
         if parts is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from kvsidecar import keys
@@ -11,6 +12,7 @@ from kvsidecar.errors import ChunkNotFound, LimitExceeded
 from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.limits import TenantLimits
 from cache_daemon.remote.memory import MemoryEngine
+from cache_daemon.store.bringing import Bringing, Wanted
 from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, node, parent_of, prompt, until
 
 
@@ -201,6 +203,24 @@ async def test_what_was_on_its_way_here_when_it_was_deleted_does_not_come(what: 
         assert (await asking)[0] == 0
         await b.bench.store.settle()
         assert (b.stats.chunks, b.stats.durable_chunks) == (0, 0)
+
+
+async def test_who_asks_as_a_deletion_begins_brings_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Slow()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(3))
+        missing = Bringing._missing
+
+        async def and_deleted(self: Bringing, wanted: Wanted) -> Any:
+            engine.put_gate.clear()
+            b.remote.forget(b.bench.root(), b"")
+            return await missing(self, wanted)
+
+        monkeypatch.setattr(Bringing, "_missing", and_deleted)
+        assert (await b.ask(prompt(3)))[0] == 0
+        engine.put_gate.set()
+        await until(lambda: b.stats.remote_deletions == 0)
+        assert b.stats.chunks == 0
 
 
 async def test_values_end_with_the_tier_or_with_their_tenant() -> None:
