@@ -92,6 +92,9 @@ class Counts:
     def __init__(self) -> None:
         self._counts: OrderedDict[bytes, _Count] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._counts)
+
     async def of(self, daemon: Any, namespace: bytes, salt: bytes) -> pb.StatsResponse:
         """Raises grpc.RpcError."""
         root = keys.tenant_root(namespace, salt)

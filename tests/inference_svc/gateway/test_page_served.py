@@ -14,11 +14,13 @@ import httpx
 import pytest
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.connecting import aio_channel
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 import inference_svc.gateway
 from benchmarks.node import Node
 from inference_svc.gateway.history import STEP_SECONDS, History
+from inference_svc.gateway.holdings import Counts
 from inference_svc.gateway.node import NodeView
 from inference_svc.gateway.router import Router
 from tests.inference_svc.gateway.conftest import Gateway
@@ -142,6 +144,18 @@ def test_the_daemon_counts_once_for_all_tabs_of_a_guest(two: Node, monkeypatch: 
 
     monkeypatch.setattr("inference_svc.gateway.node.CacheServiceStub", Daemon)
     asyncio.run(look())
+
+
+def test_guests_of_many_salts_take_no_more_memory(two: Node) -> None:
+    async def look() -> int:
+        counts = Counts()
+        async with aio_channel(two.cache_socket) as channel:
+            daemon = CacheServiceStub(channel)
+            found = await asyncio.gather(*(counts.of(daemon, bytes(32), b"%d" % i) for i in range(300)))
+        assert [one.chunks for one in found] == [0] * 300
+        return len(counts)
+
+    assert asyncio.run(look()) == 256
 
 
 def test_the_page_can_be_left_out(two: Node) -> None:
