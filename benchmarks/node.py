@@ -6,6 +6,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,13 @@ def new_interpreter(command: list[str], environment: dict[str, str], log: int) -
     return subprocess.Popen(
         [sys.executable, "-m", *command], stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL
     )
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has, for the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Node:

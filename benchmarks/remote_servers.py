@@ -19,19 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.node import free_port
+
 _SECONDS = 30.0
 _TOOLS = Path("build/tools/usr/bin")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def server_program() -> str | None:
     """A Valkey or Redis server; None when there is none."""
-    for name in ("valkey-server", "redis-server"):
+    for name in ("redis-server", "valkey-server"):
         found = shutil.which(name) or shutil.which(name, path=str(_TOOLS.absolute()))
         if found:
             return found

@@ -14,7 +14,6 @@ import argparse
 import os
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from rich.progress import Progress
 from benchmarks import report
 from benchmarks.node import Node
 from benchmarks.peer import GEOMETRY, Peer
+from benchmarks.remote_servers import RedisServer
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.tier import ReadJob, ReadResult
 
@@ -79,15 +79,12 @@ class Redis:
     """A server of its own on a Unix socket, without persistence, and one pipelining client."""
 
     def __init__(self, folder: Path) -> None:
-        self._socket = folder / "redis.sock"
-        command = ["redis-server", "--port", "0", "--unixsocket", str(self._socket), "--save", "", "--appendonly", "no"]
-        self._process = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
+        path = str(folder / "redis.sock")
+        self._server = RedisServer(folder, ("--unixsocket", path))
+        self._server.start()
+        assert self._server.command("PING") == "PONG"  # it listens everywhere by now
         self._client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        deadline = time.monotonic() + 10
-        while self._client.connect_ex(str(self._socket)):
-            if time.monotonic() > deadline:
-                raise TimeoutError("redis-server did not come up")
-            time.sleep(0.02)
+        self._client.connect(path)
 
     def set(self, names: list[bytes], value: memoryview) -> None:
         """The same value under all names; replies are awaited at the end."""
@@ -109,8 +106,7 @@ class Redis:
 
     def close(self) -> None:
         self._client.close()
-        self._process.terminate()
-        self._process.wait()
+        self._server.stop()
 
 
 def prompt(base: int, chunks: int) -> list[int]:

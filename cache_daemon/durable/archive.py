@@ -27,9 +27,10 @@ import xxhash
 from google.protobuf.message import DecodeError
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
-from kvsidecar.errors import InvalidRequest, KVSidecarError
-from kvsidecar.layout import MAX_CHUNK_TOKENS, layout_of
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.layout import MAX_CHUNK_TOKENS
 
+from cache_daemon.durable.headers import is_what_it_names, layout_bytes
 from cache_daemon.durable.tier import DurableTier, Put, PutOutcome, ReadJob, ReadResult, WriteGroup
 
 _BEGIN = b"KVSIDECAR-ARCHIVE\0" + struct.pack("<H", 1)
@@ -213,14 +214,10 @@ def _checked_header(raw: bytes, payload: bytes, position: int) -> ChunkHeader:
     except DecodeError as error:
         raise InvalidRequest(f"chunk {position} of the archive has no readable header") from error
     header.DiscardUnknownFields()
-    tokens = header.token_ids[:]
     hashes = (header.root, header.parent_prefix_hash, header.prefix_hash, header.content_hash)
-    if any(len(value) != keys.HASH_BYTES for value in hashes) or not 1 <= len(tokens) <= MAX_CHUNK_TOKENS:
+    if any(len(value) != keys.HASH_BYTES for value in hashes) or not 1 <= len(header.token_ids) <= MAX_CHUNK_TOKENS:
         raise InvalidRequest(f"chunk {position} of the archive has impossible hashes or tokens")
-    if (
-        keys.prefix_hash(header.parent_prefix_hash, tokens) != header.prefix_hash
-        or keys.content_hash(header.root, tokens) != header.content_hash
-    ):
+    if not is_what_it_names(header):
         raise InvalidRequest(f"chunk {position} of the archive is not the one that its hash names")
     if header.format_version != keys.FORMAT_VERSION:
         raise InvalidRequest(
@@ -229,8 +226,8 @@ def _checked_header(raw: bytes, payload: bytes, position: int) -> ChunkHeader:
     if header.payload_bytes != len(payload) or keys.checksum(payload) != header.checksum:
         raise InvalidRequest(f"chunk {position} of the archive has another payload than its header says")
     try:
-        expected = layout_of(header).size_bytes
-    except (KVSidecarError, ValueError, KeyError, ArithmeticError) as error:
+        expected = layout_bytes(header)
+    except ValueError as error:
         raise InvalidRequest(f"chunk {position} of the archive has an impossible layout: {error}") from error
     if expected != len(payload):
         raise InvalidRequest(f"chunk {position} of the archive has {len(payload)} bytes; its layout has {expected}")

@@ -6,7 +6,8 @@ deadline of their own; who calls them cancels them, after which nothing of the c
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 Item = tuple[str, bytes | memoryview]
@@ -14,6 +15,17 @@ Item = tuple[str, bytes | memoryview]
 
 class RemoteFailed(Exception):
     """The engine did not do what it was asked. The text has no secret, no key and no value."""
+
+
+@contextmanager
+def told(reason: Callable[[Exception], str]) -> Iterator[None]:
+    """Turns a client's errors into ours, for their ``reason``."""
+    try:
+        yield
+    except RemoteFailed:
+        raise
+    except Exception as error:
+        raise RemoteFailed(reason(error)) from error
 
 
 class RemoteEngine(Protocol):

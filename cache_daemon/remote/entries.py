@@ -20,14 +20,12 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import xxhash
 from google.protobuf.message import DecodeError
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
-from kvsidecar.errors import KVSidecarError
-from kvsidecar.layout import layout_of
 
 from cache_daemon.durable import codec
+from cache_daemon.durable.headers import is_what_it_names, layout_bytes
 from cache_daemon.durable.seal import Seal, Unsealed
 from cache_daemon.remote.naming import RECORD_VERSION
 
@@ -85,7 +83,7 @@ def unpacked(seal: Seal, entry: Entry, parts: Sequence[bytes], target: memoryvie
     if sum(map(len, parts)) != entry.stored_length:
         raise Unfit("its parts have another length than its record says")
     stored = parts[0] if len(parts) == 1 else b"".join(parts)
-    if xxhash.xxh3_64_intdigest(stored) != entry.stored_checksum:
+    if keys.checksum(stored) != entry.stored_checksum:
         raise Unfit("its payload is damaged")
     plain = memoryview(stored)
     header = entry.header
@@ -146,16 +144,11 @@ def _open_header(seal: Seal, name: str, sealed: bytes) -> ChunkHeader:
         raise Unfit("its header is not sealed with this key, or cannot be read", damaged=False) from error
     if header.format_version != keys.FORMAT_VERSION:
         raise Unfit("it is of another format", damaged=False)
-    ids = header.token_ids[:]
-    if (
-        header.token_count != len(ids)
-        or keys.prefix_hash(header.parent_prefix_hash, ids) != header.prefix_hash
-        or keys.content_hash(header.root, ids) != header.content_hash
-    ):
+    if header.token_count != len(header.token_ids) or not is_what_it_names(header):
         raise Unfit("it is another chunk than its hash names")
     try:
-        size = layout_of(header).size_bytes
-    except (KVSidecarError, ValueError, KeyError, ArithmeticError) as error:
+        size = layout_bytes(header)
+    except ValueError as error:
         raise Unfit("it has an impossible layout") from error
     if size != header.payload_bytes or not 0 <= header.prefill_seconds < float("inf"):
         raise Unfit("it has another size than its layout")
@@ -163,4 +156,4 @@ def _open_header(seal: Seal, name: str, sealed: bytes) -> ChunkHeader:
 
 
 def _digest(name: str, body: bytes) -> bytes:
-    return _CHECKSUM.pack(xxhash.xxh3_64_intdigest(name.encode() + b"\0" + body))
+    return _CHECKSUM.pack(keys.checksum(name.encode() + b"\0" + body))

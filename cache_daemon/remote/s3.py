@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from kvsidecar.errors import ConfigurationError
 
 from cache_daemon.remote.address import Credentials, RemoteAddress
-from cache_daemon.remote.engine import Item, RemoteFailed
+from cache_daemon.remote.engine import Item, RemoteFailed, told
 
 _AT_ONCE = 64
 _LISTED = 1000
@@ -70,13 +70,10 @@ class S3Engine:
 
     async def _get(self, store: Any, name: str) -> bytes | None:
         async with self._room:
-            try:
+            with told(_reason), contextlib.suppress(*self._missing):
                 answer = await self._obstore.get_async(store, name)
                 return bytes(await answer.bytes_async())
-            except self._missing:
-                return None
-            except Exception as error:
-                raise RemoteFailed(_reason(error)) from error
+            return None
 
     async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
         store = self._store(0)
@@ -85,22 +82,22 @@ class S3Engine:
             async with self._room:
                 await self._obstore.put_async(store, name, bytes(value), use_multipart=False)
 
-        with _told():
+        with told(_reason):
             await asyncio.gather(*(put(name, value) for name, value in items))
 
     async def put_if_absent(self, name: str, value: bytes) -> None:
-        with _told(), contextlib.suppress(self._obstore.exceptions.AlreadyExistsError, FileExistsError):
+        with told(_reason), contextlib.suppress(self._obstore.exceptions.AlreadyExistsError, FileExistsError):
             await self._obstore.put_async(self._store(0), name, value, mode="create", use_multipart=False)
 
     async def delete_many(self, names: Sequence[str]) -> None:
         if names:
-            with _told(), contextlib.suppress(*self._missing):
+            with told(_reason), contextlib.suppress(*self._missing):
                 await self._obstore.delete_async(self._store(0), list(names))
 
     async def scan(self, prefix: str) -> AsyncIterator[list[str]]:
         pages = self._obstore.list(self._store(0), prefix.rstrip("/"), chunk_size=_LISTED)
         while True:
-            with _told():
+            with told(_reason):
                 page = await anext(pages, None)
             if page is None:
                 return
@@ -113,17 +110,6 @@ class S3Engine:
         if not self._stores:
             raise RemoteFailed("it is not connected")
         return self._stores[lane % len(self._stores)]
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Turns the client's errors into ours."""
-    try:
-        yield
-    except RemoteFailed:
-        raise
-    except Exception as error:
-        raise RemoteFailed(_reason(error)) from error
 
 
 def _reason(error: Exception) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from kvsidecar.errors import ConfigurationError
 
 from cache_daemon.remote.address import Credentials, RemoteAddress
-from cache_daemon.remote.engine import Item, RemoteFailed
+from cache_daemon.remote.engine import Item, RemoteFailed, told
 
 # The caller's deadlines are shorter; this one only ends what nobody waits for any more.
 _REQUEST_MS, _CONNECT_MS = 10_000, 1_000
@@ -89,7 +89,7 @@ class ValkeyEngine:
 
     async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
         client = self._client(lane)
-        with _told():
+        with told(_reason):
             found = await client.mget(list(names)) if names else []
         if not isinstance(found, list) or len(found) != len(names) or not all(isinstance(v, _VALUE) for v in found):
             raise RemoteFailed("its answer is not what was asked for")
@@ -100,24 +100,24 @@ class ValkeyEngine:
         expiry = None
         if ttl_seconds is not None:
             expiry = self._glide.ExpirySet(self._glide.ExpiryType.SEC, ttl_seconds)
-        with _told():
+        with told(_reason):
             await asyncio.gather(*(client.set(name, value, expiry=expiry) for name, value in items))
 
     async def put_if_absent(self, name: str, value: bytes) -> None:
         only = self._glide.ConditionalChange.ONLY_IF_DOES_NOT_EXIST
-        with _told():
+        with told(_reason):
             await self._client(0).set(name, value, conditional_set=only)
 
     async def delete_many(self, names: Sequence[str]) -> None:
         if names:
-            with _told():
+            with told(_reason):
                 await self._client(0).unlink(list(names))
 
     async def scan(self, prefix: str) -> AsyncIterator[list[str]]:
         client, match = self._client(0), f"{_escaped(prefix)}*"
         cursor: Any = self._glide.ClusterScanCursor() if self._address.cluster else b"0"
         while True:
-            with _told():
+            with told(_reason):
                 cursor, found = await client.scan(cursor, match=match, count=_SCANNED)
             yield [name.decode() for name in found]
             if cursor.is_finished() if self._address.cluster else cursor == b"0":
@@ -133,17 +133,6 @@ class ValkeyEngine:
         if not self._clients:
             raise RemoteFailed("it is not connected")
         return self._clients[lane % len(self._clients)]
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Turns the client's errors into ours."""
-    try:
-        yield
-    except RemoteFailed:
-        raise
-    except Exception as error:
-        raise RemoteFailed(_reason(error)) from error
 
 
 def _reason(error: Exception) -> str:

@@ -9,12 +9,11 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
 from kvsidecar.errors import InvalidRequest, LimitExceeded
-from kvsidecar.layout import MAX_CHUNK_TOKENS
+from kvsidecar.layout import MAX_CHUNK_TOKENS, MAX_CUTS
 
 MESSAGE_BYTES = 1 << 20
 MAX_TOKENS = 1 << 20
 MAX_PROBES = 4096
-MAX_CUTS = 8192
 MAX_ITEMS = 1024
 MAX_PAGE = 1000
 MAX_NAME = 64

@@ -131,10 +131,10 @@ class Bringing:
             asking.void = asking.void or root in (b"", asking.root)
 
     async def _bring(self, wanted: Wanted, began: float) -> int:
-        links = await self._missing(wanted)
+        links, ahead = await self._missing(wanted)
         if not links:
             return 0
-        worth = wanted.price * (links[-1].end - self._covered(wanted))
+        worth = wanted.price * ahead
         if worth and self._tier.figures.seconds(0, 2) > worth:
             self._bypass()
             return 0
@@ -155,8 +155,9 @@ class Bringing:
 
     # ---- what to ask for ------------------------------------------------------------------------------------
 
-    async def _missing(self, wanted: Wanted) -> list[_Link]:
-        """The chunks of the asker's chain behind those that are here; none when they would add too little."""
+    async def _missing(self, wanted: Wanted) -> tuple[list[_Link], int]:
+        """The chunks of the asker's chain behind those that are here, and how many tokens they would add; none when
+        that is too little."""
         out: list[_Link] = []
         parent, start, turns = wanted.root, 0, Turns()
         for end in wanted.cuts:
@@ -168,8 +169,8 @@ class Bringing:
                     break
             start = end
             await turns.give_way()
-        covered = self._covered(wanted) if out else 0
-        return out if out and out[-1].end - covered >= _LEAST_TOKENS else []
+        ahead = out[-1].end - self._covered(wanted) if out else 0
+        return (out, ahead) if ahead >= _LEAST_TOKENS else ([], 0)
 
     def _covered(self, wanted: Wanted) -> int:
         return sum(n for _, n in self._tiers.index.match(wanted.root, wanted.ids))
@@ -273,7 +274,9 @@ class Bringing:
             hold.add([there])
             return True
         tenant = tiers.accounts.of(wanted.tenant)
-        if not self._continues(wanted.root, entry) or not self._entry_room(entry, tenant):
+        if not self._continues(wanted.root, entry):
+            return False
+        if not self._publishing.entry_room(header.parent_prefix_hash, tenant):
             return False
         slot = tiers.allocate(header.payload_bytes, tenant)
         if slot is None:
@@ -311,33 +314,13 @@ class Bringing:
         await to_its_end(self._in_thread(work))
 
     def _continues(self, root: bytes, entry: Entry) -> bool:
-        """Whether what an entry continues is here, and will stay."""
         header = entry.header
-        if header.parent_prefix_hash == root:
-            return header.start_position == 0
-        parent = self._tiers.index.get(header.parent_prefix_hash)
-        return (
-            parent is not None
-            and parent.root == root
-            and parent.end_position == header.start_position
-            and not parent.superseded
-        )
-
-    def _entry_room(self, entry: Entry, tenant: Tenant) -> bool:
-        """Whether the tenant may have one chunk more; what this one continues does not go for it."""
-        parent = self._tiers.index.get(entry.header.parent_prefix_hash)
-        with_parent = Hold([parent] if parent is not None else [], self._tiers.unused)
-        try:
-            return self._tiers.make_entry_room(tenant)
-        finally:
-            with_parent.give_back()
+        return self._publishing.continues(root, header.parent_prefix_hash, header.start_position)
 
     def _chunk(self, entry: Entry, tenant: Tenant, slot: Slot) -> Chunk:
         ids = keys.token_bytes(entry.header.token_ids[:])
         entry.header.ClearField("token_ids")
-        return Chunk(
-            entry.header, ids, tenant, slot, in_arena=Residency.PRESENT, used_at=self._tiers.clock()
-        )  # fmt: skip
+        return Chunk(entry.header, ids, tenant, slot, in_arena=Residency.PRESENT, used_at=self._tiers.clock())
 
     # ---- what is not brought --------------------------------------------------------------------------------
 

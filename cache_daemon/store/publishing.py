@@ -9,6 +9,8 @@ from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_COMMITTED
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
+from cache_daemon.store.sessions import Hold
+from cache_daemon.store.tenants import Tenant
 from cache_daemon.store.tiers import Tiers
 
 
@@ -19,6 +21,23 @@ class Publishing:
     tiers: Tiers
     persistence: Persistence | None
     pins: Pins
+
+    def continues(self, root: bytes, parent_key: bytes, start: int) -> bool:
+        """Whether what a chunk that begins at ``start`` continues is here, and will stay: it may have been evicted
+        meanwhile, or superseded."""
+        if parent_key == root:
+            return start == 0
+        parent = self.tiers.index.get(parent_key)
+        return parent is not None and parent.root == root and parent.end_position == start and not parent.superseded
+
+    def entry_room(self, parent_key: bytes, tenant: Tenant) -> bool:
+        """Whether the tenant may have one chunk more; its own others go, but not those that this one continues."""
+        parent = self.tiers.index.get(parent_key)
+        with_parent = Hold([] if parent is None else [parent], self.tiers.unused)
+        try:
+            return self.tiers.make_entry_room(tenant)
+        finally:
+            with_parent.give_back()
 
     def publish(self, chunk: Chunk) -> None:
         """Lists a chunk whose slot holds its payload, and whose parent is listed and superseded by nothing. What it

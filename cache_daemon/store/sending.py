@@ -19,9 +19,8 @@ from itertools import islice
 from typing import Literal
 
 import structlog
-import xxhash
+from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
-from kvsidecar.keys import HASH_BYTES
 
 from cache_daemon.memory.arena import Slot
 from cache_daemon.remote.engine import RemoteFailed
@@ -179,8 +178,8 @@ class Sending:
     def restore(self, name: bytes) -> None:
         """Takes up a deletion of an earlier start."""
         rest = name[len(NOTE_PREFIX) :]
-        if len(rest) in (0, HASH_BYTES, 2 * HASH_BYTES):
-            self._forget_later(rest[:HASH_BYTES], rest[HASH_BYTES:], True)
+        if len(rest) in (0, keys.HASH_BYTES, 2 * keys.HASH_BYTES):
+            self._forget_later(rest[: keys.HASH_BYTES], rest[keys.HASH_BYTES :], True)
         else:
             self._note(name, None)
 
@@ -329,7 +328,7 @@ class Sending:
             out = []
             for header, slot, ttl in jobs:
                 kind, stored = packed(seal, header, arena.read(slot), compress)
-                out.append(Outgoing(header, kind, stored, xxhash.xxh3_64_intdigest(stored), ttl, mark))
+                out.append(Outgoing(header, kind, stored, keys.checksum(stored), ttl, mark))
             return out
 
         return work

@@ -144,11 +144,8 @@ class Writing:
 
     def _parent_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
         """The parent is the root, stored, or being written by this session, and ends where the chunk begins."""
-        if parent == root:
-            return start == 0
-        chunk = self._tiers.index.get(parent)
-        if chunk is not None:
-            return chunk.root == root and chunk.end_position == start and not chunk.superseded
+        if parent == root or self._tiers.index.get(parent) is not None:
+            return self._publishing.continues(root, parent, start)
         writer, header = self._in_progress.get(parent, (None, None))
         if writer is not session or header is None:
             return False
@@ -258,9 +255,9 @@ class Writing:
         outcome = COMMIT_OUTCOME_COMMITTED
         if not sound:
             outcome = COMMIT_OUTCOME_CHECKSUM_MISMATCH
-        elif parent != header.root and not self._continues(parent):
+        elif not self._publishing.continues(header.root, parent, header.start_position):
             outcome = COMMIT_OUTCOME_PARENT_MISSING
-        elif not self._entry_room(copy.reservation):
+        elif not self._publishing.entry_room(parent, copy.reservation.tenant):
             outcome = COMMIT_OUTCOME_QUOTA_EXCEEDED
         if outcome != COMMIT_OUTCOME_COMMITTED:
             tiers.give_back(copy.slot)
@@ -276,23 +273,6 @@ class Writing:
         )
         self._publishing.publish(chunk)
         return outcome
-
-    def _continues(self, parent: bytes) -> bool:
-        """Whether a parent is there still, and will stay: it may have been evicted meanwhile, or superseded."""
-        chunk = self._tiers.index.get(parent)
-        return chunk is not None and not chunk.superseded
-
-    def _entry_room(self, reservation: Reservation) -> bool:
-        """Whether the tenant may have one chunk more; its own others go, but not those that this one continues."""
-        tiers, parent = self._tiers, reservation.header.parent_prefix_hash
-        above = tiers.index.get(parent)
-        if above is None:
-            return tiers.make_entry_room(reservation.tenant)
-        above.leases += 1
-        try:
-            return tiers.make_entry_room(reservation.tenant)
-        finally:
-            above.leases -= 1
 
     def _touch(self, committed: Sequence[Reservation]) -> None:
         """What the new chunks continue was used, unless a Match has said so a moment ago."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from kvkernels import Piece, unpack_chunks
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.layout import SINK_TOKENS, Geometry
+from kvsidecar.layout import MAX_CUTS, SINK_TOKENS, Geometry
 from kvsidecar.paged.matching import header_of
 from kvsidecar.paged.session import Session
 from torch import Tensor
@@ -34,8 +34,8 @@ _LEAST_PLACED = 8
 _LAYERWISE_TOKENS, _LAYER_GROUP = 512, 8
 # What is cold comes from a disk: a call may take so much longer for each byte that it may have to bring in.
 _SLOW_BYTES_PER_SECOND = 200e6
-# The daemon takes no more cuts, and waits no longer for a remote tier.
-_MOST_CUTS, _MOST_AFAR_SECONDS = 8192, 10.0
+# The daemon waits no longer for a remote tier.
+_MOST_AFAR_SECONDS = 10.0
 
 
 class Loading:
@@ -201,7 +201,7 @@ class Loading:
         ends = self._policy.chunker.ends(sequence.tokens, marks_of(sequence))
         most = session.max_chunk_tokens
         cuts = [at for start, end in pairwise([0, *ends]) for at in (*range(start + most, end, most), end)]
-        return cuts[:_MOST_CUTS]
+        return cuts[:MAX_CUTS]
 
     def _patience(self, session: Session, tokens: int) -> float:
         """Seconds to wait for a Match, which may have to read so many tokens from disk, or from afar in the time that

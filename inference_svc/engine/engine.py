@@ -7,7 +7,6 @@ meanwhile.
 from __future__ import annotations
 
 import threading
-import time
 
 import structlog
 import torch
@@ -22,7 +21,7 @@ from inference_svc.engine.mailbox import CancelAsked, Mailbox, Submitted
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
 from inference_svc.engine.residents import Resident
 from inference_svc.engine.sequence import Sequence
-from inference_svc.engine.speculation.calibration import timed
+from inference_svc.engine.speculation.calibration import once, timed
 from inference_svc.engine.speculation.costs import Costs
 from inference_svc.engine.speculation.draft_model import DraftModel
 from inference_svc.engine.speculation.lookup import Lookup
@@ -176,9 +175,7 @@ class Engine:
         if self._speculates:
             drafted = timed(lambda count: self._run_rows(count, count - 1))
             self._run_rows(1, 0)
-            began = time.perf_counter()
-            self._run_rows(1, 0)
-            self.speculator.costs.calibrate(drafted, time.perf_counter() - began)
+            self.speculator.costs.calibrate(drafted, once(lambda count: self._run_rows(count, 0), 1))
 
     def _run_rows(self, count: int, drafted: int) -> None:
         """Computes so many rows of a sequence that is nobody's, as a step does; nothing when the pool is too small."""

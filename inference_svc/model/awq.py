@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 from inference_svc.model.quantized_linear import QuantizedLinear
 from inference_svc.model.skeleton import skeleton
 
-PARTS = ("qweight", "qzeros", "scales")
+_PARTS = ("qweight", "qzeros", "scales")
 # Of a layer's parts and its bias, the layer that keeps its 4 bits; None for a shape that the kernels do not take.
 Keep = Callable[[list[Tensor], Tensor | None], nn.Module | None]
 
@@ -109,7 +109,7 @@ def load(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep: Ke
         for name, parts in progress.track(
             _quantized(linears, where), len(linears), description="reading 4-bit weights"
         ):
-            layer = keep and keep(parts, _read(where, f"{name}.bias"))
+            layer = keep and keep(parts, bias_in(where, name))
             if layer is None:
                 state[f"{name}.weight"] = awq.reference_weight(*wide(parts)).to(dtype)
             else:
@@ -157,13 +157,20 @@ def rows_in(where: dict[str, Path], name: str, first: int, end: int) -> Tensor:
         return data.get_slice(name)[first:end]  # type: ignore[no-any-return]
 
 
-def _read(where: dict[str, Path], name: str) -> Tensor | None:
+def parts_in(where: dict[str, Path], linear: str) -> list[Tensor]:
+    """The parts of a linear layer's weight. Raises ModelUnsupported when one is missing."""
+    return [tensor_in(where, f"{linear}.{part}") for part in _PARTS]
+
+
+def bias_in(where: dict[str, Path], linear: str) -> Tensor | None:
+    """A linear layer's bias, if it has one."""
+    name = f"{linear}.bias"
     return tensor_in(where, name) if name in where else None
 
 
 def _quantized(linears: list[str], where: dict[str, Path]) -> Iterator[tuple[str, list[Tensor]]]:
     for name in linears:
-        yield name, [tensor_in(where, f"{name}.{part}") for part in PARTS]
+        yield name, parts_in(where, name)
 
 
 def wide(parts: list[Tensor]) -> list[Tensor]:

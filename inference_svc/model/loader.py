@@ -29,6 +29,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from inference_svc.engine.attention import ATTENTION, register
+from inference_svc.engine.pool import KVPool
 from inference_svc.model import awq as quantized
 from inference_svc.model.architectures import check_architecture
 from inference_svc.model.experts import EXPERTS, register_experts
@@ -301,7 +302,8 @@ def _recipe(
 def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: Asked) -> Asked:
     """With the pool no larger than all sequences can fill."""
     tokens = stream.sequences * (context or int(getattr(config, "max_position_embeddings", 2048)))
-    each = 2 * int(config.num_hidden_layers) * _heads(config)[1] * _heads(config)[2] * dtype.itemsize
+    _, kv_heads, dim = _heads(config)
+    each = KVPool.bytes_per_token(int(config.num_hidden_layers), kv_heads, dim, dtype)
     return replace(stream, pool_bytes=min(stream.pool_bytes, tokens * each)) if tokens else stream
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -70,9 +69,3 @@ def daemon_that_ends(folder: Path, *flags: object) -> subprocess.CompletedProces
     folder.chmod(0o700)
     command = [sys.executable, "-m", "cache_daemon", "--socket", folder / "s", "--store", "none", *flags]
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=60)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

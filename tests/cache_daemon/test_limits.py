@@ -11,7 +11,7 @@ import pytest
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import from_rpc
-from kvsidecar.layout import MAX_CHUNK_TOKENS
+from kvsidecar.layout import MAX_CHUNK_TOKENS, MAX_CUTS
 
 from benchmarks.node import Node
 from cache_daemon.rpc import limits
@@ -49,7 +49,7 @@ LIMITS: dict[str, Refused] = {
         ),
         "the number of content probes",
     ),
-    "cuts": (lambda p: cut(p, list(range(1, limits.MAX_CUTS + 2)), limits.MAX_CUTS + 1), "the number of cuts"),
+    "cuts": (lambda p: cut(p, list(range(1, MAX_CUTS + 2)), MAX_CUTS + 1), "the number of cuts"),
     "cuts that fall": (lambda p: cut(p, [3, 3]), "a cut at 3 follows 3"),
     "cuts beyond the prompt": (lambda p: cut(p, [3, 11]), "a cut at 11 follows 3"),
     "a cut too far": (lambda p: cut(p, [5000], 5000), "tokens between two cuts"),

@@ -16,12 +16,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.node import Node
+from benchmarks.node import Node, free_port
 from cache_daemon.durable.tier import TierFailed
 from cache_daemon.observe.health import DURABLE, reporting
 from cache_daemon.observe.names import COUNTERS, GAUGES
 from tests.cache_daemon.conftest import Peer
-from tests.cache_daemon.operators import daemon_that_ends, free_port
+from tests.cache_daemon.operators import daemon_that_ends
 from tests.cache_daemon.stores import opened
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

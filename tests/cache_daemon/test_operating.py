@@ -16,9 +16,9 @@ from kvsidecar.cli.main import app
 from kvsidecar.errors import InvalidRequest, KVSidecarError, PermissionDenied
 from typer.testing import CliRunner
 
-from benchmarks.node import Node
+from benchmarks.node import Node, free_port
 from tests.cache_daemon.conftest import Peer, store_file
-from tests.cache_daemon.operators import COMMAND, cache, free_port, in_terminal
+from tests.cache_daemon.operators import COMMAND, cache, in_terminal
 
 FIRST, SECOND, THIRD = [1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9]
 TEXT = "Alle Wege führen nach Rom, sagt man, und manche kommen sogar an."

@@ -20,7 +20,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub, add_CacheServiceServicer_to_server
 
-from benchmarks.node import Node
+from benchmarks.node import Node, free_port
 from cache_daemon.access.principal import OPERATOR
 from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.eviction import DEFAULT, POLICIES
@@ -34,7 +34,7 @@ from cache_daemon.rpc.service import CacheService
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.facade import ChunkStore
 from tests.cache_daemon.conftest import Peer
-from tests.cache_daemon.operators import daemon_that_ends, free_port
+from tests.cache_daemon.operators import daemon_that_ends
 from tests.cache_daemon.stores import Bench, FakeClock
 
 FIRST = [1, 2, 3, 4]

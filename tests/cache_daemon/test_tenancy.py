@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,18 +16,12 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.connecting import channel
 
-from benchmarks.node import Node
+from benchmarks.node import Node, free_port
 from tests.cache_daemon.access.authority import Authority
 from tests.cache_daemon.conftest import Peer, code_of, descriptor, payload_of
 
 NAMESPACE = keys.namespace_id(descriptor())
 IDS = list(range(300))
-
-
-def a_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def pieces(peer: Peer, ids: list[int], salt: bytes) -> Iterator[pb.StoreRequest]:
@@ -59,7 +52,7 @@ def node(start: Callable[..., Node], tmp_path: Path) -> Node:
     table.chmod(0o600)
     shared = tmp_path / "shared.sock"
     tmp_path.chmod(0o700)
-    port = a_port()
+    port = free_port()
     node = start(
         heartbeat_ms=500, tcp=f"localhost:{port}", tls_cert=server.certificate, tls_key=server.key, tenants=table,
         shared_socket=shared,

@@ -19,7 +19,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import (
     add_InferenceServiceServicer_to_server,
 )
 
-from tests.inference_svc.gateway.conftest import free_port
+from benchmarks.node import free_port
 
 # As long as a small model loads: gRPC's own pauses have grown to seconds by then.
 _LOADING_SECONDS, _SOON = 6.5, 2.0

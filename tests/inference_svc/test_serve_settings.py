@@ -18,11 +18,11 @@ from kvsidecar.cli.settings import describe_fields
 from kvsidecar.sizes import parse_size
 from typer.testing import CliRunner
 
+from benchmarks.node import free_port
 from cache_daemon.config import DaemonConfig
 from inference_svc import supervisor
 from inference_svc.config import WorkerConfig
 from inference_svc.supervisor import ServeConfig, Supervisor
-from tests.inference_svc.gateway.conftest import free_port
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.inference_svc.gateway.conftest import free_port
+from benchmarks.node import free_port
 
 CLI = str(Path(sys.executable).parent / "kvsidecar")
 

@@ -30,6 +30,8 @@ STORAGE_TYPE: dict[int, str] = {DATA_TYPE_FLOAT32: "<f4", DATA_TYPE_FLOAT16: "<u
 KEY_GROUP_TOKENS = {16: 0, 8: 256, 4: 32}
 SINK_TOKENS = 4
 MAX_CHUNK_TOKENS = 4096
+# Ends of chunks that a Match may name.
+MAX_CUTS = 8192
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,14 @@ def timed(run: Callable[[int], None]) -> dict[int, float]:
     began = time.perf_counter()
     for rows in _ROWS:
         run(rows)  # kernels are chosen, and memory is had
-        found[rows] = min(_once(run, rows) for _ in range(_REPEATS))
+        found[rows] = min(once(run, rows) for _ in range(_REPEATS))
         if len(found) > 1 and time.perf_counter() - began > _SECONDS:
             break
     return found
 
 
-def _once(run: Callable[[int], None], rows: int) -> float:
+def once(run: Callable[[int], None], rows: int) -> float:
+    """Seconds of ``run`` with so many rows, this time."""
     began = time.perf_counter()
     run(rows)
     return time.perf_counter() - began

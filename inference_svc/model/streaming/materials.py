@@ -76,9 +76,8 @@ class Checkpoint:
             raise ModelUnsupported(f"{name} is {found} in {self._folder}, and {list(shape)} in its model")
 
     def _fill_quantized(self, module: nn.Module, name: str, full: str) -> None:
-        parts = [awq.tensor_in(self._where, f"{full}.{part}") for part in awq.PARTS]
-        bias = awq.tensor_in(self._where, f"{full}.bias") if f"{full}.bias" in self._where else None
-        layer = self._keep and self._keep(parts, bias)
+        parts = awq.parts_in(self._where, full)
+        layer = self._keep and self._keep(parts, awq.bias_in(self._where, full))
         if layer is None:
             put(module, f"{name}.weight".lstrip("."), reference_weight(*awq.wide(parts)).to(self._dtype))
         else:

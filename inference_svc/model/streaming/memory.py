@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from pathlib import Path
+
+import psutil
 
 _GROUPS = Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/cgroup")
@@ -13,7 +13,7 @@ _STATUS = Path("/proc/self/cgroup")
 def free_bytes(allowed: int = 0) -> int:
     """What this process may still take: of the machine's memory, of that of its control groups, and of ``allowed``, if
     not 0, for all of it. Memory that only caches files counts as free."""
-    found = [_of_machine(), *_of_groups()]
+    found = [int(psutil.virtual_memory().available), *_of_groups()]
     if allowed:
         found.append(allowed - resident_bytes())
     return max(0, min(found))
@@ -21,14 +21,7 @@ def free_bytes(allowed: int = 0) -> int:
 
 def resident_bytes() -> int:
     """What this process takes now, files that it maps included."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
-
-
-def _of_machine() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
+    return int(psutil.Process().memory_info().rss)
 
 
 def _of_groups() -> list[int]:

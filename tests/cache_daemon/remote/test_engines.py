@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.node import free_port
 from benchmarks.remote_servers import RedisCluster, RedisServer, S3Server, why_no_s3, why_no_valkey
 from cache_daemon.remote.address import Credentials, new_engine, parse_remote
 from cache_daemon.remote.engine import RemoteEngine, RemoteFailed
 from cache_daemon.remote.memory import MemoryEngine
-from tests.cache_daemon.operators import free_port
 from tests.cache_daemon.remote.nodes import CHUNK, node, prompt
 
 KINDS = ("memory", "valkey", "cluster", "s3")

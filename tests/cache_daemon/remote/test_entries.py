@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import xxhash
 from kvsidecar import keys
 from kvsidecar.layout import Geometry, new_header
 
@@ -34,7 +33,7 @@ def chunk(compressible: bool = True) -> tuple[Entry, bytes, memoryview]:
 def stored(seal: Seal, compressible: bool, compress: bool = True) -> tuple[Entry, bytes, bytes, memoryview]:
     entry, payload, place = chunk(compressible)
     kind, bytes_ = packed(seal, entry.header, memoryview(payload), compress)
-    whole = Entry(entry.header, kind, 1, len(bytes_), xxhash.xxh3_64_intdigest(bytes_), 77, entry.mark)
+    whole = Entry(entry.header, kind, 1, len(bytes_), keys.checksum(bytes_), 77, entry.mark)
     return whole, payload, bytes(bytes_), place
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -12,13 +11,7 @@ import httpx
 import openai
 import pytest
 
-from benchmarks.node import Node
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+from benchmarks.node import Node, free_port
 
 
 class Gateway:

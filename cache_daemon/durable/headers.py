@@ -1,0 +1,25 @@
+"""Whether a header that comes from elsewhere, with its tokens, tells the truth about itself."""
+
+from __future__ import annotations
+
+from kvsidecar import keys
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.errors import KVSidecarError
+from kvsidecar.layout import layout_of
+
+
+def is_what_it_names(header: ChunkHeader) -> bool:
+    """Whether its hashes are those of its tokens."""
+    tokens = header.token_ids[:]
+    return (
+        keys.prefix_hash(header.parent_prefix_hash, tokens) == header.prefix_hash
+        and keys.content_hash(header.root, tokens) == header.content_hash
+    )
+
+
+def layout_bytes(header: ChunkHeader) -> int:
+    """The size of a payload of its layout. Raises ValueError for one that cannot be."""
+    try:
+        return layout_of(header).size_bytes
+    except (KVSidecarError, ValueError, KeyError, ArithmeticError) as error:
+        raise ValueError(str(error)) from error
