@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from rich.progress import Progress
 
 from benchmarks import report
 from benchmarks.node import Node
@@ -97,7 +96,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             bits: stack.enter_context(Node(options.model, pool_bytes="1GiB", worker_flags={"weights": bits}))
             for bits in options.weights
         }
-        progress = stack.enter_context(Progress(console=report.console, transient=True))
+        progress = stack.enter_context(report.progress())
         task = progress.add_task("measuring", total=options.repeats * len(options.batches))
         for repeat in range(options.repeats):
             for batch in options.batches:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.progress import Progress
-
 from benchmarks import report
 from benchmarks.eviction_replay import belady, replay
 from benchmarks.eviction_traces import KINDS, read
@@ -30,7 +28,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     requests = read(options.trace, _QUICK_REQUESTS if options.quick else None)
     names = [*POLICIES, _BOUND]
     rows: list[dict[str, Any]] = []
-    with Progress(console=report.console, transient=True) as progress:
+    with report.progress() as progress:
         task = progress.add_task("replaying", total=len(requests) * len(names) * len(options.capacity_blocks))
 
         def served() -> None:

@@ -18,7 +18,6 @@ from collections import defaultdict
 from typing import Any
 
 from kvsidecar.errors import KVSidecarError
-from rich.progress import Progress
 
 from benchmarks import report
 from benchmarks.chaos.kinds import KINDS, PROMPTS, Outcome, Scene, small_disk, until
@@ -46,7 +45,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, list[Outcome]] = defaultdict(list)
     reasons: list[str] = []
     todo = rounds_of(options.rounds)
-    with Progress(console=report.console, transient=True) as progress:
+    with report.progress() as progress:
         task = progress.add_task("rounds", total=len(todo) + 1 + options.worker_rounds)
         for begin in range(0, len(todo), _ROUNDS_OF_A_NODE):
             # An evicting node has a store that is smaller than what the load stores; the other one loses nothing.

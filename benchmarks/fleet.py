@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar import Completion
-from rich.progress import Progress
 
 from benchmarks import report
 from benchmarks.links import Link, link, why_none
@@ -170,7 +169,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     links, rng = _links(options), random.Random(options.seed)
     rows: list[dict[str, Any]] = []
     tally = {"wrong": 0, "lost": 0, "bypassed": 0}
-    with Progress(console=report.console, transient=True) as progress:
+    with report.progress() as progress:
         task = progress.add_task("measuring", total=len(tiers) * len(links) * len(options.context_tokens))
         for gbit in links:
             for tier in tiers:

@@ -8,8 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rich.progress import Progress
-
 from benchmarks import report
 from benchmarks.node import Node
 
@@ -26,7 +24,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rate: dict[str, list[float]] = {a: [] for a in ARMS}
     with (
         Node(options.model, storage_bits=options.storage_bits, pool_bytes="1GiB") as node,
-        Progress(console=report.console, transient=True) as progress,
+        report.progress() as progress,
     ):
         client = node.client()
         task = progress.add_task("measuring", total=2 * (options.requests + options.rounds))

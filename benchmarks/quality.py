@@ -22,7 +22,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from rich.progress import Progress
 
 from benchmarks import real_quality, report
 from benchmarks.judged import EXACT, RATIOS, REPAIRS, SHUFFLED, Arm, Samples, outcomes
@@ -131,7 +130,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     kept.write([(job, _plain(arms)) for job, arms in found])
     done = {job for job, _ in found}
     jobs = [job for i in range(max(options.n, options.n_exact)) for name in names if (job := (name, i)) not in done]
-    with Progress(console=report.console, transient=True) as progress:
+    with report.progress() as progress:
         bar = progress.add_task("measuring", total=len(jobs) + len(done), completed=len(done))
         for job, arms in measured(options, jobs):
             kept.add(job, _plain(arms))

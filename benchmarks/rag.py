@@ -12,8 +12,6 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from rich.progress import Progress
-
 from benchmarks import report
 from benchmarks.node import Node
 
@@ -73,7 +71,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     times: dict[str, list[float]] = {a: [] for a in arms}
     found: dict[str, list[float]] = {a: [] for a in arms}
     recomputed: dict[str, list[float]] = {a: [] for a in arms}
-    with Progress(console=report.console, transient=True) as progress:
+    with report.progress() as progress:
         bar = progress.add_task("measuring", total=len(arms) * (len(asked) + 1))
         for arm, flags in arms.items():
             # One node at a time: several models would not fit beside each other.

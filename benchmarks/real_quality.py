@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import Progress
 
 from benchmarks import report
 from benchmarks.kept import Kept
@@ -195,7 +194,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     done = {job for job, _ in found}
     jobs = [(kind, i) for i in range(options.n) for kind in KINDS if (kind, i) not in done]
     measurer = Measurer(options)
-    with Progress(console=report.console, transient=True) as progress:
+    with report.progress() as progress:
         bar = progress.add_task("measuring", total=len(jobs) + len(done), completed=len(done))
         for job in jobs:
             arms = measurer(job)

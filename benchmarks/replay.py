@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvsidecar import Client
-from rich.progress import Progress
 
 from benchmarks import report, workload
 from benchmarks.node import Node
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"--modes has {', '.join(sorted(unknown))}; known are {', '.join(MODES)}")
     histories = {m: [History() for _ in conversations] for m in modes}
     measured: dict[tuple[str, int], list[Turn]] = {}
-    with ExitStack() as stack, Progress(console=report.console, transient=True) as progress:
+    with ExitStack() as stack, report.progress() as progress:
         # nocache and warm share a node: nocache neither reads nor writes the cache.
         nodes: dict[str, Node] = {}
         for mode in modes:

@@ -8,11 +8,13 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress, Task
 from rich.table import Table
 
 console = Console(width=None if os.environ.get("COLUMNS") or os.isatty(1) else 120)
@@ -25,6 +27,32 @@ def parser(name: str, text: str) -> argparse.ArgumentParser:
     out.add_argument("--quick", action="store_true", help="the small size")
     out.add_argument("--out", type=Path, help="write the results to this JSON file")
     return out
+
+
+def progress() -> Progress:
+    """A bar on a terminal; in a log a line now and then."""
+    return Progress(console=console, transient=True) if console.is_terminal else _Lines(console=console, disable=True)
+
+
+class _Lines(Progress):
+    _EVERY_SECONDS = 30.0
+    _said_at = 0.0
+
+    def advance(self, task_id: Any, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._say(self._tasks[task_id])
+
+    def update(self, task_id: Any, **fields: Any) -> None:
+        super().update(task_id, **fields)
+        self._say(self._tasks[task_id])
+
+    def _say(self, task: Task) -> None:
+        now = time.monotonic()
+        self._said_at = self._said_at or now
+        if now - self._said_at >= self._EVERY_SECONDS:
+            self._said_at = now
+            done = f"{task.completed:.0f} of {task.total or 0:.0f}"
+            print(f"{task.description}: {done} after {task.elapsed or 0:.0f} s", flush=True)
 
 
 def machine() -> dict[str, Any]:

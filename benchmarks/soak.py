@@ -20,7 +20,6 @@ import grpc
 import numpy as np
 import psutil
 from kvsidecar.sizes import parse_size
-from rich.progress import Progress
 
 from benchmarks import report
 from benchmarks.chaos.load import CHUNK_TOKENS, prompt
@@ -96,7 +95,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     budget = parse_size(options.store_bytes)
     with (
         Node(workers=0, arena_bytes=options.arena_bytes, store_bytes=options.store_bytes, daemon_flags=flags) as node,
-        Progress(console=report.console, transient=True) as progress,
+        report.progress() as progress,
     ):
         workers = [Worker(node, options.seed + i, options.prompts) for i in range(options.peers)]
         watched = {"daemon": psutil.Process(node.pid("daemon")), "peers": psutil.Process(os.getpid())}

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
 from benchmarks import report
 from inference_svc import Engine
 from inference_svc.api import Result
@@ -126,7 +124,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         engines = {arm: engine for engine, arms in _engines(options, stack) for arm in arms}
         sums = {(w, b, arm): Sum() for w in options.workloads for b in options.batches for arm in engines}
-        progress = stack.enter_context(Progress(console=report.console, transient=True))
+        progress = stack.enter_context(report.progress())
         task = progress.add_task("measuring", total=options.repeats * len(sums))
         for repeat in range(options.repeats):
             for workload in options.workloads:

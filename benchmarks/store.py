@@ -24,7 +24,6 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32
 from kvsidecar.layout import Geometry
-from rich.progress import Progress
 
 from benchmarks import report
 from benchmarks.node import Node
@@ -286,7 +285,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if not os.access(_DROP, os.W_OK):
         report.console.print("lmdb_cold and pread_cold are left out: dropping the page cache needs root")
     rows: list[dict[str, Any]] = []
-    with Progress(console=report.console, transient=True) as progress:
+    with report.progress() as progress:
         task = progress.add_task("measuring", total=len(options.layers) + 1)
         for layers in options.layers:
             rows += measure(layers, options)

@@ -24,7 +24,6 @@ import torch
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.models.library import Library
 from kvsidecar.sizes import format_size, parse_size
-from rich.progress import Progress
 
 from benchmarks import report
 from benchmarks.limits import MemoryLimit, NoLimit
@@ -171,12 +170,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     disk = Disk(file, options.disk_bytes)
     rows, want = [], None
     modes = [_RESIDENT, *options.modes]
-    with Progress(console=report.console, transient=True) as progress:
-        for mode in progress.track(modes, description="modes"):
+    with report.progress() as progress:
+        task = progress.add_task("modes", total=len(modes))
+        for mode in modes:
             with nullcontext() if mode == _RESIDENT else MemoryLimit(options.limit_bytes) as limit:
                 row, said = measure(mode, options, layers, limit, disk.measure)
             want = want or said
             rows.append(row | {"identical": said == want})
+            progress.advance(task)
     streamed = [row for row in rows if row["streamed_bytes"]]
     summary = {
         "limited_by": kind,

@@ -16,7 +16,6 @@ from itertools import accumulate
 from typing import Any
 
 from kvsidecar.client import Completion
-from rich.progress import Progress
 
 from benchmarks import report
 from benchmarks.node import Node
@@ -137,7 +136,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     names = options.arms.split(",")
     rows: list[dict[str, Any]] = []
     ratios: dict[str, Any] = {}
-    with ExitStack() as stack, Progress(console=report.console, transient=True) as progress:
+    with ExitStack() as stack, report.progress() as progress:
         task = progress.add_task("measuring", total=len(options.context_tokens) * options.repeats * len(names))
         arms = Arms(options, stack, names)
         for context in options.context_tokens:
