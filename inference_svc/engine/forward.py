@@ -13,6 +13,7 @@ from torch import Tensor
 from inference_svc.engine import fused
 from inference_svc.engine.attention import Projected
 from inference_svc.engine.rows import Batch
+from inference_svc.model.dense_linear import DenseLinear, narrow
 from inference_svc.model.loader import LoadedModel
 from inference_svc.model.packed_linear import pack_linears
 from inference_svc.model.quantized_linear import QuantizedLinear
@@ -51,6 +52,8 @@ class Decoder:
             self._fused = fused.FusedLayers(loaded.model)
         if loaded.device.type == "cpu" and loaded.streamed is None:
             pack_linears(loaded.model)
+            narrow(loaded.model)
+            self._embed = inner.embed_tokens
         self._head: Any = loaded.model.lm_head
         self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)
 
@@ -96,7 +99,8 @@ class Decoder:
             states = self._norm(hidden.index_select(0, batch.logit_rows)) if batch.wanted else None
         if states is None:
             return torch.empty(0, 0)
-        if isinstance(self._head, QuantizedLinear):  # any number of rows gives the same bits: none to fill up with
+        if isinstance(self._head, (QuantizedLinear, DenseLinear)):
+            # Any number of rows gives the same bits: there are none to fill up with.
             states = states[: batch.wanted]
         logits: Tensor = self._head(states)[: batch.wanted]
         if self._softcap is not None:

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from kvkernels.cpu import attention as kernel
+from kvkernels.cpu import dense
 from kvkernels.cpu import rows as cpu_rows
 from torch import Tensor, nn
 
 from inference_svc.engine import cpu_attention
 from inference_svc.engine.rows import Batch, only_wanted
+from inference_svc.model import dense_linear
+from inference_svc.model.dense_linear import DenseLinear
 from inference_svc.model.packed_linear import PackedLinear
 from inference_svc.model.plain_linear import PlainLinear
 from inference_svc.model.quantized_linear import QuantizedLinear, fit_together, joined
@@ -28,6 +31,7 @@ _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwe
 # The last layer is cut to the rows that want logits where they are at most one in so many.
 _FEW = 4
 Product = Callable[[Tensor], Tensor]
+Joined = PackedLinear | QuantizedLinear | DenseLinear | PlainLinear
 
 
 def suits(model: Any) -> bool:
@@ -62,7 +66,7 @@ def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _join(parts: list[Any]) -> PackedLinear | QuantizedLinear | PlainLinear:
+def _join(parts: list[Any]) -> Joined:
     """One product for several linear layers over the same input; the parts' own weights can go."""
     if isinstance(parts[0], QuantizedLinear):
         return joined(parts)
@@ -70,6 +74,8 @@ def _join(parts: list[Any]) -> PackedLinear | QuantizedLinear | PlainLinear:
     bias = torch.cat([p.bias for p in parts]) if parts[0].bias is not None else None
     if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return PackedLinear(weight, bias)
+    if dense_linear.serves(weight):
+        return DenseLinear(dense.pack(weight), bias)
     return PlainLinear(weight, bias)
 
 
@@ -100,7 +106,7 @@ def _window(attention: Any) -> int | None:
     return getattr(attention.config, "sliding_window", None) if "Mistral" in type(attention).__name__ else None
 
 
-def gathered(layer: Any) -> tuple[dict[str, PackedLinear | QuantizedLinear | PlainLinear], dict[str, Tensor]]:
+def gathered(layer: Any) -> tuple[dict[str, Joined], dict[str, Tensor]]:
     """The products of a layer and its norms, by the names of their fields. Drops its linear modules, so that each
     weight is held once."""
     a, m = layer.self_attn, layer.mlp

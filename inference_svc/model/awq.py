@@ -151,6 +151,12 @@ def shape_in(where: dict[str, Path], name: str) -> list[int]:
         return list(data.get_slice(name).get_shape())
 
 
+def dtype_in(where: dict[str, Path], name: str) -> torch.dtype:
+    """The type of a tensor that is there."""
+    with safe_open(where[name], "pt") as data:
+        return data.get_slice(name)[:1].dtype  # type: ignore[no-any-return]
+
+
 def rows_in(where: dict[str, Path], name: str, first: int, end: int) -> Tensor:
     """Some rows of a tensor that is there."""
     with safe_open(where[name], "pt") as data:

@@ -52,7 +52,7 @@ from inference_svc.model.streaming.plan import OFF, Asked, reserved
 
 # What computes keys and values, and the version of its numerics: raise it when a kernel's bits change, so that chunks
 # of before are not mixed with those of after.
-PRODUCER = "kvsidecar/2"
+PRODUCER = "kvsidecar/3"
 
 log = structlog.get_logger("model")
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from inference_svc.engine.rows import ROW_MULTIPLE
+from inference_svc.model.dense_linear import DenseLinear, narrow
 from inference_svc.model.numerics import SETTING, make_reproducible, wanted_setting
 from inference_svc.model.packed_linear import PackedLinear, pack_linears
 from inference_svc.model.plain_linear import PlainLinear
@@ -21,7 +23,7 @@ from inference_svc.model.plain_linear import PlainLinear
 # Inputs and outputs of layers of models of 0.1 to 8 billion parameters, and an odd one.
 USUAL = ((576, 1536), (896, 896), (896, 4864), (4864, 896), (2048, 2048), (320, 328))
 _MANY = (64, 200, 512)
-Product = nn.Linear | PackedLinear | PlainLinear
+Product = nn.Linear | PackedLinear | DenseLinear | PlainLinear
 
 
 @torch.inference_mode()
@@ -37,8 +39,8 @@ def uneven(products: Iterable[Product], many: Iterable[int] = _MANY) -> list[str
 
 
 def _is_uneven(product: Callable[[Tensor], Tensor], inputs: int, many: tuple[int, ...]) -> bool:
-    weight = getattr(product, "weight", None)
-    dtype = torch.bfloat16 if weight is None else weight.dtype
+    dtype = torch.bfloat16 if isinstance(product, PackedLinear) else torch.float32
+    dtype = getattr(getattr(product, "weight", None), "dtype", dtype)
     x = torch.randn(max(many), inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
     alone = product(x[:ROW_MULTIPLE].contiguous())
     return any(not torch.equal(product(x[:rows].contiguous())[:ROW_MULTIPLE], alone) for rows in many)
@@ -46,7 +48,7 @@ def _is_uneven(product: Callable[[Tensor], Tensor], inputs: int, many: tuple[int
 
 def products_of(model: nn.Module) -> list[Product]:
     """The dense linear layers of a model."""
-    return [module for module in model.modules() if isinstance(module, (nn.Linear, PackedLinear, PlainLinear))]
+    return [module for module in model.modules() if isinstance(module, get_args(Product))]
 
 
 def _usual(dtype: torch.dtype) -> list[Product]:
@@ -56,6 +58,7 @@ def _usual(dtype: torch.dtype) -> list[Product]:
         parameter.data.normal_(0.0, 0.02, generator=generator)
     layers.to(dtype).requires_grad_(False)
     pack_linears(layers)
+    narrow(layers)
     return products_of(layers)
 
 

@@ -129,6 +129,21 @@ struct ProductJob {
   int64_t inputs, outputs, block, rows;
 };
 
+// ---- dense.cpp ------------------------------------------------------------------------------------------------------
+
+// What a weight is kept as.
+constexpr int64_t DENSE_FLOAT = 0, DENSE_BF16 = 1, DENSE_HALF = 2;
+
+struct DenseJob {
+  int64_t taken;  // parts of the outputs, times tiles of rows, that threads have taken
+  int64_t parts;
+  const void* weight;  // [outputs / 32, inputs, 32]
+  const float* x;      // [rows, inputs]
+  const float* bias;   // [outputs], or null
+  float* y;            // [rows, outputs]
+  int64_t rows, inputs, outputs, kept;
+};
+
 // ---- quantized.cpp --------------------------------------------------------------------------------------------------
 
 // Inputs of a row that share a multiple; fewer where a weight's group has fewer.
@@ -163,6 +178,7 @@ KVK_KERNEL(norm, kvk::NormJob)
 KVK_KERNEL(rotate, kvk::RotateJob)
 KVK_KERNEL(gate, kvk::GateJob)
 KVK_KERNEL(product, kvk::ProductJob)
+KVK_KERNEL(dense, kvk::DenseJob)
 KVK_KERNEL(quantized, kvk::QuantizedJob)
 #undef KVK_KERNEL
 

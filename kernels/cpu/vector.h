@@ -79,6 +79,11 @@ KVK_INLINE Floats smaller(Floats a, Floats b) {
 #endif
 }
 
+// A number that the compiler knows.
+template <int N> struct Fixed {
+  static constexpr int count = N;
+};
+
 // The numbers of all lanes, for patterns.
 template <int... I> struct Numbers {};
 template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvkernels import reference
 from kvkernels.cpu import attention as cpu_attention
 from kvkernels.cpu import chunks as cpu_chunks
+from kvkernels.cpu import dense as cpu_dense
 from kvkernels.cpu import products as cpu_products
 from kvkernels.cpu import quantized as cpu_quantized
 from kvkernels.cuda import chunks, visible
@@ -39,7 +40,8 @@ def implementations() -> tuple[Implementation, ...]:
     out = [
         Implementation("attention", "cpu", cpu_attention.about()),
         Implementation("pack_chunk, unpack_chunks", "cpu", cpu_chunks.about()),
-        Implementation("products of few rows", "cpu", cpu_products.about()),
+        Implementation("products in float32", "cpu", cpu_dense.about()),
+        Implementation("products of few rows in bfloat16", "cpu", cpu_products.about()),
         Implementation("products at 4 and 8 bits", "cpu", cpu_quantized.about()),
     ]
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]

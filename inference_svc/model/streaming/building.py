@@ -7,10 +7,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import structlog
 import torch
+from kvkernels.cpu import dense
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models.library import SOURCE
 from kvsidecar.sizes import format_size
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 
 from inference_svc.engine import fused
 from inference_svc.freed_memory import give_back_freed_memory
-from inference_svc.model.packed_linear import PackedLinear, pack_linears
+from inference_svc.model.dense_linear import narrow
+from inference_svc.model.packed_linear import pack_linears
 from inference_svc.model.plain_linear import PlainLinear
 from inference_svc.model.progress import shown
-from inference_svc.model.quantized_linear import QuantizedLinear, quantize_linears
+from inference_svc.model.quantized_linear import quantize_linears
 from inference_svc.model.skeleton import skeleton
 from inference_svc.model.streaming import opaque
 from inference_svc.model.streaming.layerfile import LayerWriter, Stored
@@ -59,6 +61,12 @@ class Recipe:
     def skeleton(self) -> tuple[Any, Any]:
         return skeleton(self.config, self.dtype, self.attention)
 
+    def kept(self) -> torch.dtype:
+        """In which linear weights are that are not quantized."""
+        if self.dtype == torch.float32 and dense.kernel() is not None:
+            return self.materials().kept(f"{EMBEDDING}weight")
+        return self.dtype
+
     @property
     def tied(self) -> bool:
         return bool(self.config.tie_word_embeddings)
@@ -74,17 +82,18 @@ class Expected:
     head: int
 
 
-def expected(model: Any, dtype: torch.dtype, width: int, tied: bool) -> Expected:
-    """The sizes of a model on the meta device whose linear weights are kept at ``width`` bits."""
-    each = dtype.itemsize if width == 16 else width / 8 + _PARAMETER_BYTES
+def expected(model: Any, recipe: Recipe, width: int) -> Expected:
+    """The sizes of a recipe's model, which is on the meta device, with linear weights at ``width`` bits."""
+    dtype, tied, wide = recipe.dtype, recipe.tied, recipe.kept()
+    each = wide.itemsize if width == 16 else width / 8 + _PARAMETER_BYTES
     layers = sum(p.numel() for p in model.model.layers.parameters())
     embedding = model.model.embed_tokens.weight.numel()
-    # A head that is packed or quantized has another layout than the embedding that it may be tied to.
+    # A head that is packed, quantized or dense has another layout than the embedding that it may be tied to.
     head = embedding * (each if width == 16 else 1 + _PARAMETER_BYTES)
-    shared = tied and width == 16 and dtype == torch.float32
-    dense = (layers + embedding * (1 if tied else 2)) * dtype.itemsize
+    shared = tied and width == 16 and dtype == torch.float32 and dense.kernel() is None
+    whole = (layers + embedding * (1 if tied else 2)) * dtype.itemsize
     kept = int(layers * each + embedding * dtype.itemsize + (0 if shared else head))
-    return Expected(dense, kept, int(layers * each) // max(1, len(model.model.layers)), int(head))
+    return Expected(whole, kept, int(layers * each) // max(1, len(model.model.layers)), int(head))
 
 
 def build(folder: Path, recipe: Recipe) -> None:
@@ -97,7 +106,7 @@ def build(folder: Path, recipe: Recipe) -> None:
             "--weights 8, --weights 4 and --dtype float32 do without them"
         )
     model, _ = recipe.skeleton()
-    size = expected(model, recipe.dtype, recipe.bits, recipe.tied).kept
+    size = expected(model, recipe, recipe.bits).kept
     free = shutil.disk_usage(folder).free
     if free < size + _SPARE_BYTES:
         raise ConfigurationError(
@@ -172,9 +181,7 @@ class _Build:
         """The linear layers of a layer that computes by its own module, and its other parameters."""
         pack_linears(layer)
         _settle(layer)
-        products = {
-            name: m for name, m in layer.named_modules() if isinstance(m, (PackedLinear, QuantizedLinear, PlainLinear))
-        }
+        products = {name: m for name, m in layer.named_modules() if isinstance(m, get_args(Pointable))}
         vectors = {name: parameter.detach() for name, parameter in layer.named_parameters()}
         large = next((name for name, vector in vectors.items() if vector.dim() > 1), None)
         if large is not None:
@@ -190,6 +197,7 @@ class _Build:
 
 def _settle(module: nn.Module) -> None:
     """Makes the linear layers that are neither packed nor quantized such as can be pointed."""
+    narrow(module)
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear:

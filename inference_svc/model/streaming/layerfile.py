@@ -31,7 +31,7 @@ from inference_svc.model.streaming.weights import Form
 
 WEIGHTS, VECTORS, INDEX = "weights.bin", "vectors.safetensors", "index.json"
 # Raise it when a folder's contents change: older ones are not found then.
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 4096
 # Read at a time: between two reads a reader sees whether it is still wanted.
 STRIDE = 8 << 20
@@ -272,7 +272,7 @@ class Region:
     """A weight that is being written from its beginning to its end."""
 
     def __init__(self, handle: int, at: int, form: Form) -> None:
-        self._handle, self._first, self._at, self._form = handle, at, at, form
+        self._handle, self._first, self._at, self.form = handle, at, at, form
         self._digest = xxhash.xxh3_64()
 
     def add(self, data: Tensor) -> None:
@@ -286,8 +286,8 @@ class Region:
     def done(self) -> Stored:
         """The weight, which must be complete."""
         size = self._at - self._first
-        assert size == self._form.size_bytes, f"{size} bytes of {self._form.size_bytes}"
-        return Stored(self._first, self._digest.hexdigest(), self._form)
+        assert size == self.form.size_bytes, f"{size} bytes of {self.form.size_bytes}"
+        return Stored(self._first, self._digest.hexdigest(), self.form)
 
 
 def _digest(data: Any) -> str:

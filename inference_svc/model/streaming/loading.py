@@ -116,7 +116,7 @@ def is_needed(recipe: Recipe, width: int, asked: Asked) -> bool:
     streaming would not help, a model whose weights fit is loaded: the pool's pages are taken as they are used. Raises
     ConfigurationError when they do not either, before anything is written."""
     model, _ = recipe.skeleton()
-    sizes = expected(model, recipe.dtype, width, recipe.tied)
+    sizes = expected(model, recipe, width)
     # Weights that are quantized here are all there first.
     most = max(sizes.kept, sizes.dense if recipe.bits == width else 0)
     free = free_bytes(asked.memory_bytes)

@@ -26,6 +26,10 @@ class Materials(Protocol):
         """The weight ``name [rows, width]``, some rows at a time, in multiples of 16. Raises ModelUnsupported."""
         ...
 
+    def kept(self, name: str) -> torch.dtype:
+        """A type that holds every number of a weight exactly."""
+        ...
+
 
 # What of a weight is in memory at a time, where it comes by rows: those that are quantized at a time, or more.
 _ROWS, _ROWS_BYTES = 2048, 32 << 20
@@ -63,6 +67,9 @@ class Checkpoint:
         self._check(name, shape)
         for first, end in _pieces(shape, self._dtype):
             yield awq.rows_in(self._where, name, first, end).to(self._dtype)
+
+    def kept(self, name: str) -> torch.dtype:
+        return awq.dtype_in(self._where, name)
 
     def _tensor(self, name: str, shape: torch.Size) -> Tensor:
         self._check(name, shape)
@@ -103,10 +110,13 @@ class Drawn:
             draw(name, tensor, self._generator)
             yield tensor
 
+    def kept(self, name: str) -> torch.dtype:
+        return torch.bfloat16
+
 
 def draw(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Fills a parameter of a random model."""
+    """Fills a parameter of a random model, with numbers of 16 bits, as models come."""
     if tensor.dim() == 1:
         tensor.fill_(0.0 if name.endswith("bias") else 1.0)
     else:
-        tensor.normal_(0.0, 0.02, generator=generator)
+        tensor.copy_(torch.empty(tensor.shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator))

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kvkernels.cpu import quantized
+from kvkernels.cpu import dense, quantized
 from torch import Tensor, nn
 
 from inference_svc.model.packed_linear import PackedLinear
 from inference_svc.model.quantized_linear import kept_at
 from inference_svc.model.streaming.layerfile import LayerWriter, Region, Stored
 from inference_svc.model.streaming.materials import Materials
-from inference_svc.model.streaming.weights import Form, bytes_of, form_of
+from inference_svc.model.streaming.weights import Form, bytes_of, dense_form, form_of
 
 EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
 
 
 class Vocabulary:
-    """The two of a model on the meta device, in a dtype, linear weights at ``bits``. A head is quantized or packed
-    where other layers are; one that is neither, and is tied to the embedding, is the embedding."""
+    """The two of a model on the meta device, in a dtype, linear weights at ``bits``. A head is quantized, packed or
+    dense where other layers are; one that is neither, and is tied to the embedding, is the embedding."""
 
     def __init__(self, model: Any, dtype: torch.dtype, bits: int, materials: Materials, out: LayerWriter) -> None:
         self._dtype, self._materials, self._out = dtype, materials, out
@@ -27,14 +27,16 @@ class Vocabulary:
         kept = kept_at(HEAD.removesuffix("."), self._head.in_features, self._head.out_features, bits)
         self._kept = kept
         self._packs = kept is None and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self._dense = kept is None and dtype == torch.float32 and dense.kernel() is not None
 
     def embedding(self, tied: bool) -> tuple[Stored, Stored | None]:
         """Writes the embedding, and the head if they are ``tied``."""
-        plain, head = self._plain_region(), self._quantized_region() if tied and self._kept else None
-        for rows in self._materials.rows(f"{EMBEDDING}weight", self._embedding):
+        name = f"{EMBEDDING}weight"
+        plain, head = self._plain_region(), self._head_region(name) if tied and (self._kept or self._dense) else None
+        for rows in self._materials.rows(name, self._embedding):
             plain.add(_bytes(rows))
             if head is not None:
-                head.add(self._quantized(rows))
+                head.add(self._made(rows, head.form))
         embedding = plain.done()
         if not tied:
             return embedding, None
@@ -48,12 +50,13 @@ class Vocabulary:
     def head(self) -> Stored:
         """Writes a head of its own."""
         self._bias()
-        rows = self._materials.rows(f"{HEAD}weight", self._head.weight.shape)
+        name = f"{HEAD}weight"
+        rows = self._materials.rows(name, self._head.weight.shape)
         if self._packs:
             return self._packed(torch.cat(list(rows)))
-        region = self._quantized_region() if self._kept else self._plain_region()
+        region = self._head_region(name)
         for some in rows:
-            region.add(self._quantized(some) if self._kept else _bytes(some))
+            region.add(self._made(some, region.form))
         return region.done()
 
     def _bias(self) -> None:
@@ -68,15 +71,23 @@ class Vocabulary:
         size, dtype = outputs * inputs * self._dtype.itemsize, str(self._dtype).removeprefix("torch.")
         return self._out.region(Form("plain", outputs, inputs, size, dtype))
 
-    def _quantized_region(self) -> Region:
-        assert self._kept is not None
-        (bits, group), (outputs, inputs) = self._kept, self._embedding
-        size = quantized.size_bytes(inputs, outputs, bits, group)
-        return self._out.region(Form("quantized", outputs, inputs, size, bits=bits, group=group))
+    def _head_region(self, name: str) -> Region:
+        outputs, inputs = self._embedding
+        if self._kept is not None:
+            bits, group = self._kept
+            size = quantized.size_bytes(inputs, outputs, bits, group)
+            return self._out.region(Form("quantized", outputs, inputs, size, bits=bits, group=group))
+        if self._dense:
+            return self._out.region(dense_form(outputs, inputs, self._materials.kept(name)))
+        return self._plain_region()
 
-    def _quantized(self, rows: Tensor) -> Tensor:
-        assert self._kept is not None
-        return quantized.quantize(rows, *self._kept).data.view(-1)
+    def _made(self, rows: Tensor, form: Form) -> Tensor:
+        """The bytes of some rows of the head."""
+        if form.kind == "quantized":
+            return quantized.quantize(rows, form.bits, form.group).data.view(-1)
+        if form.kind == "dense":
+            return _bytes(dense.pack(rows, getattr(torch, form.dtype)).data)
+        return _bytes(rows)
 
     def _packed(self, weight: Tensor) -> Stored:
         packed = PackedLinear(weight, None)

@@ -6,29 +6,31 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from kvkernels.cpu import dense
 from kvkernels.cpu.quantized import OUTPUTS, Quantized
 from torch import Tensor, nn
 
+from inference_svc.model.dense_linear import DenseLinear
 from inference_svc.model.packed_linear import PackedLinear
 from inference_svc.model.plain_linear import PlainLinear
 from inference_svc.model.quantized_linear import QuantizedLinear
 from inference_svc.model.streaming import opaque
 
-Pointable = PackedLinear | QuantizedLinear | PlainLinear
+Pointable = PackedLinear | QuantizedLinear | DenseLinear | PlainLinear
 # What such a layer is pointed at.
-View = Tensor | Quantized
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+View = Tensor | Quantized | dense.Dense
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Form:
     """The shape and the layout of one weight ``[outputs, inputs]``."""
 
-    kind: str  # packed (by oneDNN), quantized (kvkernels.cpu.quantized), plain
+    kind: str  # packed (by oneDNN), quantized and dense (kvkernels.cpu.quantized, .dense), plain
     outputs: int
     inputs: int
     size_bytes: int
-    dtype: str = ""  # of a plain one
+    dtype: str = ""  # of a plain one, and in which a dense one is kept
     bits: int = 16
     group: int = 0  # of a quantized one
     layout: str = ""  # of a packed one: oneDNN's descriptor, hexadecimal
@@ -46,10 +48,18 @@ def form_of(module: nn.Module) -> Form:
     if isinstance(module, QuantizedLinear):
         w = module.quantized
         return Form("quantized", w.outputs, w.inputs, w.data.nbytes, bits=w.bits, group=w.group)
+    if isinstance(module, DenseLinear):
+        return dense_form(module.out_features, module.in_features, module.dense.data.dtype)
     if isinstance(module, PlainLinear):
         outputs, inputs = module.weight.shape
         return Form("plain", outputs, inputs, module.weight.nbytes, str(module.weight.dtype).removeprefix("torch."))
     raise TypeError(f"{type(module).__name__} has no weight that could be streamed")
+
+
+def dense_form(outputs: int, inputs: int, kept: torch.dtype) -> Form:
+    """The form of a dense weight that is kept in so wide a type."""
+    size = dense.size_bytes(inputs, outputs, kept)
+    return Form("dense", outputs, inputs, size, str(kept).removeprefix("torch."))
 
 
 def bytes_of(module: nn.Module) -> Tensor:
@@ -58,6 +68,8 @@ def bytes_of(module: nn.Module) -> Tensor:
         return opaque.packed_bytes(module.packed)
     if isinstance(module, QuantizedLinear):
         return module.quantized.data.view(-1)
+    if isinstance(module, DenseLinear):
+        return module.dense.data.view(-1).view(torch.uint8)
     assert isinstance(module, PlainLinear)
     return module.weight.contiguous().view(-1).view(torch.uint8)
 
@@ -69,11 +81,14 @@ def view(form: Form, memory: Tensor) -> View:
         return opaque.packed_at(memory, form.outputs, form.inputs, bytes.fromhex(form.layout))
     if form.kind == "quantized":
         return Quantized(memory.view(form.outputs // OUTPUTS, -1), form.inputs, form.group, form.bits)
+    if form.kind == "dense":
+        return dense.Dense(memory.view(_DTYPES[form.dtype]).view(-1, form.inputs, dense.OUTPUTS), form.outputs)
     return memory.view(_DTYPES[form.dtype]).view(form.outputs, form.inputs)
 
 
 def shell(form: Form, bias: Tensor | None) -> Pointable:
     """A layer of this form that has no weight until it is pointed at one."""
-    kind: Any = {"packed": PackedLinear, "quantized": QuantizedLinear, "plain": PlainLinear}[form.kind]
+    kinds = {"packed": PackedLinear, "quantized": QuantizedLinear, "dense": DenseLinear, "plain": PlainLinear}
+    kind: Any = kinds[form.kind]
     made: Pointable = kind.shell(form.outputs, form.inputs, bias)
     return made

@@ -1,0 +1,65 @@
+"""Linear layers that compute in float32 on a CPU, with weights at the 16 bits in which they came.
+
+CPUs without native bfloat16 run 16-bit models in float32. What decoding takes is bytes, and torch would read four for
+each weight, at a fraction of what memory gives: ``kvkernels.cpu.dense`` reads two, at nearly all of it. The numbers are
+the same ones, and no bit of a row depends on its batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from kvkernels.cpu import dense
+from torch import Tensor, nn
+
+
+def serves(weight: Tensor) -> bool:
+    """Whether a layer with this weight can be one."""
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and dense.kernel() is not None
+
+
+class DenseLinear(nn.Module):
+    """Drop-in for a float32 ``nn.Linear`` on a CPU: ``[..., in] -> [..., out]``. Holds no plain weight."""
+
+    def __init__(self, weight: dense.Dense, bias: Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = weight.inputs, weight.outputs
+        self.dense, self._bias = weight, None if bias is None else bias.detach()
+
+    @classmethod
+    def shell(cls, outputs: int, inputs: int, bias: Tensor | None) -> DenseLinear:
+        """One without a weight, until it is pointed at one."""
+        return cls(dense.Dense(torch.empty(0, inputs, dense.OUTPUTS), outputs), bias)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
+
+    def point(self, weight: dense.Dense) -> None:
+        """Computes with another weight of the same shape from now on, which is not copied."""
+        self.dense = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = dense.product(x.reshape(-1, self.in_features), self.dense, self._bias)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+class NarrowEmbedding(nn.Module):
+    """Drop-in for a float32 ``nn.Embedding`` that keeps the numbers as narrow as they came."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().to(dense.narrowest(weight)), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight).float()
+
+
+def narrow(model: nn.Module) -> None:
+    """Replaces the float32 linear layers and embeddings of a model on a CPU where the kernel runs."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and serves(child.weight):
+                setattr(module, name, DenseLinear(dense.pack(child.weight.detach()), child.bias))
+            elif type(child) is nn.Embedding and serves(child.weight):
+                setattr(module, name, NarrowEmbedding(child.weight))

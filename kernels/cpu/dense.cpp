@@ -1,0 +1,155 @@
+// Products of any number of float32 rows with dense weights, at the speed of memory for few rows: weights lie at 16 bits
+// where those hold them exactly, and are widened on the way. A sum per block of inputs, each product fused into it, one
+// input after the other; the blocks' sums added up; then the bias. So a row's bits depend neither on other rows, nor on
+// threads, nor on the instruction set.
+//
+// In memory, 32 outputs at a time: [outputs / 32, inputs, 32], zeros behind the last output.
+#include "bytes.h"
+#include "jobs.h"
+#include "team.h"
+
+using namespace kvk;
+
+namespace {
+
+constexpr int OUTPUTS = 32;
+constexpr int64_t BLOCK = 128;  // inputs: a strip's, widened, and those of a few rows fit into the first cache
+constexpr int64_t TILE = 192;   // rows that a thread takes
+// Of a tile, sums of so many rows and vectors of outputs are in registers.
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS = 12, VECTORS = 2;
+#elif defined(__AVX2__)
+constexpr int MOST_ROWS = 6, VECTORS = 2;
+#else
+constexpr int MOST_ROWS = 6, VECTORS = 4;
+#endif
+
+int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Rows as they come, each a line; and turned over, MOST_ROWS side by side.
+struct Lines {
+  const float* x;
+  int64_t inputs;
+  KVK_INLINE float at(int row, int64_t input) const { return x[row * inputs + input]; }
+  Lines from(int64_t row) const { return {x + row * inputs, inputs}; }
+};
+struct Turned {
+  const float* x;
+  KVK_INLINE float at(int row, int64_t input) const { return x[input * MOST_ROWS + row]; }
+  Turned from(int64_t row) const { return {x + row}; }
+};
+
+// One block of inputs: its sums, added to what the blocks before gave. `y` is the first row's first output.
+template <int ROWS, class Rows, class W>
+void multiply(const DenseJob& job, Rows rows, const W* weight, int64_t inputs, int64_t column, int64_t block, float* y) {
+  Floats sums[ROWS][VECTORS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++)
+    for (int n = 0; n < VECTORS; n++) sums[r][n] = Floats{};
+#pragma GCC unroll 2
+  for (int64_t i = 0; i < inputs; i++, weight += OUTPUTS) {
+    Floats w[VECTORS];
+#pragma GCC unroll 16
+    for (int n = 0; n < VECTORS; n++) w[n] = widened(weight + n * LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+      const Floats number = splat(rows.at(r, i));
+#pragma GCC unroll 16
+      for (int n = 0; n < VECTORS; n++) sums[r][n] = fma(w[n], number, sums[r][n]);
+    }
+  }
+  const bool first = block == 0, last = block + BLOCK >= job.inputs;
+  for (int n = 0; n < VECTORS; n++, column += LANES) {
+    const int64_t count = job.outputs - column;
+    if (count <= 0) return;
+    const Floats bias = last && job.bias ? widened(job.bias + column, count) : Floats{};
+    for (int r = 0; r < ROWS; r++) {
+      float* to = y + r * job.outputs + n * LANES;
+      Floats total = sums[r][n];
+      if (!first) total = widened(to, count) + total;
+      if (last && job.bias) total += bias;
+      narrow(to, total, count);
+    }
+  }
+}
+
+// A strip's block, which begins at `weight`, times MOST_ROWS rows at most.
+template <class Rows, class W>
+void multiply_rows(const DenseJob& job, Rows rows, int64_t count, const W* weight, int64_t strip, int64_t block, float* y) {
+  const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
+  for (int part = 0; part < OUTPUTS; part += VECTORS * LANES, weight += VECTORS * LANES) {
+    const int64_t column = strip * OUTPUTS + part;
+    int64_t row = 0;
+    const auto some = [&](auto number) __attribute__((always_inline)) {
+      constexpr int ROWS = decltype(number)::count;
+      if (count - row < ROWS) return;
+      multiply<ROWS>(job, rows.from(row), weight, inputs, column, block, y + row * job.outputs + column);
+      row += ROWS;
+    };
+    some(Fixed<MOST_ROWS>());
+    if constexpr (MOST_ROWS > 8) some(Fixed<8>());
+    some(Fixed<4>()), some(Fixed<2>()), some(Fixed<1>());
+  }
+}
+
+// Inputs of up to MOST_ROWS rows, turned over: to [inputs, MOST_ROWS]. Writes LANES numbers behind them at most.
+void turn_over(const float* from, int64_t line, int64_t rows, int64_t inputs, float* to) {
+  int64_t i = 0;
+  if constexpr (MOST_ROWS <= LANES)
+    for (; i + LANES <= inputs; i += LANES) {
+      Words lines[LANES];
+#pragma GCC unroll 16
+      for (int r = 0; r < LANES; r++) lines[r] = r < rows ? load<Words>(from + r * line + i) : Words{};
+      transpose(lines);
+#pragma GCC unroll 16
+      for (int j = 0; j < LANES; j++) store(to + (i + j) * MOST_ROWS, lines[j]);  // the next one's are over its end
+    }
+  for (; i < inputs; i++)
+    for (int64_t r = 0; r < rows; r++) to[i * MOST_ROWS + r] = from[r * line + i];
+}
+
+// Many rows: what registers meet together lies together, and a weight is widened once.
+template <class W> void multiply_tile(const DenseJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
+  alignas(64) float turned[TILE * BLOCK + LANES], wide[BLOCK * OUTPUTS];
+  for (int64_t block = 0; block < job.inputs; block += BLOCK) {
+    const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
+    for (int64_t row = first; row < end; row += MOST_ROWS)
+      turn_over(job.x + row * job.inputs + block, job.inputs, smaller_of(MOST_ROWS, end - row), inputs,
+                turned + (row - first) * BLOCK);
+    for (int64_t s = strip; s < last; s++) {
+      const W* weight = (const W*)job.weight + (s * job.inputs + block) * OUTPUTS;
+      for (int64_t i = 0; i < inputs * OUTPUTS; i += LANES) store(wide + i, widened(weight + i));
+      for (int64_t row = first; row < end; row += MOST_ROWS)
+        multiply_rows(job, Turned{turned + (row - first) * BLOCK}, smaller_of(MOST_ROWS, end - row), wide, s,
+                      block, job.y + row * job.outputs);
+    }
+  }
+}
+
+template <class W> void run(DenseJob& job) {
+  const int64_t tiles = (job.rows + TILE - 1) / TILE, strips = (job.outputs + OUTPUTS - 1) / OUTPUTS;
+  for (int64_t unit; (unit = take(&job.taken)) < tiles * job.parts;) {
+    const int64_t tile = unit % tiles, part = unit / tiles;
+    const int64_t first = tile * TILE, end = smaller_of(first + TILE, job.rows);
+    const int64_t strip = strips * part / job.parts, last = strips * (part + 1) / job.parts;
+    if (end - first > MOST_ROWS) multiply_tile<W>(job, first, end, strip, last);
+    else
+      for (int64_t s = strip; s < last; s++)
+        for (int64_t block = 0; block < job.inputs; block += BLOCK)
+          multiply_rows(job, Lines{job.x + first * job.inputs + block, job.inputs}, end - first,
+                        (const W*)job.weight + (s * job.inputs + block) * OUTPUTS, s, block, job.y + first * job.outputs);
+  }
+}
+
+}  // namespace
+
+KVK_JOB(dense, DenseJob)
+
+// For every thread of a team.
+KVK_EXPORT void kvk_dense(DenseJob* job) {
+  switch (job->kept) {
+    case DENSE_BF16: return run<bf16>(*job);
+    case DENSE_HALF: return run<half>(*job);
+    default: return run<float>(*job);
+  }
+}
