@@ -24,9 +24,9 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Arm:
-    """``ask`` gives a greedy answer of so many tokens, ``restart`` is SIGKILL and a new process, ``settle`` waits until
-    nothing is being stored, ``save`` keeps what was read where an engine has to be told to; what is reused is in whole
-    blocks of ``block`` tokens."""
+    """``ask`` gives a greedy answer of so many tokens, ``restart`` is SIGKILL and a new process (and nothing for those who
+    keep nothing), ``settle`` waits until nothing is being stored, ``save`` keeps what was read where an engine has to be
+    told to; what is reused is in whole blocks of ``block`` tokens."""
 
     name: str
     ask: Callable[[list[int], int], Answer]
@@ -46,7 +46,7 @@ def of_node(name: str, node: Node, *, skip: bool = False) -> Arm:
         total = found.ttft_ms + found.timings["decode_ms"]
         return Answer(found.token_ids, found.ttft_ms, total, found.cached_tokens)
 
-    return Arm(name, ask, lambda: node.restart_worker(0), node.settle)
+    return Arm(name, ask, _nothing if skip else lambda: node.restart_worker(0), node.settle)
 
 
 def arms_of(
@@ -105,4 +105,5 @@ def of_vllm(name: str, recipe: Recipe, stack: ExitStack, arena: int = 0, *, pref
         engine.restart()
         engine.ask([7] * _WARMING_TOKENS, 2)  # what is slow only once
 
-    return Arm(name, engine.ask, restart, settle, block=int(engine.about["block_tokens"]))
+    keeps = prefix_caching or arena
+    return Arm(name, engine.ask, restart if keeps else _nothing, settle, block=int(engine.about["block_tokens"]))
