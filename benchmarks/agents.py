@@ -28,8 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
 from benchmarks import report, workload
 from benchmarks.systems.arms import Arm, arms_of
 from benchmarks.systems.checkpoint import dtype_of, folder_of
@@ -167,7 +165,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     steps = plan(options)
-    with ExitStack() as stack, Progress(console=report.console, transient=True) as progress:
+    with ExitStack() as stack, report.progress() as progress:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsidecar-agents-")))
         model = folder_of(options.model, scratch)
         tokenizer: Any = AutoTokenizer.from_pretrained(model)

@@ -19,8 +19,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
 from benchmarks import report
 from benchmarks.engines import Draw, together
 from benchmarks.node import Node
@@ -125,7 +123,7 @@ class Scene:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     draw, done = random.Random(options.seed), Counter[str]()
-    with ExitStack() as stack, Progress(console=report.console, transient=True) as progress:
+    with ExitStack() as stack, report.progress() as progress:
         task = progress.add_task("starting vLLM", total=options.seconds)
         try:
             scene = Scene(options, stack)

@@ -23,8 +23,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
 from benchmarks import report
 from benchmarks.node import Node
 from benchmarks.systems.checkpoint import dtype_of, folder_of
@@ -271,7 +269,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "answers": 3,
         "chat": options.turns,
     }
-    with ExitStack() as stack, Progress(console=report.console, transient=True) as progress:
+    with ExitStack() as stack, report.progress() as progress:
         task = progress.add_task("starting vLLM", total=sum(steps[part] for part in options.parts))
         try:
             pair = Pair(options, stack)

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.errors import KVSidecarError
-from rich.progress import Progress
 
 from benchmarks import report
 from benchmarks.engines import QUESTION_TOKENS, Draw
@@ -135,7 +134,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     missing: dict[str, str] = {}
     with (
         tempfile.TemporaryDirectory(prefix="kvsidecar-peers-") as scratch,
-        Progress(console=report.console, transient=True) as progress,
+        report.progress() as progress,
     ):
         bench = Bench(options, Path(scratch))
         of_one = 2 * options.repeats * len(options.context_tokens)
