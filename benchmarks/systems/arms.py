@@ -24,9 +24,9 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Arm:
-    """``ask`` gives a greedy answer of so many tokens, ``restart`` is SIGKILL and a new process (and nothing for those who
-    keep nothing), ``settle`` waits until nothing is being stored, ``save`` keeps what was read where an engine has to be
-    told to; what is reused is in whole blocks of ``block`` tokens."""
+    """``ask`` gives a greedy answer of so many tokens, ``restart`` is SIGKILL and a new process (nothing for those who
+    keep nothing), ``settle`` waits until nothing is being stored, ``save`` keeps what was read where an engine has to
+    be told to; what is reused is in whole blocks of ``block`` tokens."""
 
     name: str
     ask: Callable[[list[int], int], Answer]

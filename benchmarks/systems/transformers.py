@@ -31,11 +31,11 @@ class Transformers:
         shared = next((i for i, (a, b) in enumerate(zip(self._there, prompt, strict=False)) if a != b), None)
         here = min(len(self._there), len(prompt) - 1) if shared is None else shared
         self.cached = min(here, len(prompt) - 1)
-        self._there = self._there[: self.cached]
-        if self.cached:
-            self._cache.crop(self.cached)
-        else:
+        if not self.cached:
             self._cache = transformers.DynamicCache()
+        elif self.cached < len(self._there):
+            self._cache.crop(self.cached - len(self._there))
+        self._there = self._there[: self.cached]
         todo = prompt[self.cached :]
         for _ in range(max_tokens):
             out = self._model(
