@@ -72,8 +72,8 @@ class LlamaCpp:
         """Computes tokens behind what is there, and gives the likeliest next."""
         for begin in range(0, len(tokens), _BATCH):
             piece = tokens[begin : begin + _BATCH]
-            batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * len(piece))(*piece), len(piece))
-            if llama_cpp.llama_decode(self._context, batch) != 0:
+            there = (llama_cpp.llama_token * len(piece))(*piece)  # the batch points to it
+            if llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(there, len(piece))) != 0:
                 raise RuntimeError("llama.cpp cannot go on: its context is full")
             self._there += piece
         logits = llama_cpp.llama_get_logits_ith(self._context, -1)
