@@ -30,7 +30,7 @@ from benchmarks.systems.vllm_engines import Recipe, environment
 FAULTS = ("kill_engine_0", "kill_engine_1", "kill_daemon", "kill_daemon_and_guardian")
 _CONTEXT, _ANSWER_TOKENS, _BLOCK = 512, 12, 32
 _SHARED, _OWN = 160, 160
-_SETTLED_SECONDS = 30.0
+_SETTLED_SECONDS, _DOWN_SECONDS = 30.0, 0.2
 
 
 class Load:
@@ -57,14 +57,17 @@ class Load:
 
     def _run(self, draw: random.Random) -> None:
         while not self._over.is_set():
-            engine, n = draw.choice(self._engines), draw.choice(list(self._expected))
+            up = [engine for engine in self._engines if engine.alive]
+            if not up:
+                self._over.wait(_DOWN_SECONDS)
+                continue
+            engine, n = draw.choice(up), draw.choice(list(self._expected))
             try:
                 found = engine.ask(self._prompts[n], _ANSWER_TOKENS, seconds=self._patience)
                 self._count("answered" if found.ids == self._expected[n] else "wrong_answers")
                 self._count("reused_tokens", found.cached)
             except EngineDied:
                 self._count("interrupted")
-                self._over.wait(0.2)
             except RequestFailed as error:
                 self._count("failed_requests", why=str(error))
             except TimeoutError:
@@ -133,6 +136,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         load = Load(scene.engines, scene.expected, scene.prompts, options.patience)
         load.start(options.clients, options.seed)
         began = time.monotonic()
+        progress.update(task, description="killing")
         try:
             _kill(scene, options, draw, done, lambda: progress.update(task, completed=time.monotonic() - began))
         finally:
