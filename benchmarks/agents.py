@@ -220,7 +220,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto", help="of vLLM and of ours")
     parser.add_argument("--workload", default="synthetic:1", help="synthetic:SEED or a JSONL file")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="all of them, in the small size without vllm_nocache")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4, help="in which histories grow")
     parser.add_argument("--branches", type=int, default=2)
@@ -236,6 +236,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if options.quick:
         options.clients, options.turns, options.branches, options.turns_after = 3, 2, 1, 1
         options.tools_words, options.answer_tokens, options.eager = 400, 12, True
+    options.arms = options.arms or [arm for arm in ARMS if not options.quick or arm != "vllm_nocache"]
     return run(options)
 
 
