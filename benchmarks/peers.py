@@ -28,7 +28,7 @@ from kvsidecar.errors import KVSidecarError
 from benchmarks import report
 from benchmarks.engines import QUESTION_TOKENS, Draw
 from benchmarks.node import Node
-from benchmarks.systems.arms import Arm, of_node, of_vllm
+from benchmarks.systems.arms import BLOCK_TOKENS, Arm, of_engine, of_node, of_vllm
 from benchmarks.systems.checkpoint import dtype_of, folder_of, write_gguf
 from benchmarks.systems.engine import Engine
 from benchmarks.systems.environments import Environment, find
@@ -50,7 +50,8 @@ class Bench:
         self._model = folder_of(options.model, scratch)
         self._dtype = dtype_of(options.model, options.dtype)
         self._context = max(options.context_tokens) + options.answer_tokens + 64
-        self._room = self._context * (options.repeats + 1) * shape_of(str(self._model)).token_bytes
+        room = (self._context + BLOCK_TOKENS) * (options.repeats + 1)
+        self._room = room * shape_of(str(self._model)).token_bytes
         self._threads = len(os.sched_getaffinity(0))
 
     @contextmanager
@@ -65,10 +66,10 @@ class Bench:
             elif name == "transformers":
                 options = {"model": str(self._model), "dtype": self._dtype, "threads": self._threads}
                 engine = Engine(Environment(Path(sys.executable)), "transformers", self._scratch, options)
-                yield _of(name, stack.enter_context(engine))
+                yield of_engine(name, stack.enter_context(engine))
             elif name in _LLAMA:
                 engine = stack.enter_context(self._llama(_LLAMA[name]))
-                yield _of(name, engine, save=lambda: engine.do("save"))
+                yield of_engine(name, engine, save=lambda: engine.do("save"))
             else:
                 recipe = Recipe(
                     environment(),
@@ -89,14 +90,6 @@ class Bench:
         cache.mkdir(exist_ok=True)
         options = {"model": str(model), "context": self._context, "threads": self._threads, "prompt_cache": str(cache)}
         return Engine(place, "llama_cpp", self._scratch, options)
-
-
-def _of(name: str, engine: Engine, save: Callable[[], object] = lambda: None) -> Arm:
-    def restart() -> None:
-        engine.restart()
-        engine.ask([7] * QUESTION_TOKENS, 2)  # what is slow only once
-
-    return Arm(name, engine.ask, restart, save=save)
 
 
 def measure(arm: Arm, options: argparse.Namespace, step: Callable[[], None]) -> list[dict[str, Any]]:

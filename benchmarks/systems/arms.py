@@ -7,14 +7,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.node import Node
-from benchmarks.systems.engine import Answer
+from benchmarks.systems.engine import Answer, Engine
 from benchmarks.systems.environments import Missing
 from benchmarks.systems.vllm_engines import Recipe, environment
 from inference_svc.model.loader import shape_of
 
+BLOCK_TOKENS = 128  # the longest that vLLM has: caches are as much larger for every sequence
 _ASK_SECONDS, _WARMING_TOKENS = 900.0, 32
 
 
@@ -49,12 +49,30 @@ def of_node(name: str, node: Node, *, skip: bool = False) -> Arm:
     return Arm(name, ask, _nothing if skip else lambda: node.restart_worker(0), node.settle)
 
 
+def of_engine(
+    name: str,
+    engine: Engine,
+    settle: Callable[[], None] = _nothing,
+    save: Callable[[], object] = _nothing,
+    *,
+    keeps: bool = True,
+) -> Arm:
+    """An engine that is not ours. ``keeps`` anything of what it has read."""
+
+    def restart() -> None:
+        engine.restart()
+        engine.ask([7] * _WARMING_TOKENS, 2)  # what is slow only once
+
+    block = int(engine.about.get("block_tokens", 1))
+    return Arm(name, engine.ask, restart if keeps else _nothing, settle, save, block)
+
+
 def arms_of(
     options: argparse.Namespace, stack: ExitStack, scratch: Path, model: Path, dtype: str, longest: int
 ) -> tuple[list[Arm], list[str]]:
     """The arms that ``options.arms`` names, started, and why others are missing. ``longest`` is the most tokens of a
     prompt with its answer. ``nocache`` shares the node of ``ours``: it neither reads nor writes the cache."""
-    room = longest * options.clients * shape_of(str(model)).token_bytes
+    room = (longest + BLOCK_TOKENS) * options.clients * shape_of(str(model)).token_bytes
     flags = {"dtype": dtype}
     found: list[Arm] = []
     shared: Node | None = None
@@ -93,17 +111,11 @@ def arms_of(
 
 def of_vllm(name: str, recipe: Recipe, stack: ExitStack, arena: int = 0, *, prefix_caching: bool = True) -> Arm:
     """vLLM, with our connector on a daemon whose arena has so many bytes, or without where that is 0."""
-    settle: Callable[[], Any] = _nothing
+    settle: Callable[[], None] = _nothing
     if arena:
         node = stack.enter_context(Node(workers=0, arena_bytes=str(arena)))
         engine, settle = recipe.connected(node.cache_socket), node.settle_stores
     else:
         engine = recipe.plain(prefix_caching=prefix_caching)
     stack.enter_context(engine)
-
-    def restart() -> None:
-        engine.restart()
-        engine.ask([7] * _WARMING_TOKENS, 2)  # what is slow only once
-
-    keeps = prefix_caching or arena
-    return Arm(name, engine.ask, restart if keeps else _nothing, settle, block=int(engine.about["block_tokens"]))
+    return of_engine(name, engine, settle, keeps=prefix_caching or arena > 0)
