@@ -234,8 +234,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.clients, options.turns, options.branches, options.turns_after = 3, 2, 1, 1
-        options.tools_words, options.answer_tokens, options.eager = 400, 12, True
+        options.clients, options.turns, options.branches, options.turns_after = min(options.clients, 3), 2, 1, 1
+        options.tools_words, options.answer_tokens, options.eager = min(options.tools_words, 400), 12, True
     options.arms = options.arms or [arm for arm in ARMS if not options.quick or arm != "vllm_nocache"]
     return run(options)
 

@@ -311,7 +311,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.context_tokens, options.repeats, options.pairs, options.rounds = options.context_tokens[:1], 3, 4, 1
+        options.context_tokens, options.repeats, options.pairs, options.rounds = options.context_tokens[:1], 2, 3, 1
         options.answers, options.turns, options.eager, options.example = 16, 4, True, False
     return run(options)
 

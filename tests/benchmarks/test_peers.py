@@ -59,7 +59,7 @@ def test_what_is_missing_is_said_and_the_rest_measured(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nothing_installed")
 def test_agents_reuse_what_any_of_them_has_read(tmp_path: Path) -> None:
     out = tmp_path / "agents.json"
-    small = ["--quick", "--clients", "2", "--dtype", "float32"]
+    small = ["--quick", "--clients", "2", "--tools-words", "150", "--dtype", "float32"]
     agents.main([*small, "--arms", "nocache", "ours", "vllm_ours", "--out", str(out)])
     found = read(out)
     rows = {(row["arm"], row["step"]): row for row in found["rows"]}
