@@ -103,7 +103,7 @@ LLAMA_VENV  := .venv-llama
 LLAMA_STAMP := $(LLAMA_VENV)/.installed
 .PHONY: bench-peers
 bench-peers: setup $(VLLM_STAMP) $(LLAMA_STAMP)  ## Install other engines (5 GB, 20 minutes) and compare with them
-	$(BIN)/python -m benchmarks.peers --out bench-out/peers.json
+	$(BIN)/python -m benchmarks.peers --model shape:qwen2.5-0.5b --out bench-out/peers.json
 
 $(LLAMA_STAMP):
 	@test -x $(LLAMA_VENV)/bin/python || $(PYTHON) -m venv $(LLAMA_VENV)

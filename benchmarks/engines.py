@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.node import Node
-from benchmarks.systems.checkpoint import dtype_of, folder_of
+from benchmarks.systems.checkpoint import dtype_of, folder_of, lengths_of
 from benchmarks.systems.engine import Answer, Engine
 from benchmarks.systems.environments import Missing
 from benchmarks.systems.vllm_engines import Recipe, environment
@@ -42,10 +42,12 @@ class Pair:
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsidecar-engines-")))
+        place, model = environment(), folder_of(options.model, scratch)
+        options.context_tokens = lengths_of(model, options.context_tokens, _ANSWER_TOKENS)
         self.recipe = Recipe(
-            environment(),
+            place,
             scratch,
-            folder_of(options.model, scratch),
+            model,
             dtype_of(options.model, options.dtype),
             max([*options.context_tokens, options.turns * (_CHAT_TURN_TOKENS + _CHAT_ANSWER_TOKENS)]) + _ANSWER_TOKENS,
             _KV_BYTES,
@@ -262,20 +264,15 @@ def chat(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tupl
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
-    draw, questions = Draw(options.seed), options.repeats * len(options.context_tokens)
-    steps = {
-        "ttft": questions * (5 if options.example else 4),
-        "overhead": options.pairs + options.rounds,
-        "answers": 3,
-        "chat": options.turns,
-    }
+    draw = Draw(options.seed)
     with ExitStack() as stack, report.progress() as progress:
-        task = progress.add_task("starting vLLM", total=sum(steps[part] for part in options.parts))
+        task = progress.add_task("starting vLLM", total=None)
         try:
             pair = Pair(options, stack)
         except Missing as why:
             report.console.print(f"[yellow]{why}[/yellow]")
             return report.write(options, "engines", [], {"missing": str(why)})
+        progress.update(task, total=_steps(options))
         summary |= {"dtype": pair.recipe.dtype, **pair.ours.about}
 
         def step() -> None:
@@ -294,11 +291,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return report.write(options, "engines", rows, summary)
 
 
+def _steps(options: argparse.Namespace) -> int:
+    rounds = 5 if options.example else 4
+    of = {
+        "ttft": options.repeats * len(options.context_tokens) * rounds,
+        "overhead": options.pairs + options.rounds,
+        "answers": 3,
+        "chat": options.turns,
+    }
+    return sum(of[part] for part in options.parts)
+
+
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("engines", (__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto", help="auto (bfloat16 where the CPU has it), float32 or bfloat16")
-    parser.add_argument("--context-tokens", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--context-tokens", type=int, nargs="+", help="1024 and 4096 where the model has the room")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=5, help="documents of each length")
     parser.add_argument("--pairs", type=int, default=24, help="unique prompts for the overhead")
@@ -311,8 +319,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.context_tokens, options.repeats, options.pairs, options.rounds = options.context_tokens[:1], 2, 3, 1
-        options.answers, options.turns, options.eager, options.example = 16, 4, True, False
+        options.context_tokens = (options.context_tokens or [1024])[:1]
+        options.repeats, options.pairs, options.rounds, options.answers, options.turns = 2, 3, 1, 16, 4
+        options.eager, options.example = True, False
     return run(options)
 
 

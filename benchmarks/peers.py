@@ -29,7 +29,7 @@ from benchmarks import report
 from benchmarks.engines import QUESTION_TOKENS, Draw
 from benchmarks.node import Node
 from benchmarks.systems.arms import BLOCK_TOKENS, Arm, of_engine, of_node, of_vllm
-from benchmarks.systems.checkpoint import dtype_of, folder_of, write_gguf
+from benchmarks.systems.checkpoint import dtype_of, folder_of, lengths_of, write_gguf
 from benchmarks.systems.engine import Engine
 from benchmarks.systems.environments import Environment, find
 from benchmarks.systems.vllm_engines import Recipe, environment
@@ -38,6 +38,7 @@ from inference_svc.model.loader import shape_of
 _OURS = {"ours": "16", "ours_w8": "8", "ours_w4": "4"}
 _LLAMA = {"llama.cpp_f16": "f16", "llama.cpp_q8_0": "q8_0", "llama.cpp_q4_0": "q4_0"}
 SYSTEMS = (*_OURS, "transformers", *_LLAMA, "vllm", "vllm_kvsidecar")
+_SPARE_TOKENS = 16
 METRICS = ("ttft_nocache_ms", "ttft_warm_ms", "ttft_after_restart_ms", "decode_ms")
 _FAILURES = (KVSidecarError, RuntimeError, OSError, ValueError)  # of any system; the others are measured all the same
 
@@ -48,8 +49,9 @@ class Bench:
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         self._options, self._scratch = options, scratch
         self._model = folder_of(options.model, scratch)
+        options.context_tokens = lengths_of(self._model, options.context_tokens, options.answer_tokens + _SPARE_TOKENS)
         self._dtype = dtype_of(options.model, options.dtype)
-        self._context = max(options.context_tokens) + options.answer_tokens + 64
+        self._context = max(options.context_tokens) + options.answer_tokens + _SPARE_TOKENS
         room = (self._context + BLOCK_TOKENS) * (options.repeats + 1)
         self._room = room * shape_of(str(self._model)).token_bytes
         self._threads = len(os.sched_getaffinity(0))
@@ -161,15 +163,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto", help="auto (bfloat16 where the CPU has it), float32 or bfloat16")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--context-tokens", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--context-tokens", type=int, nargs="+", help="1024 and 4096 where the model has the room")
     parser.add_argument("--repeats", type=int, default=3, help="documents of each length")
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--eager", action="store_true", help="vLLM without its compiler")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.context_tokens, options.repeats, options.answer_tokens = options.context_tokens[:1], 2, 8
-        options.eager = True
+        options.context_tokens = (options.context_tokens or [1024])[:1]
+        options.repeats, options.answer_tokens, options.eager = 2, 8, True
     return run(options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from inference_svc.model.loader import pick_dtype
 from inference_svc.model.resolve import DEMO_MODEL, resolve
 from inference_svc.model.shapes import PREFIX, config_of_shape
 
-_SEED = 0
+_SEED, _LENGTHS = 0, (1024, 4096)
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 KINDS = {
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
@@ -52,6 +53,17 @@ def folder_of(model: str, scratch: Path) -> Path:
     for name in _TOKENIZER:
         shutil.copy(DEMO_MODEL / name, folder / name)
     return folder
+
+
+def lengths_of(folder: Path, wanted: Sequence[int] | None, answer: int) -> list[int]:
+    """Lengths of prompts that a model has room for with an answer of so many tokens: those that are wanted, else 1,024
+    and 4,096 as far as they fit. Ends the program with a sentence where one does not fit."""
+    room = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"] - answer
+    if wanted is None:
+        return [length for length in _LENGTHS if length <= room]
+    if max(wanted) > room:
+        raise SystemExit(f"--context-tokens is {max(wanted)}; this model has room for {room} and the answer")
+    return list(wanted)
 
 
 def write_gguf(folder: Path, path: Path, kind: str) -> None:
