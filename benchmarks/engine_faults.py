@@ -1,9 +1,9 @@
 """Two vLLM engines on one daemon under load, and SIGKILL to either of them and to the daemon, over and over.
 
 ``wrong_answers`` differ from vLLM's without a connector; ``hung_requests`` got no answer in time from an engine that
-lives; ``failed_requests`` got an error from one; ``interrupted`` ones were with an engine that was killed, and are
-asked again. ``leaked`` are leases and reservations that are left when the load has ended. vLLM's own cache is too small
-for the prompts, so that the daemon is asked all the time.
+lives; ``failed_requests`` got an error from one, or were with one that ended by itself; ``interrupted`` ones were with
+an engine that was killed. ``leaked`` are leases and reservations that are left when the load has ended. vLLM's own
+cache is too small for the prompts, so that the daemon is asked all the time.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Load:
     ) -> None:
         self._engines, self._expected, self._prompts, self._patience = engines, expected, prompts, patience
         self._over, self._lock = threading.Event(), threading.Lock()
+        self.down: set[Engine] = set()  # killed on purpose
         self.counts: Counter[str] = Counter()
         self.reasons: list[str] = []
         self._threads: list[threading.Thread] = []
@@ -66,8 +67,11 @@ class Load:
                 found = engine.ask(self._prompts[n], _ANSWER_TOKENS, seconds=self._patience)
                 self._count("answered" if found.ids == self._expected[n] else "wrong_answers")
                 self._count("reused_tokens", found.cached)
-            except EngineDied:
-                self._count("interrupted")
+            except EngineDied as error:
+                if engine in self.down:
+                    self._count("interrupted")
+                else:
+                    self._count("failed_requests", why=str(error))
             except RequestFailed as error:
                 self._count("failed_requests", why=str(error))
             except TimeoutError:
@@ -102,7 +106,7 @@ class Scene:
             stack.enter_context(recipe.connected(self.node.cache_socket, block_size=_BLOCK)) for _ in range(2)
         ]
 
-    def happen(self, fault: str) -> None:
+    def happen(self, fault: str, load: Load) -> None:
         """Returns when what was killed is up again."""
         if fault == "kill_daemon":
             self.node.crash_daemon()
@@ -111,7 +115,10 @@ class Scene:
             self.node.kill("daemon")
             self.node.start_daemon()
         else:
-            self.engines[int(fault[-1])].restart()
+            engine = self.engines[int(fault[-1])]
+            load.down.add(engine)
+            engine.restart()
+            load.down.remove(engine)
 
     def leaked(self) -> int:
         """Leases and reservations that nobody gives back although nobody asks any more."""
@@ -138,7 +145,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         began = time.monotonic()
         progress.update(task, description="killing")
         try:
-            _kill(scene, options, draw, done, lambda: progress.update(task, completed=time.monotonic() - began))
+            _kill(scene, load, options, draw, done, lambda: progress.update(task, completed=time.monotonic() - began))
         finally:
             load.stop()
         leaked = scene.leaked()
@@ -150,7 +157,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _kill(
-    scene: Scene, options: argparse.Namespace, draw: random.Random, done: Counter[str], step: Callable[[], None]
+    scene: Scene,
+    load: Load,
+    options: argparse.Namespace,
+    draw: random.Random,
+    done: Counter[str],
+    step: Callable[[], None],
 ) -> None:
     """One fault after another, each kind at least once, until the time is over."""
     until, left = time.monotonic() + options.seconds, list(FAULTS)
@@ -158,7 +170,7 @@ def _kill(
     while time.monotonic() < until or left:
         time.sleep(draw.uniform(0.5, options.every))
         fault = left.pop() if left else draw.choice(FAULTS)
-        scene.happen(fault)
+        scene.happen(fault, load)
         done[fault] += 1
         step()
 

@@ -70,7 +70,8 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        return self._link is not None and self._process is not None and self._process.poll() is None
+        process = self._process  # another thread may kill it just now
+        return self._link is not None and process is not None and process.poll() is None
 
     def start(self) -> None:
         """Returns when it is ready. Raises EngineDied with the end of its log."""
