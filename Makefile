@@ -97,8 +97,21 @@ kernels: setup  ## Compile the CUDA kernels (needs nvcc, no GPU) and report what
 bench: setup  ## All benchmarks at their small size, JSON under bench-out/
 	$(BIN)/python -m benchmarks.all --quick --out-dir bench-out
 
+# Engines to compare with, each in an environment apart from ours. llama.cpp is compiled for this very machine.
+LLAMA       ?= llama-cpp-python==0.3.36
+LLAMA_VENV  := .venv-llama
+LLAMA_STAMP := $(LLAMA_VENV)/.installed
+.PHONY: bench-peers
+bench-peers: setup $(VLLM_STAMP) $(LLAMA_STAMP)  ## Install other engines (5 GB, 20 minutes) and compare with them
+	$(BIN)/python -m benchmarks.peers --model shape:qwen2.5-0.5b --out bench-out/peers.json
+
+$(LLAMA_STAMP):
+	@test -x $(LLAMA_VENV)/bin/python || $(PYTHON) -m venv $(LLAMA_VENV)
+	$(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(LLAMA)
+	@touch $@
+
 clean:  ## Remove the environment and build products
-	rm -rf $(VENV) $(VLLM_VENV) $(ENGINES) build dist bench-out *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(LLAMA_VENV) $(ENGINES) build dist bench-out *.egg-info
 
 .PHONY: clients
 clients: setup  ## Build the clients in other languages whose toolchains are installed

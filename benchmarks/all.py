@@ -23,6 +23,9 @@ NAMES = (
     "faults",
     "soak",
     "streaming",
+    "agents",
+    "engines",
+    "peers",
 )
 _WITHOUT_MODEL = ("kernels", "cpu_kernels", "store", "faults", "soak", "streaming")
 

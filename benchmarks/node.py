@@ -23,6 +23,7 @@ from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.runtime import socket_target
 
 _START_SECONDS = 180.0
+_QUIET_SECONDS = 0.3
 
 
 class Process(Protocol):
@@ -234,6 +235,27 @@ class Node:
             if time.monotonic() > deadline:
                 raise TimeoutError("the node did not settle")
             time.sleep(0.01)
+
+    def settle_stores(self, seconds: float = 60.0) -> None:
+        """For engines that are not ours and do not say what they still store: until the daemon hears of nothing new."""
+        deadline, before = time.monotonic() + seconds, (-1, -1)
+        while True:
+            stats = self.cache_stats()
+            now = (stats.commits, stats.chunks)
+            if now == before and not stats.reservations and not stats.pending_writes:
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError("engines go on storing")
+            before = now
+            time.sleep(_QUIET_SECONDS)
+
+    def wait_sessions(self, count: int, seconds: float = 60.0) -> None:
+        """Until so many sessions are open: an engine's two halves have one each."""
+        deadline = time.monotonic() + seconds
+        while self.cache_stats().sessions < count:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.cache_stats().sessions} sessions of {count} came")
+            time.sleep(0.05)
 
     def _start(self, name: str, module: list[str], flags: dict[str, Any]) -> None:
         command = list(module)

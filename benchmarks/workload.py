@@ -43,11 +43,17 @@ def read(workload: str, conversations: int, turns: int) -> list[Conversation]:
 
 def _synthetic(seed: int, index: int, turns: int) -> Conversation:
     rng = random.Random(f"{seed}:{index}")
+    said = tuple((_words(rng, _SYNTHETIC_WORDS), _words(rng, 80)) for _ in range(turns))
+    return Conversation(f"synthetic-{seed}-{index}", said)
 
-    def words(n: int) -> str:
-        return " ".join(rng.choice(_WORDS) for _ in range(n))
 
-    return Conversation(f"synthetic-{seed}-{index}", tuple((words(_SYNTHETIC_WORDS), words(80)) for _ in range(turns)))
+def words(seed: str, count: int) -> str:
+    """A text of so many words, the same for the same seed."""
+    return _words(random.Random(seed), count)
+
+
+def _words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choice(_WORDS) for _ in range(count))
 
 
 def turn_tokens(tokenize: Callable[[str], list[int]], text: str, first: bool) -> list[int]:

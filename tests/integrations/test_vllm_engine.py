@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,24 +78,12 @@ def warm(
     first = Engine(model, logs / "first", node.cache_socket)
     for seed in (0, 1):
         assert ids(first.ask(prompts(seed, 12))) == expected[seed], "answers changed while storing"
-    wait_stored(node)
+    node.settle_stores()
     first.kill()
     # Few blocks: eight requests do not fit, so that some are preempted.
     engine = Engine(model, logs / "second", node.cache_socket, num_gpu_blocks_override=44)
     yield engine
     engine.kill()
-
-
-def wait_stored(node: Node) -> None:
-    """Until nothing more is being written."""
-    deadline, last = time.monotonic() + 60, -1
-    while True:
-        stats = node.cache_stats()
-        if stats.chunks == last and not stats.reservations and not stats.pending_writes:
-            return
-        assert time.monotonic() < deadline
-        last = stats.chunks
-        time.sleep(0.5)
 
 
 def test_it_is_warm_after_its_own_restart_and_answers_the_same(
@@ -135,13 +122,10 @@ def test_no_request_fails_when_the_daemon_is_killed_in_the_middle(
     assert not node.alive("daemon")
     assert ids(warm.ask(prompts(2, 12))) == expected[2]
     node.start_daemon()
-    deadline = time.monotonic() + 60
-    while node.cache_stats().sessions < 2:
-        assert time.monotonic() < deadline, "the engine did not come back"
-        time.sleep(0.1)
+    node.wait_sessions(2)
     before = node.cache_stats().commits
     assert ids(warm.ask(prompts(50, 2))) == ids(warm.ask(prompts(50, 2)))
-    wait_stored(node)
+    node.settle_stores()
     assert node.cache_stats().commits > before
 
 

@@ -1,0 +1,329 @@
+"""vLLM with our connector beside vLLM without: warm after restarts, what it costs, equal answers, a chat that moves.
+
+nocache                     vLLM reads a document that nobody has read
+own_cache                   vLLM with its own prefix cache: a fresh question about a document that it has read
+kvsidecar                   the same with our connector, in the engine that has read the document
+kvsidecar_engine_restarted  the same after SIGKILL to the engine: everything comes from the daemon
+kvsidecar_daemon_restarted  SIGKILL to the daemon, and vLLM's own cache emptied: everything comes from its disk
+example_connector           the connector that vLLM ships, which keeps files, with vLLM's own cache emptied
+
+Every question is fresh, and answered by two engines in turns: one with and one without a connector. ``identical``
+says whether their greedy answers are the same. ``answers`` compares more of them, where vLLM gives the same answer
+alone, in a batch, and in a batch of another order; the rest vLLM itself does not answer the same, and it is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.node import Node
+from benchmarks.systems.checkpoint import dtype_of, folder_of, lengths_of
+from benchmarks.systems.engine import Answer, Engine
+from benchmarks.systems.environments import Missing
+from benchmarks.systems.vllm_engines import Recipe, environment
+
+PARTS = ("ttft", "overhead", "answers", "chat")
+QUESTION_TOKENS, _ANSWER_TOKENS = 32, 8
+_KV_BYTES = 2 << 30
+_OVERHEAD_TOKENS, _OVERHEAD_ANSWER, _TOGETHER = 512, 16, 4
+_CHECKED_TOKENS, _CHAT_TURN_TOKENS, _CHAT_ANSWER_TOKENS = 256, 200, 60
+
+
+class Pair:
+    """vLLM without connector, and vLLM with ours on a daemon."""
+
+    def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsidecar-engines-")))
+        place, model = environment(), folder_of(options.model, scratch)
+        options.context_tokens = lengths_of(model, options.context_tokens, _ANSWER_TOKENS)
+        self.recipe = Recipe(
+            place,
+            scratch,
+            model,
+            dtype_of(options.model, options.dtype),
+            max([*options.context_tokens, options.turns * (_CHAT_TURN_TOKENS + _CHAT_ANSWER_TOKENS)]) + _ANSWER_TOKENS,
+            _KV_BYTES,
+            eager=options.eager,
+        )
+        self.scratch = scratch
+        self.node = stack.enter_context(Node(workers=0, arena_bytes=options.arena_bytes, store_bytes="8GiB"))
+        self.plain = stack.enter_context(self.recipe.plain())
+        self.ours = stack.enter_context(self.recipe.connected(self.node.cache_socket))
+
+    @property
+    def block(self) -> int:
+        return int(self.ours.about["block_tokens"])
+
+    def turns(self, prompt: list[int], turn: int, answer: int = _ANSWER_TOKENS) -> tuple[Answer, Answer]:
+        """Plain's answer and ours, which take turns in coming first; nobody goes on before ours is stored."""
+        order = (self.plain, self.ours) if turn % 2 else (self.ours, self.plain)
+        found = {}
+        for engine in order:
+            found[engine] = engine.ask(prompt, answer)
+            if engine is self.ours:
+                self.node.settle_stores()
+        return found[self.plain], found[self.ours]
+
+    def restart(self) -> None:
+        """SIGKILL to the engine with the connector. What is slow only once is over when this returns."""
+        self.ours.restart()
+        self.ours.ask([7] * QUESTION_TOKENS, 2)
+
+
+class Draw:
+    """Token ids that nobody has seen."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def __call__(self, tokens: int) -> list[int]:
+        return [self._rng.randrange(16, 4000) for _ in range(tokens)]
+
+
+class Times:
+    """Answers by arm and length, and whether two engines agreed."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int], list[tuple[Answer, bool]]] = {}
+
+    def add(self, arm: str, context: int, answer: Answer, same: bool) -> None:
+        self._found.setdefault((arm, context), []).append((answer, same))
+
+    def ttft(self, arm: str, context: int) -> list[float]:
+        return [answer.ttft_ms for answer, _ in self._found.get((arm, context), [])]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "engine": "vllm",
+                "arm": arm,
+                "context_tokens": context,
+                "ttft_ms_p50": report.median([a.ttft_ms for a, _ in found]),
+                "spread": report.spread([a.ttft_ms for a, _ in found]),
+                "cached_tokens": found[-1][0].cached,
+                "identical": all(same for _, same in found),
+            }
+            for (arm, context), found in self._found.items()
+        ]
+
+
+def ttft(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All arms, over documents of every length."""
+    times = Times()
+    lengths = [(context, i) for context in options.context_tokens for i in range(options.repeats)]
+    documents = {at: draw(at[0] - QUESTION_TOKENS) for at in lengths}
+
+    def ask(arms: tuple[str, str]) -> None:
+        for turn, (at, document) in enumerate(documents.items()):
+            plain, ours = pair.turns(document + draw(QUESTION_TOKENS), turn)
+            for arm, answer in zip(arms, (plain, ours), strict=True):
+                times.add(arm, at[0], answer, plain.ids == ours.ids)
+            step()
+
+    ask(("nocache", "kvsidecar_cold"))
+    ask(("own_cache", "kvsidecar"))
+    pair.restart()
+    ask(("own_cache", "kvsidecar_engine_restarted"))
+    pair.node.kill("daemon")
+    pair.node.start_daemon()
+    pair.node.wait_sessions(2)
+    pair.ours.do("reset")
+    ask(("own_cache", "kvsidecar_daemon_restarted"))
+    if options.example:
+        example(pair, documents, draw, times, step)
+    summary: dict[str, Any] = {}
+    for context in options.context_tokens:
+        restarted = report.median(times.ttft("kvsidecar_engine_restarted", context))
+        own, nothing = (report.median(times.ttft(arm, context)) for arm in ("own_cache", "nocache"))
+        cold = zip(times.ttft("kvsidecar_cold", context), times.ttft("nocache", context), strict=True)
+        summary[f"restarted_over_own_cache_{context}"] = round(restarted / own, 3)
+        summary[f"speedup_after_restart_{context}"] = round(nothing / restarted, 2)
+        summary[f"cold_ttft_ratio_{context}"] = report.median([ours / plain for ours, plain in cold])
+    return times.rows(), summary
+
+
+def example(pair: Pair, documents: dict[Any, list[int]], draw: Draw, times: Times, step: Any) -> None:
+    """vLLM's example connector, alone: it writes a document's files while the request waits."""
+    with pair.recipe.example(pair.scratch / "files") as engine:
+        for document in documents.values():
+            engine.ask(document + draw(QUESTION_TOKENS))
+        engine.do("reset")
+        for (context, _), document in documents.items():
+            prompt = document + draw(QUESTION_TOKENS)
+            found = engine.ask(prompt, _ANSWER_TOKENS)
+            times.add("example_connector", context, found, found.ids == pair.plain.ask(prompt, _ANSWER_TOKENS).ids)
+            step()
+
+
+def overhead(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> dict[str, Any]:
+    """Unique prompts: alone for the time to the first token, some at a time for tokens per second."""
+    ratios, rates = [], []
+    for turn in range(options.pairs):
+        order = (pair.plain, pair.ours) if turn % 2 else (pair.ours, pair.plain)
+        first: dict[Engine, float] = {}
+        for engine in order:
+            first[engine] = engine.ask(draw(_OVERHEAD_TOKENS)).ttft_ms
+            pair.node.settle_stores()
+        ratios.append(first[pair.ours] / first[pair.plain])
+        step()
+    for turn in range(options.rounds):
+        order = (pair.plain, pair.ours) if turn % 2 else (pair.ours, pair.plain)
+        rate: dict[Engine, float] = {}
+        for engine in order:
+            prompts = [draw(_OVERHEAD_TOKENS) for _ in range(_TOGETHER)]
+            began = time.perf_counter()
+            together(engine, prompts, _OVERHEAD_ANSWER)
+            rate[engine] = _TOGETHER * (_OVERHEAD_TOKENS + _OVERHEAD_ANSWER) / (time.perf_counter() - began)
+            pair.node.settle_stores()
+        rates.append(rate[pair.ours] / rate[pair.plain])
+        step()
+    return {
+        "overhead_ttft_ratio": report.median(ratios),
+        "overhead_ttft_spread": report.spread(ratios),
+        "overhead_throughput_ratio": report.median(rates),
+    }
+
+
+def together(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """Answers to all of them at a time."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return [found.ids for found in pool.map(lambda prompt: engine.ask(prompt, tokens), prompts)]
+
+
+def answers(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> dict[str, Any]:
+    """Ours against plain's: cold, and after a restart."""
+    shared = draw(_CHECKED_TOKENS // 2)
+    prompts = [shared + draw(_CHECKED_TOKENS // 2) for _ in range(options.answers)]
+    alone = [pair.plain.ask(prompt, _ANSWER_TOKENS).ids for prompt in prompts]
+    step()
+    size = pair.recipe.sequences
+
+    def all_of(engine: Engine, asked: list[list[int]]) -> list[list[int]]:
+        return [
+            ids for at in range(0, len(asked), size) for ids in together(engine, asked[at : at + size], _ANSWER_TOKENS)
+        ]
+
+    pair.plain.do("reset")
+    batched = all_of(pair.plain, prompts)
+    turned = all_of(pair.plain, prompts[::-1])[::-1]
+    step()
+    cold = all_of(pair.ours, prompts)
+    pair.node.settle_stores()
+    pair.restart()
+    warm = [pair.ours.ask(prompt, _ANSWER_TOKENS) for prompt in prompts]
+    step()
+    sure = [a == b == c for a, b, c in zip(alone, batched, turned, strict=True)]
+    differ = [not (a == b == c.ids) for a, b, c in zip(alone, cold, warm, strict=True)]
+    return {
+        "answers": len(prompts),
+        "answers_plain_is_sure_of": sum(sure),
+        "answers_different_where_sure": sum(d for d, s in zip(differ, sure, strict=True) if s),
+        "answers_different": sum(differ),
+        "answers_reused_ratio": round(sum(w.cached for w in warm) / sum(map(len, prompts)), 4),
+    }
+
+
+def chat(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A chat that goes on with the engine that comes after the one that was killed, before every second turn."""
+    history: list[int] = []
+    rows, same = [], True
+    for turn in range(options.turns):
+        if turn and turn % 2 == 0:
+            pair.restart()
+        known, prompt = max(0, len(history) - 1), history + draw(_CHAT_TURN_TOKENS)
+        plain, ours = pair.turns(prompt, turn, _CHAT_ANSWER_TOKENS)
+        same = same and plain.ids == ours.ids
+        # Whole blocks, and at least a token is computed; the last of an answer was never read.
+        ideal = min(known, len(prompt) - 1) // pair.block * pair.block
+        rows.append(
+            {
+                "engine": "vllm",
+                "arm": "chat",
+                "context_tokens": len(prompt),
+                "ttft_ms_p50": round(ours.ttft_ms, 2),
+                "spread": 0.0,
+                "cached_tokens": ours.cached,
+                "identical": plain.ids == ours.ids,
+                "ideal_cached_tokens": ideal,
+            }
+        )
+        history = prompt + ours.ids
+        step()
+    reused, could = sum(r["cached_tokens"] for r in rows), sum(r["ideal_cached_tokens"] for r in rows)
+    return rows, {"chat_reuse_of_ideal": round(reused / max(1, could), 4), "chat_identical": same}
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {}
+    draw = Draw(options.seed)
+    with ExitStack() as stack, report.progress() as progress:
+        task = progress.add_task("starting vLLM", total=None)
+        try:
+            pair = Pair(options, stack)
+        except Missing as why:
+            report.console.print(f"[yellow]{why}[/yellow]")
+            return report.write(options, "engines", [], {"missing": str(why)})
+        progress.update(task, total=_steps(options))
+        summary |= {"dtype": pair.recipe.dtype, **pair.ours.about}
+
+        def step() -> None:
+            progress.advance(task)
+
+        for part in options.parts:
+            progress.update(task, description=part)
+            if part == "overhead":
+                summary |= overhead(pair, options, draw, step)
+            elif part == "answers":
+                summary |= answers(pair, options, draw, step)
+            else:
+                found, told = (ttft if part == "ttft" else chat)(pair, options, draw, step)
+                rows += found
+                summary |= told
+    return report.write(options, "engines", rows, summary)
+
+
+def _steps(options: argparse.Namespace) -> int:
+    rounds = 5 if options.example else 4
+    of = {
+        "ttft": options.repeats * len(options.context_tokens) * rounds,
+        "overhead": options.pairs + options.rounds,
+        "answers": 3,
+        "chat": options.turns,
+    }
+    return sum(of[part] for part in options.parts)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("engines", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="auto", help="auto (bfloat16 where the CPU has it), float32 or bfloat16")
+    parser.add_argument("--context-tokens", type=int, nargs="+", help="1024 and 4096 where the model has the room")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--repeats", type=int, default=5, help="documents of each length")
+    parser.add_argument("--pairs", type=int, default=24, help="unique prompts for the overhead")
+    parser.add_argument("--rounds", type=int, default=8, help="batches for the throughput")
+    parser.add_argument("--answers", type=int, default=200, help="prompts whose answers are compared")
+    parser.add_argument("--turns", type=int, default=8, help="of the chat")
+    parser.add_argument("--arena-bytes", default="2GiB")
+    parser.add_argument("--eager", action="store_true", help="vLLM without its compiler")
+    parser.add_argument("--no-example", dest="example", action="store_false", help="leave out vLLM's own connector")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.context_tokens = (options.context_tokens or [1024])[:1]
+        options.repeats, options.pairs, options.rounds, options.answers, options.turns = 2, 3, 1, 16, 4
+        options.eager, options.example = True, False
+    return run(options)
+
+
+if __name__ == "__main__":
+    main()

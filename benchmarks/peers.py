@@ -1,0 +1,179 @@
+"""The same prompts, model and machine, one system after another: ours, transformers, llama.cpp, vLLM.
+
+Each reads documents that nobody has read (``ttft_nocache_ms``), answers a fresh question about each at once
+(``ttft_warm_ms``), and after SIGKILL and a new process another one (``ttft_after_restart_ms``); ``decode_ms`` is a
+token's time behind the document. Systems that keep nothing compute again, which is what their restart costs.
+
+ours, ours_w8, ours_w4     our worker on its daemon; weights as they are, and at 8 and 4 bits
+transformers               the library, its cache object kept between prompts
+llama.cpp_f16, _q8_0, _q4_0  compiled for this machine; each document's state saved to a file and loaded from it
+vllm, vllm_kvsidecar       compiled, tcmalloc and Intel's OpenMP preloaded where installed; with our connector
+
+``make bench-peers`` installs them. What is missing is said in ``missing``, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvsidecar.errors import KVSidecarError
+
+from benchmarks import report
+from benchmarks.engines import QUESTION_TOKENS, Draw
+from benchmarks.node import Node
+from benchmarks.systems.arms import BLOCK_TOKENS, Arm, of_engine, of_node, of_vllm
+from benchmarks.systems.checkpoint import dtype_of, folder_of, lengths_of, write_gguf
+from benchmarks.systems.engine import Engine
+from benchmarks.systems.environments import Environment, find
+from benchmarks.systems.vllm_engines import Recipe, environment
+from inference_svc.model.loader import shape_of
+
+_OURS = {"ours": "16", "ours_w8": "8", "ours_w4": "4"}
+_LLAMA = {"llama.cpp_f16": "f16", "llama.cpp_q8_0": "q8_0", "llama.cpp_q4_0": "q4_0"}
+SYSTEMS = (*_OURS, "transformers", *_LLAMA, "vllm", "vllm_kvsidecar")
+_SPARE_TOKENS = 16
+METRICS = ("ttft_nocache_ms", "ttft_warm_ms", "ttft_after_restart_ms", "decode_ms")
+_FAILURES = (KVSidecarError, RuntimeError, OSError, ValueError)  # of any system; the others are measured all the same
+
+
+class Bench:
+    """Starts one system at a time, of one model."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        self._options, self._scratch = options, scratch
+        self._model = folder_of(options.model, scratch)
+        options.context_tokens = lengths_of(self._model, options.context_tokens, options.answer_tokens + _SPARE_TOKENS)
+        self._dtype = dtype_of(options.model, options.dtype)
+        self._context = max(options.context_tokens) + options.answer_tokens + _SPARE_TOKENS
+        room = (self._context + BLOCK_TOKENS) * (options.repeats + 1)
+        self._room = room * shape_of(str(self._model)).token_bytes
+        self._threads = len(os.sched_getaffinity(0))
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[Arm]:
+        """Raises one of ``_FAILURES`` where it cannot be had."""
+        with ExitStack() as stack:
+            if name in _OURS:
+                flags = {"dtype": self._dtype, "weights": _OURS[name]}
+                room = str(self._room)
+                node = Node(str(self._model), pool_bytes=room, arena_bytes=room, worker_flags=flags)
+                yield of_node(name, stack.enter_context(node))
+            elif name == "transformers":
+                options = {"model": str(self._model), "dtype": self._dtype, "threads": self._threads}
+                engine = Engine(Environment(Path(sys.executable)), "transformers", self._scratch, options)
+                yield of_engine(name, stack.enter_context(engine))
+            elif name in _LLAMA:
+                engine = stack.enter_context(self._llama(_LLAMA[name]))
+                yield of_engine(name, engine, save=lambda: engine.do("save"))
+            else:
+                recipe = Recipe(
+                    environment(),
+                    self._scratch,
+                    self._model,
+                    self._dtype,
+                    self._context,
+                    self._room,
+                    eager=self._options.eager,
+                )
+                yield of_vllm(name, recipe, stack, self._room if name == "vllm_kvsidecar" else 0)
+
+    def _llama(self, kind: str) -> Engine:
+        place = find("llama_cpp")
+        model, cache = self._scratch / f"{kind}.gguf", self._scratch / f"{kind}-states"
+        if not model.exists():
+            write_gguf(self._model, model, kind)
+        cache.mkdir(exist_ok=True)
+        options = {"model": str(model), "context": self._context, "threads": self._threads, "prompt_cache": str(cache)}
+        return Engine(place, "llama_cpp", self._scratch, options)
+
+
+def measure(arm: Arm, options: argparse.Namespace, step: Callable[[], None]) -> list[dict[str, Any]]:
+    """A system's rows. All systems get the same prompts."""
+    draw, rows = Draw(options.seed), []
+    for context in options.context_tokens:
+        found: dict[str, list[float]] = {metric: [] for metric in METRICS}
+        documents = [draw(context - QUESTION_TOKENS) for _ in range(options.repeats)]
+        arm.ask(draw(QUESTION_TOKENS), 2)  # what is slow only once
+        for document in documents:
+            cold = arm.ask(document + draw(QUESTION_TOKENS), 1)
+            arm.settle()
+            warm = arm.ask(document + draw(QUESTION_TOKENS), options.answer_tokens)
+            arm.settle()
+            arm.save()
+            found["ttft_nocache_ms"].append(cold.ttft_ms)
+            found["ttft_warm_ms"].append(warm.ttft_ms)
+            found["decode_ms"].append(warm.decode_ms)
+            step()
+        arm.restart()
+        for document in documents:
+            after = arm.ask(document + draw(QUESTION_TOKENS), 1)
+            arm.settle()
+            found["ttft_after_restart_ms"].append(after.ttft_ms)
+            step()
+        row: dict[str, Any] = {"system": arm.name, "context_tokens": context}
+        row |= {metric: report.median(times) for metric, times in found.items()}
+        row |= {f"{metric.removesuffix('_ms')}_spread": report.spread(times) for metric, times in found.items()}
+        rows.append(row | {"reused_after_restart": after.cached})
+    return rows
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    missing: dict[str, str] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="kvsidecar-peers-") as scratch,
+        report.progress() as progress,
+    ):
+        bench = Bench(options, Path(scratch))
+        of_one = 2 * options.repeats * len(options.context_tokens)
+        task = progress.add_task("starting", total=of_one * len(options.systems))
+        for i, name in enumerate(options.systems):
+            progress.update(task, description=name, completed=i * of_one)
+            try:
+                with bench.running(name) as arm:
+                    rows += measure(arm, options, lambda: progress.advance(task))
+            except _FAILURES as why:
+                missing[name] = str(why)
+                report.console.print(f"[yellow]{name}: {why}[/yellow]")
+    shown = ("system", "context_tokens", *METRICS, "reused_after_restart")
+    return report.write(options, "peers", rows, {**_summary(rows), "missing": missing}, shown)
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many times as long each other system takes as ours with its weights as they are: below 1 ours has lost."""
+    ours = {r["context_tokens"]: r for r in rows if r["system"] == "ours"}
+    return {
+        f"{r['system']}_{r['context_tokens']}_over_ours": {
+            m.removesuffix("_ms"): round(r[m] / ours[r["context_tokens"]][m], 2) for m in METRICS
+        }
+        for r in rows
+        if r["system"] != "ours" and r["context_tokens"] in ours
+    }
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("peers", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="auto", help="auto (bfloat16 where the CPU has it), float32 or bfloat16")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--context-tokens", type=int, nargs="+", help="1024 and 4096 where the model has the room")
+    parser.add_argument("--repeats", type=int, default=3, help="documents of each length")
+    parser.add_argument("--answer-tokens", type=int, default=32)
+    parser.add_argument("--eager", action="store_true", help="vLLM without its compiler")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.context_tokens = (options.context_tokens or [1024])[:1]
+        options.repeats, options.answer_tokens, options.eager = 2, 8, True
+    return run(options)
+
+
+if __name__ == "__main__":
+    main()

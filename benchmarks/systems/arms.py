@@ -1,0 +1,121 @@
+"""Engines under one face, ours and vLLM, with what each keeps of what it has read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.node import Node
+from benchmarks.systems.engine import Answer, Engine
+from benchmarks.systems.environments import Missing
+from benchmarks.systems.vllm_engines import Recipe, environment
+from inference_svc.model.loader import shape_of
+
+BLOCK_TOKENS = 128  # the longest that vLLM has: caches are as much larger for every sequence
+_ASK_SECONDS, _WARMING_TOKENS = 900.0, 32
+
+
+def _nothing() -> None:
+    """For those who have nothing to do."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """``ask`` gives a greedy answer of so many tokens, ``restart`` is SIGKILL and a new process (nothing for those who
+    keep nothing), ``settle`` waits until nothing is being stored, ``save`` keeps what was read where an engine has to
+    be told to; what is reused is in whole blocks of ``block`` tokens."""
+
+    name: str
+    ask: Callable[[list[int], int], Answer]
+    restart: Callable[[], None]
+    settle: Callable[[], None] = _nothing
+    save: Callable[[], object] = _nothing
+    block: int = 1
+
+
+def of_node(name: str, node: Node, *, skip: bool = False) -> Arm:
+    """Our worker. ``skip`` leaves the cache out."""
+
+    def ask(tokens: list[int], answer: int) -> Answer:
+        found = node.client().generate(
+            tokens, max_tokens=answer, temperature=0, ignore_eos=True, skip_cache=skip, deadline=_ASK_SECONDS
+        )
+        total = found.ttft_ms + found.timings["decode_ms"]
+        return Answer(found.token_ids, found.ttft_ms, total, found.cached_tokens)
+
+    return Arm(name, ask, _nothing if skip else lambda: node.restart_worker(0), node.settle)
+
+
+def of_engine(
+    name: str,
+    engine: Engine,
+    settle: Callable[[], None] = _nothing,
+    save: Callable[[], object] = _nothing,
+    *,
+    keeps: bool = True,
+) -> Arm:
+    """An engine that is not ours. ``keeps`` anything of what it has read."""
+
+    def restart() -> None:
+        engine.restart()
+        engine.ask([7] * _WARMING_TOKENS, 2)  # what is slow only once
+
+    block = int(engine.about.get("block_tokens", 1))
+    return Arm(name, engine.ask, restart if keeps else _nothing, settle, save, block)
+
+
+def arms_of(
+    options: argparse.Namespace, stack: ExitStack, scratch: Path, model: Path, dtype: str, longest: int
+) -> tuple[list[Arm], list[str]]:
+    """The arms that ``options.arms`` names, started, and why others are missing. ``longest`` is the most tokens of a
+    prompt with its answer. ``nocache`` shares the node of ``ours``: it neither reads nor writes the cache."""
+    room = (longest + BLOCK_TOKENS) * options.clients * shape_of(str(model)).token_bytes
+    flags = {"dtype": dtype}
+    found: list[Arm] = []
+    shared: Node | None = None
+    for name in options.arms:
+        if name in ("nocache", "ours"):
+            shared = shared or stack.enter_context(
+                Node(
+                    str(model),
+                    storage_bits=options.storage_bits,
+                    pool_bytes=str(room),
+                    arena_bytes=str(2 * room),
+                    worker_flags=flags,
+                )
+            )
+            found.append(of_node(name, shared, skip=name == "nocache"))
+        elif name == "prefix":
+            alone = stack.enter_context(Node(str(model), workers=0, pool_bytes=str(room), worker_flags=flags))
+            alone.kill("daemon")
+            alone.workers = 1
+            alone.start_worker(0)
+            found.append(of_node(name, alone))
+    asked = [name for name in options.arms if name.startswith("vllm")]
+    if not asked:
+        return found, []
+    try:
+        recipe = Recipe(
+            environment(), scratch, model, dtype, longest, room, sequences=options.clients, eager=options.eager
+        )
+    except Missing as why:
+        return found, [f"{', '.join(asked)}: {why}"]
+    for name in asked:
+        arena = 2 * room if name == "vllm_ours" else 0
+        found.append(of_vllm(name, recipe, stack, arena, prefix_caching=name != "vllm_nocache"))
+    return found, []
+
+
+def of_vllm(name: str, recipe: Recipe, stack: ExitStack, arena: int = 0, *, prefix_caching: bool = True) -> Arm:
+    """vLLM, with our connector on a daemon whose arena has so many bytes, or without where that is 0."""
+    settle: Callable[[], None] = _nothing
+    if arena:
+        node = stack.enter_context(Node(workers=0, arena_bytes=str(arena)))
+        engine, settle = recipe.connected(node.cache_socket), node.settle_stores
+    else:
+        engine = recipe.plain(prefix_caching=prefix_caching)
+    stack.enter_context(engine)
+    return of_engine(name, engine, settle, keeps=prefix_caching or arena > 0)

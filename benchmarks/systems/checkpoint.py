@@ -1,0 +1,132 @@
+"""One model in the forms that all engines can load: a folder of safetensors, and GGUF at several widths."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.quants import quantize
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from inference_svc.model.gguf.convert import converted, open_source
+from inference_svc.model.loader import pick_dtype
+from inference_svc.model.resolve import DEMO_MODEL, resolve
+from inference_svc.model.shapes import PREFIX, config_of_shape
+
+_SEED, _LENGTHS = 0, (1024, 4096)
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+KINDS = {
+    "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
+}
+_ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
+
+
+def dtype_of(model: str, wanted: str) -> str:
+    """The type in which ours computes ``model``, by name: what suits this CPU where ``auto`` is wanted."""
+    return str(pick_dtype(wanted, torch.bfloat16, torch.device("cpu"))).removeprefix("torch.")
+
+
+def folder_of(model: str, scratch: Path) -> Path:
+    """A folder of safetensors. ``shape:NAME`` gets random weights (bfloat16, the same each time) and the built-in
+    model's tokenizer, and is written below ``scratch``. Raises ModelUnsupported."""
+    if not model.startswith(PREFIX):
+        found = resolve(model)
+        if not found.is_file():
+            return found
+        source = open_source(found)
+        return converted(source, pick_dtype("auto", source.dtype, torch.device("cpu")))
+    from transformers import AutoModelForCausalLM
+
+    folder = scratch / model.removeprefix(PREFIX)
+    torch.manual_seed(_SEED)
+    made = AutoModelForCausalLM.from_config(config_of_shape(model), dtype=torch.bfloat16)
+    made.save_pretrained(folder)
+    for name in _TOKENIZER:
+        shutil.copy(DEMO_MODEL / name, folder / name)
+    return folder
+
+
+def lengths_of(folder: Path, wanted: Sequence[int] | None, answer: int) -> list[int]:
+    """Lengths of prompts that a model has room for with an answer of so many tokens: those that are wanted, else 1,024
+    and 4,096 as far as they fit. Ends the program with a sentence where one does not fit."""
+    room = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"] - answer
+    if wanted is None:
+        return [length for length in _LENGTHS if length <= room]
+    if max(wanted) > room:
+        raise SystemExit(f"--context-tokens is {max(wanted)}; this model has room for {room} and the answer")
+    return list(wanted)
+
+
+def write_gguf(folder: Path, path: Path, kind: str) -> None:
+    """Writes a model of Llama's or Qwen2's architecture for llama.cpp, without a tokenizer. ``kind`` is one of KINDS;
+    as llama.cpp's own quantizer does, weights of 4 bits keep wider embeddings, here of 8. Raises ValueError."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    arch = _ARCHITECTURES.get(config["model_type"])
+    if arch is None:
+        raise ValueError(f"{config['model_type']} is not written for llama.cpp here; {', '.join(_ARCHITECTURES)} are")
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer.add_file_type(KINDS[kind][1])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(dim)
+    writer.add_rope_freq_base(_theta(config))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118, it is no mapping
+                if name == "lm_head.weight" and config.get("tie_word_embeddings"):
+                    continue
+                theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+                if theirs is None:
+                    raise ValueError(f"llama.cpp has no place for {name}")
+                values = weights.get_tensor(name).float().numpy()
+                if arch is gguf.MODEL_ARCH.LLAMA and ".q_proj." in name:
+                    values = _in_pairs(values, heads)
+                if arch is gguf.MODEL_ARCH.LLAMA and ".k_proj." in name:
+                    values = _in_pairs(values, kv_heads)
+                width = _width(theirs, values, kind)
+                writer.add_tensor(theirs, quantize(values, width), raw_dtype=width)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _width(name: str, values: NDArray[np.float32], kind: str) -> gguf.GGMLQuantizationType:
+    if values.ndim == 1:
+        return gguf.GGMLQuantizationType.F32
+    if kind == "q4_0" and name.startswith(("token_embd", "output")):
+        return gguf.GGMLQuantizationType.Q8_0
+    return KINDS[kind][0]
+
+
+def _theta(config: dict[str, Any]) -> float:
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(f"rope of type {rope['rope_type']} is not written for llama.cpp here; default is")
+    return float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0))
+
+
+def _in_pairs(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """A rotated projection's rows as llama.cpp has them for Llama: the two of a rotation beside each other."""
+    half = values.shape[0] // heads // 2
+    return values.reshape(heads, 2, half, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)

@@ -1,0 +1,187 @@
+"""The parent's end: starts an engine in its own environment, asks it from any thread, kills it and starts it again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import uuid
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.systems.environments import ROOT, Environment
+from benchmarks.systems.wire import line
+
+_START_SECONDS, _ASK_SECONDS = 600.0, 900.0
+_LOG_SHOWN = 3000
+
+
+class EngineDied(RuntimeError):
+    """Its process ended, by itself or because it was killed."""
+
+
+class RequestFailed(RuntimeError):
+    """An engine that lives did not answer a request."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Times from the request's arrival at the engine. ``cached`` tokens of the prompt were not computed."""
+
+    ids: list[int]
+    ttft_ms: float
+    total_ms: float
+    cached: int
+
+    @property
+    def decode_ms(self) -> float:
+        """Per token after the first; 0 for a single one."""
+        return (self.total_ms - self.ttft_ms) / (len(self.ids) - 1) if len(self.ids) > 1 else 0.0
+
+
+class Engine:
+    """One engine and its folder's log. Use it as a context manager, which starts it. ``options`` are the program's."""
+
+    def __init__(self, environment: Environment, program: str, folder: Path, options: dict[str, Any]) -> None:
+        self._environment, self._program, self._options = environment, program, options
+        name = f"{program}-{uuid.uuid4().hex[:6]}"
+        self._path, self.log = folder / f"{name}.sock", folder / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        self._asked = 0
+        self.about: dict[str, Any] = {}
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    # ---- its process ----------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        process = self._process  # another thread may kill it just now
+        return self._link is not None and process is not None and process.poll() is None
+
+    def start(self) -> None:
+        """Returns when it is ready. Raises EngineDied with the end of its log."""
+        try:
+            self._start()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self) -> None:
+        self._path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening, self.log.open("ab") as log:
+            listening.bind(str(self._path))
+            listening.listen(1)
+            command = [str(self._environment.python), "-m", f"benchmarks.systems.{self._program}"]
+            self._process = subprocess.Popen(
+                [*command, str(self._path), json.dumps(self._options)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env=self._environment.variables(),
+                start_new_session=True,  # so that a kill reaches what it starts itself
+            )
+            link = self._accept(listening)
+        link.settimeout(_START_SECONDS)
+        told = link.makefile("rb")
+        first = told.readline()
+        if not first:
+            raise EngineDied(self._why())
+        link.settimeout(None)
+        self.about = json.loads(first)["ready"]
+        self._link = link
+        threading.Thread(target=self._read, args=(link, told), daemon=True).start()
+
+    def _accept(self, listening: socket.socket) -> socket.socket:
+        assert self._process is not None
+        listening.settimeout(0.2)
+        for _ in range(int(_START_SECONDS / 0.2)):
+            try:
+                return listening.accept()[0]
+            except TimeoutError:
+                if self._process.poll() is not None:
+                    raise EngineDied(self._why()) from None
+        raise EngineDied(f"{self._program} did not come up in {_START_SECONDS:g} s; {self._why()}")
+
+    def kill(self) -> None:
+        """SIGKILL, to all of its processes; returns when they are gone."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        with self._lock:
+            link, self._link, self._process = self._link, None, None
+        if link is not None:
+            with contextlib.suppress(OSError):  # the thread that reads may have closed it just now
+                link.shutdown(socket.SHUT_RDWR)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    # ---- asking ---------------------------------------------------------------------------------------------
+
+    def ask(self, tokens: list[int], max_tokens: int = 1, *, salt: str = "", seconds: float = _ASK_SECONDS) -> Answer:
+        """A greedy answer of so many tokens. Raises EngineDied, RequestFailed, and TimeoutError when none comes."""
+        found = self._send({"tokens": tokens, "max_tokens": max_tokens, "salt": salt}).result(seconds)
+        return Answer(found["ids"], found["ttft_ms"], found["total_ms"], found["cached"])
+
+    def do(self, what: str) -> Any:
+        """What a program has besides answers."""
+        return self._send({"do": what}).result(_ASK_SECONDS)["done"]
+
+    def _send(self, message: dict[str, Any]) -> Future[dict[str, Any]]:
+        future: Future[dict[str, Any]] = Future()
+        with self._lock:
+            if self._link is None:
+                raise EngineDied(f"{self._program} does not run")
+            self._asked += 1
+            self._waiting[self._asked] = future
+            try:
+                self._link.sendall(line({"id": self._asked, **message}))
+            except OSError as error:
+                del self._waiting[self._asked]
+                raise EngineDied(f"{self._program} ended: {error}") from error
+        return future
+
+    def _read(self, link: socket.socket, told: Any) -> None:
+        """Until the engine hangs up; then all who wait are told."""
+        try:
+            for text in told:
+                found = json.loads(text)
+                with self._lock:
+                    future = self._waiting.pop(found["id"])
+                if "error" in found:
+                    future.set_exception(RequestFailed(found["error"]))
+                else:
+                    future.set_result(found)
+        except (OSError, ValueError):  # cut off in the middle of a line
+            pass
+        finally:
+            link.close()
+            with self._lock:
+                if self._link is link:
+                    self._link = None
+                waiting, self._waiting = self._waiting, {}
+            for future in waiting.values():
+                future.set_exception(EngineDied(self._why()))
+
+    def _why(self) -> str:
+        text = self.log.read_text(encoding="utf-8", errors="replace")[-_LOG_SHOWN:]
+        return f"{self._program} ended:\n{text}"

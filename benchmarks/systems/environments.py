@@ -1,0 +1,77 @@
+"""Where engines that are not ours are installed: in environments apart from ours, which ``make bench-peers`` makes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+# What each is imported as, and where the Makefile puts it.
+_ENGINES = {"vllm": ("vllm", ".venv-vllm"), "llama_cpp": ("llama_cpp", ".venv-llama")}
+# Allocators and OpenMP runtimes that vLLM's manual tells to preload, in the order in which they are looked for.
+_PRELOADS = (("libtcmalloc_minimal.so*", "libtcmalloc.so*"), ("libiomp5.so",))
+
+
+class Missing(RuntimeError):
+    """An engine that is not installed; says how it is."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An interpreter with an engine in it. ``preloaded`` libraries go before all others."""
+
+    python: Path
+    preloaded: tuple[Path, ...] = ()
+    settings: dict[str, str] = field(default_factory=dict)
+
+    def variables(self) -> dict[str, str]:
+        """Ours without settings of ours, this source tree before whatever is installed, and what is preloaded."""
+        out = {k: v for k, v in os.environ.items() if not k.startswith("KVSIDECAR_")}
+        ours = (ROOT, ROOT / "kernels", ROOT / "clients" / "python")
+        out["PYTHONPATH"] = os.pathsep.join(map(str, ours))
+        if self.preloaded:
+            out["LD_PRELOAD"] = os.pathsep.join(map(str, self.preloaded))
+        return out | self.settings
+
+
+def find(engine: str) -> Environment:
+    """Of ``vllm`` or ``llama_cpp``: what ``KVSIDECAR_BENCH_NAME`` says, this interpreter, or the Makefile's. Raises
+    Missing."""
+    module, folder = _ENGINES[engine]
+    named = os.environ.get(f"KVSIDECAR_BENCH_{engine.upper()}", "")
+    if named:
+        if not has(Path(named), module):
+            raise Missing(f"KVSIDECAR_BENCH_{engine.upper()} is {named}, which is no interpreter with {module}")
+        return Environment(Path(named))
+    if importlib.util.find_spec(module) is not None:
+        return Environment(Path(sys.executable))
+    made = ROOT / folder / "bin" / "python"
+    if not has(made, module):
+        raise Missing(f"{engine} is not installed; make bench-peers makes {folder} with it")
+    return Environment(made)
+
+
+def has(python: Path, module: str) -> bool:
+    """Whether an interpreter finds a module."""
+    looks = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    try:
+        return subprocess.run([python, "-c", looks], capture_output=True, timeout=60).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def preloads(python: Path) -> tuple[Path, ...]:
+    """tcmalloc and Intel's OpenMP, as far as they are here: in the environment itself, or where Debian puts them."""
+    places = [python.parent.parent / "lib", *sorted(python.parent.parent.glob("lib/python*/site-packages/vllm/libs"))]
+    places += [*sorted(Path("/usr/lib").glob("*-linux-gnu")), Path("/usr/lib64")]
+    found = []
+    for patterns in _PRELOADS:
+        hits = (hit for place in places for pattern in patterns for hit in sorted(place.glob(pattern)))
+        first = next(hits, None)
+        if first is not None:
+            found.append(first)
+    return tuple(found)

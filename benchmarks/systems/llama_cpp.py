@@ -1,0 +1,117 @@
+"""llama.cpp by its C interface, as a program: ``options`` are ``model`` (a GGUF file), ``context``, ``threads`` and
+``prompt_cache`` (a folder of files that outlive it, as its server's ``--slot-save-path`` keeps).
+
+A prompt goes on from what it shares with the one before, or, where that is more, from a file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from benchmarks.systems import wire
+
+_BATCH, _UBATCH = 2048, 512
+
+
+class LlamaCpp:
+    """One sequence."""
+
+    def __init__(self, model: str, context: int, threads: int, prompt_cache: str) -> None:
+        llama_cpp.llama_backend_init()
+        self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {model}")
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx, settings.n_batch, settings.n_ubatch = context, _BATCH, _UBATCH
+        settings.n_threads = settings.n_threads_batch = threads
+        self._context = llama_cpp.llama_init_from_model(self._model, settings)
+        if not self._context:
+            raise RuntimeError(f"llama.cpp cannot make a context of {context} tokens")
+        self._room = context
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._folder, self._there = Path(prompt_cache), list[int]()
+        self._filed = {file: self._load(file) for file in sorted(self._folder.glob("*.bin"))}
+        self._clear()
+        self.cached = 0
+
+    def tokens(self, prompt: list[int], max_tokens: int) -> Iterator[int]:
+        here = _common(self._there, prompt)
+        shared, best = max(((_common(kept, prompt), file) for file, kept in self._filed.items()), default=(0, None))
+        if best is not None and shared > here:
+            self._load(best)
+            here = shared
+        self.cached = min(here, len(prompt) - 1)
+        memory = llama_cpp.llama_get_memory(self._context)
+        llama_cpp.llama_memory_seq_rm(memory, 0, self.cached, -1)
+        self._there = self._there[: self.cached]
+        todo = prompt[self.cached :]
+        for _ in range(max_tokens):
+            token = self._read(todo)
+            yield token
+            todo = [token]
+
+    def do(self, what: str) -> bool:
+        if what == "reset":
+            self._clear()
+            return True
+        if what == "save":
+            file = self._folder / f"{len(self._filed)}.bin"
+            kept = (llama_cpp.llama_token * len(self._there))(*self._there)
+            written = llama_cpp.llama_state_seq_save_file(self._context, str(file).encode(), 0, kept, len(kept))
+            self._filed[file] = list(self._there)
+            return bool(written)
+        raise ValueError(f"{what!r} is not known; known are reset and save")
+
+    def _read(self, tokens: list[int]) -> int:
+        """Computes tokens behind what is there, and gives the likeliest next."""
+        for begin in range(0, len(tokens), _BATCH):
+            piece = tokens[begin : begin + _BATCH]
+            there = (llama_cpp.llama_token * len(piece))(*piece)  # the batch points to it
+            if llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(there, len(piece))) != 0:
+                raise RuntimeError("llama.cpp cannot go on: its context is full")
+            self._there += piece
+        logits = llama_cpp.llama_get_logits_ith(self._context, -1)
+        return int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
+
+    def _load(self, file: Path) -> list[int]:
+        """Puts a file's sequence in place of what is there, and gives its tokens."""
+        self._clear()
+        tokens, count = (llama_cpp.llama_token * self._room)(), ctypes.c_size_t()
+        if not llama_cpp.llama_state_seq_load_file(
+            self._context, str(file).encode(), 0, tokens, self._room, ctypes.byref(count)
+        ):
+            raise RuntimeError(f"llama.cpp cannot load {file}")
+        self._there = list(tokens[: count.value])
+        return list(self._there)
+
+    def _clear(self) -> None:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        self._there = []
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many tokens two prompts share at their beginning."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def main() -> None:
+    link, options = wire.connect()
+    engine = LlamaCpp(**options)
+    about: dict[str, Any] = {
+        "llama-cpp-python": llama_cpp.__version__,
+        "instructions": llama_cpp.llama_print_system_info().decode(),
+    }
+    wire.serve(link, about, engine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Hugging Face transformers, as a program: ``options`` are ``model`` (a folder), ``dtype`` and ``threads``.
+
+A prompt goes on from what it shares with the one before, in the cache object that the library has for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.systems import wire
+
+
+class Transformers:
+    """One sequence."""
+
+    def __init__(self, model: str, dtype: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        ).eval()
+        self._cache: Any = transformers.DynamicCache()
+        self._there: list[int] = []
+        self.cached = 0
+
+    @torch.inference_mode()
+    def tokens(self, prompt: list[int], max_tokens: int) -> Iterator[int]:
+        shared = next((i for i, (a, b) in enumerate(zip(self._there, prompt, strict=False)) if a != b), None)
+        here = min(len(self._there), len(prompt) - 1) if shared is None else shared
+        self.cached = min(here, len(prompt) - 1)
+        if not self.cached:
+            self._cache = transformers.DynamicCache()
+        elif self.cached < len(self._there):
+            self._cache.crop(self.cached - len(self._there))
+        self._there = self._there[: self.cached]
+        todo = prompt[self.cached :]
+        for _ in range(max_tokens):
+            out = self._model(
+                input_ids=torch.tensor([todo]), past_key_values=self._cache, use_cache=True, logits_to_keep=1
+            )
+            self._there += todo
+            token = int(out.logits[0, -1].argmax())
+            yield token
+            todo = [token]
+
+    def do(self, what: str) -> bool:
+        if what != "reset":
+            raise ValueError(f"{what!r} is not known; known is reset")
+        self._cache, self._there = transformers.DynamicCache(), []
+        return True
+
+
+def main() -> None:
+    link, options = wire.connect()
+    engine = Transformers(**options)
+    wire.serve(link, {"transformers": transformers.__version__, "torch": torch.__version__}, engine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""vLLM engines with the settings that suit a machine: compiled, allocator and OpenMP preloaded, prefix cache on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvsidecar.integrations.vllm.finding import CONNECTOR, MODULE
+
+from benchmarks.systems.engine import Engine
+from benchmarks.systems.environments import Environment, find, preloads
+
+_SETTINGS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+
+
+def environment() -> Environment:
+    """Raises Missing."""
+    found = find("vllm")
+    return replace(found, preloaded=preloads(found.python), settings=_SETTINGS)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a benchmark's engines have in common. ``context`` is the longest prompt with its answer, ``kv_bytes`` the
+    size of vLLM's own KV cache, ``eager`` leaves out its compiler."""
+
+    environment: Environment
+    folder: Path
+    model: Path
+    dtype: str
+    context: int
+    kv_bytes: int
+    sequences: int = 8
+    eager: bool = False
+
+    def plain(self, *, prefix_caching: bool = True, **more: Any) -> Engine:
+        """vLLM as it is."""
+        return self._engine(None, enable_prefix_caching=prefix_caching, **more)
+
+    def connected(self, socket: Path, **more: Any) -> Engine:
+        """With our connector, to the daemon at ``socket``."""
+        extra = {"socket": str(socket)}
+        return self._engine(_transfer(CONNECTOR, extra, kv_connector_module_path=MODULE), **more)
+
+    def example(self, storage: Path) -> Engine:
+        """With the connector that vLLM ships as an example, which keeps files in a folder."""
+        return self._engine(_transfer("ExampleConnector", {"shared_storage_path": str(storage)}))
+
+    def _engine(self, transfer: dict[str, Any] | None, **more: Any) -> Engine:
+        arguments = {
+            "model": str(self.model),
+            "dtype": self.dtype,
+            "max_model_len": self.context,
+            "max_num_seqs": self.sequences,
+            "kv_cache_memory_bytes": self.kv_bytes,
+            "enforce_eager": self.eager,
+            **more,
+        }
+        return Engine(self.environment, "vllm", self.folder, {"engine": arguments, "transfer": transfer})
+
+
+def _transfer(connector: str, extra: dict[str, Any], **more: str) -> dict[str, Any]:
+    return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra, **more}

@@ -1,0 +1,94 @@
+"""Benchmarks of other engines as far as they need none: our arms, transformers, and what they say where one lacks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import agents, engines, peers, peers_page
+from benchmarks.systems.checkpoint import KINDS, folder_of, write_gguf
+from inference_svc.model.gguf import file, geometry, weights
+
+_SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreters without the engines."""
+    for name in ("VLLM", "LLAMA_CPP"):
+        monkeypatch.setenv(f"KVSIDECAR_BENCH_{name}", sys.executable)
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_what_is_missing_is_said_and_the_rest_measured(tmp_path: Path) -> None:
+    out = tmp_path / "peers.json"
+    peers.main(["--quick", "--systems", "ours", "transformers", "llama.cpp_q4_0", "vllm", "--out", str(out)])
+    found = read(out)
+    rows = {row["system"]: row for row in found["rows"]}
+    assert set(rows) == {"ours", "transformers"}
+    assert all(rows[name][metric] > 0 for name in rows for metric in peers.METRICS)
+    assert rows["ours"]["reused_after_restart"] > 900
+    assert rows["transformers"]["reused_after_restart"] == 0
+    assert set(found["summary"]["missing"]) == {"llama.cpp_q4_0", "vllm"}
+    assert "is no interpreter with vllm" in found["summary"]["missing"]["vllm"]
+    text = peers_page.page({"peers": found})
+    assert "**Lost:**" in text
+    assert "Missing, vllm: " in text
+    engines.main(["--quick", "--out", str(out)])
+    assert "is no interpreter with vllm" in read(out)["summary"]["missing"]
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_agents_reuse_what_any_of_them_has_read(tmp_path: Path) -> None:
+    out = tmp_path / "agents.json"
+    small = ["--quick", "--clients", "2", "--tools-words", "150", "--dtype", "float32"]
+    agents.main([*small, "--arms", "nocache", "ours", "vllm_ours", "--out", str(out)])
+    found = read(out)
+    rows = {(row["arm"], row["step"]): row for row in found["rows"]}
+    assert {step for arm, step in rows if arm == "ours"} == {*agents.KINDS, "all"}
+    assert all(row["reused_ratio"] == 0 for (arm, _), row in rows.items() if arm == "nocache")
+    assert found["summary"]["ours_reuse_of_ideal"] >= 0.99
+    assert rows["ours", "restarted"]["reused_ratio"] >= 0.99 * rows["ours", "restarted"]["ideal_reused_ratio"]
+    # Beginning, and the turns that were kept, which stand elsewhere now.
+    assert 0 < rows["ours", "compacted"]["ideal_reused_ratio"] < rows["ours", "grow"]["ideal_reused_ratio"]
+    assert "vllm_ours" in found["summary"]["missing"][0]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_what_is_written_for_llama_cpp_is_the_model(tmp_path: Path, architecture: str, kind: str) -> None:
+    folder = tmp_path / "model"
+    if architecture == "llama":
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**_SMALL)).save_pretrained(folder)
+    else:
+        folder = folder_of("shape:tiny", tmp_path)
+    write_gguf(folder, tmp_path / "model.gguf", kind)
+    written = file.read(tmp_path / "model.gguf")
+    from transformers import AutoModelForCausalLM
+
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    found = weights.weights_of(written, geometry.config_of(written))
+    assert len(found) == len(expected) - ("lm_head.weight" in expected and architecture == "qwen2")
+    for weight in found:
+        values = torch.cat(list(weight.pieces(written, torch.float32))).view(weight.shape)
+        error = (values - expected[weight.name]).abs().max() / expected[weight.name].abs().max().clamp_min(1e-9)
+        assert error <= {"f16": 1e-3, "q8_0": 0.01, "q4_0": 0.15}[kind], weight.name
