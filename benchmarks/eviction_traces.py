@@ -16,16 +16,15 @@ BLOCK_TOKENS = 512
 
 
 class Block:
-    """One block of a prompt in its context. ``children`` and ``here`` are of the simulation that runs."""
+    """One block of a prompt in its context."""
 
-    __slots__ = ("children", "here", "key", "parent", "prefill_seconds", "size_bytes", "start_position", "tokens")
+    __slots__ = ("key", "parent", "prefill_seconds", "size_bytes", "start_position", "tokens")
 
     def __init__(self, number: int, parent: Block | None, start_position: int, tokens: int) -> None:
         self.key = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
         self.parent, self.start_position, self.tokens = parent, start_position, tokens
         self.size_bytes = BLOCK_TOKENS  # a tier of so many blocks has room for partial ones as for whole ones
         self.prefill_seconds = float(tokens)
-        self.children, self.here = 0, False
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,11 @@ def read(trace: str, requests: int | None = None) -> list[Request]:
                 f"--trace is {trace}, which is no file; or name one of {', '.join(KINDS)} and a seed, as synthetic:1"
             ) from error
         lines = ((x["input_length"], x["hash_ids"]) for x in map(json.loads, text.splitlines()))
-    return _requests(itertools.islice(lines, requests))
+    return of_lines(itertools.islice(lines, requests))
 
 
-def _requests(lines: Iterable[Line]) -> list[Request]:
+def of_lines(lines: Iterable[Line]) -> list[Request]:
+    """Requests whose equal ids are the same block."""
     blocks: dict[int, Block] = {}
     out = []
     for tokens, ids in lines:

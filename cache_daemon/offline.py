@@ -7,9 +7,10 @@ takes chunks only from who names theirs.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -27,9 +28,11 @@ from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.scrub import scrub
 from cache_daemon.durable.seal import key_from_environment, key_from_file
 from cache_daemon.durable.tier import NoRoom, TierFailed
+from cache_daemon.remote.address import Credentials, credentials_of
+from cache_daemon.remote.archives import SCHEME, downloaded, uploaded
 
 SOUND, DAMAGED, FAILED = 0, 1, 2
-_KEY_VARIABLE = "KVSIDECAR_CACHE_STORE_KEY"
+_KEY_VARIABLE, _SECRET_VARIABLE = "KVSIDECAR_CACHE_STORE_KEY", "KVSIDECAR_CACHE_REMOTE_SECRET"
 _LEAST_BUDGET = 1 << 20
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Work on a store that no daemon holds.")
@@ -48,7 +51,16 @@ KeyFile = Annotated[
 Hashes = Annotated[
     list[str] | None, typer.Option(help="Only chunks of this tenant root (64 hex digits, `cache list`).")
 ]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="KVSIDECAR_CACHE_REMOTE_SECRET_FILE",
+        help=f"File with the secret access key of S3; or set {_SECRET_VARIABLE}, or the AWS variables.",
+    ),
+]
+Authority = Annotated[Path | None, typer.Option(envvar="KVSIDECAR_CACHE_REMOTE_CA", help="PEM file of S3's authority.")]
 Heard = Callable[[int, int], None]
+Carrying = Callable[[str, Callable[[], Credentials]], AbstractContextManager[Path]]
 
 
 @app.command()
@@ -82,13 +94,20 @@ def verify(
 
 @app.command("export")
 def export(
-    file: Annotated[Path, typer.Argument(help="The archive to write; there only when it is complete.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="The archive to write, there only when it is complete: a file, or s3://[KEY_ID@]BUCKET/NAME."
+        ),
+    ],
     everything: Annotated[bool, typer.Option("--all", help="All chunks of all tenants.")] = False,
     namespace: Annotated[str, typer.Option(help="A namespace (64 hex digits, `cache stats --json`).")] = "",
     salt: Annotated[str, typer.Option(help="A tenant's salt within the namespace, or @FILE to read it from.")] = "",
     root: Hashes = None,
     store: StoreFolder = None,
     key_file: KeyFile = None,
+    secret_file: SecretFile = None,
+    ca: Authority = None,
 ) -> None:
     """Write a store's chunks to one portable file, to bake a warm cache into an image.
 
@@ -98,8 +117,12 @@ def export(
     if everything == bool(roots):
         raise InvalidRequest("say what to export: --namespace (with --salt), --root, or --all")
     folder = _folder(store)
-    with _opened(folder, (folder / "data.mdb").stat().st_size, key_file) as tier, _progress("chunks") as heard:
-        found = _translated(lambda: export_archive(tier, file, None if everything else roots, heard))
+    with (
+        _archive(file, uploaded, secret_file, ca) as path,
+        _opened(folder, (folder / "data.mdb").stat().st_size, key_file) as tier,
+        _progress("chunks") as heard,
+    ):
+        found = _translated(lambda: export_archive(tier, path, None if everything else roots, heard))
     if not found.chunks:
         print("the archive is empty: nothing of this is stored", file=sys.stderr)
     _tell("exported", found, f"to {file}")
@@ -107,12 +130,14 @@ def export(
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The archive.")],
+    file: Annotated[str, typer.Argument(help="The archive: a file, or s3://[KEY_ID@]BUCKET/NAME.")],
     store: StoreFolder = None,
     store_bytes: Annotated[
         str, typer.Option(envvar="KVSIDECAR_CACHE_STORE_BYTES", help="Budget of the store, as the daemon has it.")
     ] = "8GiB",
     key_file: KeyFile = None,
+    secret_file: SecretFile = None,
+    ca: Authority = None,
 ) -> None:
     """Take an archive's chunks into a store, which is made when it is not there. The daemon must be stopped.
 
@@ -123,8 +148,12 @@ def import_(
         budget = parse_size(store_bytes)
     except ValueError as error:
         raise ConfigurationError(f"--store-bytes: {error}") from error
-    with _opened(folder, budget, key_file) as tier, _progress("bytes") as heard:
-        found = _translated(lambda: import_archive(tier, file, progress=heard))
+    with (
+        _archive(file, downloaded, secret_file, ca) as path,
+        _opened(folder, budget, key_file) as tier,
+        _progress("bytes") as heard,
+    ):
+        found = _translated(lambda: import_archive(tier, path, progress=heard))
         live = tier.usage().live_bytes
     _tell("imported", found, f"into {folder}")
     if live > budget:
@@ -132,6 +161,18 @@ def import_(
             f"the store has {format_size(live)} now, more than --store-bytes; the daemon will evict what is beyond",
             file=sys.stderr,
         )
+
+
+@contextmanager
+def _archive(name: str, carried: Carrying, secret_file: Path | None, ca: Path | None) -> Iterator[Path]:
+    """The archive as a file of this machine."""
+    if name.startswith(SCHEME):
+        with carried(name, lambda: credentials_of(os.environ.get(_SECRET_VARIABLE, ""), secret_file, ca)) as path:
+            yield path
+    elif carried is downloaded and not Path(name).is_file():
+        raise InvalidRequest(f"there is no archive {name}")
+    else:
+        yield Path(name)
 
 
 def _folder(store: Path | None) -> Path:

@@ -84,6 +84,7 @@ class Keeping(AtDoor):
                 leased_chunks=sum(len(hold.chunks) for hold in session.leases.values()),
                 reservations=len(session.reservations),
                 staging_used_bytes=session.staging.used_bytes if session.staging is not None else 0,
+                descriptor=session.descriptor,
             )
         return out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -23,6 +22,7 @@ from starlette.exceptions import HTTPException
 
 from inference_svc.gateway import answers
 from inference_svc.gateway.access import Keys
+from inference_svc.gateway.body import read_json
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.guard import NODE, Guard, Metrics
@@ -32,6 +32,7 @@ from inference_svc.gateway.responses.schema import ResponsesRequest
 from inference_svc.gateway.responses.writing import ResponseWriter
 from inference_svc.gateway.router import Router, Worker, retryable
 from inference_svc.gateway.schema import MAX_ANSWERS, ChatRequest, CompletionRequest
+from inference_svc.gateway.standing import HELD, SERVING, WARM, WarmBody, held, serving, warm
 from inference_svc.gateway.static import Page
 from inference_svc.gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from inference_svc.gateway.writing import Piece, Writer, error_response, unknown_path
@@ -87,6 +88,35 @@ class Gateway:
         shown = await self.node.show(salt, self.keys.of_operator(request.scope))
         return JSONResponse(shown, headers={"Cache-Control": "no-store"})
 
+    async def serving(self, request: Request) -> Response:
+        return JSONResponse(serving(self.router))
+
+    async def held_of_chat(self, request: Request) -> Response:
+        return await self._held(parse(ChatRequest, await self._body(request)))
+
+    async def held_of_completion(self, request: Request) -> Response:
+        return await self._held(parse(CompletionRequest, await self._body(request)))
+
+    async def held_of_response(self, request: Request) -> Response:
+        parsed = parse(ResponsesRequest, await self._body(request))
+        return await self._held(parsed.chat(self._memory.messages(parsed.previous_response_id)))
+
+    async def held_of_warming(self, request: Request) -> Response:
+        body = parse(WarmBody, await self._body(request))
+        return await self._said(body.model, body.to_grpc().prompt, body.cache_salt)
+
+    async def _held(self, parsed: ChatRequest | CompletionRequest) -> Response:
+        return await self._said(parsed.model, parsed.prompts()[0], parsed.cache_salt)
+
+    async def _said(self, model: str, prompt: pb.Prompt, salt: str) -> Response:
+        return JSONResponse(await held(self.router, self._worker(model), self.node.daemon, prompt, salt.encode()))
+
+    async def warm(self, request: Request) -> Response:
+        body = parse(WarmBody, await self._body(request))
+        self._check_model(body.model)
+        able = [w for w in self.router.alive if body.model in ("", w.model.model_id)]
+        return JSONResponse(await warm(min(able, key=lambda w: w.in_flight), body))
+
     async def chat(self, request: Request) -> Response:
         parsed = parse(ChatRequest, await self._body(request))
         return await self._answer(request, parsed, chat=True)
@@ -118,20 +148,7 @@ class Gateway:
     # ---- answering ------------------------------------------------------------------------------------------
 
     async def _body(self, request: Request) -> Any:
-        size, parts = 0, []
-        async for part in request.stream():
-            size += len(part)
-            if size > self._config.max_body_bytes:
-                raise InvalidRequest(f"the body is larger than the {self._config.max_body_bytes} bytes allowed")
-            parts.append(part)
-        try:
-            return json.loads(b"".join(parts).decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise InvalidRequest(
-                f"the body is not UTF-8: byte {error.start} is {error.object[error.start]:#x}"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"the body is not JSON: {error}") from error
+        return (await read_json(request, self._config.max_body_bytes))[1]
 
     async def _answer(self, request: Request, parsed: ChatRequest | CompletionRequest, chat: bool) -> Response:
         self._check_model(parsed.model)
@@ -308,6 +325,12 @@ def create_app(config: GatewayConfig) -> FastAPI:
     app.add_api_route("/health", gateway.health, methods=["GET"])
     app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"])
     app.add_api_route(NODE, gateway.show_node, methods=["GET"])
+    app.add_api_route(SERVING, gateway.serving, methods=["GET"])
+    app.add_api_route(HELD + "/v1/chat/completions", gateway.held_of_chat, methods=["POST"])
+    app.add_api_route(HELD + "/v1/completions", gateway.held_of_completion, methods=["POST"])
+    app.add_api_route(HELD + "/v1/responses", gateway.held_of_response, methods=["POST"])
+    app.add_api_route(HELD + WARM, gateway.held_of_warming, methods=["POST"])
+    app.add_api_route(WARM, gateway.warm, methods=["POST"])
     if config.page:
         page = Page()
         app.add_api_route("/", page.index, methods=["GET", "HEAD"])

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from kvsidecar.runtime import default_runtime_dir
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from inference_svc.gateway.fleet.addresses import Place, parse_places
 
 
 class GatewayConfig(BaseSettings):
@@ -22,6 +24,26 @@ class GatewayConfig(BaseSettings):
     """Port to listen on."""
     workers: str = Field(default_factory=lambda: str(default_runtime_dir() / "worker-0.sock"))
     """Sockets or host:port of the workers, separated by commas."""
+    nodes: str = ""
+    """In the place of workers, gateways of nodes: http://HOST:PORT, https://HOST:PORT, or dns+http://NAME:PORT for all
+    addresses that a name has, separated by commas. Each request goes to the node that has read most of it."""
+    node_key: SecretStr = SecretStr("")
+    """API key of the nodes. Better given by environment than by flag."""
+    node_ca: Path | None = None
+    """PEM file of the authority that vouches for nodes with https; the system's when left out."""
+    node_cert: Path | None = None
+    """PEM file of the certificate that nodes know this gateway by."""
+    node_cert_key: Path | None = Field(default=None, validate_default=True)
+    """PEM file of its key."""
+    node_seconds: float = Field(default=2.0, gt=0, le=60)
+    """A node that does not say within this time that it serves gets no requests until it does; after the third time
+    those that wait for it go elsewhere."""
+    tls_cert: Path | None = None
+    """PEM file of the certificate to listen with; plain HTTP when left out."""
+    tls_key: Path | None = Field(default=None, validate_default=True)
+    """PEM file of its key."""
+    tls_client_ca: Path | None = None
+    """PEM file of an authority: only clients with a certificate of it are let in, probes among them."""
     api_key: SecretStr = SecretStr("")
     """Clients must send it as a bearer token; empty for none. Better given by environment than by flag."""
     operator_key: SecretStr = SecretStr("")
@@ -45,6 +67,38 @@ class GatewayConfig(BaseSettings):
         if not [w for w in value.split(",") if w.strip()]:
             raise ValueError("name at least one worker")
         return value
+
+    # What several settings say together is checked at the last one: an error of all would show all of them, keys too.
+
+    @field_validator("nodes")
+    @classmethod
+    def _places(cls, value: str, info: ValidationInfo) -> str:
+        if value:
+            parse_places(value)
+            own = cls.model_fields["workers"].get_default(call_default_factory=True)
+            if info.data.get("workers", own) != own:
+                raise ValueError("a gateway has workers or nodes; leave out one of the two")
+        return value
+
+    @field_validator("node_cert_key", "tls_key")
+    @classmethod
+    def _with_certificate(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        certificate = {"node_cert_key": "node_cert", "tls_key": "tls_cert"}[str(info.field_name)]
+        if (value is None) != (info.data.get(certificate) is None):
+            raise ValueError(f"{certificate} and {info.field_name} go together; give both or neither")
+        return value
+
+    @field_validator("tls_client_ca")
+    @classmethod
+    def _while_listening(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("tls_cert") is None:
+            raise ValueError("it is for listening with tls_cert and tls_key; give those, too")
+        return value
+
+    @property
+    def places(self) -> list[Place]:
+        """Where the nodes are; empty for the gateway of one node."""
+        return parse_places(self.nodes) if self.nodes else []
 
     @property
     def for_this_machine(self) -> bool:

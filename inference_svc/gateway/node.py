@@ -35,6 +35,11 @@ class NodeView:
         self._holdings, self._counts = Holdings(), Counts()
         self._sampler: asyncio.Task[None] | None = None
 
+    @property
+    def daemon(self) -> Any:
+        """A stub of the daemon; None where there is none."""
+        return self._daemon
+
     async def start(self) -> None:
         if self._socket is not None:
             self._channel = aio_channel(self._socket, options=RECONNECT)

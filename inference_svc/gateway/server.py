@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import socket
+import ssl
 
 import structlog
 import uvicorn
+from fastapi import FastAPI
 from kvsidecar.addresses import TcpAddress
 from kvsidecar.errors import ConfigurationError
 
 from inference_svc.gateway.app import create_app
 from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.fleet.app import create_app as create_fleet_app
 
 log = structlog.get_logger("gateway")
 
@@ -27,9 +30,30 @@ async def serve(config: GatewayConfig) -> None:
         ) from error
     if not config.for_this_machine and not config.api_key.get_secret_value():
         log.warning("listening beyond this machine without an API key", host=config.host)
-    url = f"http://{TcpAddress(config.host, listener.getsockname()[1])}/v1"
-    log.info("listening; it answers as soon as a worker is ready", url=url, workers=config.targets)
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(config), log_config=None, access_log=False, timeout_graceful_shutdown=10)
+    url = f"{'http' if config.tls_cert is None else 'https'}://{TcpAddress(config.host, listener.getsockname()[1])}/v1"
+    if config.nodes:
+        log.info("listening; it answers as soon as a node is ready", url=url, nodes=config.nodes)
+    else:
+        log.info("listening; it answers as soon as a worker is ready", url=url, workers=config.targets)
+    app = create_fleet_app(config) if config.nodes else create_app(config)
+    await uvicorn.Server(configured(app, config)).serve(sockets=[listener])
+
+
+def configured(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
+    """Raises ConfigurationError for certificates that cannot be used."""
+    found = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=10,
+        ssl_certfile=config.tls_cert,
+        ssl_keyfile=config.tls_key,
+        ssl_ca_certs=None if config.tls_client_ca is None else str(config.tls_client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if config.tls_client_ca is None else ssl.CERT_REQUIRED,
     )
-    await server.serve(sockets=[listener])
+    try:
+        found.load()
+    except OSError as error:  # ssl.SSLError is one
+        named = ", ".join(str(f) for f in (config.tls_cert, config.tls_key, config.tls_client_ca) if f is not None)
+        raise ConfigurationError(f"cannot use the certificates ({named}): {error}") from error
+    return found

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from kvsidecar import keys
-from kvsidecar.errors import InvalidRequest, KVSidecarError
+from kvsidecar.errors import ConfigurationError, InvalidRequest, KVSidecarError, StoreUnavailable
 
 from benchmarks.node import Node
+from benchmarks.remote_servers import S3Server, why_no_s3
 from cache_daemon import offline
 from tests.cache_daemon.conftest import Peer, descriptor, store_file
 from tests.cache_daemon.operators import COMMAND, on_store
@@ -152,3 +153,29 @@ def flip_payload(file: Path, ids: list[int]) -> None:
     assert at > 0, "the payload is in the file"
     data[at + 100] ^= 1
     file.write_bytes(data)
+
+
+@pytest.mark.skipif(bool(why_no_s3()), reason=why_no_s3())
+def test_an_archive_goes_through_s3(
+    start: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, prompts = stored(start)
+    with S3Server(tmp_path / "s3") as server:
+        monkeypatch.setenv("KVSIDECAR_CACHE_REMOTE_SECRET", server.secret)
+        url = server.url.replace("/p?", "/archives/warm.kv?")
+        assert "exported 31 chunks" in on_store("export", url, "--all", "--store", node.folder / "store")
+        other = tmp_path / "other"
+        assert "imported 31 chunks" in on_store("import", url, "--store", other)
+        with pytest.raises(StoreUnavailable, match="there is no archive") as caught:
+            on_store("import", url.replace("warm", "cold"), "--store", other)
+        assert server.secret not in str(caught.value)
+    fresh = start(store=other)
+    peer = Peer(fresh)
+    assert all(peer.read(ids) == len(ids) for ids in prompts)
+    peer.close()
+
+
+def test_an_archive_on_s3_has_a_name(start: Callable[..., Node]) -> None:
+    node, _ = stored(start, 1)
+    with pytest.raises(ConfigurationError, match="write it like s3://BUCKET/NAME"):
+        on_store("export", "s3://bucket", "--all", "--store", node.folder / "store")

@@ -38,7 +38,7 @@ def of_kind(name: str, *kinds: str) -> list[Resource]:
 
 def pods(name: str) -> list[Resource]:
     """The specifications of all pods."""
-    return [r["spec"]["template"]["spec"] for r in of_kind(name, "StatefulSet", "DaemonSet")]
+    return [r["spec"]["template"]["spec"] for r in of_kind(name, "StatefulSet", "DaemonSet", "Deployment", "Job")]
 
 
 def containers(pod: Resource) -> list[Resource]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
+from kvsidecar.cli.main import app
+from kvsidecar.cli.warming import texts
 from kvsidecar.sizes import parse_size
+from typer.main import get_command
 
 from cache_daemon.config import DaemonConfig
 from inference_svc.config import WorkerConfig
@@ -33,8 +37,8 @@ def process_of(container: Resource) -> str:
 
 
 def built(name: str) -> list[tuple[Resource, Resource]]:
-    """``(pod, container)`` for each process of ours."""
-    return [(pod, c) for pod in pods(name) for c in containers(pod) if process_of(c)]
+    """``(pod, container)`` for each service of ours."""
+    return [(pod, c) for pod in pods(name) for c in containers(pod) if process_of(c) in CONFIGS]
 
 
 def config_of(name: str, container: Resource, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -95,6 +99,8 @@ def test_who_shares_memory_is_one_user_in_a_folder_of_its_own(name: str, monkeyp
         if process_of(container) != "gateway":
             assert "runAsUser" not in container["securityContext"]
         config = config_of(name, container, monkeypatch)
+        if process_of(container) == "gateway" and config.nodes:
+            continue  # it reaches others by their address
         sockets = [getattr(config, field, None) for field in ("socket", "cache_socket")]
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
         for socket in filter(None, sockets):
@@ -107,7 +113,7 @@ def test_the_daemon_that_workers_ask_is_there(name: str, monkeypatch: pytest.Mon
     found = [(process_of(c), config_of(name, c, monkeypatch)) for _, c in built(name)]
     daemons = {config.socket for process, config in found if process == "daemon"}
     workers = [config for process, config in found if process == "worker"]
-    gateways = [config for process, config in found if process == "gateway"]
+    gateways = [config for process, config in found if process == "gateway" and not config.nodes]
     assert {worker.cache_socket for worker in workers} == daemons
     assert sorted(gateways[0].targets) == sorted(str(worker.socket) for worker in workers)
 
@@ -181,3 +187,27 @@ def test_keys_of_certificates_are_closed_to_others() -> None:
     volumes = {v["name"]: v for v in pod["volumes"]}
     modes = [volumes["tls"]["secret"]["defaultMode"], volumes["tenants"]["configMap"]["defaultMode"]]
     assert modes == [0o440, 0o440]
+
+
+def test_the_gateways_of_a_fleet_find_the_pods_and_may_reach_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "overlays/fleet"
+    (config,) = [c for c in (config_of(name, c, monkeypatch) for _, c in built(name)) if getattr(c, "nodes", "")]
+    (place,) = config.places
+    (service,) = [s for s in of_kind(name, "Service") if s["metadata"]["name"] == place.host]
+    assert service["spec"]["clusterIP"] == "None"
+    assert place.port in {port["port"] for port in service["spec"]["ports"]}
+    (policy,) = [p for p in of_kind(name, "NetworkPolicy") if p["metadata"]["name"] == "kvsidecar-fleet"]
+    assert any({"port": place.port, "protocol": "TCP"} in rule["ports"] for rule in policy["spec"]["egress"])
+
+
+def test_a_job_warms_with_what_the_command_takes(tmp_path: Path) -> None:
+    (job,) = of_kind("overlays/fleet", "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    (prompts,) = [m["data"] for m in of_kind("overlays/fleet", "ConfigMap") if "prompts.jsonl" in m["data"]]
+    listed = tmp_path / "prompts.jsonl"
+    listed.write_text(prompts["prompts.jsonl"])
+    assert texts([listed])
+    mounted, *flags = container["args"][1:]
+    taken = {option for parameter in get_command(app).commands["warm"].params for option in parameter.opts}  # type: ignore[attr-defined]
+    assert mounted == "/etc/kvsidecar/prompts/prompts.jsonl"
+    assert {flag.partition("=")[0] for flag in flags} <= taken

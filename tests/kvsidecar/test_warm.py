@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kvsidecar.cli.main import _texts
+from kvsidecar.cli.warming import texts
 from kvsidecar.errors import InvalidRequest
 
 
@@ -15,16 +15,42 @@ def test_a_folder_stands_for_the_texts_in_it(tmp_path: Path) -> None:
     (tmp_path / "b" / "c.txt").write_text("second")
     (tmp_path / "picture.png").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty").touch()
-    assert [text for _, text in _texts([tmp_path])] == ["first", "second"]
+    assert [text.fields["prompt"] for text in texts([tmp_path])] == ["first", "second"]
 
 
 def test_a_file_that_was_named_must_be_text(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     picture.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UnicodeDecodeError):
-        _texts([picture])
+        texts([picture])
 
 
 def test_nothing_to_read_is_said(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="there is no text in"):
-        _texts([tmp_path])
+        texts([tmp_path])
+
+
+def test_a_list_has_a_prompt_a_line(tmp_path: Path) -> None:
+    listed = tmp_path / "prompts.jsonl"
+    listed.write_text('{"prompt": "one"}\n\n{"messages": [{"role": "user", "content": "two"}], "tools": []}\n')
+    assert [(text.name[-2:], sorted(text.fields)) for text in texts([listed])] == [
+        (":1", ["prompt"]),
+        (":3", ["messages", "tools"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "prompts.jsonl:1 is not JSON"),
+        ("[]", "is no prompt"),
+        ('{"prompt": "a", "messages": []}', "is no prompt"),
+        ('{"prompt": 5}', "prompt is a text"),
+        ('{"prompt": "a", "temperature": 1}', "is no prompt"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_said(tmp_path: Path, line: str, why: str) -> None:
+    listed = tmp_path / "prompts.jsonl"
+    listed.write_text(line)
+    with pytest.raises(InvalidRequest, match=why):
+        texts([listed])

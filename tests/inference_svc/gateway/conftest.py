@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import time
 from collections.abc import Iterator
 
@@ -15,27 +14,40 @@ from benchmarks.node import Node, free_port
 
 
 class Gateway:
-    def __init__(self, node: Node, *flags: str) -> None:
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
-        workers = ",".join(str(node.worker_socket(i)) for i in range(node.workers))
-        command = [sys.executable, "-m", "inference_svc", "gateway", "--port", str(port), "--workers", workers]
-        command += ["--cache-socket", str(node.cache_socket), *flags]
-        self.process = subprocess.Popen(command, stderr=node.log)
+    """A gateway's process with these flags on a port of its own, or on ``port``; ``node`` has its log."""
+
+    def __init__(self, node: Node, *flags: str, port: int = 0, wait: bool = True) -> None:
+        self.port, self._node = port or free_port(), node
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process = Node.launch(
+            ["inference_svc", "gateway", "--port", str(self.port), *flags], dict(os.environ), node.log.fileno()
+        )
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="k", max_retries=0)
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until it has somebody to answer."""
         deadline = time.monotonic() + 30
         while True:
             try:
                 if httpx.get(f"{self.url}/health", timeout=1).status_code == 200:
-                    break
+                    return
             except httpx.HTTPError:
                 pass
-            assert time.monotonic() < deadline, node.read_log()
+            assert time.monotonic() < deadline, self._node.read_log()
             time.sleep(0.05)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="k", max_retries=0)
 
     def close(self) -> None:
         self.client.close()
         self.process.terminate()
         assert self.process.wait(20) in (0, -15)
+
+
+def of_node(node: Node, *flags: str, port: int = 0, wait: bool = True) -> Gateway:
+    """The gateway of a node's workers."""
+    workers = ",".join(str(node.worker_socket(i)) for i in range(node.workers))
+    return Gateway(node, "--workers", workers, "--cache-socket", str(node.cache_socket), *flags, port=port, wait=wait)
 
 
 @pytest.fixture(scope="package")
@@ -47,7 +59,7 @@ def two() -> Iterator[Node]:
 
 @pytest.fixture(scope="package")
 def gateway(two: Node) -> Iterator[Gateway]:
-    found = Gateway(two)
+    found = of_node(two)
     yield found
     found.close()
 
@@ -55,6 +67,6 @@ def gateway(two: Node) -> Iterator[Gateway]:
 @pytest.fixture(scope="package")
 def locked(two: Node) -> Iterator[Gateway]:
     """One with keys: ``guest`` and ``chief``."""
-    found = Gateway(two, "--api-key", "guest", "--operator-key", "chief")
+    found = of_node(two, "--api-key", "guest", "--operator-key", "chief")
     yield found
     found.close()

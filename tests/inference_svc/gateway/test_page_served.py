@@ -23,7 +23,7 @@ from inference_svc.gateway.history import STEP_SECONDS, History
 from inference_svc.gateway.holdings import Counts
 from inference_svc.gateway.node import NodeView
 from inference_svc.gateway.router import Router
-from tests.inference_svc.gateway.conftest import Gateway
+from tests.inference_svc.gateway.conftest import Gateway, of_node
 
 FOLDER = Path(inference_svc.gateway.__file__).parent / "page"
 NODE = "/kvsidecar/v1/node"
@@ -159,7 +159,7 @@ def test_guests_of_many_salts_take_no_more_memory(two: Node) -> None:
 
 
 def test_the_page_can_be_left_out(two: Node) -> None:
-    bare = Gateway(two, "--page", "false", "--cache-socket", "none")
+    bare = of_node(two, "--page", "false", "--cache-socket", "none")
     try:
         assert httpx.get(f"{bare.url}/").status_code == 404
         assert httpx.get(f"{bare.url}/page/app.js").status_code == 404

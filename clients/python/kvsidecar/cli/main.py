@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -16,9 +15,10 @@ from kvsidecar.cli import doctor as doctor_command
 from kvsidecar.cli import events as events_command
 from kvsidecar.cli import models as model_commands
 from kvsidecar.cli import node as node_commands
+from kvsidecar.cli import warming
 from kvsidecar.cli.worker import Address, connected, console, show_costs
 from kvsidecar.client import Completion
-from kvsidecar.errors import InvalidRequest, KVSidecarError
+from kvsidecar.errors import KVSidecarError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -76,7 +76,7 @@ def verify(context: typer.Context) -> None:
 
 @app.command(context_settings=_PASS_ON)
 def gateway(context: typer.Context) -> None:
-    """Run the HTTP gateway alone."""
+    """Run the HTTP gateway alone, of a node's workers or, with --nodes, of a fleet."""
     _become("inference_svc", "gateway", *context.args)
 
 
@@ -102,45 +102,13 @@ def generate(
     show_costs(final)
 
 
-@app.command()
-def warm(
-    prompts: Annotated[list[Path], typer.Argument(help="Text files, or folders of them, to read.", exists=True)],
-    worker: Address = None,
-) -> None:
-    """Read texts into the cache before anybody asks about them."""
-    from rich.progress import track
-
-    texts = _texts(prompts)
-    with connected(worker) as client:
-        for path, text in track(texts, description="warming", console=console, disable=len(texts) < 2):
-            result = client.warm(text)
-            console.print(
-                f"{path}: {result.prompt_tokens} tokens, {result.cached_tokens} were cached, "
-                f"{result.stored_tokens} are stored now"
-            )
-
-
-def _texts(paths: list[Path]) -> list[tuple[Path, str]]:
-    """The files that were named, and the texts in folders that were; what else lies in a folder is left out, by name.
-    Raises InvalidRequest when nothing is left."""
-    found = [(path, path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
-    for path in sorted(p for folder in paths if folder.is_dir() for p in folder.rglob("*") if p.is_file()):
-        try:
-            found.append((path, path.read_text(encoding="utf-8")))
-        except UnicodeDecodeError:
-            console.print(f"{path}: not a text in UTF-8, left out", style="dim", highlight=False)
-    texts = [(path, text) for path, text in found if text.strip()]
-    if not texts:
-        raise InvalidRequest(f"there is no text in {', '.join(map(str, paths))}")
-    return texts
-
-
 app.command(name="chat")(chat_command.chat)
 app.command(name="doctor")(doctor_command.doctor)
 app.command(name="events")(events_command.events)
 app.command(name="pull")(model_commands.pull)
 app.command(name="status")(node_commands.status)
 app.command(name="stop")(node_commands.stop)
+app.command(name="warm")(warming.warm)
 
 
 def main() -> None:

@@ -1921,6 +1921,7 @@ class SessionInfo(_message.Message):
     LEASED_CHUNKS_FIELD_NUMBER: _builtins.int
     RESERVATIONS_FIELD_NUMBER: _builtins.int
     STAGING_USED_BYTES_FIELD_NUMBER: _builtins.int
+    DESCRIPTOR_FIELD_NUMBER: _builtins.int
     client_name: _builtins.str
     """From Hello."""
     namespace: _builtins.bytes
@@ -1933,6 +1934,10 @@ class SessionInfo(_message.Message):
     """Reservations open."""
     staging_used_bytes: _builtins.int
     """Bytes of staging memory in use."""
+    @_builtins.property
+    def descriptor(self) -> _chunk_pb2.NamespaceDescriptor:
+        """What its chunks look like, as it said in Hello."""
+
     def __init__(
         self,
         *,
@@ -1942,10 +1947,11 @@ class SessionInfo(_message.Message):
         leased_chunks: _builtins.int = ...,
         reservations: _builtins.int = ...,
         staging_used_bytes: _builtins.int = ...,
+        descriptor: _chunk_pb2.NamespaceDescriptor | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "client_name", b"client_name", "leased_chunks", b"leased_chunks", "namespace", b"namespace", "reservations", b"reservations", "staging_used_bytes", b"staging_used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "client_name", b"client_name", "descriptor", b"descriptor", "leased_chunks", b"leased_chunks", "namespace", b"namespace", "reservations", b"reservations", "staging_used_bytes", b"staging_used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,166 @@
+"""What routing, copies and a remote tier are worth in a fleet of 1 to 1,000 nodes, by simulation of recorded traffic.
+
+Requests come so fast that a fleet without any cache would be busy for ``--load`` of its time, whatever its size: many
+nodes serve the same trace in less time. Costs are measured ones: of computing and loading from the JSON of
+`benchmarks.ttft`, of fetching from that of `benchmarks.fleet`, or from a link's speed.
+
+routing   random: any node. load: the one with the fewest requests. owner: the one that has most of the prompt, however
+          busy it is. prefix: as `kvsidecar gateway --nodes` does, which gives up some of it for less waiting.
+tier      none, or a remote one that all nodes share
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+from benchmarks.cluster_nodes import Costs, Fleet, Outcome, Remote, Routing
+from benchmarks.cluster_traces import Arrival, arrivals
+from benchmarks.eviction_replay import replay
+from cache_daemon.eviction import DEFAULT, POLICIES
+
+ROUTINGS: tuple[Routing, ...] = ("random", "load", "owner", "prefix")
+TIERS = ("none", "remote")
+_RESULTS = Path(__file__).parent / "results"
+_MEASURED = (_RESULTS / "ttft-1k-2k-qwen2.5-0.5b.json", _RESULTS / "ttft-qwen2.5-0.5b.json")
+_QUICK_REQUESTS = 1500
+
+
+def costs_of(files: list[Path], gbit: float, latency_ms: float, token_bytes: int) -> Costs:
+    """Computing fitted to the arm ``nocache`` over its lengths, loading to ``exact``, fetching to ``remote_warm`` where
+    a file has that arm. Raises SystemExit for files without those."""
+    try:
+        rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+        arms = {arm: [r for r in rows if r["arm"] == arm] for arm in ("nocache", "exact", "local", "remote_warm")}
+        computing = [(r["context_tokens"], r["ttft_ms_p50"] / 1e3) for r in arms["nocache"]]
+        loading = [(r["cached_tokens"], r["restore_ms"] / 1e3) for r in arms["exact"]]
+        loading += [(r["context_tokens"], r["ttft_ms_p50"] / 1e3) for r in arms["local"]]
+        fetching = [(r["context_tokens"], r["ttft_ms_p50"] / 1e3, r["bytes"]) for r in arms["remote_warm"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"--costs: no results of benchmarks.ttft or benchmarks.fleet: {error}") from error
+    if not computing or not loading:
+        raise SystemExit("--costs: there are no rows of the arms nocache and exact (or local)")
+    token, pair = _through_zero(np.array([(n, n * n / 2) for n, _ in computing]), np.array([s for _, s in computing]))
+    load = _through_zero(np.array([(n,) for n, _ in loading]), np.array([s for _, s in loading]))[0]
+    fetch, each = load + token_bytes / (gbit * 1e9 / 8), token_bytes
+    if fetching:
+        fetch = float(np.mean([seconds / n for n, seconds, _ in fetching]))
+        each = int(np.mean([size / n for n, _, size in fetching])) or token_bytes
+    return Costs(token, pair, load, fetch, latency_ms / 1e3, each)
+
+
+def _through_zero(columns: Any, seconds: Any) -> list[float]:
+    """Factors of a sum through the origin, none below zero: a column that would have one is left out."""
+    found, *_ = np.linalg.lstsq(columns, seconds, rcond=None)
+    if columns.shape[1] > 1 and found.min() < 0:
+        return [*_through_zero(columns[:, :1], seconds), 0.0]
+    return [max(0.0, float(factor)) for factor in found]
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    costs = costs_of(options.costs, options.gbit, options.latency_ms, options.token_bytes)
+    first = min(options.requests or _QUICK_REQUESTS, _QUICK_REQUESTS) if options.quick else options.requests
+    traces = {trace: arrivals(trace, first or None) for trace in options.trace}
+    # Where the files lie is nobody's business.
+    options.costs, options.trace = [file.name for file in options.costs], [Path(trace).name for trace in traces]
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {"costs": {name: float(f"{value:.4g}") for name, value in vars(costs).items()}}
+    arms = [
+        (nodes, routing, tier)
+        for nodes in options.nodes
+        for routing in (options.routing if nodes > 1 else ["prefix"])
+        for tier in TIERS
+    ]
+    with report.progress() as progress:
+        task = progress.add_task("simulating", total=len(traces) * len(arms))
+        for trace, found in traces.items():
+            name = Path(trace).stem
+            for nodes, routing, tier in arms:
+                progress.update(task, description=f"{name}, {nodes} nodes, {routing}, {tier}")
+                remote = Remote(options.remote_write, costs.token_bytes) if tier == "remote" else None
+                fleet = Fleet(nodes, options.capacity_blocks, costs, remote, routing, options.seed)
+                outcome = fleet.run(found, _pace(found, costs, nodes, options.load))
+                progress.advance(task)
+                head = {"trace": name, "nodes": nodes, "routing": routing, "tier": tier}
+                rows.append(head | _row(outcome, nodes, remote))
+            if 1 in options.nodes:
+                alone = replay([a.request for a in found], POLICIES[DEFAULT](), options.capacity_blocks)
+                one = next(r for r in rows if (r["trace"], r["nodes"], r["tier"]) == (name, 1, "none"))
+                summary[f"one_node_over_eviction_{name}"] = round(one["token_hit_ratio"] / alone, 4) if alone else 1.0
+    return report.write(options, "cluster_sim", rows, summary | _worth(rows))
+
+
+def _pace(found: list[Arrival], costs: Costs, nodes: int, load: float) -> float:
+    """By how much time is stretched, so that computing all prompts would keep the nodes busy for ``load`` of it."""
+    seconds = sum(costs.compute(0, arrival.request.tokens) for arrival in found)
+    return seconds / load / nodes / max(1e-9, found[-1].seconds)
+
+
+def _row(outcome: Outcome, nodes: int, remote: Remote | None) -> dict[str, Any]:
+    ttft = sorted(outcome.ttft_seconds)
+    total = max(1, outcome.prompt_tokens)
+    return {
+        "token_hit_ratio": round((outcome.local_tokens + outcome.remote_tokens) / total, 4),
+        "local_hit_ratio": round(outcome.local_tokens / total, 4),
+        "ttft_s_mean": round(float(np.mean(ttft)), 4),
+        "ttft_s_p50": round(ttft[len(ttft) // 2], 4),
+        "ttft_s_p99": round(report.p99(ttft), 4),
+        "busy": round(outcome.busy_seconds / max(1e-9, nodes * outcome.ends), 4),
+        "copies": round(outcome.copies, 3),
+        "asked_per_request": round(outcome.asked / max(1, len(ttft)), 2),
+        "read_gb": round(remote.read_bytes / 1e9, 3) if remote else 0.0,
+        "written_gb": round(remote.written_bytes / 1e9, 3) if remote else 0.0,
+    }
+
+
+def _worth(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean TTFT of what is compared, over that of routing by prefix, by size."""
+    by = {(r["trace"], r["nodes"], r["routing"], r["tier"]): r for r in rows}
+    out: dict[str, Any] = {}
+    for (trace, nodes, routing, tier), row in by.items():
+        if routing != "prefix" or tier != "none":
+            continue
+        mean, where = row["ttft_s_mean"], f"{trace}_{nodes}"
+        for what, other in (("routing", "load"), ("copies", "owner")):
+            if (trace, nodes, other, tier) in by:
+                out[f"worth_of_{what}_{where}"] = round(by[trace, nodes, other, tier]["ttft_s_mean"] / mean, 3)
+        out[f"worth_of_remote_{where}"] = round(mean / by[trace, nodes, routing, "remote"]["ttft_s_mean"], 3)
+    return out
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("cluster_sim", __doc__ or "")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--trace", nargs="+", default=["synthetic:1"], help="files, or KIND:SEED as benchmarks.eviction has them"
+    )
+    parser.add_argument("--requests", type=int, default=0, help="only so many of each trace, the first ones; 0 for all")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["load", "owner", "prefix"])
+    parser.add_argument("--capacity-blocks", type=int, default=3000, help="of 512 tokens, in each node")
+    parser.add_argument("--load", type=float, default=0.7, help="share of its time that a fleet without cache is busy")
+    parser.add_argument(
+        "--costs", type=Path, nargs="+", default=list(_MEASURED), help="JSON of benchmarks.ttft, .fleet"
+    )
+    parser.add_argument(
+        "--gbit", type=float, default=10.0, help="of the link to the tier, where --costs has no arm of it"
+    )
+    parser.add_argument("--latency-ms", type=float, default=1.0, help="of a look-up in the tier")
+    parser.add_argument("--token-bytes", type=int, default=12288, help="keys and values of a token, as they are sent")
+    parser.add_argument("--remote-write", choices=["second-use", "all", "never"], default="second-use")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if min([*options.nodes, options.capacity_blocks, options.requests + 1]) < 1 or min(options.load, options.gbit) <= 0:
+        parser.error("--nodes, --capacity-blocks, --load and --gbit must be positive, --requests 0 or more")
+    if options.quick:
+        options.nodes = [n for n in options.nodes if n <= 100] or [10]
+    return run(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""``kvsidecar cache push`` and ``pull``: a tenant's chunks, from this node's daemon to another one or from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvsidecar.carrying import Carried, Tenant, carry, descriptor_of
+from kvsidecar.cli.cache.daemon import Salt, at_daemon, connected, namespace_bytes, salt_bytes
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.sizes import format_size
+
+Name = Annotated[str, typer.Argument(help="The namespace (64 hex digits, `cache stats --json`).")]
+OtherToken = Annotated[Path | None, typer.Option(help="File with the token that the other daemon knows you by.")]
+OtherCa = Annotated[Path | None, typer.Option(help="PEM file of the authority that vouches for the other daemon.")]
+OtherCert = Annotated[Path | None, typer.Option(help="PEM file of your certificate there.")]
+OtherKey = Annotated[Path | None, typer.Option(help="PEM file of its key.")]
+
+
+@at_daemon
+def push(
+    daemon: Any,
+    namespace: Name,
+    to: Annotated[str, typer.Option(help="The other daemon's host:port, or socket.")],
+    to_token_file: OtherToken = None,
+    to_ca: OtherCa = None,
+    to_cert: OtherCert = None,
+    to_key: OtherKey = None,
+    salt: Salt = "",
+) -> None:
+    """Store at another node what this one has of a namespace, and the other has not."""
+    tenant = _tenant(namespace, salt)
+    with connected(to, to_token_file, to_ca, to_cert, to_key) as other:
+        _tell("pushed", _carried(daemon, other, tenant, (daemon, other)), f"to {to}")
+
+
+@at_daemon
+def pull(
+    daemon: Any,
+    namespace: Name,
+    source: Annotated[str, typer.Option("--from", help="The other daemon's host:port, or socket.")],
+    from_token_file: OtherToken = None,
+    from_ca: OtherCa = None,
+    from_cert: OtherCert = None,
+    from_key: OtherKey = None,
+    salt: Salt = "",
+) -> None:
+    """Store here what another node has of a namespace, and this one has not."""
+    tenant = _tenant(namespace, salt)
+    with connected(source, from_token_file, from_ca, from_cert, from_key) as other:
+        _tell("pulled", _carried(other, daemon, tenant, (daemon, other)), f"from {source}")
+
+
+def _tenant(namespace: str, salt: str) -> Tenant:
+    if not namespace:
+        raise InvalidRequest("name a namespace; `cache stats --json` has those of attached workers")
+    return Tenant(namespace_bytes(namespace), salt_bytes(salt))
+
+
+def _carried(source: Any, target: Any, tenant: Tenant, daemons: tuple[Any, Any]) -> Carried:
+    descriptor = descriptor_of(tenant.namespace, *daemons)
+    with Progress(
+        TextColumn("chunks"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=(console := Console(stderr=True)),
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("chunks", total=None)
+
+        def heard(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        return carry(source, target, tenant, descriptor, heard)
+
+
+def _tell(done: str, found: Carried, where: str) -> None:
+    known = f", {found.known} were there" if found.known else ""
+    lost = f", {found.lost} came or went meanwhile" if found.lost else ""
+    print(f"{done} {found.chunks} chunks ({format_size(found.payload_bytes)}) {where}{known}{lost}")

@@ -1,0 +1,132 @@
+"""Which node has how much of a prompt: asked, not remembered, so that it is so whoever restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from kvsidecar.errors import InvalidRequest, Unavailable, UnknownModel
+from prometheus_client import Histogram
+
+from inference_svc.gateway.fleet.members import Members, Node
+from inference_svc.gateway.fleet.placing import Beginnings, beginnings, candidates, choose
+from inference_svc.gateway.standing import HELD, WARM
+
+RESPONSES = "/v1/responses"
+_PROMPTS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, WARM})
+# Who says nothing in this time has nothing; the prompt is not kept waiting.
+_PATIENCE_SECONDS = 0.5
+# What is shorter is as quickly computed as asked for.
+_WORTH_ASKING_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What of a request decides where it goes. ``only`` is the one node that can answer it."""
+
+    path: str
+    body: dict[str, Any]
+    raw: bytes
+    model: str
+    prompt: Beginnings
+    only: Node | None = None
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A node's own word on a prompt."""
+
+    node: Node
+    prompt_tokens: int
+    held_tokens: int
+
+
+class Asking:
+    """Chooses nodes. ``seconds`` observes how long the asking takes."""
+
+    def __init__(self, members: Members, client: httpx.AsyncClient, seconds: Histogram) -> None:
+        self._members, self._client, self._seconds = members, client, seconds
+
+    async def read(self, path: str, raw: bytes, body: Any) -> Asked:
+        """Raises InvalidRequest, UnknownModel, Unavailable."""
+        if not isinstance(body, dict):
+            raise InvalidRequest("the body must be a JSON object")
+        try:
+            prompt = beginnings(body)
+        except RecursionError as error:
+            raise InvalidRequest("the body is nested too deeply") from error
+        model, before = body.get("model"), body.get("previous_response_id")
+        model = model if isinstance(model, str) else ""  # the node says what is wrong
+        self.check_model(model)
+        only = await self.holder(before) if path == RESPONSES and isinstance(before, str) else None
+        return Asked(path, body, raw, model, prompt, only)
+
+    def check_model(self, name: str) -> None:
+        """Raises UnknownModel, Unavailable."""
+        served = self._members.models()
+        if name and name not in served:
+            raise UnknownModel(
+                f"the model {name[:80]!r} is not served here; served: {', '.join(sorted(served))}", param="model"
+            )
+
+    async def place(self, asked: Asked, excluded: Sequence[Node]) -> Node:
+        """The node for a request. Raises Unavailable when there is none."""
+        able = [node for node in self._members.alive if node.serves(asked.model) and node not in excluded]
+        if asked.only is not None:
+            able = [node for node in able if node is asked.only]
+            if not able:
+                raise Unavailable("the node that keeps the response before this one is away; send all messages instead")
+        if not able:
+            raise self._members.none()
+        if len(able) == 1:
+            return able[0]
+        named = {node.url: node for node in able}
+        near = candidates(self._members.ring, [node.standing() for node in able], asked.prompt)
+        found = await self._ask([named[one.name] for one in near], asked)
+        standings = [one.node.standing(one.held_tokens) for one in found]
+        return named[choose(standings, asked.prompt, max(one.prompt_tokens for one in found)).name]
+
+    async def _ask(self, nodes: list[Node], asked: Asked) -> list[_Held]:
+        short = asked.prompt.size_bytes < _WORTH_ASKING_BYTES
+        if short or asked.path not in _PROMPTS or asked.body.get("skip_cache") is True:
+            return [_Held(node, 0, 0) for node in nodes]
+        began = time.perf_counter()
+        found = await asyncio.gather(*(self._held(node, asked) for node in nodes))
+        self._seconds.observe(time.perf_counter() - began)
+        return found
+
+    async def _held(self, node: Node, asked: Asked) -> _Held:
+        """Nothing, where a node does not answer in time or refuses the request: it will say why when it gets it."""
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                answer = await self._client.post(
+                    node.url + HELD + asked.path,
+                    content=asked.raw,
+                    headers={"Content-Type": "application/json"},
+                    extensions=node.extensions,
+                )
+            found = answer.raise_for_status().json()
+            node.busy = int(found["busy"])
+            return _Held(node, int(found["prompt_tokens"]), int(found["held_tokens"]))
+        except (TimeoutError, httpx.HTTPError, ValueError, KeyError, TypeError):
+            return _Held(node, 0, 0)
+
+    async def holder(self, response_id: str) -> Node | None:
+        """The node that keeps a response; None when none says so."""
+        if not response_id.isascii() or not response_id.replace("_", "").replace("-", "").isalnum():
+            return None  # no id of ours, and no path
+        nodes = self._members.alive
+        kept = await asyncio.gather(*(self._keeps(node, response_id) for node in nodes))
+        return next((node for node, keeps in zip(nodes, kept, strict=True) if keeps), None)
+
+    async def _keeps(self, node: Node, response_id: str) -> bool:
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                answer = await self._client.get(f"{node.url}{RESPONSES}/{response_id}", extensions=node.extensions)
+        except (TimeoutError, httpx.HTTPError):
+            return False
+        return answer.status_code == 200

@@ -1,0 +1,86 @@
+"""What a node says to the gateway of a fleet: what it serves, and how much of a prompt it has. And reading ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from kvsidecar.cache.v1 import cache_pb2
+from kvsidecar.errors import InvalidRequest, from_rpc
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from pydantic import BaseModel, ConfigDict, Field
+
+from inference_svc.gateway import answers
+from inference_svc.gateway.messages import Message
+from inference_svc.gateway.router import Router, Worker
+from inference_svc.gateway.tools import Tool
+
+SERVING, HELD, WARM = "/kvsidecar/v1/serving", "/kvsidecar/v1/held", "/kvsidecar/v1/warm"
+_PATIENCE_SECONDS = 2.0
+
+
+class WarmBody(BaseModel):
+    """A text or a conversation to read before anybody asks about it, and by when that is of no use any more."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    cache_salt: str = ""
+    within_seconds: float = Field(default=600.0, gt=0, le=86400)
+
+    def to_grpc(self) -> pb.WarmRequest:
+        """Raises InvalidRequest."""
+        if (self.prompt is None) == (not self.messages):
+            raise InvalidRequest("one of prompt and messages must be set", param="prompt")
+        if self.prompt is not None:
+            prompt = pb.Prompt(text=self.prompt)
+        else:
+            messages = [m.to_grpc(i) for i, m in enumerate(self.messages or ())]
+            prompt = pb.Prompt(chat=pb.Chat(messages=messages, tools=[tool.to_grpc() for tool in self.tools or ()]))
+        return pb.WarmRequest(prompt=prompt, cache=pb.CacheOptions(tenant_salt=self.cache_salt.encode()))
+
+
+def serving(router: Router) -> dict[str, Any]:
+    """What is served, by how many workers, and how many requests they have."""
+    alive = [worker for worker in router.workers if worker.alive]
+    models = {worker.model.model_id: answers.model(worker.model) for worker in alive}
+    return {"models": list(models.values()), "workers": len(alive), "busy": _busy(router)}
+
+
+def _busy(router: Router) -> int:
+    return sum(worker.in_flight for worker in router.workers)
+
+
+async def held(router: Router, worker: Worker, daemon: Any, prompt: pb.Prompt, salt: bytes) -> dict[str, Any]:
+    """How many tokens a prompt has, and how many of them the daemon has keys and values of. Leases nothing and counts
+    as no use. Raises KVSidecarError."""
+    try:
+        tokens = prompt.token_ids.ids
+        if prompt.WhichOneof("kind") != "token_ids":
+            asked = pb.TokenizeRequest(prompt=prompt)
+            tokens = (await worker.client.stub.Tokenize(asked, timeout=_PATIENCE_SECONDS)).token_ids
+        found = 0
+        if daemon is not None and worker.model.namespace and tokens:
+            match = cache_pb2.MatchRequest(namespace=worker.model.namespace, tenant_salt=salt, token_ids=tokens)
+            found = (await daemon.Match(match, timeout=_PATIENCE_SECONDS)).matched_tokens
+    except grpc.RpcError as error:
+        raise from_rpc(error) from error
+    return {"prompt_tokens": len(tokens), "held_tokens": found, "busy": _busy(router)}
+
+
+async def warm(worker: Worker, body: WarmBody) -> dict[str, Any]:
+    """Reads a prompt into the cache. Raises KVSidecarError, DeadlineExceeded when it was not read in time."""
+    worker.in_flight += 1
+    try:
+        found = await worker.client.stub.Warm(body.to_grpc(), timeout=body.within_seconds)
+    except grpc.RpcError as error:
+        raise from_rpc(error) from error
+    finally:
+        worker.in_flight -= 1
+    return {
+        "prompt_tokens": found.prompt_tokens,
+        "cached_tokens": found.cached_tokens,
+        "stored_tokens": found.stored_tokens,
+    }

@@ -1,0 +1,145 @@
+"""What a fleet's gateway may meet: servers that say they are nodes, and answer, refuse, break off or hang as told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.node import free_port
+from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.fleet.app import Fleet, create_app
+
+Handler = Callable[[asyncio.StreamWriter], Awaitable[None]]
+SERVED: dict[str, Any] = {"models": [{"id": "m", "object": "model"}], "workers": 1, "busy": 0}
+
+
+@dataclass(eq=False)
+class Peer:
+    """Listens on a loopback address. ``prompts`` are the bodies of the answers that it was asked for,
+    ``began`` is set with the first of them."""
+
+    host: str = "127.0.0.1"
+    port: int = field(default_factory=free_port)
+    served: dict[str, Any] = field(default_factory=lambda: dict(SERVED))
+    held_tokens: int = 0
+    answer: Handler | None = None
+    responses: frozenset[str] = frozenset()
+    silent: bool = False
+    tls: ssl.SSLContext | None = None
+    prompts: list[dict[str, Any]] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
+    asked: int = 0
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[Peer]:
+        server = await asyncio.start_server(self._connected, self.host, self.port, ssl=self.tls)
+        try:
+            yield self
+        finally:
+            server.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
+            body = await reader.readexactly(int(headers.get("content-length", "0")))
+            self.keys.add(headers.get("authorization", ""))
+            await self._serve(head[0].split()[1], body, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    async def _serve(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+        if self.silent:
+            await asyncio.sleep(30)
+        elif path == "/kvsidecar/v1/serving":
+            await says(self.served)(writer)
+        elif path.startswith("/kvsidecar/v1/held/"):
+            self.asked += 1
+            await says({"prompt_tokens": 1000, "held_tokens": self.held_tokens, "busy": self.served["busy"]})(writer)
+        elif path.startswith("/v1/responses/"):
+            name = path.rpartition("/")[2]
+            await says({"id": name}, 200 if name in self.responses else 404)(writer)
+        else:
+            self.prompts.append(json.loads(body))
+            self.began.set()
+            await (self.answer or says({"from": self.url}))(writer)
+
+
+def says(body: Any, code: int = 200) -> Handler:
+    """A whole answer."""
+
+    async def handler(writer: asyncio.StreamWriter) -> None:
+        data = json.dumps(body).encode()
+        head = f"HTTP/1.1 {code} X\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+        writer.write(f"{head}Connection: close\r\n\r\n".encode() + data)
+        await writer.drain()
+
+    return handler
+
+
+def streams(*events: str, end: bool = True) -> Handler:
+    """Events; without ``end`` the connection breaks behind them."""
+
+    async def handler(writer: asyncio.StreamWriter) -> None:
+        head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+        writer.write(f"{head}Connection: close\r\n\r\n".encode())
+        for event in events:
+            data = f"data: {event}\n\n".encode()
+            writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        if end:
+            writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+    return handler
+
+
+async def hangs(writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(30)
+
+
+async def breaks(writer: asyncio.StreamWriter) -> None:
+    """Says nothing and closes."""
+
+
+@asynccontextmanager
+async def fleet_of(*peers: Peer, nodes: str = "", **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Fleet]]:
+    """A fleet's gateway in this process over listening peers, and a client of it."""
+    async with AsyncExitStack() as stack:
+        for peer in peers:
+            await stack.enter_async_context(peer.listening())
+        named = nodes or ",".join(peer.url for peer in peers)
+        app = create_app(GatewayConfig(nodes=named, **settings))
+        await stack.enter_async_context(app.router.lifespan_context(app))
+        transport = httpx.ASGITransport(app)
+        client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://fleet"))
+        yield client, app.state.fleet
+
+
+def named(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Addresses of a name, which the test changes; the first is 127.0.0.1. With none the resolver is away."""
+    addresses = ["127.0.0.1"]
+
+    async def look_up(_: object, host: str, port: int, **__: object) -> list[Any]:
+        assert host == name
+        if not addresses:
+            raise socket.gaierror(socket.EAI_AGAIN, "try again")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(type(asyncio.get_running_loop()), "getaddrinfo", look_up, raising=False)
+    return addresses

@@ -1,0 +1,162 @@
+"""Two nodes of real processes, and gateways of the fleet before them: who has read answers, whatever restarts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.node import Node
+from tests.inference_svc.gateway.conftest import Gateway, of_node
+
+MOST_TOKENS = 8
+
+
+@dataclass
+class Fleet:
+    nodes: list[Node]
+    gateways: list[Gateway]  # of the nodes
+    fronts: list[Gateway]  # of the fleet
+
+    def served(self) -> list[int]:
+        """How many requests each node has had."""
+        return [node.client().stats().requests for node in self.nodes]
+
+    def restart(self, i: int) -> None:
+        """A node ends in order, and begins again at the same address."""
+        gateway, node = self.gateways[i], self.nodes[i]
+        gateway.close()
+        for name in ("worker-0", "daemon"):
+            node.kill(name, 15)
+        node.start_daemon()
+        node.start_worker(0)
+        self.gateways[i] = of_node(node, port=gateway.port)
+
+
+@contextmanager
+def closing_at_end(node: Node) -> Iterator[Node]:
+    """A node that its user starts."""
+    try:
+        yield node
+    finally:
+        node.__exit__()
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        # Nothing stays in the pools: what is reused comes from the daemons, also after a restart.
+        made = [Node(arena_bytes="64MiB", pool_bytes="32MiB", worker_flags={"resident_sequences": 0}) for _ in range(2)]
+        nodes = [stack.enter_context(closing_at_end(node)) for node in made]
+        for node in nodes:
+            node.start_daemon(wait=False)
+            node.start_worker(0, wait=False)
+        for node in nodes:
+            node.wait_daemon()
+            node.wait_worker(0)
+        gateways = [of_node(node, wait=False) for node in nodes]
+        named = ",".join(gateway.url for gateway in gateways)
+        fronts = [Gateway(nodes[0], "--nodes", named, "--node-seconds", "0.5", wait=False) for _ in range(2)]
+        found = Fleet(nodes, gateways, fronts)
+        for gateway in (*gateways, *fronts):
+            gateway.wait()
+        yield found
+        for gateway in (*found.fronts, *found.gateways):
+            gateway.close()
+
+
+def talk(about: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{about} is what this is about: " + f"I read that {about} is old. " * 12}]
+
+
+def ask(gateway: Gateway, messages: list[dict[str, str]], **options: Any) -> Any:
+    given = {"max_tokens": MOST_TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}} | options
+    return gateway.client.chat.completions.create(model="demo", messages=messages, **given)  # type: ignore[call-overload]
+
+
+def next_turn(messages: list[dict[str, str]], answer: Any) -> list[dict[str, str]]:
+    said = {"role": "assistant", "content": answer.choices[0].message.content}
+    return [*messages, said, {"role": "user", "content": "and what else?"}]
+
+
+def test_the_next_turn_goes_to_the_node_that_is_warm_whichever_gateway_has_it(fleet: Fleet) -> None:
+    for i, about in enumerate(("Rome", "the sea", "bread", "chess")):
+        first = talk(about)
+        answer = ask(fleet.gateways[i % 2], first)  # at the node, behind the fleet's back
+        fleet.nodes[i % 2].settle()
+        before = fleet.served()
+        second = ask(fleet.fronts[i // 2], next_turn(first, answer))
+        after = fleet.served()
+        assert [b - a for a, b in zip(before, after, strict=True)] == [1 - i % 2, i % 2], about
+        cached = second.usage.prompt_tokens_details.cached_tokens
+        assert cached >= answer.usage.prompt_tokens - 8
+
+
+def test_a_killed_nodes_answer_comes_from_the_other(fleet: Fleet) -> None:
+    messages, options = talk("a ship"), {"max_tokens": 200}
+    expected = ask(fleet.gateways[1], messages, **options).choices[0].message.content
+    fleet.nodes[1].settle()
+    deadline = time.monotonic() + 30
+    with ThreadPoolExecutor(1) as asking:
+        answer = asking.submit(ask, fleet.fronts[0], messages, **options)
+        while not fleet.nodes[1].client().stats().running:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        fleet.nodes[1].kill("worker-0")
+        assert answer.result(60).choices[0].message.content == expected
+    fleet.nodes[1].start_worker(0)
+
+
+def test_warming_and_listing_go_through(fleet: Fleet) -> None:
+    url = f"{fleet.fronts[0].url}/kvsidecar/v1/warm"
+    text = "a text that is to be read before anybody asks. " * 10
+    found = httpx.post(url, json={"prompt": text}, timeout=60).json()
+    assert found["stored_tokens"] >= found["prompt_tokens"] - 1 > 50
+    again = httpx.post(url, json={"prompt": text}, timeout=60).json()
+    assert again["cached_tokens"] >= found["prompt_tokens"] - 1, "the same node was asked"
+    late = httpx.post(url, json={"prompt": text * 4, "within_seconds": 0.001}, timeout=60)
+    assert late.status_code == 504
+    both = httpx.post(url, json={"prompt": text, "messages": []}, timeout=60)
+    assert (both.status_code, httpx.post(url, json={}, timeout=60).status_code) == (200, 400)
+    assert [m.id for m in fleet.fronts[1].client.models.list()] == ["demo"]
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+def test_a_rolling_restart_loses_nothing_and_what_was_read_is_still_known(fleet: Fleet, rounds: int) -> None:
+    talks = [talk(about) for about in ("wood", "stone", "iron", "glass", "paper", "wool")]
+
+    def shares() -> list[float]:
+        usages = [ask(fleet.fronts[i % 2], messages).usage for i, messages in enumerate(talks)]
+        return [usage.prompt_tokens_details.cached_tokens / usage.prompt_tokens for usage in usages]
+
+    shares()
+    for node in fleet.nodes:
+        node.settle()
+    before, stop = shares(), threading.Event()
+
+    def load(i: int) -> int:
+        done = 0
+        while not stop.is_set():
+            ask(fleet.fronts[i % 2], talks[done % len(talks)], stream=False)
+            done += 1
+        return done
+
+    with ThreadPoolExecutor(3) as clients:
+        running = [clients.submit(load, i) for i in range(3)]
+        try:
+            for _ in range(rounds):
+                for i in range(2):
+                    fleet.restart(i)
+        finally:
+            stop.set()
+        assert all(client.result(60) > 2 for client in running), "an answer that is lost raises here"
+    for node in fleet.nodes:
+        node.settle()
+    assert sum(shares()) >= 0.95 * sum(before) > 0
