@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvsidecar.runtime import default_runtime_dir
+from kvsidecar.telemetry import checked_endpoint
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -36,6 +37,9 @@ class GatewayConfig(BaseSettings):
     """Larger requests are refused."""
     request_seconds: float = Field(default=600.0, gt=0)
     """A request ends after this time."""
+    otlp_endpoint: str = ""
+    """OpenTelemetry collector (OTLP over gRPC) that gets spans, such as http://localhost:4317. When empty, the standard
+    variables OTEL_EXPORTER_OTLP_... decide; off without those. Needs kvsidecar[otel]."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message to log."""
 
@@ -45,6 +49,11 @@ class GatewayConfig(BaseSettings):
         if not [w for w in value.split(",") if w.strip()]:
             raise ValueError("name at least one worker")
         return value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _url(cls, value: str) -> str:
+        return checked_endpoint(value)
 
     @property
     def for_this_machine(self) -> bool:

@@ -49,20 +49,21 @@ class NodeView:
 
     async def _sample(self) -> None:
         while True:
-            await self._stats()
+            await self.stats()
             await asyncio.sleep(STEP_SECONDS)
 
-    async def _stats(self) -> list[pb.GetStatsResponse | None]:
-        """Of each worker, None for those that do not answer."""
+    async def stats(self) -> list[pb.GetStatsResponse | None]:
+        """Asks each worker; None for those that do not answer."""
         found = await asyncio.gather(*(_stats_of(worker) for worker in self._router.workers))
         for worker, stats in zip(self._router.workers, found, strict=True):
+            worker.stats = stats
             if stats is not None:
                 self._history.observe(worker.target, stats, time.monotonic())
         return found
 
     async def show(self, salt: bytes, operator: bool) -> dict[str, Any]:
         """The node as an operator sees it, or as one does who knows this ``salt``."""
-        stats, cache = await asyncio.gather(self._stats(), self._cache(salt, operator))
+        stats, cache = await asyncio.gather(self.stats(), self._cache(salt, operator))
         workers = zip(self._router.workers, stats, strict=True)
         return {
             "version": __version__,

@@ -42,6 +42,7 @@ class Worker:
     alive: bool = False
     seen: bool = False  # it was alive once
     model: pb.GetModelResponse = field(default_factory=pb.GetModelResponse)
+    stats: pb.GetStatsResponse | None = None  # what it said last
     in_flight: int = 0
 
     async def poll(self) -> None:

@@ -8,9 +8,12 @@ import structlog
 import uvicorn
 from kvsidecar.addresses import TcpAddress
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.telemetry import sending
+from kvsidecar.tracing import NO_TRACER
 
 from inference_svc.gateway.app import create_app
 from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.tracing import SERVICE_NAME
 
 log = structlog.get_logger("gateway")
 
@@ -29,7 +32,7 @@ async def serve(config: GatewayConfig) -> None:
         log.warning("listening beyond this machine without an API key", host=config.host)
     url = f"http://{TcpAddress(config.host, listener.getsockname()[1])}/v1"
     log.info("listening; it answers as soon as a worker is ready", url=url, workers=config.targets)
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(config), log_config=None, access_log=False, timeout_graceful_shutdown=10)
-    )
-    await server.serve(sockets=[listener])
+    async with sending(SERVICE_NAME, config.otlp_endpoint) as providers:
+        app = create_app(config, NO_TRACER if providers is None else providers.tracer("inference_svc.gateway"))
+        settings = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=10)
+        await uvicorn.Server(settings).serve(sockets=[listener])
