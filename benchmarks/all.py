@@ -22,6 +22,7 @@ NAMES = (
     "store",
     "faults",
     "soak",
+    "gateway_chaos",
     "streaming",
 )
 _WITHOUT_MODEL = ("kernels", "cpu_kernels", "store", "faults", "soak", "streaming")
