@@ -97,6 +97,12 @@ kernels: setup  ## Compile the CUDA kernels (needs nvcc, no GPU) and report what
 bench: setup  ## All benchmarks at their small size, JSON under bench-out/
 	$(BIN)/python -m benchmarks.all --quick --out-dir bench-out
 
+.PHONY: dist
+dist: setup  ## A source distribution, and the wheel that comes of it, in dist/
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build
+	$(BIN)/python -m build --outdir dist
+
 clean:  ## Remove the environment and build products
 	rm -rf $(VENV) $(VLLM_VENV) $(ENGINES) build dist bench-out *.egg-info
 
