@@ -83,7 +83,8 @@ class _Spans:
         """A part of the current call; nothing outside of one."""
         if not self._trace.get_current_span().is_recording():
             return NOTHING
-        found: Span = self._tracer.start_as_current_span(what)
+        # What failed is told by the call's span, and without its text.
+        found: Span = self._tracer.start_as_current_span(what, record_exception=False, set_status_on_exception=False)
         return found
 
 

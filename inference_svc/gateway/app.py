@@ -83,7 +83,7 @@ class Gateway:
         return JSONResponse(body, status_code=200 if up else 503)
 
     async def show_metrics(self, request: Request) -> Response:
-        await self.node.stats()
+        await self.node.refresh()
         return PlainTextResponse(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def show_node(self, request: Request) -> Response:

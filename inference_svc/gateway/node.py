@@ -21,6 +21,7 @@ from inference_svc.gateway.holdings import Counts, Holdings, holding
 from inference_svc.gateway.router import RECONNECT, Router, Worker
 
 _PATIENCE_SECONDS = 2.0
+_FRESH_SECONDS = 0.5
 _SHOWN_CALLS = 6
 
 
@@ -34,6 +35,7 @@ class NodeView:
         self._daemon: Any = None
         self._holdings, self._counts = Holdings(), Counts()
         self._sampler: asyncio.Task[None] | None = None
+        self._asked_at = 0.0
 
     async def start(self) -> None:
         if self._socket is not None:
@@ -52,8 +54,14 @@ class NodeView:
             await self.stats()
             await asyncio.sleep(STEP_SECONDS)
 
+    async def refresh(self) -> None:
+        """Asks the workers again, unless they just were."""
+        if time.monotonic() - self._asked_at > _FRESH_SECONDS:
+            await self.stats()
+
     async def stats(self) -> list[pb.GetStatsResponse | None]:
         """Asks each worker; None for those that do not answer."""
+        self._asked_at = time.monotonic()
         found = await asyncio.gather(*(_stats_of(worker) for worker in self._router.workers))
         for worker, stats in zip(self._router.workers, found, strict=True):
             worker.stats = stats

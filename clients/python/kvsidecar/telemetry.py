@@ -158,7 +158,8 @@ class _Recorded(Span):
         from opentelemetry.trace import use_span
 
         span = self._tracer.start_span(name, self._within, start_time=self._ns(began))
-        with _Recorded(self._tracer, span, self._offset_ns, began) as found, use_span(span):
+        quietly = use_span(span, record_exception=False, set_status_on_exception=False)
+        with _Recorded(self._tracer, span, self._offset_ns, began) as found, quietly:
             yield found
 
     def event(self, name: str) -> None:

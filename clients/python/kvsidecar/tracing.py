@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
-from kvsidecar.errors import Cancelled
+import grpc
+
+from kvsidecar.errors import Cancelled, from_rpc
 
 SDK = "opentelemetry.sdk.trace"
 Attributes = Mapping[str, str | int | float | bool]
@@ -23,6 +25,8 @@ def error_name(error: BaseException) -> str:
     """What is told of an error: its text may hold what is nobody's business."""
     if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
         return Cancelled.reason
+    if isinstance(error, grpc.RpcError):
+        return from_rpc(error).reason
     return str(getattr(error, "reason", type(error).__name__))
 
 
