@@ -104,7 +104,7 @@ class Served:
             return 0
 
     def kill_worker(self) -> None:
-        """The next one, if it lives; who is still being started is left alone."""
+        """The next one, if it lives."""
         name = f"--name=worker-{self._killed % self._options.workers}"
         self._killed += 1
         for child in psutil.Process(self._process.pid).children():

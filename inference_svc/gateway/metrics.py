@@ -131,7 +131,9 @@ class _Workers:
 
     def collect(self) -> Iterable[Metric]:
         known = [
-            (w.stats, (w.model.model_id, str(i))) for i, w in enumerate(self._router.workers) if w.alive and w.stats
+            (worker.stats, (worker.model.model_id, str(i)))
+            for i, worker in enumerate(self._router.workers)
+            if worker.alive and worker.stats is not None
         ]
         kinds: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], dict[str, tuple[str, _Reading]]], ...]
         kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from kvsidecar.bench.prompts import Shape, prompts
 from kvsidecar.cli.cost import Savings, sentences
 from kvsidecar.cli.main import app
@@ -24,11 +23,11 @@ from tests.inference_svc.gateway.conftest import Gateway
 SMALL = ("--requests", "4", "--prefixes", "2", "--prefix-words", "150", "--question-words", "5", "--max-tokens", "4")
 
 
-def run(*arguments: str) -> Result:
+def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 
 
-def bench(url: str, *further: str) -> Result:
+def bench(url: str, *further: str) -> Any:
     return run("bench", "--url", url, *SMALL, *further)
 
 

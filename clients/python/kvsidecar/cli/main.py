@@ -47,8 +47,8 @@ def kvsidecar(
 ) -> None: ...
 
 
-for service in (services.serve, services.daemon, services.worker, services.verify, services.gateway):
-    app.command(cls=services.ServiceCommand, context_settings=services.PASS_ON)(service)
+for service in services.commands():
+    app.command(context_settings=services.PASS_ON)(service)
 
 
 def _read(text: str) -> str:

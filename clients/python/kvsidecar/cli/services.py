@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import os
 import sys
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
 
-import click
 import typer
-from click.shell_completion import CompletionItem
-from typer.core import TyperCommand
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 _SETTINGS = {
@@ -19,47 +19,68 @@ _SETTINGS = {
     "worker": ("inference_svc.config", "WorkerConfig"),
     "gateway": ("inference_svc.gateway.config", "GatewayConfig"),
 }
+# Set by the script that --install-completion installs.
+_ASKED_BY_SHELL = "_KVSIDECAR_COMPLETE"
 
 
-class ServiceCommand(TyperCommand):
-    """Completes the flags that the process will read: one for each of its settings."""
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = super().shell_complete(ctx, incomplete)
-        if incomplete.startswith("-") and self.name in _SETTINGS:
-            module, name = _SETTINGS[self.name]
-            settings = getattr(importlib.import_module(module), name)
-            flags = ["config", *(key for key, field in settings.model_fields.items() if not field.exclude)]
-            named = [f"--{flag.replace('_', '-')}" for flag in [*flags, "help"]]
-            found += [CompletionItem(flag) for flag in sorted(named) if flag.startswith(incomplete)]
-        return found
+def commands() -> list[Callable[..., None]]:
+    """What the command line has of them. To a shell that completes they have the flags of their settings; otherwise
+    none, and all flags are handed on."""
+    found = [serve, daemon, worker, verify, gateway]
+    return [_with_flags(command) for command in found] if _ASKED_BY_SHELL in os.environ else found
 
 
-def become(*command: str) -> NoReturn:
-    """Goes on as ``python -m`` with these arguments."""
+def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    if command.__name__ not in _SETTINGS:
+        return command
+    module, name = _SETTINGS[command.__name__]
+    fields = getattr(importlib.import_module(module), name).model_fields
+    flag = Annotated[str | None, typer.Option()]
+
+    @functools.wraps(command)
+    def completed(context: typer.Context, **_: Any) -> None:
+        command(context)
+
+    names = ["config", *(name for name, field in fields.items() if not field.exclude)]
+    kinds: dict[str, Any] = {"context": typer.Context, **dict.fromkeys(names, flag)}
+    parameters = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=kind,
+            default=inspect.Parameter.empty if name == "context" else None,
+        )
+        for name, kind in kinds.items()
+    ]
+    completed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    completed.__annotations__ = kinds
+    return completed
+
+
+def _become(*command: str) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", *command])
 
 
 def serve(context: typer.Context) -> None:
     """Run a whole node: cache daemon, workers and the OpenAI-compatible gateway (`serve --help` for flags)."""
-    become("inference_svc", "serve", *context.args)
+    _become("inference_svc", "serve", *context.args)
 
 
 def daemon(context: typer.Context) -> None:
     """Run the cache daemon alone."""
-    become("cache_daemon", *context.args)
+    _become("cache_daemon", *context.args)
 
 
 def worker(context: typer.Context) -> None:
     """Run one inference worker alone."""
-    become("inference_svc", "worker", *context.args)
+    _become("inference_svc", "worker", *context.args)
 
 
 def verify(context: typer.Context) -> None:
     """Measure whether a model may reuse text that was read in another context (`verify --help` for flags)."""
-    become("inference_svc", "verify", *context.args)
+    _become("inference_svc", "verify", *context.args)
 
 
 def gateway(context: typer.Context) -> None:
     """Run the HTTP gateway alone."""
-    become("inference_svc", "gateway", *context.args)
+    _become("inference_svc", "gateway", *context.args)
