@@ -122,7 +122,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
     arguments = {"BUILD_BASE": BASE, "RUN_BASE": BASE, "EXTRAS": EXTRAS, "TORCH_INDEX": index, "PIP_INDEX_URL": index}
     try:
         buildah(
-            "build", "--pull-never", "--layers=false", "--format=oci", "--network=none",
+            "build", "--pull-never", "--layers=false", "--format=oci",
             *(f"--build-arg={name}={value}" for name, value in arguments.items()),
             *(f"--volume={path}:{path}:ro" for path in MOUNTED), f"--volume={wheels}/simple:/index:ro",
             f"--file={CONTAINER / 'Containerfile'}", f"--ignorefile={CONTAINER / 'ignore'}", f"--tag={IMAGE}", ".",
