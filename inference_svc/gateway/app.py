@@ -16,7 +16,7 @@ import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from kvsidecar import __version__
-from kvsidecar.errors import InvalidRequest, KVSidecarError, UnknownModel, UnsupportedOption, from_rpc
+from kvsidecar.errors import InvalidRequest, KVSidecarError, Unavailable, UnknownModel, UnsupportedOption, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.tracing import NO_TRACER, Tracer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -41,6 +41,8 @@ from inference_svc.gateway.writing import Piece, Writer, error_response, unknown
 
 log = structlog.get_logger("gateway")
 
+_MOST_WAITING, _LOOK_SECONDS = 1024, 0.05
+
 
 class Gateway:
     """The handlers. One instance per process."""
@@ -51,6 +53,7 @@ class Gateway:
         self.router = Router(config.targets)
         self.metrics = Metrics(self.router)
         self._memory = Memory()
+        self._waiting = 0  # requests for which no worker is up
         self.node = NodeView(self.router, config.cache_socket)
 
     # ---- endpoints ------------------------------------------------------------------------------------------
@@ -223,12 +226,12 @@ class Gateway:
 
     async def _run(self, request: pb.GenerateRequest, whole: bool) -> AsyncIterator[pb.GenerateStreamResponse]:
         """One choice, as it comes or at once. While nothing of it was handed on, a worker that goes away is replaced by
-        another."""
-        tried: set[str] = set()
-        answer = self.metrics.answer()
+        another, or by its successor; a request that ends workers ends as many as there are, or two."""
+        tried: list[str] = []
+        answer, most = self.metrics.answer(), max(2, len(self.router.workers))
         while True:
-            worker = self.router.pick(request, tried)
-            tried.add(worker.target)
+            worker = await self._pick(request, set(tried) if len(tried) < len(self.router.workers) else set())
+            tried.append(worker.target)
             held: list[pb.GenerateStreamResponse] = []
             try:
                 async for part in self._call(worker, request):
@@ -246,9 +249,30 @@ class Gateway:
                 if not retryable(error):
                     raise
                 worker.down(str(error))
-                if (answer.started and not whole) or len(tried) == len(self.router.workers):
+                if (answer.started and not whole) or len(tried) == most:
                     raise
                 self.metrics.retries.inc()
+
+    async def _pick(self, request: pb.GenerateRequest, excluded: set[str]) -> Worker:
+        """The router's choice. Where no worker is up that was before, waits a moment: whoever runs them starts them
+        again. Raises Unavailable."""
+        try:
+            return self.router.pick(request, excluded)
+        except Unavailable:
+            if not self.router.may_return or self._waiting >= _MOST_WAITING:
+                raise
+        until = time.monotonic() + self._config.worker_wait_seconds
+        self._waiting += 1
+        try:
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                try:
+                    return self.router.pick(request, excluded)
+                except Unavailable:
+                    if time.monotonic() >= until:
+                        raise
+        finally:
+            self._waiting -= 1
 
     async def _call(self, worker: Worker, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateStreamResponse]:
         worker.in_flight += 1

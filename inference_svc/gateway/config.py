@@ -37,6 +37,9 @@ class GatewayConfig(BaseSettings):
     """Larger requests are refused."""
     request_seconds: float = Field(default=600.0, gt=0)
     """A request ends after this time."""
+    worker_wait_seconds: float = Field(default=15.0, ge=0)
+    """A request waits so long for a worker to come back, when none is up; one that is loaded for the first time is not
+    waited for."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector (OTLP over gRPC) that gets spans, such as http://localhost:4317. When empty, the standard
     variables OTEL_EXPORTER_OTLP_... decide; off without those. Needs kvsidecar[otel]."""

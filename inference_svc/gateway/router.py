@@ -91,8 +91,13 @@ class Router:
             raise Unavailable(self._why())
         return found
 
+    @property
+    def may_return(self) -> bool:
+        """Some worker was up once."""
+        return any(w.seen for w in self.workers)
+
     def _why(self) -> str:
-        if any(w.seen for w in self.workers):
+        if self.may_return:
             return "no inference worker is up; try again in a moment"
         return "no inference worker is ready yet: the model is still being loaded; try again in a moment"
 
