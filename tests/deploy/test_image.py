@@ -60,6 +60,8 @@ class Buildah:
             (root / name).symlink_to(f"usr/{name}")
         for name in ("etc", "run", "var/lib", "var/cache"):
             (root / name).mkdir(parents=True)
+        root.chmod(0o755)
+        (root / "usr").mkdir()
         (root / "tmp").mkdir(0o777)
         (root / "tmp").chmod(0o1777)
         self("umount", container)
@@ -71,7 +73,8 @@ class Buildah:
         container = self("from", "--pull-never", IMAGE)
         try:
             mounts = [f"--volume={path}:{path}:ro" for path in MOUNTED]
-            return self("run", *mounts, container, "--", *command)
+            # A shell finds it: buildah would look before anything is mounted.
+            return self("run", *mounts, container, "--", "/bin/sh", "-c", 'exec "$@"', "sh", *command)
         finally:
             self("rm", container)
 
