@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -219,27 +218,6 @@ def test_metrics_and_health(gateway: Gateway) -> None:
     assert risen("request_prompt_tokens_sum") == answer.usage.prompt_tokens
     assert risen("request_generation_tokens_sum") == answer.usage.completion_tokens
     assert httpx.get(f"{gateway.url}/health").json()["workers_up"] == 2
-
-
-def test_a_whole_answer_survives_the_worker_that_wrote_it(gateway: Gateway, two: Node) -> None:
-    """Nothing of it was sent: another worker writes it."""
-
-    def begun() -> float:
-        page = httpx.get(f"{gateway.url}/metrics").text
-        return float(re.search(r"^vllm:time_to_first_token_seconds_count\S* (\S+)$", page, re.M)[1])
-
-    before, ask = begun(), gateway.client.completions.create
-    with ThreadPoolExecutor(1) as threads:
-        options = {"max_tokens": 300, "temperature": 0, "extra_body": {"ignore_eos": True}}
-        asked = threads.submit(ask, model="demo", prompt="a long story about a dog", **options)
-        deadline = time.monotonic() + 20
-        while begun() == before:
-            assert time.monotonic() < deadline
-        (writing,) = [i for i in range(2) if two.client(i).stats().running]
-        two.kill(f"worker-{writing}")
-        answer = asked.result(60)
-    assert answer.usage.completion_tokens == 300
-    two.start_worker(writing)
 
 
 def test_a_dead_worker_is_routed_around(gateway: Gateway, two: Node) -> None:
