@@ -110,6 +110,12 @@ $(LLAMA_STAMP):
 	$(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(LLAMA)
 	@touch $@
 
+.PHONY: dist
+dist: setup  ## A source distribution, and the wheel that comes of it, in dist/
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build
+	$(BIN)/python -m build --outdir dist
+
 clean:  ## Remove the environment and build products
 	rm -rf $(VENV) $(VLLM_VENV) $(LLAMA_VENV) $(ENGINES) build dist bench-out *.egg-info
 

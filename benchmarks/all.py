@@ -22,6 +22,7 @@ NAMES = (
     "store",
     "faults",
     "soak",
+    "gateway_chaos",
     "streaming",
     "agents",
     "engines",

@@ -29,6 +29,9 @@ from benchmarks.peer import Peer
 _ALLOWED_P99, _ALLOWED_FILE = 1.25, 1.5
 _SESSION_SECONDS = 60.0
 _PARTS = 6
+# Rows that are written; of an hour's samples each stands for a minute.
+_ROWS = 60
+_LAST = ("at_s", "chunks", "arena_evictions", "durable_evictions")
 
 
 class Worker:
@@ -86,6 +89,18 @@ def rise(samples: list[tuple[float, float]]) -> float:
     at, values = np.array(samples).T
     slope = np.polyfit(at - at[0], values, 1)[0]
     return float(slope * (at[-1] - at[0]))
+
+
+def thinned(rows: list[dict[str, Any]], most: int = _ROWS) -> list[dict[str, Any]]:
+    """At most so many rows, each for as many samples as all others but the last: the largest of what was watched, the
+    sum of the matches, the last of what only counts."""
+    each = -(-len(rows) // most)
+    groups = [rows[i : i + each] for i in range(0, len(rows), each or 1)]
+    return [{name: _of(name, [row[name] for row in group]) for name in group[0]} for group in groups]
+
+
+def _of(name: str, values: list[Any]) -> Any:
+    return values[-1] if name in _LAST else sum(values) if name == "matches" else max(values)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -146,7 +161,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "reasons": sorted({text for w in workers for text in w.errors})[:3],
         "leaked": int(end.leases + end.reservations),
     }
-    return report.write(options, "soak", rows, summary)
+    return report.write(options, "soak", thinned(rows), summary)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

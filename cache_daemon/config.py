@@ -9,6 +9,7 @@ from kvsidecar.addresses import parse_tcp
 from kvsidecar.durations import parse_duration
 from kvsidecar.runtime import default_data_dir, default_runtime_dir
 from kvsidecar.sizes import parse_size
+from kvsidecar.telemetry import checked_endpoint
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -130,9 +131,7 @@ class DaemonConfig(BaseSettings):
     @field_validator("otlp_endpoint")
     @classmethod
     def _url(cls, value: str) -> str:
-        if value and not value.startswith(("http://", "https://")):
-            raise ValueError("it must begin with http:// (plain) or https:// (TLS)")
-        return value
+        return checked_endpoint(value)
 
     # A rule about several settings is the last one's, so that the message names a setting and shows no other's value.
 

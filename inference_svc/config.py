@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvsidecar.runtime import default_runtime_dir
 from kvsidecar.sizes import parse_size
+from kvsidecar.telemetry import checked_endpoint
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -58,8 +59,16 @@ class ModelSettings(BaseSettings):
     """Most tokens that are guessed at once for a request."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = "auto"
     """How the model writes calls of tools; auto: as its chat template has it, else as JSON that its prompt asks for."""
+    otlp_endpoint: str = ""
+    """OpenTelemetry collector (OTLP over gRPC) that gets spans and metrics, such as http://localhost:4317. When empty,
+    the standard variables OTEL_EXPORTER_OTLP_... decide; off without those. Needs kvsidecar[otel]."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message to log."""
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _url(cls, value: str) -> str:
+        return checked_endpoint(value)
 
     @field_validator("pool_bytes", "memory_bytes", mode="before")
     @classmethod

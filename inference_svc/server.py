@@ -9,10 +9,12 @@ from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from kvsidecar.runtime import ensure_private_dir
 from kvsidecar.serving import Endpoint, listening, stop_on_signals
+from kvsidecar.telemetry import Providers, sending
 
 from inference_svc.config import WorkerConfig
 from inference_svc.engine.pool import PAGE_TOKENS
 from inference_svc.metrics import serve_metrics
+from inference_svc.observing import NOBODY, SERVICE_NAME, Telling
 from inference_svc.runtime import Runtime, build
 from inference_svc.service import InferenceService
 
@@ -29,16 +31,19 @@ async def serve(config: WorkerConfig) -> None:
     stop_on_signals(stop)
     config.socket.unlink(missing_ok=True)  # a killed worker's: nobody must take it for a live one while this loads
     log.info("loading the model", model=config.model)
-    runtime = await asyncio.to_thread(build, config)
-    try:
-        if not stop.is_set():
-            await _serve(config, runtime, stop)
-    finally:
-        await asyncio.to_thread(runtime.close)
+    # First, so that calls of the daemon name their span.
+    async with sending(SERVICE_NAME, config.otlp_endpoint) as providers:
+        runtime = await asyncio.to_thread(build, config)
+        try:
+            if not stop.is_set():
+                await _serve(config, runtime, stop, providers)
+        finally:
+            await asyncio.to_thread(runtime.close)
 
 
-async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event) -> None:
-    service = InferenceService(runtime)
+async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, providers: Providers | None) -> None:
+    observer = Telling(providers, runtime.engine.loaded.id) if providers is not None else NOBODY
+    service = InferenceService(runtime, observer)
     async with listening(
         Endpoint(SERVICE, config.socket, config.tcp, health_tcp=config.health_tcp),
         lambda server: add_InferenceServiceServicer_to_server(service, server),

@@ -23,6 +23,7 @@ from inference_svc.engine.sequence import Output, Sequence
 from inference_svc.explaining import prompt_parts
 from inference_svc.freed_memory import give_back_freed_memory
 from inference_svc.model.streaming.loading import Streamed
+from inference_svc.observing import NOBODY, UNSEEN, Observed, Observer
 from inference_svc.prompts import Prompter
 from inference_svc.runtime import Runtime
 from inference_svc.tools.answering import FINISH, read_calls
@@ -38,8 +39,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(InferenceServiceServicer):
     """One instance per worker; all methods run on its event loop, the engine on a thread of its own."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._engine = runtime, runtime.engine
+    def __init__(self, runtime: Runtime, observer: Observer = NOBODY) -> None:
+        self._runtime, self._engine, self._observer = runtime, runtime.engine, observer
         self._loaded = runtime.engine.loaded
         config = runtime.config
         self._prompter = Prompter(
@@ -61,7 +62,7 @@ class InferenceService(InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         response = pb.GenerateResponse()
         texts: list[str] = []
-        async for part in self._generate(request):
+        async for part in self._generate(request, self._observer.request("Generate", context, request.prompt)):
             texts.append(part.text)
             response.token_ids.extend(part.token_ids)
             response.logprobs.extend(part.logprobs)
@@ -79,37 +80,43 @@ class InferenceService(InferenceServiceServicer):
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         try:
-            async for part in self._generate(request.request):
+            seen = self._observer.request("GenerateStream", context, request.request.prompt)
+            async for part in self._generate(request.request, seen):
                 yield part
         except KVSidecarError as error:
             await abort(context, error, INFERENCE_DOMAIN)
 
-    async def _generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateStreamResponse]:
+    async def _generate(
+        self, request: pb.GenerateRequest, seen: Observed = UNSEEN
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """The pieces of an answer. Leaving early, for whatever reason, cancels the sequence."""
-        sequence, outputs = await self._submit(request)
-        calls = self._prompter.call_parser(request)
-        request_id = sequence.id
-        finished = False
-        try:
-            while not finished:
-                output = await outputs.get()
-                finished = output.finish is not None
-                if output.error is not None:
-                    raise output.error
-                part = self._part(sequence, output, request_id)
-                if calls is not None:
-                    read_calls(calls, part)
-                if request_id and sequence.parts:
-                    part.prompt_parts.extend(
-                        await self._read(request, lambda: prompt_parts(sequence, self._prompter.text))
-                    )
-                yield part
-                request_id = ""
-        finally:
-            if not finished:
-                self._engine.cancel(sequence)
+        with seen:
+            sequence, outputs = await self._submit(request, seen)
+            calls = self._prompter.call_parser(request)
+            request_id = sequence.id
+            finished = False
+            try:
+                while not finished:
+                    output = await outputs.get()
+                    finished = output.finish is not None
+                    if output.error is not None:
+                        raise output.error
+                    part = self._part(sequence, output, request_id)
+                    if calls is not None:
+                        read_calls(calls, part)
+                    if request_id and sequence.parts:
+                        part.prompt_parts.extend(
+                            await self._read(request, lambda: prompt_parts(sequence, self._prompter.text))
+                        )
+                    if finished:
+                        seen.answered(sequence)
+                    yield part
+                    request_id = ""
+            finally:
+                if not finished:
+                    self._engine.cancel(sequence)
 
-    async def _submit(self, request: pb.GenerateRequest) -> tuple[Sequence, asyncio.Queue[Output]]:
+    async def _submit(self, request: pb.GenerateRequest, seen: Observed) -> tuple[Sequence, asyncio.Queue[Output]]:
         arrived = time.perf_counter()
         outputs: asyncio.Queue[Output] = asyncio.Queue()
 
@@ -118,7 +125,9 @@ class InferenceService(InferenceServiceServicer):
                 self._loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         sequence = await self._read(request, lambda: self._prompter.sequence(request, sink, arrived))
-        sequence.timings.tokenize_ms = (time.perf_counter() - arrived) * 1e3
+        tokenized, sequence.trace = time.perf_counter(), seen.span
+        sequence.timings.tokenize_ms = (tokenized - arrived) * 1e3
+        seen.span.phase("tokenize", arrived, tokenized)
         self._engine.submit(sequence)
         return sequence, outputs
 
@@ -161,26 +170,28 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
-        tokens, marks = await self._read(
-            request, lambda: self._prompter.bounded_tokens(request.prompt, generation_prompt=False, cache=request.cache)
-        )
-        inner = pb.GenerateRequest(
-            prompt=pb.Prompt(token_ids=pb.TokenIds(ids=tokens)), max_tokens=1, cache=request.cache
-        )
-        inner.cache.segment_ends[:] = marks.segment_ends
-        sequence, outputs = await self._submit(inner)
-        output = Output()
-        try:
-            while output.stored_tokens is None:
-                output = await outputs.get()
-                if output.error is not None:
-                    raise output.error
-        finally:
-            if output.stored_tokens is None:
-                self._engine.cancel(sequence)
-        return pb.WarmResponse(
-            prompt_tokens=len(tokens), cached_tokens=sequence.cached_tokens, stored_tokens=output.stored_tokens
-        )
+        with self._observer.request("Warm", context) as seen:
+            tokens, marks = await self._read(
+                request,
+                lambda: self._prompter.bounded_tokens(request.prompt, generation_prompt=False, cache=request.cache),
+            )
+            inner = pb.GenerateRequest(
+                prompt=pb.Prompt(token_ids=pb.TokenIds(ids=tokens)), max_tokens=1, cache=request.cache
+            )
+            inner.cache.segment_ends[:] = marks.segment_ends
+            sequence, outputs = await self._submit(inner, seen)
+            output = Output()
+            try:
+                while output.stored_tokens is None:
+                    output = await outputs.get()
+                    if output.error is not None:
+                        raise output.error
+            finally:
+                if output.stored_tokens is None:
+                    self._engine.cancel(sequence)
+            return pb.WarmResponse(
+                prompt_tokens=len(tokens), cached_tokens=sequence.cached_tokens, stored_tokens=output.stored_tokens
+            )
 
     # ---- tokens ---------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ import uvloop
 from kvsidecar.addresses import TcpAddress, why_not_bindable
 from kvsidecar.cli.settings import add_flags, configure_logging, read_settings, refuse_unknown_variables
 from kvsidecar.errors import ConfigurationError, KVSidecarError
+from kvsidecar.free_memory import free_bytes
 from kvsidecar.runtime import (
     default_data_dir,
     default_runtime_dir,
@@ -40,7 +41,6 @@ from pydantic_settings import SettingsConfigDict
 from inference_svc.config import ModelSettings, WorkerConfig
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.model.preflight import settled
-from inference_svc.model.streaming.memory import free_bytes
 
 log = structlog.get_logger("serve")
 
@@ -153,7 +153,7 @@ class Supervisor:
             await asyncio.sleep(0.05)
 
     def _daemon_command(self) -> list[str]:
-        flags = self._set("store", "arena_bytes", "store_bytes", "log_level")
+        flags = self._set("store", "arena_bytes", "store_bytes", "log_level", "otlp_endpoint")
         return [sys.executable, "-m", "cache_daemon", *_flags({"socket": self.cache_socket} | flags)]
 
     def _worker_command(self, i: int, socket: Path) -> list[str]:
@@ -184,7 +184,7 @@ class Supervisor:
     def _gateway_command(self) -> list[str]:
         workers = ",".join(map(str, self.worker_sockets))
         flags = {"host": self._config.host, "port": self._config.port, "workers": workers}
-        flags |= {"cache_socket": self.cache_socket} | self._set("log_level", "page")
+        flags |= {"cache_socket": self.cache_socket} | self._set("log_level", "page", "otlp_endpoint")
         return [sys.executable, "-m", "inference_svc", "gateway", *_flags(flags)]
 
     def _set(self, *names: str) -> dict[str, object]:

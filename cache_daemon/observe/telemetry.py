@@ -1,37 +1,29 @@
 """OpenTelemetry: spans of calls and of the slow parts within them, and the metrics of ``names``, sent over OTLP.
 
-Only where an endpoint is set; the package ``opentelemetry`` is imported nowhere else. A call is the child of the span
-that its caller names (W3C Trace Context). Attributes hold sizes and outcomes, never tokens, salts or hashes.
+Only where an endpoint is set. A call is the child of the span that its caller names (W3C Trace Context). Attributes
+hold sizes and outcomes, never tokens, salts or hashes.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
-from kvsidecar.errors import ConfigurationError, Context
+from kvsidecar.errors import Context
+from kvsidecar.telemetry import Providers, sending
 
 from cache_daemon.observe.names import COUNTERS, GAUGES
 from cache_daemon.observe.snapshot import Snapshots
 from cache_daemon.observe.spans import NOTHING, CallSpan, Span, WorkSpan, no_work_span
 
-ENDPOINT_VARIABLES = (
-    "OTEL_EXPORTER_OTLP_ENDPOINT",
-    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-    "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
-)
 SERVICE_NAME = "kvsidecar-cache"
 _SERVICE = "kvsidecar.cache.v1.CacheService"
 _PREFIX = "kvsidecar.cache."
 _FRESH_SECONDS = 1.0
-_LAST_WORDS_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -43,67 +35,18 @@ class Telemetry:
     observe: Callable[[Snapshots], None] = lambda _: None
 
 
-def wanted(endpoint: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether anything says where to send it. ``OTEL_SDK_DISABLED=true`` wins."""
-    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return False
-    return bool(endpoint) or any(environment.get(name) for name in ENDPOINT_VARIABLES)
-
-
 @asynccontextmanager
 async def telemetry(endpoint: str) -> AsyncIterator[Telemetry]:
-    """Sends to an OTLP endpoint (gRPC) while the body runs: the given one, or what the standard variables
-    ``OTEL_EXPORTER_OTLP_...`` say; does nothing without either. Raises ConfigurationError without the packages."""
-    if not wanted(endpoint):
-        yield Telemetry()
-        return
-    try:
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise ConfigurationError(
-            "an OTLP endpoint is set, but OpenTelemetry is not installed; pip install 'kvsidecar[otel]'"
-        ) from error
-    at = {"endpoint": endpoint} if endpoint else {}
-    processor = BatchSpanProcessor(OTLPSpanExporter(**at))
-    reader = PeriodicExportingMetricReader(OTLPMetricExporter(**at))
-    async with exporting(processor, reader) as found:
-        yield found
+    """Sends to an OTLP endpoint (gRPC) while the body runs, as ``kvsidecar.telemetry.sending`` says; does nothing where
+    none is set. Raises ConfigurationError without the packages."""
+    async with sending(SERVICE_NAME, endpoint) as providers:
+        yield Telemetry() if providers is None else over(providers)
 
 
-@asynccontextmanager
-async def exporting(processor: Any, reader: Any) -> AsyncIterator[Telemetry]:
-    """Telemetry to an SDK span processor and an SDK metric reader, which it shuts down at the end."""
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-
-    # The standard variables OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win.
-    resource = Resource({"service.name": SERVICE_NAME}).merge(Resource.create())
-    if resource.attributes.get("service.name", "").startswith("unknown_service"):
-        resource = resource.merge(Resource({"service.name": SERVICE_NAME}))
-    traces = TracerProvider(resource=resource, shutdown_on_exit=False)
-    traces.add_span_processor(processor)
-    meters = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
-    spans = _Spans(traces.get_tracer("cache_daemon"))
-    meter = meters.get_meter("cache_daemon")
-    try:
-        yield Telemetry(spans.of_call, spans.of_work, lambda snapshots: _observe(meter, snapshots))
-    finally:
-        # On threads: the last metrics are read on the loop that this runs on.
-        await asyncio.to_thread(_shut_down, traces, meters)
-
-
-def _shut_down(*providers: Any) -> None:
-    """Sends what is left, unless that takes too long: an absent collector must not keep the daemon from ending."""
-    threads = [threading.Thread(target=provider.shutdown, daemon=True) for provider in providers]
-    deadline = time.monotonic() + _LAST_WORDS_SECONDS
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+def over(providers: Providers) -> Telemetry:
+    """Telemetry to the SDK's providers."""
+    spans, meter = _Spans(providers.traces.get_tracer("cache_daemon")), providers.meters.get_meter("cache_daemon")
+    return Telemetry(spans.of_call, spans.of_work, lambda snapshots: _observe(meter, snapshots))
 
 
 class _Spans:
@@ -140,7 +83,8 @@ class _Spans:
         """A part of the current call; nothing outside of one."""
         if not self._trace.get_current_span().is_recording():
             return NOTHING
-        found: Span = self._tracer.start_as_current_span(what)
+        # What failed is told by the call's span, and without its text.
+        found: Span = self._tracer.start_as_current_span(what, record_exception=False, set_status_on_exception=False)
         return found
 
 

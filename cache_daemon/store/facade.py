@@ -107,7 +107,7 @@ class ChunkStore:
         self.remote: Remote | None = None
         if remote is not None:
             publishing = Publishing(self.tiers, self._persistence, self._pins)
-            self.remote = Remote(remote, self.tiers, publishing, self._note)
+            self.remote = Remote(remote, self.tiers, publishing, self._note, around)
         self._upkeep: asyncio.Task[None] | None = None
 
     # ---- beginning and end ----------------------------------------------------------------------------------

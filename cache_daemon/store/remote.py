@@ -36,7 +36,8 @@ class RemoteSettings:
 
 
 class Remote:
-    """Of one store. ``note`` keeps a small value for the next start; None deletes it."""
+    """Of one store. ``note`` keeps a small value for the next start; None deletes it. ``around`` surrounds reads, which
+    it is told the name of."""
 
     def __init__(
         self,
@@ -44,7 +45,9 @@ class Remote:
         tiers: Tiers,
         publishing: Publishing,
         note: Callable[[bytes, bytes | None], None],
+        around: Callable[[str], contextlib.AbstractContextManager[object]] = lambda _: contextlib.nullcontext(),
     ) -> None:
+        self._around = around
         self._tier, self._threads = settings.tier, ThreadPoolExecutor(_THREADS, "remote")
         in_thread = asyncio.get_running_loop().run_in_executor
         self._sending = Sending(
@@ -79,7 +82,8 @@ class Remote:
         """Adds to the prefix of a session's prompt what the tier has of it, as ``Bringing`` and ``Wanted`` say. To be
         called right before ``ChunkStore.match``, so that nothing goes in between."""
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
-        brought = await self._bringing.bring(Wanted(root, tenant, session.geometry, ids, cuts, price, patience))
+        with self._around("remote read"):
+            brought = await self._bringing.bring(Wanted(root, tenant, session.geometry, ids, cuts, price, patience))
         self._sending.stir()
         return brought
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cache_daemon.observe.names import COUNTERS, GAUGES
 from inference_svc import metrics as worker
-from inference_svc.gateway.app import Metrics
+from inference_svc.gateway.metrics import Metrics
 from inference_svc.gateway.router import Router
 
 # Beside the fields of the daemon's statistics (cache_daemon/observe/prometheus.py).

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.grafana.exported import exported
-from deploy.grafana.panels import ROWS, Panel, rate
+from deploy.grafana.panels import ROWS, Panel, quantile, rate
 
 FILE = Path(__file__).with_name("kvsidecar.json")
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -22,7 +22,7 @@ _WIDTH, _HEIGHT, _ACROSS = 8, 8, 3
 
 def metrics_in(expression: str) -> set[str]:
     """The metrics that a query reads; of a histogram its name without ``_bucket``, ``_sum`` and ``_count``."""
-    found = re.findall(r"\bkvsidecar_[a-z0-9_]+", expression)
+    found = re.findall(r"\b(?:kvsidecar_|vllm:)[a-z0-9_]+", expression)
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
 
 
@@ -34,8 +34,12 @@ def rows() -> dict[str, tuple[Panel, ...]]:
         raise ValueError(f"nobody exports {', '.join(sorted(unknown))}")
     rest = []
     for name in sorted(there.keys() - shown):
-        query = rate(name) if there[name] == "counter" else f"sum({name})"
-        rest.append(Panel(name.removeprefix("kvsidecar_").replace("_", " "), "short", (("", query),)))
+        title, unit = name.removeprefix("kvsidecar_").replace("_", " "), "s" if name.endswith("_seconds") else "short"
+        if there[name] == "histogram":
+            rest.append(Panel(title, unit, tuple((f"p{round(q * 100)}", quantile(q, name)) for q in (0.5, 0.95))))
+        else:
+            query = rate(name) if there[name] == "counter" else f"sum({name})"
+            rest.append(Panel(title, "short", (("", query),)))
     return {**ROWS, "Everything else": tuple(rest)}
 
 

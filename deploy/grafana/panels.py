@@ -25,11 +25,12 @@ def share(part: str, whole: str) -> str:
     return f"{rate(part)} / ({rate(whole)} > 0)"
 
 
-def quantile(q: float) -> str:
-    return f"histogram_quantile({q}, sum by (le) (rate(kvsidecar_gateway_ttft_seconds_bucket[$__rate_interval])))"
+def quantile(q: float, histogram: str) -> str:
+    return f"histogram_quantile({q}, sum by (le) (rate({histogram}_bucket[$__rate_interval])))"
 
 
 PROMPT = "kvsidecar_cache_prompt_tokens_total"
+FIRST = "vllm:time_to_first_token_seconds"
 
 ROWS: dict[str, tuple[Panel, ...]] = {
     "What reuse gives": (
@@ -40,7 +41,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                ("from disk", share("kvsidecar_cache_promoted_tokens_total", PROMPT)),
                ("in another context", share("kvsidecar_cache_content_tokens_total", PROMPT))),
               "Falls while the traffic stays what it was: see the runbook, hit ratio."),
-        Panel("Time to first token", "s", tuple((f"p{round(q * 100)}", quantile(q)) for q in (0.5, 0.95, 0.99))),
+        Panel("Time to first token", "s", tuple((f"p{round(q * 100)}", quantile(q, FIRST)) for q in (0.5, 0.95, 0.99))),
         Panel("Tokens per second", "short",
               (("prompt", rate("kvsidecar_worker_prompt_tokens_total")),
                ("of these cached", rate("kvsidecar_worker_cached_tokens_total")),

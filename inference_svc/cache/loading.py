@@ -79,7 +79,8 @@ class Loading:
             cuts=cuts,
             seconds_per_token=self._economy.price,
         )
-        found = session.stub.Match(request, timeout=self._patience(session, len(sequence.tokens)))
+        with sequence.trace.part("lookup", sequence.admitted_at):
+            found = session.stub.Match(request, timeout=self._patience(session, len(sequence.tokens)))
         looked_up = time.perf_counter()
         if found.epoch != session.epoch:
             raise ValueError(f"an answer of epoch {found.epoch:x} in a session of epoch {session.epoch:x}")
@@ -102,6 +103,7 @@ class Loading:
                 stored=_stored_prefix(found.matches, cuts[:-1] if session.remote else None),
                 lookup_ms=(looked_up - began) * 1e3,
                 transfer_ms=found.promote_ms,
+                looked_up_at=looked_up,
             )
             layers = self._geometry.layers
             copied = sum(len(piece.slots) for piece in pieces)

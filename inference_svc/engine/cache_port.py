@@ -27,6 +27,7 @@ class Restored:
     stored: StoredPrefix | None = None  # what the cache holds of the prompt; None when it did not say
     lookup_ms: float = 0.0
     transfer_ms: float = 0.0
+    looked_up_at: float = 0.0  # when the look-up was over (time.perf_counter); 0 where there was none
     restore_ms: float = 0.0  # up to the hand-over; what comes after is the gate's
 
 

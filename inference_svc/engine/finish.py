@@ -28,6 +28,7 @@ def take_token(sequence: Sequence, drawn: Drawn, longest: int) -> Finish | None:
         sequence.first_token_at = now
         timings.prefill_ms = (now - sequence.started_at) * 1e3
         timings.ttft_ms = (now - sequence.arrived) * 1e3
+        sequence.trace.phase("prefill", sequence.started_at, now)
         if sequence.gate is not None:
             timings.restore_ms += sequence.gate.restore_ms
         if sequence.explain:
@@ -47,6 +48,7 @@ def take_token(sequence: Sequence, drawn: Drawn, longest: int) -> Finish | None:
         if sequence.text.stopped:
             finish = Finish.STOP  # in what had been held back
         timings.decode_ms = (now - sequence.first_token_at) * 1e3
+        sequence.trace.phase("decode", sequence.first_token_at, now)
     elif sequence.steering is not None:
         sequence.steering.look_ahead()  # while the next forward runs
     sequence.sink(Output(text, drawn, finish))

@@ -145,8 +145,9 @@ class Loop:
             self.loading.add(sequence)
             self.waiting.remove(sequence)
             sequence.state = State.LOADING
-            now = time.perf_counter()
-            sequence.timings.queue_ms += (now - sequence.queued_at) * 1e3
+            sequence.admitted_at = time.perf_counter()
+            sequence.timings.queue_ms += (sequence.admitted_at - sequence.queued_at) * 1e3
+            sequence.trace.phase("queue", sequence.queued_at, sequence.admitted_at)
             if not sequence.first_token_at:
                 sequence.resident_tokens = sequence.computed
             try:
@@ -175,6 +176,8 @@ class Loop:
         sequence.timings.transfer_ms += restored.transfer_ms
         sequence.timings.restore_ms += restored.restore_ms
         sequence.started_at = time.perf_counter()
+        if restored.looked_up_at:
+            sequence.trace.phase("restore", restored.looked_up_at, sequence.started_at)
         if not sequence.first_token_at:
             approximate = len(restored.plan.approximate_positions) if restored.plan else 0
             sequence.cached_tokens, sequence.approximate_tokens = sequence.computed + approximate, approximate
@@ -355,6 +358,7 @@ class Loop:
         self._endings.release(sequence)
         sequence.computed, sequence.plan = 0, None
         if not sequence.first_token_at:
+            sequence.trace.phase("prefill", sequence.started_at, time.perf_counter())
             sequence.cached_tokens = sequence.approximate_tokens = sequence.recomputed_tokens = 0
         sequence.preempted = True
         sequence.state, sequence.queued_at = State.WAITING, time.perf_counter()

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 from kvsidecar.errors import KVSidecarError
+from kvsidecar.tracing import NOT_TRACED, Span
 from numpy.typing import NDArray
 
 from inference_svc.engine.gate import LayerGate
@@ -130,8 +131,10 @@ class Sequence:
     parts: tuple[Part, ...] = ()  # how the prompt came about, once the first token is there
     stored: StoredPrefix = field(default_factory=StoredPrefix)
     timings: Timings = field(default_factory=Timings)
+    trace: Span = NOT_TRACED  # of the request
     cancelled: threading.Event = field(default_factory=threading.Event)
     queued_at: float = 0.0  # when it last began to wait
+    admitted_at: float = 0.0  # and when that was over
     first_token_at: float = 0.0
     started_at: float = 0.0
     preempted: bool = False

@@ -15,8 +15,9 @@ import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from kvsidecar import __version__
-from kvsidecar.errors import InvalidRequest, KVSidecarError, UnknownModel, UnsupportedOption, from_rpc
+from kvsidecar.errors import InvalidRequest, KVSidecarError, Unavailable, UnknownModel, UnsupportedOption, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.tracing import NO_TRACER, Tracer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
@@ -25,7 +26,8 @@ from inference_svc.gateway.access import Keys
 from inference_svc.gateway.body import read_json
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.config import GatewayConfig
-from inference_svc.gateway.guard import NODE, Guard, Metrics
+from inference_svc.gateway.guard import NODE, Guard
+from inference_svc.gateway.metrics import Metrics
 from inference_svc.gateway.node import NodeView
 from inference_svc.gateway.responses.memory import Memory
 from inference_svc.gateway.responses.schema import ResponsesRequest
@@ -35,9 +37,12 @@ from inference_svc.gateway.schema import MAX_ANSWERS, ChatRequest, CompletionReq
 from inference_svc.gateway.standing import HELD, SERVING, WARM, WarmBody, held, serving, warm
 from inference_svc.gateway.static import Page
 from inference_svc.gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from inference_svc.gateway.tracing import FIRST_TOKEN, GENERATE_STREAM, Traced, current
 from inference_svc.gateway.writing import Piece, Writer, error_response, unknown_path
 
 log = structlog.get_logger("gateway")
+
+_MOST_WAITING, _LOOK_SECONDS = 1024, 0.05
 
 
 class Gateway:
@@ -49,6 +54,7 @@ class Gateway:
         self.router = Router(config.targets)
         self.metrics = Metrics(self.router)
         self._memory = Memory()
+        self._waiting = 0  # requests for which no worker is up
         self.node = NodeView(self.router, config.cache_socket)
 
     # ---- endpoints ------------------------------------------------------------------------------------------
@@ -81,6 +87,7 @@ class Gateway:
         return JSONResponse(body, status_code=200 if up else 503)
 
     async def show_metrics(self, request: Request) -> Response:
+        await self.node.refresh()
         return PlainTextResponse(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def show_node(self, request: Request) -> Response:
@@ -132,7 +139,7 @@ class Gateway:
         chat = parsed.chat(before)
         writer = ResponseWriter(parsed, self._named(parsed.model), self._memory, [*before, *parsed.messages()])
         asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
-        pieces = _about("text.format", self._merge([asked]))
+        pieces = _about("text.format", self._merge([asked], not parsed.stream))
         if parsed.stream:
             return _events(writer.stream(await anext(pieces), pieces))
         return await self._unless_gone(request, writer.whole(pieces))
@@ -167,7 +174,7 @@ class Gateway:
             for choice in range(parsed.choices)
         ]
         writer = Writer(answer_id, self._named(parsed.model), chat, parsed)
-        pieces = _about(parsed.grammar[0], self._merge(requests))
+        pieces = _about(parsed.grammar[0], self._merge(requests, not parsed.stream))
         if parsed.stream:
             # The first piece is awaited here, so that a refused request gets its status code.
             return _events(writer.stream(await anext(pieces), pieces))
@@ -200,17 +207,20 @@ class Gateway:
                 f"the model {name!r} is not served here; served: {', '.join(sorted(served))}", param="model"
             )
 
-    async def _merge(self, requests: list[pb.GenerateRequest]) -> AsyncIterator[Piece]:
-        """The pieces of all choices as they come. Ending early cancels all of them."""
+    async def _merge(self, requests: list[pb.GenerateRequest], whole: bool) -> AsyncIterator[Piece]:
+        """The pieces of all choices as they come, or of each choice when it is whole. Ending early cancels all of
+        them."""
+        span = current()
+        span.phase("prepare", span.began, time.perf_counter())
         if len(requests) == 1:
-            async for part in self._run(requests[0]):
+            async for part in self._run(requests[0], whole):
                 yield Piece(0, part)
             return
         queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 
         async def pump(choice: int, request: pb.GenerateRequest) -> None:
             try:
-                async for part in self._run(request):
+                async for part in self._run(request, whole):
                     queue.put_nowait(Piece(choice, part))
                 queue.put_nowait(None)
             except KVSidecarError as error:
@@ -231,45 +241,72 @@ class Gateway:
             for task in tasks:
                 task.cancel()
 
-    async def _run(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """One choice. Until its first piece, a worker that goes away is replaced by another."""
-        tried: set[str] = set()
-        began = time.perf_counter()
+    async def _run(self, request: pb.GenerateRequest, whole: bool) -> AsyncIterator[pb.GenerateStreamResponse]:
+        """One choice, as it comes or at once. While nothing of it was handed on, a worker that goes away is replaced by
+        another, or by its successor; a request that ends workers ends as many as there are, or two."""
+        tried: list[str] = []
+        answer, most = self.metrics.answer(), max(2, len(self.router.workers))
         while True:
-            worker = self.router.pick(request, tried)
-            tried.add(worker.target)
-            started = False
+            worker = await self._pick(request, set(tried) if len(tried) < len(self.router.workers) else set())
+            tried.append(worker.target)
+            held: list[pb.GenerateStreamResponse] = []
             try:
                 async for part in self._call(worker, request):
-                    if not started:
-                        started = True
-                        self.metrics.ttft.observe(time.perf_counter() - began)
-                    if part.finish_reason:
-                        self.metrics.prompt_tokens.inc(part.usage.prompt_tokens)
-                        self.metrics.cached_tokens.inc(part.usage.cached_tokens)
+                    if not answer.started:
+                        current().event(FIRST_TOKEN)
+                    answer.add(worker.model.model_id, part)
+                    if whole:
+                        held.append(part)
+                    else:
+                        yield part
+                for part in held:
                     yield part
                 return
             except KVSidecarError as error:
                 if not retryable(error):
                     raise
                 worker.down(str(error))
-                if started or len(tried) == len(self.router.workers):
+                if (answer.started and not whole) or len(tried) == most:
                     raise
                 self.metrics.retries.inc()
 
+    async def _pick(self, request: pb.GenerateRequest, excluded: set[str]) -> Worker:
+        """The router's choice. Where no worker is up that was before, waits a moment: whoever runs them starts them
+        again. Raises Unavailable."""
+        try:
+            return self.router.pick(request, excluded)
+        except Unavailable:
+            if not self.router.may_return or self._waiting >= _MOST_WAITING:
+                raise
+        until = time.monotonic() + self._config.worker_wait_seconds
+        self._waiting += 1
+        try:
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                try:
+                    return self.router.pick(request, excluded)
+                except Unavailable:
+                    if time.monotonic() >= until:
+                        raise
+        finally:
+            self._waiting -= 1
+
     async def _call(self, worker: Worker, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateStreamResponse]:
         worker.in_flight += 1
-        call = worker.client.stub.GenerateStream(
-            pb.GenerateStreamRequest(request=request), timeout=self._config.request_seconds
-        )
-        try:
-            async for part in call:
-                yield part
-        except grpc.RpcError as error:
-            raise from_rpc(error) from error
-        finally:
-            call.cancel()
-            worker.in_flight -= 1
+        with current().call(GENERATE_STREAM) as span:
+            call = worker.client.stub.GenerateStream(
+                pb.GenerateStreamRequest(request=request),
+                timeout=self._config.request_seconds,
+                metadata=span.metadata(),
+            )
+            try:
+                async for part in call:
+                    yield part
+            except grpc.RpcError as error:
+                raise from_rpc(error) from error
+            finally:
+                call.cancel()
+                worker.in_flight -= 1
 
 
 def _events(events: AsyncIterator[bytes]) -> StreamingResponse:
@@ -288,7 +325,7 @@ async def _about(option: str, pieces: AsyncIterator[Piece]) -> AsyncIterator[Pie
         raise
 
 
-def create_app(config: GatewayConfig) -> FastAPI:
+def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
     """The application; its workers are polled from startup to shutdown."""
     gateway = Gateway(config)
 
@@ -302,6 +339,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
 
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.add_middleware(Guard, keys=gateway.keys, metrics=gateway.metrics)
+    app.add_middleware(Traced, tracer=tracer)
 
     @app.exception_handler(KVSidecarError)
     async def failed(_: Request, error: KVSidecarError) -> JSONResponse:

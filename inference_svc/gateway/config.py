@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvsidecar.runtime import default_runtime_dir
+from kvsidecar.telemetry import checked_endpoint
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -58,6 +59,12 @@ class GatewayConfig(BaseSettings):
     """Larger requests are refused."""
     request_seconds: float = Field(default=600.0, gt=0)
     """A request ends after this time."""
+    worker_wait_seconds: float = Field(default=15.0, ge=0)
+    """A request waits so long for a worker to come back, when none is up; one that is loaded for the first time is not
+    waited for."""
+    otlp_endpoint: str = ""
+    """OpenTelemetry collector (OTLP over gRPC) that gets spans, such as http://localhost:4317. When empty, the standard
+    variables OTEL_EXPORTER_OTLP_... decide; off without those. Needs kvsidecar[otel]."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message to log."""
 
@@ -67,6 +74,11 @@ class GatewayConfig(BaseSettings):
         if not [w for w in value.split(",") if w.strip()]:
             raise ValueError("name at least one worker")
         return value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _url(cls, value: str) -> str:
+        return checked_endpoint(value)
 
     # What several settings say together is checked at the last one: an error of all would show all of them, keys too.
 

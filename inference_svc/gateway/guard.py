@@ -1,49 +1,18 @@
-"""What every request passes: the API key, and the gateway's own counters."""
+"""What every request passes: the API key, and the count of answers."""
 
 from __future__ import annotations
 
 from fastapi.responses import JSONResponse
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_svc.gateway.access import Keys
-from inference_svc.gateway.router import Router
+from inference_svc.gateway.counted import Counted
 
 NODE, FLEET = "/kvsidecar/v1/node", "/kvsidecar/v1/fleet"
 # Open to everybody: probes and scrapers have no key, and the page asks for it.
 _OPEN, _OPEN_FILES = frozenset({"/", "/health", "/metrics", "/version"}), "/page/"
 _API = frozenset({NODE, FLEET, "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _PATHS = _OPEN | _API | {"/tokenize", "/detokenize"}
-
-
-class Counted:
-    """What every gateway counts of its requests; workers and daemon have metrics of their own."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter("kvsidecar_gateway_requests", "HTTP requests", ["path", "code"], registry=self.registry)
-        self.ttft = Histogram(
-            "kvsidecar_gateway_ttft_seconds",
-            "From arrival to the first token",
-            registry=self.registry,
-            buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
-        )
-        self.retries = Counter(
-            "kvsidecar_gateway_retries", "Requests sent to a second worker or node", registry=self.registry
-        )
-
-
-class Metrics(Counted):
-    """Those of a node's gateway."""
-
-    def __init__(self, router: Router) -> None:
-        super().__init__()
-        self.prompt_tokens = Counter("kvsidecar_gateway_prompt_tokens", "Prompt tokens", registry=self.registry)
-        self.cached_tokens = Counter(
-            "kvsidecar_gateway_cached_tokens", "Prompt tokens from the cache", registry=self.registry
-        )
-        up = Gauge("kvsidecar_gateway_workers_up", "Workers that answer", registry=self.registry)
-        up.set_function(lambda: sum(w.alive for w in router.workers))
 
 
 class Guard:

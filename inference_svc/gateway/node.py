@@ -21,6 +21,7 @@ from inference_svc.gateway.holdings import Counts, Holdings, holding
 from inference_svc.gateway.router import RECONNECT, Router, Worker
 
 _PATIENCE_SECONDS = 2.0
+_FRESH_SECONDS = 0.5
 _SHOWN_CALLS = 6
 
 
@@ -34,6 +35,7 @@ class NodeView:
         self._daemon: Any = None
         self._holdings, self._counts = Holdings(), Counts()
         self._sampler: asyncio.Task[None] | None = None
+        self._asked_at = 0.0
 
     @property
     def daemon(self) -> Any:
@@ -54,20 +56,27 @@ class NodeView:
 
     async def _sample(self) -> None:
         while True:
-            await self._stats()
+            await self.stats()
             await asyncio.sleep(STEP_SECONDS)
 
-    async def _stats(self) -> list[pb.GetStatsResponse | None]:
-        """Of each worker, None for those that do not answer."""
+    async def refresh(self) -> None:
+        """Asks the workers again, unless they just were."""
+        if time.monotonic() - self._asked_at > _FRESH_SECONDS:
+            await self.stats()
+
+    async def stats(self) -> list[pb.GetStatsResponse | None]:
+        """Asks each worker; None for those that do not answer."""
+        self._asked_at = time.monotonic()
         found = await asyncio.gather(*(_stats_of(worker) for worker in self._router.workers))
         for worker, stats in zip(self._router.workers, found, strict=True):
+            worker.stats = stats
             if stats is not None:
                 self._history.observe(worker.target, stats, time.monotonic())
         return found
 
     async def show(self, salt: bytes, operator: bool) -> dict[str, Any]:
         """The node as an operator sees it, or as one does who knows this ``salt``."""
-        stats, cache = await asyncio.gather(self._stats(), self._cache(salt, operator))
+        stats, cache = await asyncio.gather(self.stats(), self._cache(salt, operator))
         workers = zip(self._router.workers, stats, strict=True)
         return {
             "version": __version__,

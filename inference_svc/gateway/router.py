@@ -42,6 +42,7 @@ class Worker:
     alive: bool = False
     seen: bool = False  # it was alive once
     model: pb.GetModelResponse = field(default_factory=pb.GetModelResponse)
+    stats: pb.GetStatsResponse | None = None  # what it said last
     in_flight: int = 0
 
     async def poll(self) -> None:
@@ -90,8 +91,13 @@ class Router:
             raise Unavailable(self._why())
         return found
 
+    @property
+    def may_return(self) -> bool:
+        """Some worker was up once."""
+        return any(w.seen for w in self.workers)
+
     def _why(self) -> str:
-        if any(w.seen for w in self.workers):
+        if self.may_return:
             return "no inference worker is up; try again in a moment"
         return "no inference worker is ready yet: the model is still being loaded; try again in a moment"
 

@@ -10,10 +10,13 @@ import uvicorn
 from fastapi import FastAPI
 from kvsidecar.addresses import TcpAddress
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.telemetry import sending
+from kvsidecar.tracing import NO_TRACER
 
 from inference_svc.gateway.app import create_app
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.fleet.app import create_app as create_fleet_app
+from inference_svc.gateway.tracing import SERVICE_NAME
 
 log = structlog.get_logger("gateway")
 
@@ -35,8 +38,10 @@ async def serve(config: GatewayConfig) -> None:
         log.info("listening; it answers as soon as a node is ready", url=url, nodes=config.nodes)
     else:
         log.info("listening; it answers as soon as a worker is ready", url=url, workers=config.targets)
-    app = create_fleet_app(config) if config.nodes else create_app(config)
-    await uvicorn.Server(configured(app, config)).serve(sockets=[listener])
+    async with sending(SERVICE_NAME, config.otlp_endpoint) as providers:
+        tracer = NO_TRACER if providers is None else providers.tracer("inference_svc.gateway")
+        app = create_fleet_app(config) if config.nodes else create_app(config, tracer)
+        await uvicorn.Server(configured(app, config)).serve(sockets=[listener])
 
 
 def configured(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:

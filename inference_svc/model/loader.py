@@ -23,6 +23,7 @@ from kvsidecar.cache.v1.chunk_pb2 import (
     NamespaceDescriptor,
 )
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.free_memory import free_bytes
 from kvsidecar.layout import Geometry
 from kvsidecar.models import fingerprint
 from torch import nn
@@ -47,7 +48,6 @@ from inference_svc.model.skeleton import skeleton
 from inference_svc.model.streaming.building import Recipe
 from inference_svc.model.streaming.loading import Streamed, is_needed, load_streamed
 from inference_svc.model.streaming.materials import Checkpoint, Drawn, draw
-from inference_svc.model.streaming.memory import free_bytes
 from inference_svc.model.streaming.plan import OFF, Asked, reserved
 
 # What computes keys and values, and the version of its numerics: raise it when a kernel's bits change, so that chunks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub, add_CacheServiceServicer_to_server
+from kvsidecar.telemetry import providing, wanted
 
 from benchmarks.node import Node, free_port
 from cache_daemon.access.principal import OPERATOR
@@ -36,6 +36,7 @@ from cache_daemon.store.facade import ChunkStore
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.operators import daemon_that_ends
 from tests.cache_daemon.stores import Bench, FakeClock
+from tests.collector import Collector
 
 FIRST = [1, 2, 3, 4]
 
@@ -64,7 +65,8 @@ async def traced(folder: Path) -> AsyncIterator[Traced]:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
-    async with telemetry.exporting(SimpleSpanProcessor(exporter), reader) as telling:
+    async with providing(telemetry.SERVICE_NAME, SimpleSpanProcessor(exporter), reader) as providers:
+        telling = telemetry.over(providers)
         store = ChunkStore(
             MemoryArena(4 << 20), MemoryTier(), 1 << 20, POLICIES[DEFAULT], staging_bytes=1 << 20,
             clock=FakeClock(), around=telling.work_span,
@@ -156,39 +158,6 @@ async def test_metrics_of_opentelemetry_are_the_daemons(tmp_path: Path) -> None:
         assert calls == {"Stats": 1}
 
 
-class Collector:
-    """An OTLP collector that keeps what it gets."""
-
-    def __init__(self, port: int) -> None:
-        from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics
-        from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as traces
-
-        self.spans: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.metrics: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._server = grpc.server(ThreadPoolExecutor(2))
-        for module, service, kept in ((traces, "TraceService", self.spans), (metrics, "MetricsService", self.metrics)):
-            self._server.add_generic_rpc_handlers((self._handler(module, service, kept),))
-        self._server.add_insecure_port(f"127.0.0.1:{port}")
-        self._server.start()
-
-    @staticmethod
-    def _handler(module: Any, service: str, kept: queue.SimpleQueue[Any]) -> grpc.GenericRpcHandler:
-        name = module.DESCRIPTOR.services_by_name[service].full_name
-        kind = service.removesuffix("Service")
-        asked = getattr(module, f"Export{kind}ServiceRequest")
-        answered = getattr(module, f"Export{kind}ServiceResponse")
-
-        def export(request: Any, _: Any) -> Any:
-            kept.put(request)
-            return answered()
-
-        method = grpc.unary_unary_rpc_method_handler(export, asked.FromString, answered.SerializeToString)
-        return grpc.method_handlers_generic_handler(name, {"Export": method})
-
-    def close(self) -> None:
-        self._server.stop(None).wait()
-
-
 def test_a_daemon_sends_to_a_collector(start: Callable[..., Node]) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
     port = free_port()
@@ -201,11 +170,8 @@ def test_a_daemon_sends_to_a_collector(start: Callable[..., Node]) -> None:
         node.kill("daemon", 15)
         resource = collector.metrics.get(timeout=10).resource_metrics[0].resource
         assert {a.key: a.value.string_value for a in resource.attributes}["service.name"] == "kvsidecar-cache"
-        names = []
-        while not collector.spans.empty():
-            request = collector.spans.get()
-            names += [s.name for r in request.resource_spans for scope in r.scope_spans for s in scope.spans]
-        assert {"kvsidecar.cache.v1.CacheService/Commit", "copy"} <= set(names)
+        names = {span.name for span in collector.sent()}
+        assert {"kvsidecar.cache.v1.CacheService/Commit", "copy"} <= names
     finally:
         collector.close()
 
@@ -229,10 +195,10 @@ def test_an_endpoint_without_a_scheme_is_refused(tmp_path: Path) -> None:
 
 
 def test_telemetry_is_off_unless_an_endpoint_is_set() -> None:
-    assert not telemetry.wanted("", {})
-    assert telemetry.wanted("http://there:4317", {})
-    assert telemetry.wanted("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://there:4317"})
-    assert not telemetry.wanted("http://there:4317", {"OTEL_SDK_DISABLED": "true"})
+    assert not wanted("", {})
+    assert wanted("http://there:4317", {})
+    assert wanted("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://there:4317"})
+    assert not wanted("http://there:4317", {"OTEL_SDK_DISABLED": "true"})
 
 
 def test_a_daemon_that_does_not_trace_does_not_load_opentelemetry() -> None:

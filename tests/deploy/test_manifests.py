@@ -114,8 +114,26 @@ def test_the_daemon_that_workers_ask_is_there(name: str, monkeypatch: pytest.Mon
     daemons = {config.socket for process, config in found if process == "daemon"}
     workers = [config for process, config in found if process == "worker"]
     gateways = [config for process, config in found if process == "gateway" and not config.nodes]
-    assert {worker.cache_socket for worker in workers} == daemons
+    assert {asking.cache_socket for asking in (*workers, *gateways)} == daemons
     assert sorted(gateways[0].targets) == sorted(str(worker.socket) for worker in workers)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_socket_lies_on_one_volume_for_all_who_name_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path says nothing: in another container it may be another folder, or none."""
+    behind: dict[Path, list[Resource]] = {}
+    for pod, container in built(name):
+        config = config_of(name, container, monkeypatch)
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounts = {mount["mountPath"]: volumes.get(mount["name"], {}) for mount in container["volumeMounts"]}
+        for field in ("socket", "cache_socket"):
+            socket = getattr(config, field, None)
+            if socket is not None:
+                volume = {key: value for key, value in mounts[str(socket.parent.parent)].items() if key != "name"}
+                behind.setdefault(socket, []).append(volume)
+    for socket, found in behind.items():
+        assert all(volume == found[0] for volume in found), socket
+    assert any(len(found) > 1 for found in behind.values())
 
 
 @pytest.mark.parametrize("name", BUILDS)

@@ -1,6 +1,7 @@
 """gRPC clients of an inference worker, sync and async.
 
-Both raise ``KVSidecarError``s. A ``deadline`` is in seconds and ends the request at the worker too.
+Both raise ``KVSidecarError``s. A ``deadline`` is in seconds and ends the request at the worker too. Where the program
+traces with OpenTelemetry, calls name its active span (W3C Trace Context).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.requests import Prompt, add_calls, to_prompt, to_request, to_warm_request
 from kvsidecar.runtime import default_runtime_dir, socket_target
+from kvsidecar.tracing import context_metadata
 
 _OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
 
@@ -144,7 +146,7 @@ class Client:
     ) -> Generator[CompletionChunk, None, None]:
         """Generates piece by piece. Closing the iterator cancels the request."""
         request = pb.GenerateStreamRequest(request=to_request(prompt, **options))
-        call = self.stub.GenerateStream(request, timeout=deadline)
+        call = self.stub.GenerateStream(request, timeout=deadline, metadata=context_metadata())
         gather = _Gather()
         try:
             for part in call:
@@ -186,7 +188,7 @@ class Client:
     @staticmethod
     def _call(method: Any, request: Any, deadline: float | None) -> Any:
         try:
-            return method(request, timeout=deadline)
+            return method(request, timeout=deadline, metadata=context_metadata())
         except grpc.RpcError as error:
             raise from_rpc(error) from error
 
@@ -217,7 +219,9 @@ class AsyncClient:
     ) -> AsyncIterator[CompletionChunk]:
         """Generates piece by piece. Closing the iterator cancels the request."""
         call = self.stub.GenerateStream(
-            pb.GenerateStreamRequest(request=to_request(prompt, **options)), timeout=deadline
+            pb.GenerateStreamRequest(request=to_request(prompt, **options)),
+            timeout=deadline,
+            metadata=context_metadata(),
         )
         gather = _Gather()
         try:
@@ -260,7 +264,7 @@ class AsyncClient:
     @staticmethod
     async def _call(method: Any, request: Any, deadline: float | None) -> Any:
         try:
-            return await method(request, timeout=deadline)
+            return await method(request, timeout=deadline, metadata=context_metadata())
         except grpc.RpcError as error:
             raise from_rpc(error) from error
 

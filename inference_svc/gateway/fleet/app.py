@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from kvsidecar import __version__
 from kvsidecar.errors import ConfigurationError, KVSidecarError, PermissionDenied, Unavailable, UnknownResponse
-from prometheus_client import CONTENT_TYPE_LATEST, Gauge, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from inference_svc.gateway.access import Keys
@@ -22,8 +22,9 @@ from inference_svc.gateway.body import read_json
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.fleet.asking import RESPONSES, Asking
 from inference_svc.gateway.fleet.members import Members, Node, NodeFailed
+from inference_svc.gateway.fleet.metrics import FleetMetrics
 from inference_svc.gateway.fleet.relaying import Relay, whole
-from inference_svc.gateway.guard import FLEET, Counted, Guard
+from inference_svc.gateway.guard import FLEET, Guard
 from inference_svc.gateway.standing import WARM
 from inference_svc.gateway.writing import error_response, unknown_path
 
@@ -34,23 +35,6 @@ _RELAYED = ("/v1/chat/completions", "/v1/completions", RESPONSES, "/v1/embedding
 _CONNECT_SECONDS = 2.0
 # Less than the 5 s after which a node's server closes a connection that nobody uses.
 _IDLE_SECONDS = 3.0
-
-
-class FleetMetrics(Counted):
-    """Those of a fleet's gateway."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asking = Histogram(
-            "kvsidecar_gateway_asking_seconds",
-            "Time to hear from the nodes what they have of a prompt",
-            registry=self.registry,
-            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1),
-        )
-
-    def watch(self, members: Members) -> None:
-        up = Gauge("kvsidecar_gateway_nodes_up", "Nodes that serve", registry=self.registry)
-        up.set_function(lambda: len(members.alive))
 
 
 class Fleet:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from inference_svc.gateway.answers import event
 from inference_svc.gateway.fleet.asking import Asked, Asking
 from inference_svc.gateway.fleet.members import Node, NodeFailed
-from inference_svc.gateway.guard import Counted
+from inference_svc.gateway.fleet.metrics import FleetMetrics
 from inference_svc.gateway.writing import error_response
 
 log = structlog.get_logger("gateway")
@@ -37,7 +37,9 @@ _NOBODY_SECONDS = 3.0
 class Relay:
     """Sends requests on. ``request_seconds`` is for a whole answer, all tries together."""
 
-    def __init__(self, asking: Asking, client: httpx.AsyncClient, metrics: Counted, request_seconds: float) -> None:
+    def __init__(
+        self, asking: Asking, client: httpx.AsyncClient, metrics: FleetMetrics, request_seconds: float
+    ) -> None:
         self._asking, self._client, self._metrics, self._seconds = asking, client, metrics, request_seconds
 
     async def answer(self, request: Request, asked: Asked) -> Response:

@@ -15,6 +15,7 @@ import structlog
 import torch
 from kvkernels.cpu import library
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.free_memory import free_bytes
 from kvsidecar.models.library import Library
 from kvsidecar.sizes import format_size
 from torch import Tensor
@@ -26,7 +27,6 @@ from inference_svc.model.streaming.building import Recipe, build, expected, is_f
 from inference_svc.model.streaming.embedding import StoredRows
 from inference_svc.model.streaming.layerfile import CHECKED, VERSION, Index, LayerFile, LayerFileDamaged, Stored, padded
 from inference_svc.model.streaming.materials import put
-from inference_svc.model.streaming.memory import free_bytes
 from inference_svc.model.streaming.pages import aligned
 from inference_svc.model.streaming.plan import Asked, Residency, Sizes, decide, reserved
 from inference_svc.model.streaming.source import RESIDENT, LayerSource, StreamedLayers, Targets

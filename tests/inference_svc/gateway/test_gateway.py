@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -201,6 +202,21 @@ def test_metrics_and_health(gateway: Gateway) -> None:
     text = httpx.get(f"{gateway.url}/metrics").text
     assert 'kvsidecar_gateway_requests_total{code="200"' in text
     assert "kvsidecar_gateway_workers_up 2.0" in text
+    labels = '{engine="0",model_name="demo"}'
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total"):
+        assert f"vllm:{name}{labels}" in text
+    answer = gateway.client.completions.create(model="demo", prompt="one two three", max_tokens=5, temperature=0)
+    after = httpx.get(f"{gateway.url}/metrics").text
+
+    def risen(name: str) -> float:
+        return sum(s * float(found[1]) for s, page in ((1, after), (-1, text))
+                   if (found := re.search(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", page, re.M)))  # fmt: skip
+
+    assert risen("time_to_first_token_seconds_count") == 1
+    assert risen("e2e_request_latency_seconds_count") == 1
+    assert risen("inter_token_latency_seconds_count") == answer.usage.completion_tokens - 1
+    assert risen("request_prompt_tokens_sum") == answer.usage.prompt_tokens
+    assert risen("request_generation_tokens_sum") == answer.usage.completion_tokens
     assert httpx.get(f"{gateway.url}/health").json()["workers_up"] == 2
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kvsidecar import free_memory
 from kvsidecar.errors import ConfigurationError
 
 from inference_svc.model import loader
 from inference_svc.model.loader import LoadedModel, load
-from inference_svc.model.streaming import loading, memory, plan
+from inference_svc.model.streaming import loading, plan
 from inference_svc.model.streaming.pages import aligned
 from inference_svc.model.streaming.plan import Asked, Part, Sizes, decide, reserved
 
@@ -77,15 +78,15 @@ def test_the_tightest_control_group_counts(version: int, tmp_path: Path, monkeyp
     (outer / "memory.stat").write_text("anon 400\ninactive_file 200\nactive_file 50\n")
     status = tmp_path / "status"
     status.write_text("0::/outer/inner\n" if version == 2 else "5:cpu,memory:/outer/inner\n0::/\n")
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_STATUS", status)
-    assert memory.free_bytes() == 1000 - 700 + 250
-    assert memory.free_bytes(allowed=memory.resident_bytes() - (1 << 20)) == 0
+    monkeypatch.setattr(free_memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(free_memory, "_STATUS", status)
+    assert free_memory.free_bytes() == 1000 - 700 + 250
+    assert free_memory.free_bytes(allowed=free_memory.resident_bytes() - (1 << 20)) == 0
 
 
 def test_what_is_allowed_counts_what_the_process_has() -> None:
-    assert memory.free_bytes(allowed=1) == 0
-    assert 0 < memory.free_bytes() < 1 << 50
+    assert free_memory.free_bytes(allowed=1) == 0
+    assert 0 < free_memory.free_bytes() < 1 << 50
     assert plan.OFF.wish == "off"
 
 

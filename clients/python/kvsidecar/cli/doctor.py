@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +23,7 @@ from kvsidecar.cli.cache.daemon import connected
 from kvsidecar.cli.cache.ratios import HitRatios
 from kvsidecar.cli.cache.shown import percent
 from kvsidecar.errors import KVSidecarError, PermissionDenied
+from kvsidecar.free_memory import free_bytes
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.integrations.vllm import finding as vllm
@@ -33,7 +33,6 @@ from kvsidecar.sizes import format_size
 _PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "lmdb", "uvloop", "numpy")
 _LEAST_MEMORY, _LONGEST_STALL_MS = 2 << 30, 250.0
 _MKL_SETTING = "MKL_CBWR"
-_CGROUP = Path("/sys/fs/cgroup")
 _OK, _NOTE, _BAD = "[green]ok[/green]", "[yellow]note[/yellow]", "[red]problem[/red]"
 
 
@@ -62,7 +61,7 @@ def doctor() -> None:
 
 
 def _machine() -> list[Finding]:
-    free = _free_memory()
+    free = free_bytes()
     enough = free > _LEAST_MEMORY
     return [
         Finding("machine", _OK, f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"),
@@ -73,15 +72,6 @@ def _machine() -> list[Finding]:
             "" if enough else "the arena and the pools take it as they fill: use a smaller --arena-bytes, --pool-bytes",
         ),
     ]
-
-
-def _free_memory() -> int:
-    """What the machine has, or what is left of the container's limit."""
-    free = int(psutil.virtual_memory().available)
-    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
-        limit = int((_CGROUP / "memory.max").read_text())
-        return min(free, limit - int((_CGROUP / "memory.current").read_text()))
-    return free
 
 
 def _packages() -> list[Finding]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
+from kvsidecar.cli import bench as bench_command
 from kvsidecar.cli import cache as cache_commands
 from kvsidecar.cli import chat as chat_command
+from kvsidecar.cli import cost as cost_command
 from kvsidecar.cli import doctor as doctor_command
 from kvsidecar.cli import events as events_command
 from kvsidecar.cli import models as model_commands
 from kvsidecar.cli import node as node_commands
-from kvsidecar.cli import warming
+from kvsidecar.cli import services, warming
 from kvsidecar.cli.worker import Address, connected, console, show_costs
 from kvsidecar.client import Completion
 from kvsidecar.errors import KVSidecarError
@@ -29,7 +30,6 @@ app = typer.Typer(
 )
 app.add_typer(cache_commands.app, name="cache")
 app.add_typer(model_commands.app, name="models")
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def _tell_version(wanted: bool) -> None:
@@ -46,38 +46,8 @@ def kvsidecar(
 ) -> None: ...
 
 
-def _become(*command: str) -> NoReturn:
-    os.execv(sys.executable, [sys.executable, "-m", *command])
-
-
-@app.command(context_settings=_PASS_ON)
-def serve(context: typer.Context) -> None:
-    """Run a whole node: cache daemon, workers and the OpenAI-compatible gateway (`serve --help` for flags)."""
-    _become("inference_svc", "serve", *context.args)
-
-
-@app.command(context_settings=_PASS_ON)
-def daemon(context: typer.Context) -> None:
-    """Run the cache daemon alone."""
-    _become("cache_daemon", *context.args)
-
-
-@app.command(context_settings=_PASS_ON)
-def worker(context: typer.Context) -> None:
-    """Run one inference worker alone."""
-    _become("inference_svc", "worker", *context.args)
-
-
-@app.command(context_settings=_PASS_ON)
-def verify(context: typer.Context) -> None:
-    """Measure whether a model may reuse text that was read in another context (`verify --help` for flags)."""
-    _become("inference_svc", "verify", *context.args)
-
-
-@app.command(context_settings=_PASS_ON)
-def gateway(context: typer.Context) -> None:
-    """Run the HTTP gateway alone, of a node's workers or, with --nodes, of a fleet."""
-    _become("inference_svc", "gateway", *context.args)
+for service in services.commands():
+    app.command(context_settings=services.PASS_ON)(service)
 
 
 def _read(text: str) -> str:
@@ -102,7 +72,9 @@ def generate(
     show_costs(final)
 
 
+app.command(name="bench")(bench_command.bench)
 app.command(name="chat")(chat_command.chat)
+app.command(name="cost")(cost_command.cost)
 app.command(name="doctor")(doctor_command.doctor)
 app.command(name="events")(events_command.events)
 app.command(name="pull")(model_commands.pull)

@@ -78,14 +78,23 @@ def stop(
             named = " ".join(word for word in process.cmdline()[2:4] if not word.startswith("-"))
             what = f"{named} (process {process.pid})"
             process.terminate()
-            try:
-                process.wait(seconds)
-            except psutil.TimeoutExpired:
-                raise Unavailable(f"{what} did not end within {seconds:g} s; wait, or kill it") from None
+            if not _ended(process, seconds):
+                raise Unavailable(f"{what} did not end within {seconds:g} s; wait, or kill it")
             print(f"stopped {what}")
     if left := [part.name for part in parts_in(folder) if part.pid >= 0]:
         raise Unavailable(f"{', '.join(left)} still runs in {folder}; stop it where it was started")
     print(f"nothing runs in {folder}")
+
+
+def _ended(process: psutil.Process, seconds: float) -> bool:
+    """Waits for a process's end. One whose parent has not asked how it ended has ended all the same."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+    return True
 
 
 def parts_in(folder: Path) -> list[Part]:

@@ -8,27 +8,20 @@ from typing import Any
 
 import grpc
 
-_SDK = "opentelemetry.sdk.trace"
+from kvsidecar.tracing import SDK, context_metadata
 
 
 def with_trace_context(channel: grpc.Channel) -> grpc.Channel:
     """The channel, whose calls with one answer name the active span. The channel itself in a process that has not
     loaded OpenTelemetry's SDK: there are no spans in it, and calls cost what they did."""
-    return grpc.intercept_channel(channel, _Naming()) if _SDK in sys.modules else channel
+    return grpc.intercept_channel(channel, _Naming()) if SDK in sys.modules else channel
 
 
 class _Naming(grpc.UnaryUnaryClientInterceptor):
-    def __init__(self) -> None:
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        self._propagator = TraceContextTextMapPropagator()
-
     def intercept_unary_unary(
         self, continuation: Callable[[Any, Any], Any], client_call_details: Any, request: Any
     ) -> Any:
-        named: dict[str, str] = {}
-        self._propagator.inject(named)  # nothing without an active span
-        if named:
-            metadata = [*(client_call_details.metadata or ()), *named.items()]
+        if named := context_metadata():
+            metadata = [*(client_call_details.metadata or ()), *named]
             client_call_details = client_call_details._replace(metadata=metadata)
         return continuation(client_call_details, request)

@@ -1,0 +1,16 @@
+"""What every gateway counts of its requests, a node's and a fleet's; workers and daemon have metrics of their own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter
+
+
+class Counted:
+    """HTTP requests, and what of them was asked again."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter("kvsidecar_gateway_requests", "HTTP requests", ["path", "code"], registry=self.registry)
+        self.retries = Counter(
+            "kvsidecar_gateway_retries", "Requests sent to a second worker or node", registry=self.registry
+        )

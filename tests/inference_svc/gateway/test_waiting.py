@@ -1,0 +1,140 @@
+"""What becomes of a request whose workers go away: the gateway in this process, workers that do as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.inference.v1.inference_pb2_grpc import (
+    InferenceServiceServicer,
+    add_InferenceServiceServicer_to_server,
+)
+
+from inference_svc.gateway.app import create_app
+from inference_svc.gateway.config import GatewayConfig
+
+WAIT_SECONDS = 20.0
+SOON = 5.0
+
+
+class Worker(InferenceServiceServicer):
+    """Says "abc", or goes away behind "ab"."""
+
+    def __init__(self, target: Path, dies: bool = False) -> None:
+        self.target, self.dies, self.asked = target, dies, 0
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server()
+        add_InferenceServiceServicer_to_server(self, self._server)
+        self._server.add_insecure_port(f"unix:{self.target}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+        self._server = None
+        self.target.unlink(missing_ok=True)
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        return pb.GetModelResponse(model_id="m")
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        return pb.GetStatsResponse()
+
+    async def GenerateStream(
+        self, request: pb.GenerateStreamRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        self.asked += 1
+        yield pb.GenerateStreamResponse(text="a", token_ids=[1])
+        yield pb.GenerateStreamResponse(text="b", token_ids=[2])
+        if self.dies:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
+        yield pb.GenerateStreamResponse(text="c", token_ids=[3], finish_reason=pb.FINISH_REASON_STOP)
+
+
+Ask = Callable[..., Awaitable[httpx.Response]]
+
+
+@asynccontextmanager
+async def serving(*workers: Worker, wait_seconds: float = WAIT_SECONDS, up: bool = True) -> AsyncIterator[Ask]:
+    targets = ",".join(str(worker.target) for worker in workers)
+    app = create_app(GatewayConfig(workers=targets, cache_socket=None, worker_wait_seconds=wait_seconds))
+    async with AsyncExitStack() as stack:
+        for worker in workers:
+            if up:
+                await worker.start()
+            stack.push_async_callback(worker.stop)
+        await stack.enter_async_context(app.router.lifespan_context(app))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", timeout=30)
+        )
+
+        async def ask(**options: Any) -> httpx.Response:
+            return await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3, **options})
+
+        yield ask
+
+
+def text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+async def test_a_whole_answer_of_which_nothing_was_sent_is_written_again(tmp_path: Path) -> None:
+    first, second = Worker(tmp_path / "0", dies=True), Worker(tmp_path / "1")
+    async with serving(first, second) as ask:
+        assert text(await ask()) == "abc"
+    assert (first.asked, second.asked) == (1, 1)
+
+
+async def test_a_stream_that_began_is_not(tmp_path: Path) -> None:
+    first, second = Worker(tmp_path / "0", dies=True), Worker(tmp_path / "1")
+    async with serving(first, second) as ask:
+        answer = await ask(stream=True)
+    assert '"text":"b"' in answer.text
+    assert "killed" in answer.text
+    assert (first.asked, second.asked) == (1, 0)
+
+
+async def test_a_worker_that_comes_back_is_waited_for(tmp_path: Path) -> None:
+    worker = Worker(tmp_path / "0")
+    async with serving(worker) as ask:
+        assert text(await ask()) == "abc"
+        await worker.stop()
+        asked = asyncio.create_task(ask())
+        await asyncio.sleep(0.5)
+        assert not asked.done()
+        await worker.start()
+        assert text(await asked) == "abc"
+
+
+async def test_a_request_that_ends_workers_ends_two_of_one_at_most(tmp_path: Path) -> None:
+    worker = Worker(tmp_path / "0", dies=True)
+    async with serving(worker) as ask:
+        answer = await ask()
+    assert answer.status_code == 503
+    assert worker.asked == 2
+
+
+async def test_nobody_waits_for_a_worker_that_never_was_or_longer_than_is_set(tmp_path: Path) -> None:
+    began = time.monotonic()
+    async with serving(Worker(tmp_path / "0"), up=False) as ask:
+        answer = await ask()
+        assert answer.status_code == 503
+        assert "the model is still being loaded" in answer.text
+    worker = Worker(tmp_path / "1")
+    async with serving(worker, wait_seconds=0.3) as ask:
+        assert text(await ask()) == "abc"
+        await worker.stop()
+        answer = await ask()
+        assert answer.status_code == 503
+        assert "no inference worker is up" in answer.text
+    assert time.monotonic() - began < SOON

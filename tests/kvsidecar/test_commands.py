@@ -1,0 +1,51 @@
+"""The command line: its version, its help, and its completion in a shell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvsidecar.cli.main import app
+from typer.testing import CliRunner
+
+CLI = [sys.executable, "-m", "kvsidecar.cli.main"]
+COMMANDS = [str(command.name or command.callback.__name__) for command in app.registered_commands if command.callback]
+GROUPS = [str(group.name) for group in app.registered_groups]
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c not in ("serve", "daemon", "worker", "verify", "gateway")]
+)
+def test_every_command_has_help(command: str) -> None:
+    for flag in ("-h", "--help"):
+        done = CliRunner().invoke(app, [command, flag])
+        assert done.exit_code == 0
+        assert "Usage" in done.output
+
+
+def test_groups_have_help() -> None:
+    assert GROUPS == ["cache", "models"]
+    for group in GROUPS:
+        assert CliRunner().invoke(app, [group, "-h"]).exit_code == 0
+
+
+def completed(words: str, shell: Path) -> list[str]:
+    """What bash is offered after some words, by the script that bash is given."""
+    environment = {**os.environ, "_KVSIDECAR_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    environment |= {"COMP_CWORD": str(len(words.split(" ")) - 1), "HOME": str(shell)}
+    program = "import sys; sys.argv[0] = 'kvsidecar'; from kvsidecar.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_and_the_flags_of_services(tmp_path: Path) -> None:
+    assert {"bench", "chat", "cost", "serve", "status", "stop"} <= set(completed("kvsidecar ", tmp_path))
+    assert completed("kvsidecar serve --stor", tmp_path) == ["--storage-bits", "--store", "--store-bytes"]
+    assert completed("kvsidecar daemon --remote-t", tmp_path) == ["--remote-ttl"]
+    assert "--api-key" in completed("kvsidecar gateway --a", tmp_path)
+    assert completed("kvsidecar bench --prefix-", tmp_path) == ["--prefix-words"]
