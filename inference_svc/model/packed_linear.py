@@ -12,6 +12,8 @@ import torch
 from kvkernels.cpu.products import MOST_ROWS, ROWS, StreamedProduct, streamed
 from torch import Tensor, nn
 
+from inference_svc.model.plain_linear import PlainLinear
+
 
 class PackedLinear(nn.Module):
     """Drop-in for a bfloat16 ``nn.Linear`` on a CPU: ``[..., in] -> [..., out]``. Holds no plain weight."""
@@ -58,6 +60,14 @@ class PackedLinear(nn.Module):
     def by_onednn(self, x: Tensor) -> Tensor:
         """The same, with the same bits, by oneDNN whatever the number of rows."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+def dense(weight: Tensor, bias: Tensor | None) -> PackedLinear | PlainLinear:
+    """A layer over a weight ``[out, in]`` that is not quantized: packed, which copies it, where that is faster."""
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    if on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return PackedLinear(weight, bias)
+    return PlainLinear(weight, bias)
 
 
 def pack_linears(model: nn.Module) -> int:

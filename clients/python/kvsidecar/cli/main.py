@@ -16,7 +16,7 @@ from kvsidecar.cli import doctor as doctor_command
 from kvsidecar.cli import events as events_command
 from kvsidecar.cli import models as model_commands
 from kvsidecar.cli import node as node_commands
-from kvsidecar.cli.worker import Address, connected, console, show_costs
+from kvsidecar.cli.worker import Adapter, Address, connected, console, show_costs
 from kvsidecar.client import Completion
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 
@@ -91,11 +91,14 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    model: Adapter = "",
 ) -> None:
     """Continue a text."""
     with connected(worker) as client:
         final: Completion | None = None
-        for part in client.stream(_read(prompt), max_tokens=max_tokens, temperature=temperature, seed=seed):
+        for part in client.stream(
+            _read(prompt), max_tokens=max_tokens, temperature=temperature, seed=seed, model=model
+        ):
             console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
             final = part.final or final
     console.print()
@@ -106,6 +109,7 @@ def generate(
 def warm(
     prompts: Annotated[list[Path], typer.Argument(help="Text files, or folders of them, to read.", exists=True)],
     worker: Address = None,
+    model: Adapter = "",
 ) -> None:
     """Read texts into the cache before anybody asks about them."""
     from rich.progress import track
@@ -113,7 +117,7 @@ def warm(
     texts = _texts(prompts)
     with connected(worker) as client:
         for path, text in track(texts, description="warming", console=console, disable=len(texts) < 2):
-            result = client.warm(text)
+            result = client.warm(text, model=model)
             console.print(
                 f"{path}: {result.prompt_tokens} tokens, {result.cached_tokens} were cached, "
                 f"{result.stored_tokens} are stored now"
