@@ -53,12 +53,16 @@ SGLANG  ?= 0.5.23
 LMCACHE ?= 0.5.6
 ENGINES := $(CURDIR)/.engines
 FETCH   := $(BIN)/python -m pip install --quiet --disable-pip-version-check --target
-.PHONY: test-sglang test-lmcache
+PEFT    ?= 0.21.2
+.PHONY: test-sglang test-lmcache test-peft
 test-sglang: setup $(ENGINES)/sglang-$(SGLANG)  ## Run the tests that need SGLang's own classes (40 MB, in .engines)
 	KVSIDECAR_TEST_SGLANG=$(ENGINES)/sglang-$(SGLANG) $(BIN)/python -m pytest -q tests/integrations/test_sglang.py
 
 test-lmcache: setup $(ENGINES)/lmcache-$(LMCACHE)  ## Run the tests that need LMCache's own classes (20 MB, in .engines)
 	KVSIDECAR_TEST_LMCACHE=$(ENGINES)/lmcache-$(LMCACHE) $(BIN)/python -m pytest -q tests/integrations/test_lmcache.py
+
+test-peft: setup $(ENGINES)/peft-$(PEFT)  ## Run the tests that hold adapters against PEFT itself (12 MB, in .engines)
+	KVSIDECAR_TEST_PEFT=$(ENGINES)/peft-$(PEFT) $(BIN)/python -m pytest -q tests/inference_svc/lora/test_peft.py
 
 $(ENGINES)/sglang-$(SGLANG): $(STAMP)
 	$(FETCH) $@ --no-deps sglang==$(SGLANG)
@@ -67,6 +71,11 @@ $(ENGINES)/sglang-$(SGLANG): $(STAMP)
 $(ENGINES)/lmcache-$(LMCACHE): $(STAMP)
 	$(FETCH) $@ --no-deps lmcache==$(LMCACHE)
 	$(FETCH) $@ aiohttp cachetools py-cpuinfo
+	@touch $@
+
+$(ENGINES)/peft-$(PEFT): $(STAMP)
+	@# Without what they depend on, which is here; with accelerate in it, transformers would be another one.
+	$(FETCH) $@ --no-deps peft==$(PEFT) accelerate
 	@touch $@
 
 lint: setup

@@ -79,6 +79,7 @@ class Engine:
             runtime.config.tool_call_parser,
             runtime.config.speculate,
             bool(runtime.config.draft_model),
+            runtime.engine.adapters,
         )
 
     @classmethod
@@ -143,10 +144,11 @@ class Engine:
         """Generates an answer for each ``(prompt, options)``, batched, in the order given."""
         return [_wait(call) for call in [self._submit(p, o) for p, o in requests]]
 
-    def warm(self, prompt: Prompt) -> int:
-        """Reads a prompt into the cache. Returns how many of its tokens are stored."""
+    def warm(self, prompt: Prompt, model: str = "") -> int:
+        """Reads a prompt into the cache, for an adapter if ``model`` names one. Returns how many of its tokens are
+        stored."""
         tokens, marks = self._prompter.bounded_tokens(to_prompt(prompt), generation_prompt=False)
-        call = self._submit(tokens, {"max_tokens": 1, "segment_ends": marks.segment_ends})
+        call = self._submit(tokens, {"max_tokens": 1, "segment_ends": marks.segment_ends, "model": model})
         _wait(call)
         while True:
             output = call.outputs.get()

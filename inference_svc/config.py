@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from kvsidecar.runtime import default_runtime_dir
 from kvsidecar.sizes import parse_size
 from kvsidecar.telemetry import checked_endpoint
 from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,95}")
+MOST_ADAPTERS = 32
 
 
 class ModelSettings(BaseSettings):
@@ -57,6 +61,9 @@ class ModelSettings(BaseSettings):
     at 4 bits (CPU); for speculate draft or auto."""
     num_speculative_tokens: int = Field(default=16, ge=1, le=64)
     """Most tokens that are guessed at once for a request."""
+    lora: Annotated[tuple[str, ...], NoDecode] = ()
+    """LoRA adapters, NAME=FOLDER each, in folders that PEFT wrote; several in a flag or in several, or separated by
+    commas. Clients choose one by its name, as their model. All are computed together, and with the model itself."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = "auto"
     """How the model writes calls of tools; auto: as its chat template has it, else as JSON that its prompt asks for."""
     otlp_endpoint: str = ""
@@ -69,6 +76,39 @@ class ModelSettings(BaseSettings):
     @classmethod
     def _url(cls, value: str) -> str:
         return checked_endpoint(value)
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The folders of the adapters by their names."""
+        return {name: Path(folder).expanduser() for name, _, folder in (one.partition("=") for one in self.lora)}
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        if isinstance(value, dict):  # in Python
+            return tuple(f"{name}={folder}" for name, folder in value.items())
+        given = [value] if isinstance(value, str) else value
+        if not isinstance(given, list | tuple) or not all(isinstance(one, str) for one in given):
+            return value
+        return tuple(one.strip() for text in given for one in text.split(",") if one.strip())
+
+    @field_validator("lora")
+    @classmethod
+    def _named(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = set[str]()
+        for one in value:
+            name, _, folder = one.partition("=")
+            if not _ADAPTER_NAME.fullmatch(name) or not folder:
+                raise ValueError(
+                    f"{one!r} is not NAME=FOLDER with a name of at most 96 letters, digits and . _ : / -, the first of "
+                    "them a letter or a digit"
+                )
+            if name in names:
+                raise ValueError(f"two adapters are called {name!r}")
+            names.add(name)
+        if len(value) > MOST_ADAPTERS:
+            raise ValueError(f"there are {len(value)} adapters; at most {MOST_ADAPTERS} are allowed")
+        return value
 
     @field_validator("pool_bytes", "memory_bytes", mode="before")
     @classmethod

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from secrets import token_hex
 
-from kvsidecar.errors import InvalidRequest, PromptTooLong
+from kvsidecar.errors import InvalidRequest, PromptTooLong, UnknownModel
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.engine.sampling import SamplingParams
@@ -14,6 +14,7 @@ from inference_svc.engine.sequence import CacheUse, Output, Sequence
 from inference_svc.engine.speculation.mode import Speculation
 from inference_svc.engine.text import TextStream
 from inference_svc.grammars import Grammars
+from inference_svc.lora.adapter import Adapter
 from inference_svc.model.loader import LoadedModel
 from inference_svc.reuse.chunking import Marks
 from inference_svc.tools.conversation import Conversations
@@ -43,8 +44,10 @@ class Prompter:
         tool_call_parser: str = "auto",
         speculate: str = "off",
         has_draft_model: bool = False,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
-        """``speculate`` is what requests get that do not say."""
+        """``speculate`` is what requests get that do not say; ``adapters`` can be asked for by name."""
+        self._adapters = adapters or {}
         self._speculate, self._has_draft_model = Speculation(speculate), has_draft_model
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._context = context_length
@@ -168,7 +171,8 @@ class Prompter:
         return str(self._tokenizer.decode([i for i in ids if i < known]))
 
     def sequence(self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float) -> Sequence:
-        """A sequence ready to be submitted."""
+        """A sequence ready to be submitted. Raises UnknownModel, PromptTooLong."""
+        adapter = self.adapter(request.model)
         tokens, marks = self.bounded_tokens(request.prompt, cache=request.cache)
         room = self._context - len(tokens)
         wanted = request.max_tokens if request.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, room)
@@ -198,9 +202,19 @@ class Prompter:
             logprobs=logprobs,
             steering=self._conversations.steering(request),
             speculation=self.speculation(request.speculation),
+            adapter=adapter,
             arrived=arrived,
             explain=request.explain,
         )
+
+    def adapter(self, name: str) -> Adapter | None:
+        """The adapter of this name; None for the model itself. Raises UnknownModel."""
+        if name in ("", self._loaded.id):
+            return None
+        if name not in self._adapters:
+            known = ", ".join([self._loaded.id, *self._adapters])
+            raise UnknownModel(f"the model {name!r} is not served here; served: {known}", param="model")
+        return self._adapters[name]
 
     def call_parser(self, request: pb.GenerateRequest) -> CallParser | None:
         """What reads calls of tools out of the answer's text; None where none is asked for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from kvsidecar.sizes import format_size
 
 from inference_svc.cache.link import CacheLink
 from inference_svc.config import WorkerConfig
+from inference_svc.engine.attention import ATTENTION
 from inference_svc.engine.cache_port import NoCache
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.forward import Decoder
@@ -23,10 +25,12 @@ from inference_svc.engine.pool import PAGE_TOKENS, KVPool
 from inference_svc.engine.speculation.draft_model import DraftModel
 from inference_svc.engine.stats import EngineLimits
 from inference_svc.freed_memory import keep_freed_memory
+from inference_svc.lora.folder import Folder
+from inference_svc.lora.weights import AdapterWeights, linears_of, read_weights
 from inference_svc.model.draft import load_draft
 from inference_svc.model.loader import LoadedModel, load
 from inference_svc.model.packed_linear import PackedLinear
-from inference_svc.model.preflight import SELF, check_draft
+from inference_svc.model.preflight import SELF, check_draft, open_adapters
 from inference_svc.model.probe import products_of, uneven
 from inference_svc.model.streaming.plan import Asked
 from inference_svc.reuse.chunking import new_chunker
@@ -37,6 +41,7 @@ from inference_svc.reuse.strategies import STRATEGIES
 log = structlog.get_logger("worker")
 
 _PROBED_ROWS = (64,)
+_ATTACH_SECONDS, _NAME_LENGTH = 1.0, 64
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ def build(config: WorkerConfig) -> Runtime:
 
 
 def _build(config: WorkerConfig) -> Runtime:
+    folders = open_adapters(config)
     loaded = load(
         config.model,
         device=config.device,
@@ -85,18 +91,19 @@ def _build(config: WorkerConfig) -> Runtime:
             config.memory_bytes,
             config.pool_bytes,
             config.batch_sequences,
+            beside_bytes=sum(folder.most_bytes for folder in folders),
         ),
     )
     try:
-        return _assemble(config, loaded)
+        return _assemble(config, loaded, folders)
     except BaseException:
         if loaded.streamed is not None:
             loaded.streamed.close()
         raise
 
 
-def _assemble(config: WorkerConfig, loaded: LoadedModel) -> Runtime:
-    """What serves a model that is loaded."""
+def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder]) -> Runtime:
+    """What serves a model that is loaded, with the adapters of some folders."""
     if config.context_length:
         if config.context_length > loaded.context_length:
             raise ConfigurationError(
@@ -105,29 +112,24 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel) -> Runtime:
         loaded = replace(loaded, context_length=config.context_length)
     if loaded.device.type == "cpu":
         _say_where_bits_differ(loaded)
+    adapters = _adapters(folders, loaded)
     pool = _pool(config, loaded)
     policy = reuse_policy(config, loaded)
     cache: CacheLink | None = None
-    daemon: DaemonLink | None = None
-    if config.cache_socket is not None:
-        gpu = (loaded.device.index or 0) if loaded.device.type == "cuda" else None
-        daemon = DaemonLink(
-            socket_target(config.cache_socket),
-            config.name,
-            loaded.descriptor(config.storage_bits),
-            gpu,
-            log=structlog.get_logger("cache"),
-        )
+    daemons = _daemons(config, loaded, adapters)
+    if daemons:
         cache = CacheLink(
-            daemon,
+            daemons,
             loaded.geometry(config.storage_bits),
             policy,
             loaded.projection_share,
             config.cache_timeout_ms / 1000,
         )
         cache.warm_up(pool)
-        if daemon.wait(1.0):
-            _say_what_is_reused(policy, daemon)
+        latest = time.monotonic() + _ATTACH_SECONDS
+        for daemon in daemons.values():
+            daemon.wait(max(0.0, latest - time.monotonic()))
+        _say_what_is_reused(policy, daemons[b""])
     limits = EngineLimits(
         config.batch_tokens,
         config.batch_sequences,
@@ -137,10 +139,38 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel) -> Runtime:
     )
     threads = config.threads or len(os.sched_getaffinity(0))
     draft = _draft(config, loaded, pool)
-    engine = Engine(loaded, pool, cache or NoCache(), limits, threads, draft, config.speculate != "off")
-    if daemon is not None:
-        daemon.served = lambda: _served(engine)
+    engine = Engine(loaded, pool, cache or NoCache(), limits, threads, draft, config.speculate != "off", adapters)
+    _say_what_adapters_are(config, engine)
+    if daemons:
+        daemons[b""].served = lambda: _served(engine)  # of all that the worker does
     return Runtime(engine, cache, config)
+
+
+def _adapters(folders: list[Folder], loaded: LoadedModel) -> list[AdapterWeights]:
+    """Their weights, checked against the model's layers. Raises ConfigurationError."""
+    if not folders:
+        return []
+    linears = linears_of(loaded.config, loaded.dtype, ATTENTION)
+    return [read_weights(folder, linears, loaded.id) for folder in folders]
+
+
+def _daemons(config: WorkerConfig, loaded: LoadedModel, adapters: list[AdapterWeights]) -> dict[bytes, DaemonLink]:
+    """A link to the daemon for the model and one for each adapter, by its fingerprint: each has a namespace of its own,
+    and with it a verdict on reuse elsewhere. Empty where there is no daemon."""
+    if config.cache_socket is None:
+        return {}
+    gpu = (loaded.device.index or 0) if loaded.device.type == "cuda" else None
+    names = {b"": ""} | {a.fingerprint: a.name for a in adapters}
+    return {
+        fingerprint: DaemonLink(
+            socket_target(config.cache_socket),
+            f"{config.name}:{adapter}"[:_NAME_LENGTH] if adapter else config.name,
+            loaded.descriptor(config.storage_bits, fingerprint),
+            gpu,
+            log=structlog.get_logger("cache", **({"adapter": adapter} if adapter else {})),
+        )
+        for fingerprint, adapter in names.items()
+    }
 
 
 def _draft(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModel | None:
@@ -171,6 +201,10 @@ def _say_where_bits_differ(loaded: LoadedModel) -> None:
             for product in loaded.streamed.products.modules():
                 if isinstance(product, PackedLinear):
                     product.reconsider()
+    _warn_where_bits_differ(bad, loaded)
+
+
+def _warn_where_bits_differ(bad: list[str], loaded: LoadedModel) -> None:
     if bad:
         log.warning(
             "this CPU gives a row other bits in another batch, so answers with the cache may differ from those without "
@@ -178,6 +212,22 @@ def _say_where_bits_differ(loaded: LoadedModel) -> None:
             products=bad,
             dtype=str(loaded.dtype),
         )
+
+
+def _say_what_adapters_are(config: WorkerConfig, engine: Engine) -> None:
+    for adapter in engine.adapters.values():
+        log.info("an adapter is ready", adapter=adapter.name, size=format_size(adapter.size_bytes))
+    if engine.adapters and config.cache_socket is not None and config.approximate == "verified":
+        log.info(
+            "what adapters have read is reused where a prompt begins with it, exactly: kvsidecar verify is of the model"
+        )
+    if engine.adapters and engine.loaded.device.type == "cpu":
+        pairs = [pair for adapter in engine.adapters.values() for pair in adapter.pairs.values()]
+        products = [product for pair in pairs for product in pair.products]
+        _warn_where_bits_differ(uneven(products, _PROBED_ROWS), engine.loaded)
+        for product in products:
+            if isinstance(product, PackedLinear):
+                product.reconsider()
 
 
 def _say_what_is_reused(policy: ReusePolicy, daemon: DaemonLink) -> None:

@@ -50,6 +50,7 @@ class InferenceService(InferenceServiceServicer):
             config.tool_call_parser,
             config.speculate,
             bool(config.draft_model),
+            runtime.engine.adapters,
         )
         self._prompter.prepare()
         self._loop = asyncio.get_running_loop()
@@ -170,13 +171,17 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
+        self._prompter.adapter(request.model)  # refused before anything is read
         with self._observer.request("Warm", context) as seen:
             tokens, marks = await self._read(
                 request,
                 lambda: self._prompter.bounded_tokens(request.prompt, generation_prompt=False, cache=request.cache),
             )
             inner = pb.GenerateRequest(
-                prompt=pb.Prompt(token_ids=pb.TokenIds(ids=tokens)), max_tokens=1, cache=request.cache
+                prompt=pb.Prompt(token_ids=pb.TokenIds(ids=tokens)),
+                max_tokens=1,
+                cache=request.cache,
+                model=request.model,
             )
             inner.cache.segment_ends[:] = marks.segment_ends
             sequence, outputs = await self._submit(inner, seen)
@@ -228,6 +233,12 @@ class InferenceService(InferenceServiceServicer):
             storage_bits=bits,
             vocab_size=m.config.vocab_size,
             has_chat_template=bool(m.tokenizer.chat_template),
+            adapters=[
+                pb.Adapter(
+                    name=name, namespace=keys.namespace_id(m.descriptor(bits, a.fingerprint)), size_bytes=a.size_bytes
+                )
+                for name, a in self._engine.adapters.items()
+            ],
         )
 
     @unary(INFERENCE_DOMAIN)

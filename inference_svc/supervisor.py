@@ -239,7 +239,9 @@ class Supervisor:
 
 
 def _flags(settings: Mapping[str, object]) -> list[str]:
-    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    """Each setting as a flag; of one with several values a flag for each."""
+    several = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
+    return [f"--{name.replace('_', '-')}={value}" for name, values in several.items() for value in values]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ Nothing here fails a request: whatever goes wrong is counted, logged once, and t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -36,13 +36,20 @@ _LEAST_MISSING = 64
 
 
 class CacheLink:
-    """The engine's ``Cache`` over a daemon."""
+    """The engine's ``Cache`` over a daemon, with a session for the model and one for each adapter: a session has one
+    namespace."""
 
     def __init__(
-        self, daemon: DaemonLink, geometry: Geometry, policy: ReusePolicy, projection_share: float, timeout: float
+        self,
+        daemons: Mapping[bytes, DaemonLink],
+        geometry: Geometry,
+        policy: ReusePolicy,
+        projection_share: float,
+        timeout: float,
     ) -> None:
+        """``daemons`` are by the fingerprints of adapters; that of the model itself is empty."""
         self.stats = CacheStats()
-        self._daemon, self._geometry, self._timeout = daemon, geometry, timeout
+        self._daemons, self._geometry, self._timeout = daemons, geometry, timeout
         self._economy = Economy()
         self._loading = Loading(geometry, policy, self._economy, projection_share, timeout)
         self._storing = Storing(geometry, policy, self._economy, self.stats, timeout)
@@ -50,12 +57,13 @@ class CacheLink:
 
     @property
     def attached(self) -> bool:
-        return self._daemon.session is not None
+        return all(daemon.session is not None for daemon in self._daemons.values())
 
     def close(self) -> None:
-        """Finishes what is queued and ends the session. Blocks."""
+        """Finishes what is queued and ends the sessions. Blocks."""
         self._thread.shutdown()
-        self._daemon.close()
+        with ThreadPoolExecutor(len(self._daemons)) as threads:  # a daemon that hangs is waited for once
+            list(threads.map(DaemonLink.close, self._daemons.values()))
 
     def warm_up(self, pool: KVPool) -> None:
         """Compiles the chunk kernels before the first request needs them. Writes only to the padding slots."""
@@ -70,7 +78,7 @@ class CacheLink:
     def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
         # Of few missing tokens, fewer still would be found: the question alone costs as much as they do.
         least = 2 if not sequence.computed else _LEAST_MISSING
-        session = self._daemon.session
+        session = self._daemon(sequence).session
         if session is None or sequence.missing < least or not self._economy.worth_loading(sequence.missing):
             return False
         if not self._loading.places(session, sequence) and self._loading.in_vain(
@@ -80,11 +88,14 @@ class CacheLink:
         self._thread.submit(self._guarded_load, sequence, pool, done)
         return True
 
+    def _daemon(self, sequence: Sequence) -> DaemonLink:
+        return self._daemons[sequence.realm.adapter]
+
     def _root(self, sequence: Sequence) -> bytes:
-        return keys.tenant_root(self._daemon.namespace, sequence.cache.tenant_salt)
+        return keys.tenant_root(self._daemon(sequence).namespace, sequence.cache.tenant_salt)
 
     def probe(self, sequence: Sequence, done: ProbeDone) -> None:
-        session = self._daemon.session
+        session = self._daemon(sequence).session
         if session is None or not sequence.cache.read:
             return
         if session.may_hold(self._root(sequence), sequence.tokens):
@@ -92,13 +103,13 @@ class CacheLink:
 
     def _probe(self, sequence: Sequence, done: ProbeDone) -> None:
         """A Match without a session: nothing is leased. A failure is left to the load that follows."""
-        session = self._daemon.session
+        session = self._daemon(sequence).session
         if session is None or sequence.state is not State.WAITING:
             return
         request = pb.MatchRequest(
             tenant_salt=sequence.cache.tenant_salt,
             token_ids=sequence.tokens,
-            namespace=self._daemon.namespace,
+            namespace=self._daemon(sequence).namespace,
         )
         with contextlib.suppress(grpc.RpcError):
             done(sequence, session.stub.Match(request, timeout=self._timeout).matched_tokens)
@@ -109,7 +120,7 @@ class CacheLink:
         if sequence.plan is None:
             computed = sequence.prompt_tokens - sequence.cached_tokens
             self._economy.prefilled(computed, sequence.timings.prefill_ms / 1e3)
-        if self._daemon.session is None or sequence.reusable <= sequence.stored.covered:
+        if self._daemon(sequence).session is None or sequence.reusable <= sequence.stored.covered:
             return False
         self._thread.submit(self._guarded_save, sequence, pool, done)
         return True
@@ -141,7 +152,7 @@ class CacheLink:
     def _guard(self, sequence: Sequence) -> Iterator[Session | None]:
         """The session, if there is one; any failure with it counts, and the request goes on without. A call that was
         not answered in time is undone by the daemon; any other failure ends the session."""
-        session = self._daemon.session
+        session = self._daemon(sequence).session
         try:
             yield session
         except grpc.RpcError as error:
@@ -149,16 +160,16 @@ class CacheLink:
             if session is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 session.doubt()
             elif session is not None:
-                self._daemon.drop(session)
+                self._daemon(sequence).drop(session)
             log.warning("cache failed, computing instead", request=sequence.id, error=str(from_rpc(error)))
         except (KVSidecarError, ConnectionError, ValueError) as error:
-            self._give_up(session)
+            self._give_up(sequence, session)
             log.warning("cache failed, computing instead", request=sequence.id, error=str(error))
         except Exception:
-            self._give_up(session)
+            self._give_up(sequence, session)
             log.exception("cache failed, computing instead", request=sequence.id)
 
-    def _give_up(self, session: Session | None) -> None:
+    def _give_up(self, sequence: Sequence, session: Session | None) -> None:
         self.stats.failures += 1
         if session is not None:
-            self._daemon.drop(session)
+            self._daemon(sequence).drop(session)

@@ -65,13 +65,13 @@ class Admission:
             return Source(), False
         # The last token is always computed: its logits are wanted.
         whole = as_array(sequence.tokens) if sequence.preempted else sequence.prompt_ids
-        tokens, salt = whole[:-1], sequence.cache.tenant_salt
+        tokens, realm = whole[:-1], sequence.realm
         if len(tokens) < LEAST_SHARED:
             return Source(), False
-        resident, longest = self._residents.best(salt, tokens)
+        resident, longest = self._residents.best(realm, tokens)
         source, coming = Source(longest, resident=resident), 0
         for other in live:
-            if other.cache.tenant_salt != salt or not other.cache.write:
+            if other.realm != realm or not other.cache.write:
                 continue
             shared = common_prefix(tokens[:LEAST_SHARED], other.prompt_ids)
             if shared < LEAST_SHARED:

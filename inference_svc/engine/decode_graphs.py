@@ -172,6 +172,7 @@ def _is_decode(span: Span) -> bool:
         and span.positions is None
         and span.wants_logits
         and span.table.first_slot is not None
+        and span.adapter is None  # what a recording computes is the model's
         and (span.gate is None or span.gate.complete)
     )
 

@@ -7,6 +7,7 @@ meanwhile.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence as Many
 
 import structlog
 import torch
@@ -29,6 +30,8 @@ from inference_svc.engine.speculation.mode import Speculation
 from inference_svc.engine.speculation.proposer import Proposer
 from inference_svc.engine.speculation.speculator import Speculator
 from inference_svc.engine.stats import EngineLimits, EngineStats
+from inference_svc.lora.adapter import Adapter
+from inference_svc.lora.weights import AdapterWeights
 from inference_svc.model.loader import LoadedModel
 
 log = structlog.get_logger("engine")
@@ -46,11 +49,14 @@ class Engine:
         threads: int = 0,
         draft: DraftModel | None = None,
         speculates: bool = False,
+        adapters: Many[AdapterWeights] = (),
     ) -> None:
-        """``draft`` guesses for those who ask for it. With ``speculates``, what passes cost is measured before the
-        first request, not with them. Raises ModelUnsupported when the first forward fails."""
+        """``adapters`` are placed beside the model. ``draft`` guesses for those who ask for it. With ``speculates``,
+        what passes cost is measured before the first request, not with them. Raises ModelUnsupported when the first
+        forward fails."""
         self.loaded, self.pool, self.stats = loaded, pool, EngineStats()
         self.decoder = Decoder(loaded)
+        self.adapters = {weights.name: self.decoder.adopt(weights) for weights in adapters}
         self._limits = limits or EngineLimits()
         graphs = decode_graphs(self.decoder, pool, self._limits.batch_sequences)
         proposers: dict[Speculation, Proposer] = {Speculation.NGRAM: Lookup()}
@@ -172,15 +178,17 @@ class Engine:
         """Runs every kernel once, so that none is compiled while a request waits."""
         for count in (1, 64):
             self._run_rows(count, 0)
+        for adapter in self.adapters.values():
+            self._run_rows(1, 0, adapter)
         if self._speculates:
             drafted = timed(lambda count: self._run_rows(count, count - 1))
             self._run_rows(1, 0)
             self.speculator.costs.calibrate(drafted, once(lambda count: self._run_rows(count, 0), 1))
 
-    def _run_rows(self, count: int, drafted: int) -> None:
+    def _run_rows(self, count: int, drafted: int, adapter: Adapter | None = None) -> None:
         """Computes so many rows of a sequence that is nobody's, as a step does; nothing when the pool is too small."""
         table = self.pool.allocate(count)
         if table is not None:
-            logits = self._loop.compute([rows.Span([0] * count, 0, table, True, drafted=drafted)])
+            logits = self._loop.compute([rows.Span([0] * count, 0, table, True, drafted=drafted, adapter=adapter)])
             logits[0, 0].item()  # a device works on by itself
             self.pool.free(table)

@@ -136,7 +136,7 @@ class Endings:
         sequence.table = sequence.gate = None
         self._pool.trim(table, sequence.reusable)
         tokens = as_array(sequence.tokens[: sequence.reusable])
-        self._residents.keep(Resident(tokens, table, sequence.cache.tenant_salt, sequence.stored))
+        self._residents.keep(Resident(tokens, table, sequence.realm, sequence.stored))
 
 
 def _wait_for_loader(sequence: Sequence) -> None:

@@ -11,8 +11,11 @@ from kvsidecar.errors import ModelUnsupported
 from torch import Tensor
 
 from inference_svc.engine import fused
+from inference_svc.engine.adapted import Hooks
 from inference_svc.engine.attention import Projected
 from inference_svc.engine.rows import Batch
+from inference_svc.lora.adapter import Adapter, placed
+from inference_svc.lora.weights import AdapterWeights
 from inference_svc.model.dense_linear import DenseLinear, narrow
 from inference_svc.model.loader import LoadedModel
 from inference_svc.model.packed_linear import pack_linears
@@ -56,10 +59,22 @@ class Decoder:
             self._embed = inner.embed_tokens
         self._head: Any = loaded.model.lm_head
         self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)
+        self._dtype, self._device = loaded.dtype, loaded.device
+        self._hooks: Hooks | None = None
 
     @property
     def layers(self) -> int:
         return len(self._layers)
+
+    @torch.inference_mode()
+    def adopt(self, weights: AdapterWeights) -> Adapter:
+        """An adapter that rows of this decoder may name. Not while a forward runs."""
+        if self._fused is not None:
+            return placed(weights, fused.TOGETHER, self._dtype, self._device)
+        adapter = placed(weights, {}, self._dtype, self._device)
+        self._hooks = self._hooks or Hooks(self._layers)
+        self._hooks.install(adapter.pairs)
+        return adapter
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
@@ -109,6 +124,8 @@ class Decoder:
 
     def _run_layers(self, hidden: Tensor, batch: Batch, first: int, end: int) -> Tensor:
         """The model's own layers over ``hidden [rows, width]``."""
+        if self._hooks is not None:
+            self._hooks.rows, self._hooks.count = batch.adapted, len(batch.tokens)
         states, positions = hidden[None], batch.positions[None]
         angles = self._angles(states, positions, first, end)
         for i, layer in enumerate(self._layers[first:end], first):

@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 from kvkernels.cpu import attention as kernel
-from kvkernels.cpu import dense
 from kvkernels.cpu import rows as cpu_rows
 from torch import Tensor, nn
 
 from inference_svc.engine import cpu_attention
 from inference_svc.engine.rows import Batch, only_wanted
-from inference_svc.model import dense_linear
-from inference_svc.model.dense_linear import DenseLinear
+from inference_svc.model.dense_linear import DenseLinear, product_of
 from inference_svc.model.packed_linear import PackedLinear
 from inference_svc.model.plain_linear import PlainLinear
 from inference_svc.model.quantized_linear import QuantizedLinear, fit_together, joined
@@ -30,6 +28,13 @@ from inference_svc.model.streaming.source import RESIDENT, LayerSource
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 # The last layer is cut to the rows that want logits where they are at most one in so many.
 _FEW = 4
+# What each product of a layer computes, in the order of its outputs.
+TOGETHER = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
 Product = Callable[[Tensor], Tensor]
 Joined = PackedLinear | QuantizedLinear | DenseLinear | PlainLinear
 
@@ -58,8 +63,7 @@ def fits(layer: Any, config: Any) -> bool:
 
 def _together(layer: Any) -> list[list[Any]]:
     """Linear layers over the same input."""
-    a, m = layer.self_attn, layer.mlp
-    return [[a.q_proj, a.k_proj, a.v_proj], [m.gate_proj, m.up_proj]]
+    return [[layer.get_submodule(path) for path in TOGETHER[name]] for name in ("qkv", "gate_up")]
 
 
 def _head_dim(config: Any) -> int:
@@ -72,11 +76,7 @@ def _join(parts: list[Any]) -> Joined:
         return joined(parts)
     weight = torch.cat([p.weight for p in parts])
     bias = torch.cat([p.bias for p in parts]) if parts[0].bias is not None else None
-    if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return PackedLinear(weight, bias)
-    if dense_linear.serves(weight):
-        return DenseLinear(dense.pack(weight), bias)
-    return PlainLinear(weight, bias)
+    return product_of(weight, bias)
 
 
 @dataclass
@@ -153,6 +153,13 @@ class _Work:
         self.flat = self.attended.view(rows, -1)
         self.gated = hidden.new_zeros(rows, layers.width)
 
+    def product(self, i: int, name: str, of: Product, x: Tensor) -> Tensor:
+        """A product of layer ``i`` over ``x [rows, in]``, with what adapters add to some of its rows."""
+        out = of(x)
+        for part in self.batch.adapted:
+            part.add((i, name), x, out)
+        return out
+
 
 class FusedLayers:
     """All layers of a model, those ``given`` or its own, of which it takes the linear weights then."""
@@ -205,10 +212,10 @@ class FusedLayers:
             with self._source.holding(i):
                 self._project(work, i, delta)
                 cpu_attention.attend_in_place(work.attention, work.batch, i, layer.scale, layer.window)
-                delta = layer.o(work.flat)
+                delta = work.product(i, "o", layer.o, work.flat)
                 cpu_rows.norm_rows(work.real, work.hidden, delta, layer.post_norm, layer.epsilon, work.normed)
-                cpu_rows.gate_rows(work.real, layer.gate_up(work.normed), work.gated)
-                delta = layer.down(work.gated)
+                cpu_rows.gate_rows(work.real, work.product(i, "gate_up", layer.gate_up, work.normed), work.gated)
+                delta = work.product(i, "down", layer.down, work.gated)
         return delta
 
     def project(self, hidden: Tensor, batch: Batch, i: int) -> None:
@@ -232,7 +239,7 @@ class FusedLayers:
         cpu_rows.norm_rows(work.real, work.hidden, delta, layer.input_norm, layer.epsilon, work.normed)
         cpu_rows.rotate_rows(
             work.real,
-            layer.qkv(work.normed),
+            work.product(i, "qkv", layer.qkv, work.normed),
             self.kv_heads,
             work.angles,
             layer.head_norms,

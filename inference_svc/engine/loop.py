@@ -214,12 +214,13 @@ class Loop:
                 self._preempt(sequence)
                 continue
             sequence.passed_over = 0
-            piece, last = sequence.tokens[sequence.computed : end], end == len(sequence.tokens)
-            span = rows.Span(piece, sequence.computed, sequence.table, last, gate=sequence.gate)
+            at, piece, last = sequence.computed, sequence.tokens[sequence.computed : end], end == len(sequence.tokens)
+            span = rows.Span(piece, at, sequence.table, last, gate=sequence.gate, adapter=sequence.adapter)
             guesses = guessed.get(sequence, [])[: verified.get(i, 0)]
             if guesses and self._grow(sequence.table, end + len(guesses)):
                 span = replace(span, tokens=piece + guesses, drafted=len(guesses))
             spans.append((sequence, span))
+        spans.sort(key=lambda one: one[0].realm.adapter)  # an adapter's rows are one piece then
         return spans
 
     def _grow(self, table: BlockTable, tokens: int) -> bool:

@@ -21,6 +21,7 @@ from inference_svc.engine.forward import Decoder
 from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import BlockTable, KVPool
 from inference_svc.engine.sequence import Sequence
+from inference_svc.lora.adapter import Adapter
 from inference_svc.reuse.plan import Plan, Positions
 from inference_svc.reuse.strategies import Repair, Signals
 
@@ -78,11 +79,12 @@ class Repairing:
         piece_rows: int = 512,
         logits_at: Positions | None = None,
         gate: LayerGate | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         self._decoder, self._pool, self._table = decoder, pool, table
         self._tokens = np.asarray(tokens)
         self._plan, self._strategy, self._ratio = plan, strategy, ratio
-        self._piece_rows, self._gate = piece_rows, gate
+        self._piece_rows, self._gate, self._adapter = piece_rows, gate, adapter
         self._logits_at = np.asarray([plan.tokens - 1]) if logits_at is None else logits_at
         self._device = pool.keys.device
         self.chosen: Positions = np.empty(0, np.int64)
@@ -115,7 +117,8 @@ class Repairing:
         return self.chosen
 
     def _batch(self, positions: Positions, logits: bool = False) -> rows.Batch:
-        span = rows.Span(self._tokens[positions].tolist(), 0, self._table, False, positions, self._gate)
+        tokens = self._tokens[positions].tolist()
+        span = rows.Span(tokens, 0, self._table, False, positions, self._gate, adapter=self._adapter)
         batch = rows.build([span], self._pool, self._device)
         wanted = np.flatnonzero(np.isin(positions, self._logits_at)) if logits else np.empty(0, np.int64)
         if len(wanted):
@@ -204,6 +207,7 @@ class Repairs:
             sequence.repair.ratio,
             piece_rows=self._piece_rows,
             gate=sequence.gate,
+            adapter=sequence.adapter,
         )
         self._going[sequence] = work, work.steps()
 

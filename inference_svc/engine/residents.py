@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_svc.engine.pool import PAGE_TOKENS, BlockTable, KVPool
-from inference_svc.engine.sequence import StoredPrefix
+from inference_svc.engine.sequence import Realm, StoredPrefix
 
 Tokens = NDArray[np.uint32]
 # Fewer shared tokens than this are computed again.
@@ -27,7 +27,7 @@ class Resident:
 
     tokens: Tokens
     table: BlockTable
-    tenant_salt: bytes
+    realm: Realm
     stored: StoredPrefix
 
     @cached_property
@@ -62,12 +62,12 @@ class Residents:
     def tables(self) -> list[BlockTable]:
         return [r.table for r in self._held.values()]
 
-    def best(self, tenant_salt: bytes, tokens: Tokens) -> tuple[Resident | None, int]:
+    def best(self, realm: Realm, tokens: Tokens) -> tuple[Resident | None, int]:
         """The one that shares the longest prefix with ``tokens``, and how long that is; none for less than
         LEAST_SHARED tokens."""
         found, longest, head = None, 0, tokens[:LEAST_SHARED].tobytes()
         for resident in self._held.values():
-            if resident.tenant_salt == tenant_salt and resident.head == head:
+            if resident.realm == realm and resident.head == head:
                 n = common_prefix(resident.tokens, tokens)
                 if n > longest:
                     found, longest = resident, n
@@ -79,7 +79,7 @@ class Residents:
             self._pool.free(resident.table)
             return
         for key, old in list(self._held.items()):
-            same = old.tenant_salt == resident.tenant_salt
+            same = old.realm == resident.realm
             if same and common_prefix(old.tokens, resident.tokens) == len(old.tokens):
                 self._drop(key)
         self._held[id(resident)] = resident

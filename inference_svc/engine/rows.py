@@ -15,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_svc.engine.adapted import AdaptedRows
 from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
+from inference_svc.lora.adapter import Adapter
 
 if TYPE_CHECKING:
     from kvkernels.cpu.attention import Attention
@@ -43,6 +45,7 @@ class Span:
     positions: NDArray[np.int64] | None = None
     gate: LayerGate | None = None  # when keys and values of earlier positions are still being loaded
     drafted: int = 0
+    adapter: Adapter | None = None  # what is added to the model's own products
 
     @property
     def end(self) -> int:
@@ -79,6 +82,7 @@ class Segment:
     padded: int
     first_slot: int | None
     slots: Tensor | None  # [padded] when the keys do not lie in one piece
+    adapter: Adapter | None = None
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
 
@@ -110,6 +114,7 @@ class Batch:
     index: Index | None = None
     attention: Attention | None = None
     gates: tuple[LayerGate, ...] = ()
+    adapted: tuple[AdaptedRows, ...] = ()
 
     def pass_layer(self, layer: int) -> None:
         """Waits for what is still being loaded of a layer. Raises RestoreFailed."""
@@ -156,6 +161,7 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
         pool=pool,
         contiguous_slots=None if piece is None else (piece + spans[0].start, real),
         gates=tuple(span.gate for span in spans if span.gate is not None and not span.gate.complete),
+        adapted=_adapted(segments, real),
     )
 
 
@@ -167,7 +173,7 @@ def only_wanted(batch: Batch) -> Batch:
         position = int(batch.positions[row])
         padded = _padded(position + 1)
         slots = None if whole.slots is None else whole.slots[:padded]
-        segments.append(Segment(at, 1, position, None, position + 1, padded, whole.first_slot, slots))
+        segments.append(Segment(at, 1, position, None, position + 1, padded, whole.first_slot, slots, whole.adapter))
     return replace(
         batch,
         tokens=batch.tokens[batch.logit_rows],
@@ -179,7 +185,22 @@ def only_wanted(batch: Batch) -> Batch:
         contiguous_slots=None,
         index=None,
         attention=None,
+        adapted=_adapted(segments, batch.wanted),
     )
+
+
+def _adapted(segments: list[Segment], real: int) -> tuple[AdaptedRows, ...]:
+    """The rows of each adapter, where they follow each other in one piece. ``real`` rows are no padding."""
+    found: list[AdaptedRows] = []
+    for segment in segments:
+        if segment.adapter is None:
+            continue
+        first, end = segment.first_row, segment.first_row + segment.rows
+        if found and found[-1].adapter is segment.adapter and found[-1].end == first:
+            first = found.pop().first
+        alone = end - first == real
+        found.append(AdaptedRows(segment.adapter, first, end, None if alone else -(end - first) % ROW_MULTIPLE))
+    return tuple(found)
 
 
 def _padded(keys: int) -> int:
@@ -202,5 +223,5 @@ def _segments(span: Span, first_row: int, pool: KVPool, device: torch.device) ->
             padding = np.full(padded - keys, pool.padding_slot)
             slots = torch.from_numpy(np.concatenate((span.table.slots(0, keys), padding))).to(device)
         positions = None if part is None else torch.from_numpy(part).to(device)
-        out.append(Segment(first_row + at, count, span.start + at, positions, keys, padded, first, slots))
+        out.append(Segment(first_row + at, count, span.start + at, positions, keys, padded, first, slots, span.adapter))
     return out

@@ -20,6 +20,7 @@ from inference_svc.engine.pool import BlockTable
 from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams
 from inference_svc.engine.speculation.mode import Speculation
 from inference_svc.engine.text import TextStream
+from inference_svc.lora.adapter import Adapter
 from inference_svc.reuse.chunking import Marks
 from inference_svc.reuse.parts import Part
 from inference_svc.reuse.plan import Plan, Positions
@@ -54,6 +55,14 @@ class CacheUse:
     tenant_salt: bytes = b""
     exact_only: bool = False
     marks: Marks = field(default_factory=Marks)
+
+
+@dataclass(frozen=True)
+class Realm:
+    """Sequences share something only where both of these are equal: the tenant, and the adapter (empty: none)."""
+
+    tenant_salt: bytes = b""
+    adapter: bytes = b""
 
 
 @dataclass
@@ -112,6 +121,7 @@ class Sequence:
     logprobs: int | None = None
     steering: Steering | None = None  # what keeps the answer to a grammar
     speculation: Speculation = Speculation.OFF  # by whom its tokens are guessed
+    adapter: Adapter | None = None  # what is added to the model for it
     arrived: float = field(default_factory=time.perf_counter)
     state: State = State.WAITING
     table: BlockTable | None = None
@@ -143,6 +153,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.params, self.logprobs, self.tokens[: self.prompt_tokens], self.steering)
+
+    @property
+    def realm(self) -> Realm:
+        """Whose keys, values and past answers it may share."""
+        return Realm(self.cache.tenant_salt, b"" if self.adapter is None else self.adapter.fingerprint)
 
     @cached_property
     def prompt_ids(self) -> NDArray[np.uint32]:

@@ -20,15 +20,17 @@ def finish_reason(value: pb.FinishReason.ValueType) -> str | None:
     return _FINISH.get(value)
 
 
-def model(found: pb.GetModelResponse) -> dict[str, Any]:
-    """A model as lists of them have it; the lengths are extensions, ``max_model_len`` vLLM's."""
+def model(found: pb.GetModelResponse, name: str) -> dict[str, Any]:
+    """A model, or an adapter of it by its name, as lists of them have it; the lengths are extensions, ``max_model_len``
+    and ``parent``, the model that an adapter is of, are vLLM's."""
     return {
-        "id": found.model_id,
+        "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "kvsidecar",
         "context_length": found.context_length,
         "max_model_len": found.context_length,
+        "parent": None if name == found.model_id else found.model_id,
     }
 
 

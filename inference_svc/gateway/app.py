@@ -60,12 +60,12 @@ class Gateway:
     # ---- endpoints ------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        served = {w.model.model_id: w.model for w in self.router.alive}
-        return JSONResponse({"object": "list", "data": [answers.model(m) for m in served.values()]})
+        served = {name: w.model for w in self.router.alive for name in w.names}
+        return JSONResponse({"object": "list", "data": [answers.model(m, name) for name, m in served.items()]})
 
     async def model(self, request: Request) -> Response:
-        worker = self._worker(request.path_params["name"])
-        return JSONResponse(answers.model(worker.model))
+        name = request.path_params["name"]
+        return JSONResponse(answers.model(self._worker(name).model, name))
 
     async def tokenize(self, request: Request) -> Response:
         body = parse(TokenizeBody, await self._body(request))
@@ -116,12 +116,13 @@ class Gateway:
         return await self._said(parsed.model, parsed.prompts()[0], parsed.cache_salt)
 
     async def _said(self, model: str, prompt: pb.Prompt, salt: str) -> Response:
-        return JSONResponse(await held(self.router, self._worker(model), self.node.daemon, prompt, salt.encode()))
+        worker = self._worker(model)
+        return JSONResponse(await held(self.router, worker, model, self.node.daemon, prompt, salt.encode()))
 
     async def warm(self, request: Request) -> Response:
         body = parse(WarmBody, await self._body(request))
         self._check_model(body.model)
-        able = [w for w in self.router.alive if body.model in ("", w.model.model_id)]
+        able = [w for w in self.router.alive if w.serves(body.model)]
         return JSONResponse(await warm(min(able, key=lambda w: w.in_flight), body))
 
     async def chat(self, request: Request) -> Response:
@@ -137,8 +138,10 @@ class Gateway:
         self._check_model(parsed.model)
         before = self._memory.messages(parsed.previous_response_id)
         chat = parsed.chat(before)
-        writer = ResponseWriter(parsed, self._named(parsed.model), self._memory, [*before, *parsed.messages()])
+        model = self._named(parsed.model)
+        writer = ResponseWriter(parsed, model, self._memory, [*before, *parsed.messages()])
         asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
+        asked.model = model
         pieces = _about("text.format", self._merge([asked], not parsed.stream))
         if parsed.stream:
             return _events(writer.stream(await anext(pieces), pieces))
@@ -159,6 +162,7 @@ class Gateway:
 
     async def _answer(self, request: Request, parsed: ChatRequest | CompletionRequest, chat: bool) -> Response:
         self._check_model(parsed.model)
+        model = self._named(parsed.model)
         answer_id = ("chatcmpl-" if chat else "cmpl-") + token_hex(12)
         prompts = parsed.prompts()
         if len(prompts) * parsed.choices > MAX_ANSWERS:
@@ -173,7 +177,9 @@ class Gateway:
             for i, prompt in enumerate(prompts)
             for choice in range(parsed.choices)
         ]
-        writer = Writer(answer_id, self._named(parsed.model), chat, parsed)
+        for one in requests:
+            one.model = model
+        writer = Writer(answer_id, model, chat, parsed)
         pieces = _about(parsed.grammar[0], self._merge(requests, not parsed.stream))
         if parsed.stream:
             # The first piece is awaited here, so that a refused request gets its status code.
@@ -198,10 +204,10 @@ class Gateway:
     def _worker(self, name: str) -> Worker:
         """One that serves the model of this name, or any. Raises UnknownModel, Unavailable."""
         self._check_model(name)
-        return next(w for w in self.router.alive if name in ("", w.model.model_id))
+        return next(w for w in self.router.alive if w.serves(name))
 
     def _check_model(self, name: str) -> None:
-        served = {w.model.model_id for w in self.router.workers if w.alive}
+        served = {name for w in self.router.workers if w.alive for name in w.names}
         if name and served and name not in served:
             raise UnknownModel(
                 f"the model {name!r} is not served here; served: {', '.join(sorted(served))}", param="model"

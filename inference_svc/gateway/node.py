@@ -96,9 +96,10 @@ class NodeView:
 
     async def _whole_cache(self, salt: bytes) -> dict[str, Any]:
         stats = await self._daemon.Stats(cache_pb2.StatsRequest(), timeout=_PATIENCE_SECONDS)
-        names = {keys.tenant_root(s.namespace, b""): "without a salt" for s in stats.session_details}
+        used = {s.namespace: "" for s in stats.session_details} | self._namespaces()
+        names = {keys.tenant_root(namespace, b""): _tenant(b"", who) for namespace, who in used.items()}
         if salt:
-            names |= {keys.tenant_root(s.namespace, salt): "yours" for s in stats.session_details}
+            names |= {keys.tenant_root(namespace, salt): _tenant(salt, who) for namespace, who in used.items()}
         return {
             "failing": stats.durable_failing and f"nothing can be written to disk: {stats.durable_failing}",
             "uptime_seconds": stats.uptime_seconds,
@@ -117,12 +118,24 @@ class NodeView:
     async def _own(self, salt: bytes) -> dict[str, Any]:
         """What one salt opens, in the namespaces of the models that are served."""
         found = []
-        for namespace in sorted({w.model.namespace for w in self._router.workers if w.model.namespace}):
+        for namespace, who in self._namespaces().items():
             stats = await self._counts.of(self._daemon, namespace, salt)
-            root, name = keys.tenant_root(namespace, salt), "yours" if salt else "without a salt"
+            root, name = keys.tenant_root(namespace, salt), _tenant(salt, who)
             used = stats.arena_used_bytes, stats.durable_bytes
             found.append(holding(root, name, stats.chunks, stats.tokens, *used))
         return {"failing": "", "tenants": found, "complete": True}
+
+    def _namespaces(self) -> dict[bytes, str]:
+        """Those of the models that are served, and of adapters by their names."""
+        models = [w.model for w in self._router.workers if w.model.namespace]
+        found = {m.namespace: "" for m in models}
+        return found | {a.namespace: a.name for m in models for a in m.adapters}
+
+
+def _tenant(salt: bytes, adapter: str) -> str:
+    """What a tenant is called."""
+    whose = "yours" if salt else "without a salt"
+    return f"{whose}, {adapter}" if adapter else whose
 
 
 async def _stats_of(worker: Worker) -> pb.GetStatsResponse | None:

@@ -45,6 +45,20 @@ class Worker:
     stats: pb.GetStatsResponse | None = None  # what it said last
     in_flight: int = 0
 
+    @property
+    def names(self) -> list[str]:
+        """What it can be asked for: its model, and adapters of that."""
+        return [self.model.model_id, *(adapter.name for adapter in self.model.adapters)]
+
+    def serves(self, name: str) -> bool:
+        """Whether it has the model or the adapter of this name; anything has the empty one."""
+        return not name or name in self.names
+
+    def namespace(self, name: str) -> bytes:
+        """Where keys and values of the model or the adapter of this name are; empty where none are kept."""
+        found = {adapter.name: adapter.namespace for adapter in self.model.adapters}
+        return found.get(name, self.model.namespace)
+
     async def poll(self) -> None:
         try:
             self.model = await self.client.stub.GetModel(pb.GetModelRequest(), timeout=_POLL_SECONDS * 2)
@@ -102,8 +116,8 @@ class Router:
         return "no inference worker is ready yet: the model is still being loaded; try again in a moment"
 
     def pick(self, request: pb.GenerateRequest, excluded: set[str]) -> Worker:
-        """The worker for a request. Raises Unavailable when none is up."""
-        able = [w for w in self.workers if w.alive and w.target not in excluded]
+        """The worker for a request. Raises Unavailable when none is up that serves its model."""
+        able = [w for w in self.workers if w.alive and w.target not in excluded and w.serves(request.model)]
         if not able:
             raise Unavailable(self._why())
         least = min(w.in_flight for w in able)
@@ -132,7 +146,8 @@ def _blocks(request: pb.GenerateRequest) -> list[bytes]:
         data = b"".join(part.SerializeToString(deterministic=True) for part in parts)
     elif prompt.WhichOneof("kind") == "text":
         data = prompt.text.encode()
-    digest = hashlib.sha256(request.cache.tenant_salt)
+    realm = request.model.encode(), request.cache.tenant_salt  # beyond which nothing is reused
+    digest = hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in realm))
     chain = []
     for at in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
         digest.update(data[at : at + _BLOCK_BYTES])

@@ -39,13 +39,15 @@ class WarmBody(BaseModel):
         else:
             messages = [m.to_grpc(i) for i, m in enumerate(self.messages or ())]
             prompt = pb.Prompt(chat=pb.Chat(messages=messages, tools=[tool.to_grpc() for tool in self.tools or ()]))
-        return pb.WarmRequest(prompt=prompt, cache=pb.CacheOptions(tenant_salt=self.cache_salt.encode()))
+        return pb.WarmRequest(
+            prompt=prompt, model=self.model, cache=pb.CacheOptions(tenant_salt=self.cache_salt.encode())
+        )
 
 
 def serving(router: Router) -> dict[str, Any]:
     """What is served, by how many workers, and how many requests they have."""
     alive = [worker for worker in router.workers if worker.alive]
-    models = {worker.model.model_id: answers.model(worker.model) for worker in alive}
+    models = {name: answers.model(worker.model, name) for worker in alive for name in worker.names}
     return {"models": list(models.values()), "workers": len(alive), "busy": _busy(router)}
 
 
@@ -53,17 +55,19 @@ def _busy(router: Router) -> int:
     return sum(worker.in_flight for worker in router.workers)
 
 
-async def held(router: Router, worker: Worker, daemon: Any, prompt: pb.Prompt, salt: bytes) -> dict[str, Any]:
-    """How many tokens a prompt has, and how many of them the daemon has keys and values of. Leases nothing and counts
+async def held(
+    router: Router, worker: Worker, model: str, daemon: Any, prompt: pb.Prompt, salt: bytes
+) -> dict[str, Any]:
+    """How many tokens a prompt has for a model or adapter, and how many of them the daemon has keys and values of. Leases nothing and counts
     as no use. Raises KVSidecarError."""
     try:
         tokens = prompt.token_ids.ids
         if prompt.WhichOneof("kind") != "token_ids":
             asked = pb.TokenizeRequest(prompt=prompt)
             tokens = (await worker.client.stub.Tokenize(asked, timeout=_PATIENCE_SECONDS)).token_ids
-        found = 0
-        if daemon is not None and worker.model.namespace and tokens:
-            match = cache_pb2.MatchRequest(namespace=worker.model.namespace, tenant_salt=salt, token_ids=tokens)
+        found, namespace = 0, worker.namespace(model)
+        if daemon is not None and namespace and tokens:
+            match = cache_pb2.MatchRequest(namespace=namespace, tenant_salt=salt, token_ids=tokens)
             found = (await daemon.Match(match, timeout=_PATIENCE_SECONDS)).matched_tokens
     except grpc.RpcError as error:
         raise from_rpc(error) from error

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from kvkernels.cpu import dense
 from torch import Tensor, nn
 
+from inference_svc.model.packed_linear import PackedLinear
+from inference_svc.model.plain_linear import PlainLinear
+
 
 def serves(weight: Tensor) -> bool:
     """Whether a layer with this weight can be one."""
@@ -53,6 +56,14 @@ class NarrowEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight).float()
+
+
+def product_of(weight: Tensor, bias: Tensor | None) -> PackedLinear | DenseLinear | PlainLinear:
+    """A layer over a weight ``[out, in]`` that is not quantized: packed, which copies it, where that is faster."""
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    if on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return PackedLinear(weight, bias)
+    return DenseLinear(dense.pack(weight), bias) if serves(weight) else PlainLinear(weight, bias)
 
 
 def narrow(model: nn.Module) -> None:

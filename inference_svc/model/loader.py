@@ -123,8 +123,9 @@ class LoadedModel:
     def geometry(self, bits: int) -> Geometry:
         return Geometry(self.layers, self.kv_heads, self.head_dim, _DTYPES[self.dtype], bits)
 
-    def descriptor(self, bits: int) -> NamespaceDescriptor:
-        """What names this model's chunks at a storage width."""
+    def descriptor(self, bits: int, adapter: bytes = b"") -> NamespaceDescriptor:
+        """What names this model's chunks at a storage width, or those that it computes with the adapter of this
+        fingerprint."""
         rope = getattr(self.config, "rope_parameters", None)
         if rope and self.rope_factors:
             rope = dict(rope) | {"factors": self.rope_factors}
@@ -140,6 +141,7 @@ class LoadedModel:
             producer=PRODUCER,
             quantizer_version=0 if bits == 16 else keys.QUANTIZER_VERSION,
             bits=bits,
+            lora_adapter=adapter.hex(),
             tensor_parallel_size=1,
         )
 

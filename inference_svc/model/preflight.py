@@ -12,6 +12,7 @@ from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models.pull import default_model
 
 from inference_svc.config import ModelSettings
+from inference_svc.lora.folder import Folder, open_folder
 from inference_svc.model.resolve import resolve
 from inference_svc.model.shapes import PREFIX, check_shape
 from inference_svc.model.supported import check_name
@@ -35,7 +36,16 @@ def settled(settings: M) -> M:
         settings = settings.model_copy(update={"model": default_model()})
     check_model(settings.model, settings.strict)
     check_draft(settings.speculate, settings.draft_model, settings.strict)
+    open_adapters(settings)
     return settings
+
+
+def open_adapters(settings: ModelSettings) -> list[Folder]:
+    """What is known of the adapters before a model is loaded. Raises ConfigurationError."""
+    model = settings.served_name or settings.model
+    if model in settings.adapters:
+        raise ConfigurationError(f"a LoRA adapter is called {model!r}, as the model is; choose another name for it")
+    return [open_folder(name, path) for name, path in settings.adapters.items()]
 
 
 def check_device(name: str) -> None:

@@ -163,9 +163,10 @@ class Client:
         deadline: float | None = None,
         tenant_salt: bytes = b"",
         tools: Sequence[Mapping[str, Any]] = (),
+        model: str = "",
     ) -> pb.WarmResponse:
-        """Reads a prompt into the cache."""
-        request = to_warm_request(prompt, tools, tenant_salt)
+        """Reads a prompt into the cache, for an adapter if ``model`` names one."""
+        request = to_warm_request(prompt, tools, tenant_salt, model)
         response: pb.WarmResponse = self._call(self.stub.Warm, request, deadline)
         return response
 
@@ -239,9 +240,10 @@ class AsyncClient:
         deadline: float | None = None,
         tenant_salt: bytes = b"",
         tools: Sequence[Mapping[str, Any]] = (),
+        model: str = "",
     ) -> pb.WarmResponse:
-        """Reads a prompt into the cache."""
-        request = to_warm_request(prompt, tools, tenant_salt)
+        """Reads a prompt into the cache, for an adapter if ``model`` names one."""
+        request = to_warm_request(prompt, tools, tenant_salt, model)
         response: pb.WarmResponse = await self._call(self.stub.Warm, request, deadline)
         return response
 

@@ -42,9 +42,13 @@ def to_prompt(prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> pb.Pro
     return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
 
 
-def to_warm_request(prompt: Prompt, tools: Sequence[Mapping[str, Any]], tenant_salt: bytes) -> pb.WarmRequest:
-    """What is to be read into the cache, for whom."""
-    return pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=pb.CacheOptions(tenant_salt=tenant_salt))
+def to_warm_request(
+    prompt: Prompt, tools: Sequence[Mapping[str, Any]], tenant_salt: bytes, model: str = ""
+) -> pb.WarmRequest:
+    """What is to be read into the cache, for whom, and for which adapter if ``model`` names one."""
+    _check_text("model", model)
+    cache = pb.CacheOptions(tenant_salt=tenant_salt)
+    return pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=cache, model=model)
 
 
 def to_request(
@@ -79,10 +83,11 @@ def to_request(
     parallel_tool_calls: bool = True,
     speculation: str | None = None,
     explain: bool = False,
+    model: str = "",
 ) -> pb.GenerateRequest:
     """A GenerateRequest; what is None is left to the worker's default. At most one of ``json_schema``, ``regex``,
     ``choice`` and ``grammar`` says what the answer must be. ``tool_choice`` is auto, none, required, or a tool's name;
-    ``speculation`` is off, ngram, draft or auto.
+    ``speculation`` is off, ngram, draft or auto. ``model`` is the name of the worker's model or of one of its adapters.
     """
     for name, number in (("max_tokens", max_tokens), ("top_k", top_k), ("logprobs", logprobs)):
         _check_number(name, number)
@@ -90,6 +95,7 @@ def to_request(
         _check_number("segment_ends", end)
     _check_text("document_separator", document_separator or "")
     _check_text("request_id", request_id)
+    _check_text("model", model)
     for text in stop:
         _check_text("stop", text)
     cache = pb.CacheOptions(
@@ -124,6 +130,7 @@ def to_request(
         tool_use=_tool_use(tool_choice, parallel_tool_calls),
         speculation=speculation_of(speculation),
         explain=explain,
+        model=model,
     )
 
 

@@ -8,7 +8,7 @@ import collections.abc as abc
 from bisect import bisect_right
 from collections import OrderedDict
 
-from inference_svc.engine.sequence import Sequence
+from inference_svc.engine.sequence import Realm, Sequence
 from inference_svc.engine.speculation.chains import MOST_MATCHED, SHORT, Chains, Match
 from inference_svc.engine.speculation.proposer import Draft, Wish
 
@@ -24,17 +24,17 @@ _CONTEXT = 4
 
 
 class PastAnswers:
-    """What a tenant was answered last, bounded; tenants that ask least recently are forgotten first. Nothing of one
-    salt is ever found by another."""
+    """What a tenant was answered last by the model, or by an adapter, bounded; those that ask least recently are
+    forgotten first. Nothing of one realm is ever found by another."""
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[bytes, list[Chains]] = OrderedDict()
+        self._tenants: OrderedDict[Realm, list[Chains]] = OrderedDict()
 
-    def add(self, salt: bytes, tokens: abc.Sequence[int]) -> None:
+    def add(self, realm: Realm, tokens: abc.Sequence[int]) -> None:
         """Remembers an answer's last tokens."""
         kept = [*tokens[-(_GENERATION - 1) :], _END]
-        generations = self._tenants.setdefault(salt, [])
-        self._tenants.move_to_end(salt)
+        generations = self._tenants.setdefault(realm, [])
+        self._tenants.move_to_end(realm)
         if not generations or generations[0].length + len(kept) > _GENERATION:
             generations.insert(0, Chains(_GENERATION))
             del generations[2:]
@@ -42,10 +42,10 @@ class PastAnswers:
         while len(self._tenants) > _TENANTS:
             self._tenants.popitem(last=False)
 
-    def find(self, salt: bytes, tail: abc.Sequence[int]) -> tuple[Chains, Match] | None:
+    def find(self, realm: Realm, tail: abc.Sequence[int]) -> tuple[Chains, Match] | None:
         """The longest match, of the younger generation if both have one."""
         found: tuple[Chains, Match] | None = None
-        for chains in self._tenants.get(salt, ()):
+        for chains in self._tenants.get(realm, ()):
             match = chains.find(tail)
             if match is not None and (found is None or match.length > found[1].length):
                 found = chains, match
@@ -75,7 +75,7 @@ class Lookup:
         tail = sequence.tokens[-MOST_MATCHED:]
         match, chains, first_sign = own.find(tail), own, 0
         if sequence.cache.read and (match is None or match.length < MOST_MATCHED):
-            past = self._past.find(sequence.cache.tenant_salt, tail)
+            past = self._past.find(sequence.realm, tail)
             if past is not None and (match is None or past[1].length > match.length):
                 (chains, match), first_sign = past, len(_SIGNS)
         if match is None:
@@ -93,7 +93,7 @@ class Lookup:
     def finish(self, sequence: Sequence) -> None:
         if sequence.cache.write and sequence.generated > SHORT:
             start = max(0, sequence.prompt_tokens - _CONTEXT)
-            self._past.add(sequence.cache.tenant_salt, sequence.tokens[start:])
+            self._past.add(sequence.realm, sequence.tokens[start:])
 
     def forget(self, sequence: Sequence) -> None:
         self._own.pop(sequence, None)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvsidecar.cli.worker import Address, connected, console, show_costs
+from kvsidecar.cli.worker import Adapter, Address, connected, console, show_costs
 from kvsidecar.client import Client, Completion
 from kvsidecar.models.library import BUILT_IN
 
@@ -22,10 +22,11 @@ def chat(
     system: Annotated[str, typer.Option(help="A system prompt.")] = "",
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; the model's own when left out.")] = None,
+    model: Adapter = "",
 ) -> None:
     """Talk to the model; each turn shows how much of the conversation was read from the cache."""
     with connected(worker) as client:
-        name = client.model().model_id
+        name = model or client.model().model_id
         console.print(f"[dim]{name}. /help says what there is; Ctrl-D ends the conversation.[/dim]", highlight=False)
         if name == BUILT_IN:
             console.print(_NO_ASSISTANT, highlight=False)
@@ -40,7 +41,7 @@ def chat(
                 )
             else:
                 messages.append({"role": "user", "content": text})
-                said = _answer(client, messages, max_tokens, temperature)
+                said = _answer(client, messages, max_tokens, temperature, model)
                 messages.append({"role": "assistant", "content": said})
 
 
@@ -57,11 +58,13 @@ def _asked() -> str | None:
         return text if text and text not in ("/exit", "/quit") else None
 
 
-def _answer(client: Client, messages: list[dict[str, str]], max_tokens: int, temperature: float | None) -> str:
+def _answer(
+    client: Client, messages: list[dict[str, str]], max_tokens: int, temperature: float | None, model: str
+) -> str:
     """Writes an answer as it comes. Ctrl-C ends it; what was said until then stays in the conversation."""
     said: list[str] = []
     final: Completion | None = None
-    parts = client.stream(messages, max_tokens=max_tokens, temperature=temperature)
+    parts = client.stream(messages, max_tokens=max_tokens, temperature=temperature, model=model)
     try:
         for part in parts:
             said.append(part.text)  # before it is shown: Ctrl-C may come in between

@@ -17,7 +17,7 @@ from kvsidecar.cli import events as events_command
 from kvsidecar.cli import models as model_commands
 from kvsidecar.cli import node as node_commands
 from kvsidecar.cli import services, warming
-from kvsidecar.cli.worker import Address, connected, console, show_costs
+from kvsidecar.cli.worker import Adapter, Address, connected, console, show_costs
 from kvsidecar.client import Completion
 from kvsidecar.errors import KVSidecarError
 
@@ -61,11 +61,14 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    model: Adapter = "",
 ) -> None:
     """Continue a text."""
     with connected(worker) as client:
         final: Completion | None = None
-        for part in client.stream(_read(prompt), max_tokens=max_tokens, temperature=temperature, seed=seed):
+        for part in client.stream(
+            _read(prompt), max_tokens=max_tokens, temperature=temperature, seed=seed, model=model
+        ):
             console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
             final = part.final or final
     console.print()

@@ -18,7 +18,7 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import structlog
 from pydantic import ValidationError
@@ -65,12 +65,15 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> 
             shown = format_size(default)
         # Others are refused by the settings, in one sentence; the parser would compare numbers with text.
         choices = [str(a) for a in get_args(field.annotation) if isinstance(a, (str, int))]
+        more: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
+        if get_origin(field.annotation) is tuple:  # several values, and the flag again for more
+            more, shown = {"nargs": "+", "action": "extend"}, default or "none"
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             dest=name,
             default=argparse.SUPPRESS,
             metavar=f"{{{','.join(choices)}}}" if choices else name.upper().rsplit("_", 1)[-1],
-            **({"nargs": "?", "const": "true"} if field.annotation is bool else {}),  # type: ignore[arg-type]
+            **more,
             help=f"{text} [{prefix}{name.upper()}; default: {shown}]".replace("%", "%%"),
         )
     parser.add_argument("--config", type=Path, default=None, help="TOML file with the same names as the flags")

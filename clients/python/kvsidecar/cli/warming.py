@@ -14,7 +14,7 @@ import httpx
 import typer
 
 from kvsidecar.cli.cache.daemon import salt_bytes
-from kvsidecar.cli.worker import Address, connected, console
+from kvsidecar.cli.worker import Adapter, Address, connected, console
 from kvsidecar.durations import parse_duration
 from kvsidecar.errors import DeadlineExceeded, InvalidRequest, KVSidecarError, Unavailable
 
@@ -54,6 +54,7 @@ def warm(
         ),
     ],
     worker: Address = None,
+    model: Adapter = "",
     url: Annotated[
         str, typer.Option(help="A gateway, of a node or a fleet, as http://HOST:8000, in the place of a worker.")
     ] = "",
@@ -78,7 +79,7 @@ def warm(
     if wait and not url:
         raise InvalidRequest("--wait is for a gateway; give its --url")
     found, deadline = texts(prompts), time.monotonic() + (_seconds("--within", within) or _NO_HURRY_SECONDS)
-    reaching = _gateway(url, api_key, salt, _seconds("--wait", wait)) if url else _worker(worker, salt)
+    reaching = _gateway(url, api_key, salt, model, _seconds("--wait", wait)) if url else _worker(worker, salt, model)
     with reaching as read:
         for done, text in enumerate(track(found, description="warming", console=console, disable=len(found) < 2)):
             try:
@@ -133,20 +134,21 @@ def _seconds(option: str, text: str) -> float:
 
 
 @contextmanager
-def _worker(address: str | None, salt: str) -> Iterator[Read]:
+def _worker(address: str | None, salt: str, model: str) -> Iterator[Read]:
     with connected(address) as client:
 
         def read(text: Text, seconds: float) -> Warmed:
             prompt: Any = text.fields.get("prompt", text.fields.get("messages"))
             tools = text.fields.get("tools") or ()
-            found = client.warm(prompt, deadline=max(0.0, seconds), tenant_salt=salt_bytes(salt), tools=tools)
+            left = max(0.0, seconds)
+            found = client.warm(prompt, deadline=left, tenant_salt=salt_bytes(salt), tools=tools, model=model)
             return Warmed(found.prompt_tokens, found.cached_tokens, found.stored_tokens)
 
         yield read
 
 
 @contextmanager
-def _gateway(url: str, api_key: str, salt: str, wait_seconds: float) -> Iterator[Read]:
+def _gateway(url: str, api_key: str, salt: str, model: str, wait_seconds: float) -> Iterator[Read]:
     until = time.monotonic() + wait_seconds
     try:
         named = salt_bytes(salt).decode()
@@ -158,7 +160,11 @@ def _gateway(url: str, api_key: str, salt: str, wait_seconds: float) -> Iterator
         def read(text: Text, seconds: float) -> Warmed:
             if seconds <= 0:
                 raise DeadlineExceeded("the time is over")
-            body = text.fields | {"cache_salt": named, "within_seconds": min(seconds, _NO_HURRY_SECONDS)}
+            body = text.fields | {
+                "model": model,
+                "cache_salt": named,
+                "within_seconds": min(seconds, _NO_HURRY_SECONDS),
+            }
             while True:
                 try:
                     return _warmed(client.post(_PATH, json=body, timeout=httpx.Timeout(seconds + 5, connect=5)))

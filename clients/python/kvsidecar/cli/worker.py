@@ -17,6 +17,7 @@ from kvsidecar.runtime import default_runtime_dir
 Address = Annotated[
     str | None, typer.Option("--worker", help="Socket or host:port of a worker; the first of `serve` when left out.")
 ]
+Adapter = Annotated[str, typer.Option("--model", help="One of the worker's LoRA adapters; the model when left out.")]
 console = Console()
 
 

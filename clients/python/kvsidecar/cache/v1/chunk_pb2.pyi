@@ -124,7 +124,7 @@ class NamespaceDescriptor(_message.Message):
     bits: _builtins.int
     """Bits per stored element: 16 (unquantized), 8 or 4."""
     lora_adapter: _builtins.str
-    """Name and hash of the LoRA adapter; empty when none is loaded."""
+    """Hash of the LoRA adapter's weights, hexadecimal; empty for the model itself."""
     tensor_parallel_rank: _builtins.int
     """Tensor-parallel rank, from 0."""
     tensor_parallel_size: _builtins.int

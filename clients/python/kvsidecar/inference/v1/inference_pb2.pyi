@@ -567,6 +567,7 @@ class GenerateRequest(_message.Message):
     TOOL_USE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate; at least 1. Default: 256, or what the context still holds if that is less."""
     ignore_eos: _builtins.bool
@@ -579,6 +580,8 @@ class GenerateRequest(_message.Message):
     """Who guesses what comes next. Default: as the worker is set to."""
     explain: _builtins.bool
     """Say with the answer which parts of the prompt had been read before."""
+    model: _builtins.str
+    """Name of the worker's model or of one of its adapters; NOT_FOUND for others. Default: the model itself."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """What to read."""
@@ -618,10 +621,11 @@ class GenerateRequest(_message.Message):
         tool_use: Global___ToolUse | None = ...,
         speculation: Global___Speculation.ValueType = ...,
         explain: _builtins.bool = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "cache", b"cache", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "tool_use", b"tool_use"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "cache", b"cache", "explain", b"explain", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "tool_use", b"tool_use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "cache", b"cache", "explain", b"explain", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "tool_use", b"tool_use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -1045,6 +1049,9 @@ class WarmRequest(_message.Message):
 
     PROMPT_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in GenerateRequest: what an adapter has read is of use to that adapter alone."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """What to read. A chat is rendered without generation prompt, so that any next message continues it."""
@@ -1058,10 +1065,11 @@ class WarmRequest(_message.Message):
         *,
         prompt: Global___Prompt | None = ...,
         cache: Global___CacheOptions | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "model", b"model", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1223,6 +1231,7 @@ class GetModelResponse(_message.Message):
     STORAGE_BITS_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name it is served under."""
     architecture: _builtins.str
@@ -1241,6 +1250,10 @@ class GetModelResponse(_message.Message):
     """Size of the vocabulary."""
     has_chat_template: _builtins.bool
     """The model has a chat template."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """LoRA adapters of the model, each of which can be asked for by name."""
+
     def __init__(
         self,
         *,
@@ -1253,14 +1266,45 @@ class GetModelResponse(_message.Message):
         storage_bits: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "model_id", b"model_id", "namespace", b"namespace", "storage_bits", b"storage_bits", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "model_id", b"model_id", "namespace", b"namespace", "storage_bits", b"storage_bits", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
+
+@_typing.final
+class Adapter(_message.Message):
+    """A LoRA adapter: the model with a few weights more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name it is asked for by."""
+    namespace: _builtins.bytes
+    """Namespace of its chunks, 32 bytes: what it has read, neither the model nor another adapter reuses."""
+    size_bytes: _builtins.int
+    """Memory that its weights take."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        namespace: _builtins.bytes = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "namespace", b"namespace", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class GetStatsRequest(_message.Message):

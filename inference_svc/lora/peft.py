@@ -1,0 +1,158 @@
+"""``adapter_config.json`` as PEFT writes it (peft 0.21): which layers an adapter changes, and by how much.
+
+Imports no torch: what is refused is refused before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from kvsidecar.errors import ConfigurationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+CONFIG = "adapter_config.json"
+_ALL_LINEAR = "all-linear"
+_MOST_RANK = 1024
+# The first number in a module's path is its layer's.
+_LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
+# What these set is more than pairs of matrices beside linear layers.
+_REFUSED = {
+    "alora_invocation_tokens": "it changes only what follows certain tokens (activated LoRA)",
+    "arrow_config": "it routes between adapters",
+    "fan_in_fan_out": "its weights are transposed, for layers that no model here has",
+    "kasa_config": "it needs more than two matrices for a layer",
+    "layer_replication": "it repeats layers of the model",
+    "lora_bias": "it has biases",
+    "megatron_config": "it was split by Megatron",
+    "modules_to_save": "it has whole layers of its own",
+    "target_parameters": "it changes parameters that are no linear layers, such as those of experts",
+    "trainable_token_indices": "it changes embeddings",
+    "use_bdlora": "its matrices are block-diagonal",
+    "use_dora": "it is a DoRA adapter, whose layers are scaled anew",
+    "use_qalora": "it fits a quantized model alone (QA-LoRA)",
+}
+# They say how it was trained.
+_WITHOUT_EFFECT = {
+    "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode", "loftq_config",
+    "lora_dropout", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "unsloth_fixed", "velora_config",
+}  # fmt: skip
+# Other beginnings (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the model's own weights too.
+_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+
+
+class Settings(BaseModel):
+    """The fields that decide what an adapter computes. Paths are those of the model: ``model.layers.0.mlp.up_proj``."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    peft_type: Literal["LORA"]
+    task_type: Literal["CAUSAL_LM"] | None = None
+    base_model_name_or_path: str | None = None
+    r: int = Field(default=8, ge=1, le=_MOST_RANK)
+    lora_alpha: float = Field(default=8.0, allow_inf_nan=False)
+    use_rslora: bool = False
+    bias: Literal["none"] = "none"
+    init_lora_weights: bool | str | None = True
+    target_modules: list[str] | str
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    alpha_pattern: dict[str, float] = Field(default_factory=dict)
+
+    @field_validator("rank_pattern", "alpha_pattern", mode="before")
+    @classmethod
+    def _none_is_empty(cls, value: object) -> object:
+        return {} if value is None else value
+
+    def targets(self, path: str) -> bool:
+        """Whether a linear layer of the model's is changed."""
+        if self.exclude_modules and _matches(self.exclude_modules, path):
+            return False
+        if isinstance(self.target_modules, str):
+            return self.target_modules.lower() == _ALL_LINEAR or _matches(self.target_modules, path)
+        return _matches(self.target_modules, path) and self._in_layers(path)
+
+    def rank(self, path: str) -> int:
+        return self.rank_pattern.get(_key(self.rank_pattern, path), self.r)
+
+    def scale(self, path: str) -> float:
+        """What the product of a layer's two matrices is multiplied by."""
+        alpha, rank = self.alpha_pattern.get(_key(self.alpha_pattern, path), self.lora_alpha), self.rank(path)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def _in_layers(self, path: str) -> bool:
+        wanted = self.layers_to_transform
+        if wanted is None or wanted == []:
+            return True
+        patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern or []
+        found = [re.match(rf"(?:^|.*?\.){p}\.(\d+)\.", path) for p in patterns if p] or [_LAYER.match(path)]
+        number = next((int(match[1]) for match in found if match), None)
+        return number == wanted if isinstance(wanted, int) else number in wanted
+
+
+def read_settings(file: Path) -> Settings:
+    """Reads an ``adapter_config.json``. Raises ConfigurationError with one sentence for what is not served."""
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"cannot read {file}: {error}") from error
+    if not isinstance(read, dict):
+        raise ConfigurationError(f"{file} is no JSON object; it must be what PEFT's save_pretrained wrote")
+    for name, why in _REFUSED.items():
+        if read.get(name):
+            raise ConfigurationError(f"{file} sets {name}: {why}, which is not supported")
+    try:
+        settings = Settings.model_validate(read)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        if first["type"] == "missing":
+            raise ConfigurationError(f"{file} has no {name}; it must be what PEFT's save_pretrained wrote") from error
+        why = first["msg"][0].lower() + first["msg"][1:]
+        raise ConfigurationError(f"{file} says {name} is {read.get(name)!r}: {why}") from error
+    _check(file, settings)
+    return settings
+
+
+def _check(file: Path, settings: Settings) -> None:
+    if settings.init_lora_weights not in _BEGINNINGS:
+        raise ConfigurationError(
+            f"{file} says init_lora_weights is {settings.init_lora_weights!r}, which changes the model's own weights "
+            "too; save it as plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    for name, value in (settings.model_extra or {}).items():
+        if value and name not in _WITHOUT_EFFECT and name not in _REFUSED:
+            raise ConfigurationError(f"{file} sets {name}, which is not known here, so that its answers may be wrong")
+    ranks = [*settings.rank_pattern.values()]
+    if any(not 1 <= rank <= _MOST_RANK for rank in ranks):
+        raise ConfigurationError(f"{file} has ranks {ranks} in rank_pattern; allowed are 1 to {_MOST_RANK}")
+    if not all(map(math.isfinite, settings.alpha_pattern.values())):
+        raise ConfigurationError(f"{file} has an alpha in alpha_pattern that is no finite number")
+    given: list[Any] = [settings.target_modules, settings.exclude_modules]
+    expressions = [one for one in given if isinstance(one, str)]
+    expressions += [*settings.rank_pattern, *settings.alpha_pattern]
+    patterns = settings.layers_pattern
+    expressions += [patterns] if isinstance(patterns, str) else patterns or []
+    for expression in expressions:
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise ConfigurationError(f"{file} has {expression!r}, which is no regular expression: {error}") from error
+
+
+def _matches(wanted: list[str] | str, path: str) -> bool:
+    """A regular expression matches a whole path, a name one that it is or that ends with it."""
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in wanted)
+
+
+def _key(patterns: dict[str, Any], path: str) -> str:
+    """The first pattern that a path ends with."""
+    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), "")

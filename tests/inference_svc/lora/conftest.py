@@ -1,0 +1,5 @@
+"""Streamed models of these tests lie in a folder of their own too."""
+
+from tests.inference_svc.streaming.conftest import home
+
+__all__ = ["home"]

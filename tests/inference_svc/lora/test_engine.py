@@ -1,0 +1,166 @@
+"""Adapters in the engine, with a real model: in one batch with the model and with cancelled requests, guessed for,
+preempted and repaired, each answer is the one that it gets alone; nothing of one is reused by another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kvkernels.cpu import quantized
+
+from inference_svc.engine.cache_port import NoCache
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.forward import Decoder
+from inference_svc.engine.pool import KVPool
+from inference_svc.engine.repair import Repairing
+from inference_svc.engine.sequence import CacheUse, Finish, Realm
+from inference_svc.engine.speculation.draft_model import DraftModel
+from inference_svc.engine.speculation.lookup import PastAnswers
+from inference_svc.engine.speculation.mode import Speculation
+from inference_svc.engine.stats import EngineLimits
+from inference_svc.model.loader import load
+from inference_svc.reuse.plan import Plan, Stretch
+from inference_svc.reuse.strategies import STRATEGIES
+from tests.inference_svc.lora.making import adapter, linears, tensors, write
+from tests.inference_svc.speculation.chance import free_rows
+from tests.inference_svc.test_exactness import prompt
+from tests.inference_svc.test_load import Request, idle
+
+NAMES = ("", "a", "b")
+SOME = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+
+
+def engine_of(tokens: int, at: Path, *, copy: bool = False, **limits: int) -> Engine:
+    """An engine with two adapters, on which rows are free, so that all that may be guessed is."""
+    loaded = load("demo", dtype="float32")
+    layers = linears(loaded)
+    folders = [write(at / "a", tensors(layers, 1)), write(at / "b", tensors(layers, 2, SOME))]
+    pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, tokens, loaded.dtype, loaded.device)
+    draft = None
+    if copy:
+        low = Decoder(load("demo", dtype="float32", weights=4))
+        draft = DraftModel(low, pool, int(loaded.config.vocab_size), loaded.context_length, 512, copy=True)
+    weights = [adapter(folder, loaded, folder.name) for folder in folders]
+    engine = Engine(loaded, pool, NoCache(), EngineLimits(**limits), draft=draft, adapters=weights)
+    engine.speculator.costs = free_rows()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    running = engine_of(8192, tmp_path_factory.mktemp("adapters"))
+    yield running
+    idle(running)
+    running.check_integrity()
+    running.stop()
+
+
+def ask(
+    engine: Engine,
+    name: str,
+    ids: list[int],
+    length: int = 16,
+    *,
+    seed: int | None = None,
+    keep: bool = False,
+    guessed: Speculation = Speculation.OFF,
+) -> Request:
+    request = Request(ids, length, seed)
+    request.sequence.adapter = engine.adapters[name] if name else None
+    request.sequence.cache = CacheUse(read=keep, write=keep)
+    request.sequence.speculation = guessed
+    engine.submit(request.sequence)
+    return request
+
+
+def test_each_in_a_batch_is_as_alone_and_cancelling_some_changes_nothing(engine: Engine) -> None:
+    asked = [(NAMES[i % 3], prompt(i // 3, 30 + 7 * (i % 5)), i if i % 2 else None) for i in range(12)]
+    alone = [ask(engine, name, ids, seed=seed).tokens() for name, ids, seed in asked]
+    assert len({tuple(ask(engine, name, prompt(0, 40), seed=1).tokens()) for name in NAMES}) == 3
+    together = [ask(engine, name, ids, seed=seed) for name, ids, seed in asked]
+    others = [ask(engine, NAMES[i % 3], prompt(90 + i, 200), 400) for i in range(6)]
+    for other in others:
+        engine.cancel(other.sequence)
+    assert [request.tokens() for request in together] == alone
+    assert all(o.ended.wait(10) and o.outputs[-1].finish is Finish.CANCELLED for o in others)
+
+
+def test_what_one_has_read_no_other_reuses(engine: Engine) -> None:
+    ids = prompt(7, 200)
+    want = {name: ask(engine, name, ids).tokens() for name in NAMES}
+    first = {name: ask(engine, name, ids, keep=True) for name in NAMES}  # together: none waits for another's
+    assert {name: request.tokens() for name, request in first.items()} == want
+    assert [request.sequence.cached_tokens for request in first.values()] == [0, 0, 0]
+    idle(engine)
+    again = {name: ask(engine, name, ids, keep=True) for name in NAMES}
+    assert {name: request.tokens() for name, request in again.items()} == want
+    assert [request.sequence.cached_tokens for request in again.values()] == [199, 199, 199]
+
+
+def test_past_answers_are_of_one_tenant_and_one_adapter() -> None:
+    past = PastAnswers()
+    past.add(Realm(b"t", b"a"), [1, 2, 3, 4, 5])
+    for realm in (Realm(b"t"), Realm(b"t", b"b"), Realm(b"", b"a"), Realm(b"ta"), Realm(b"", b"ta")):
+        assert past.find(realm, [1, 2, 3]) is None
+    assert past.find(Realm(b"t", b"a"), [1, 2, 3]) is not None
+
+
+def test_guesses_are_verified_with_the_adapter(engine: Engine) -> None:
+    part = prompt(3, 24)
+    ids = part + prompt(503, 6) + part
+    asked = [("", None), ("a", None), ("b", None), ("a", 1)]
+    want = {(name, seed): ask(engine, name, ids, 40, seed=seed).tokens() for name, seed in asked}
+    for _ in range(2):
+        guessed = {
+            (name, seed): ask(engine, name, ids, 40, seed=seed, keep=True, guessed=Speculation.NGRAM)
+            for name, seed in want
+        }
+        assert {key: request.tokens() for key, request in guessed.items()} == want
+    # The second time all of them have a past answer that says it all.
+    assert all(request.sequence.accepted_tokens > 20 for request in guessed.values())
+
+
+@pytest.mark.skipif(quantized.kernel() is None, reason="no CPU kernels run here")
+def test_the_models_low_bit_copy_guesses_without_the_adapter_and_answers_stay(tmp_path: Path) -> None:
+    engine = engine_of(2048, tmp_path, copy=True)
+    for name in NAMES:
+        want = ask(engine, name, prompt(4, 50), 20).tokens()
+        request = ask(engine, name, prompt(4, 50), 20, guessed=Speculation.DRAFT)
+        assert request.tokens() == want
+        assert request.sequence.draft_tokens > 0
+    idle(engine)
+    engine.check_integrity()
+    engine.stop()
+
+
+def test_a_pool_too_small_for_all_preempts_and_changes_no_answer(engine: Engine, tmp_path: Path) -> None:
+    roomy = [ask(engine, NAMES[i % 3], prompt(i, 60), 100) for i in range(6)]
+    want = [request.tokens() for request in roomy]
+    small = engine_of(448, tmp_path)
+    requests = [ask(small, NAMES[i % 3], prompt(i, 60), 100, keep=True) for i in range(6)]
+    assert [request.tokens() for request in requests] == want
+    assert small.stats.preemptions > 0
+    idle(small)
+    small.check_integrity()
+    small.stop()
+
+
+@pytest.mark.parametrize("strategy", ["selective", "cacheblend", "guided"])
+def test_a_repair_of_everything_is_a_prefill_with_the_adapter(strategy: str, engine: Engine) -> None:
+    ids, pool = prompt(11, 120), engine.pool
+    want = ask(engine, "a", ids, 1).tokens()
+    idle(engine)
+    table = pool.allocate(120)
+    assert table is not None
+    slots = torch.from_numpy(table.slots(0, 120))
+    pool.keys[:, :, slots], pool.values[:, :, slots] = 1.0, -1.0  # what was stored is wrong altogether
+    plan = Plan(120, 0, (Stretch(0, 100),))
+    work = Repairing(engine.decoder, pool, ids, table, plan, STRATEGIES[strategy], 1.0, adapter=engine.adapters["a"])
+    for _ in work.steps():
+        pass
+    assert int(work.logits[-1][-1].argmax()) == want[0]
+    assert np.array_equal(work.chosen, np.arange(100))
+    pool.free(table)
