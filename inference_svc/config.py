@@ -56,7 +56,7 @@ class ModelSettings(BaseSettings):
     at 4 bits (CPU); for speculate draft or auto."""
     num_speculative_tokens: int = Field(default=16, ge=1, le=64)
     """Most tokens that are guessed at once for a request."""
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = "auto"
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "json"] = "auto"
     """How the model writes calls of tools; auto: as its chat template has it, else as JSON that its prompt asks for."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message to log."""
