@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.grammar import Steering
 from inference_svc.engine.pool import BlockTable
-from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams
+from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams, Scored
 from inference_svc.engine.speculation.mode import Speculation
 from inference_svc.engine.text import TextStream
 from inference_svc.reuse.chunking import Marks
@@ -104,13 +104,17 @@ class Sequence:
     prompt_tokens: int
     max_tokens: int
     params: SamplingParams
-    stop_tokens: frozenset[int]
+    stop_tokens: frozenset[int]  # end the answer
     text: TextStream
     sink: Callable[[Output], None]
     cache: CacheUse = field(default_factory=CacheUse)
     logprobs: int | None = None
     steering: Steering | None = None  # what keeps the answer to a grammar
     speculation: Speculation = Speculation.OFF  # by whom its tokens are guessed
+    own_stops: frozenset[int] = frozenset()  # of stop_tokens, those that only this request has
+    keeps_stop: bool = False  # the text of what ends the answer belongs to it
+    prompt_logprobs: int | None = None  # how many alternatives to each token of the prompt are asked for
+    prompt_scores: list[Scored] = field(default_factory=list)  # of the prompt's tokens, from the second on
     arrived: float = field(default_factory=time.perf_counter)
     state: State = State.WAITING
     table: BlockTable | None = None
@@ -139,7 +143,8 @@ class Sequence:
     passed_over: int = 0  # forwards since it last had a row
 
     def __post_init__(self) -> None:
-        self.sampler = Sampler(self.params, self.logprobs, self.tokens[: self.prompt_tokens], self.steering)
+        prompt = self.tokens[: self.prompt_tokens]
+        self.sampler = Sampler(self.params, self.logprobs, prompt, self.steering, self.stop_tokens)
 
     @cached_property
     def prompt_ids(self) -> NDArray[np.uint32]:
