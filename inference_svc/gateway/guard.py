@@ -11,7 +11,7 @@ from inference_svc.gateway.router import Router
 
 NODE = "/kvsidecar/v1/node"
 # Open to everybody: probes and scrapers have no key, and the page asks for it.
-_OPEN, _OPEN_FILES = frozenset({"/", "/health", "/metrics", "/version"}), "/page/"
+_OPEN, _OPEN_FILES = frozenset({"/", "/health", "/metrics", "/openapi.json", "/version"}), "/page/"
 _API = frozenset({NODE, "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _PATHS = _OPEN | _API | {"/tokenize", "/detokenize"}
 
@@ -57,7 +57,8 @@ class Guard:
             await send(message)
 
         if path not in _OPEN and not path.startswith(_OPEN_FILES) and not self._keys.lets_in(scope):
-            body = {"error": {"message": "the API key is missing or wrong", "type": "authentication_error"}}
+            told = {"message": "the API key is missing or wrong", "type": "authentication_error"}
+            body = {"error": {**told, "param": None, "code": "invalid_api_key"}}
             await JSONResponse(body, status_code=401)(scope, receive, counted)
         else:
             await self._app(scope, receive, counted)
