@@ -76,6 +76,19 @@ $(ENGINES)/lmcache-$(LMCACHE): $(STAMP)
 $(ENGINES)/peft-$(PEFT): $(STAMP)
 	@# Without what they depend on, which is here; with accelerate in it, transformers would be another one.
 	$(FETCH) $@ --no-deps peft==$(PEFT) accelerate
+
+# Clients of ours whose packages pin what they need: an environment of their own, against the server of this one.
+FRAMEWORKS_VENV  := .venv-frameworks
+FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
+.PHONY: test-frameworks
+test-frameworks: setup $(FRAMEWORKS_STAMP)  ## Run LangChain, LlamaIndex, instructor, lm-eval and schemathesis against it
+	KVSIDECAR_TEST_PYTHON=$(BIN)/python $(FRAMEWORKS_VENV)/bin/python -m pytest -q -W default \
+		--confcutdir=tests/frameworks tests/frameworks
+
+$(FRAMEWORKS_STAMP): tests/frameworks/requirements.txt tests/frameworks/constraints.txt
+	@test -x $(FRAMEWORKS_VENV)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS_VENV)
+	$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r tests/frameworks/requirements.txt -c tests/frameworks/constraints.txt
 	@touch $@
 
 lint: setup
@@ -126,7 +139,7 @@ dist: setup  ## A source distribution, and the wheel that comes of it, in dist/
 	$(BIN)/python -m build --outdir dist
 
 clean:  ## Remove the environment and build products
-	rm -rf $(VENV) $(VLLM_VENV) $(LLAMA_VENV) $(ENGINES) build dist bench-out *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(LLAMA_VENV) $(FRAMEWORKS_VENV) $(ENGINES) build dist bench-out *.egg-info
 
 .PHONY: clients
 clients: setup  ## Build the clients in other languages whose toolchains are installed

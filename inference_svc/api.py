@@ -37,6 +37,7 @@ from inference_svc.reuse.judgement import Report, Thresholds
 from inference_svc.reuse.laboratory import Laboratory
 from inference_svc.reuse.verify import BUILT_IN, Question, Verifier, candidates, read_questions
 from inference_svc.runtime import Runtime, build
+from inference_svc.telling import prompt_logprobs, tell_end
 from inference_svc.tools.answering import FINISH, read_calls
 from inference_svc.tools.parsing import CallParser
 
@@ -60,6 +61,8 @@ class Result:
     timings: dict[str, float]
     tool_calls: list[pb.ToolCall] = field(default_factory=list)
     prompt_parts: list[pb.PromptPart] = field(default_factory=list, repr=False)
+    prompt_logprobs: list[pb.TokenLogprob] = field(default_factory=list, repr=False)
+    stopped_by: str | int | None = None
 
     @property
     def kv_reuse_ratio(self) -> float:
@@ -231,6 +234,8 @@ def _wait(call: _Call) -> Result:
     s = call.sequence
     calls: list[pb.ToolCall] = []
     whole = pb.GenerateStreamResponse(text="".join(text), finish_reason=FINISH[output.finish])
+    tell_end(s, output.finish, whole)
+    ended_by = whole.WhichOneof("stopped_by")
     if call.parser is not None:
         read_calls(call.parser, whole)
         add_calls(calls, whole.tool_calls)
@@ -250,6 +255,8 @@ def _wait(call: _Call) -> Result:
         timings=dict(vars(s.timings)),
         tool_calls=calls,
         prompt_parts=prompt_parts(s, call.decode) if s.parts else [],
+        prompt_logprobs=prompt_logprobs(s, call.decode),
+        stopped_by=None if ended_by is None else getattr(whole, ended_by),
     )
 
 

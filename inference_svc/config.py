@@ -64,7 +64,7 @@ class ModelSettings(BaseSettings):
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters, NAME=FOLDER each, in folders that PEFT wrote; several in a flag or in several, or separated by
     commas. Clients choose one by its name, as their model. All are computed together, and with the model itself."""
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = "auto"
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "json"] = "auto"
     """How the model writes calls of tools; auto: as its chat template has it, else as JSON that its prompt asks for."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector (OTLP over gRPC) that gets spans and metrics, such as http://localhost:4317. When empty,

@@ -23,6 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf,
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from inference_svc.engine.grammar import Steering
+from inference_svc.schemas import plain
 
 log = structlog.get_logger("worker")
 
@@ -73,6 +74,11 @@ class Grammars:
         assert isinstance(source, PreTrainedTokenizerFast)
         token: int | None = source.backend_tokenizer.token_to_id(text)
         return token if token is not None and ready.is_special_token(token) else None
+
+    def special_tokens(self) -> list[int]:
+        """Tokens that text cannot spell, without those that end an answer."""
+        ready, known = self._ready(), getattr(self._source, "added_tokens_decoder", {})
+        return [token for token in known if token not in self._stops and ready.is_special_token(token)]
 
     def _steering(self, source: str) -> Steering:
         with self._lock:
@@ -168,7 +174,7 @@ def _schema(grammar: pb.Grammar) -> dict[str, Any]:
 def with_whitespace(schema: dict[str, Any], pattern: str = WHITESPACE) -> dict[str, Any]:
     """A schema whose JSON has between its parts what the regular expression matches; empty for nothing."""
     how: dict[str, Any] = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
-    return {**schema, "x-guidance": how}
+    return {**plain(schema), "x-guidance": how}
 
 
 def lark_of(grammar: pb.Grammar) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from secrets import token_hex
 
 from kvsidecar.errors import InvalidRequest, PromptTooLong, UnknownModel
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
+from inference_svc import options
 from inference_svc.engine.sampling import SamplingParams
-from inference_svc.engine.sequence import CacheUse, Output, Sequence
+from inference_svc.engine.sequence import Output, Sequence
 from inference_svc.engine.speculation.mode import Speculation
 from inference_svc.engine.text import TextStream
 from inference_svc.grammars import Grammars
@@ -21,7 +23,6 @@ from inference_svc.tools.conversation import Conversations
 from inference_svc.tools.parsing import CallParser
 from inference_svc.tools.rendering import texts_of
 
-DEFAULT_MAX_TOKENS = 256
 # A text with more characters for each token than this is unusual.
 _USUAL_CHARACTERS, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
 _MODES = {
@@ -30,7 +31,7 @@ _MODES = {
     pb.SPECULATION_DRAFT: Speculation.DRAFT,
     pb.SPECULATION_AUTO: Speculation.AUTO,
 }
-_MAX_STOPS, _MAX_LOGPROBS, _MAX_SALT_BYTES, _MAX_ID, _MAX_SEPARATOR = 8, 20, 256, 128, 64
+_MAX_ID, _MAX_SEPARATOR = 128, 64
 
 
 class Prompter:
@@ -63,15 +64,36 @@ class Prompter:
         self._grammars.prepare()
 
     def bounded_tokens(
-        self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None
+        self,
+        prompt: pb.Prompt,
+        generation_prompt: bool = True,
+        cache: pb.CacheOptions | None = None,
+        most: int | None = None,
     ) -> tuple[list[int], Marks]:
-        """``tokens`` of a prompt that is to be read. Raises PromptTooLong, before anything is tokenized where its size
-        tells."""
+        """``tokens`` of a prompt that is to be read, if need be the last ``most`` of them. Raises PromptTooLong, before
+        anything is tokenized where its size tells."""
+        if most is not None:
+            self._refuse_characters(*_texts_in(prompt))
+            ids, marks = self._last(prompt, *self.tokens(prompt, generation_prompt, cache), most)
+            self._refuse_longer(len(ids))
+            return ids, marks
         self._refuse_longer(len(prompt.token_ids.ids))
         self._refuse_larger(*_texts_in(prompt))
         ids, marks = self.tokens(prompt, generation_prompt, cache)
         self._refuse_longer(len(ids))
         return ids, marks
+
+    def _last(self, prompt: pb.Prompt, ids: list[int], marks: Marks, most: int) -> tuple[list[int], Marks]:
+        """The last ``most`` of a prompt's tokens, and the special ones that its text begins with."""
+        head = 0
+        if prompt.WhichOneof("kind") == "text" and not prompt.without_special_tokens:
+            special = self._ids("", True)
+            head = len(special) if ids[: len(special)] == special and len(special) < most else 0
+        cut = len(ids) - most
+        if cut <= 0:
+            return ids, marks
+        ends = tuple(end - cut for end in marks.segment_ends if end > cut + head)
+        return ids[:head] + ids[cut + head :], replace(marks, segment_ends=ends)
 
     def _refuse_longer(self, tokens: int) -> None:
         if tokens + 1 > self._context:
@@ -136,7 +158,7 @@ class Prompter:
                 raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {self._vocabulary}")
             marks = self._marks(cache, separator, len(ids))
         elif kind == "text":
-            ids, marks = self._encode(prompt.text, True, separator)
+            ids, marks = self._encode(prompt.text, not prompt.without_special_tokens, separator)
         elif kind == "chat":
             ids, marks = self._encode(self._conversations.render(prompt.chat, generation_prompt), False, separator)
         else:
@@ -173,38 +195,49 @@ class Prompter:
     def sequence(self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float) -> Sequence:
         """A sequence ready to be submitted. Raises UnknownModel, PromptTooLong."""
         adapter = self.adapter(request.model)
-        tokens, marks = self.bounded_tokens(request.prompt, cache=request.cache)
+        tokens, marks = self.bounded_tokens(request.prompt, cache=request.cache, most=self._most_read(request))
         room = self._context - len(tokens)
-        wanted = request.max_tokens if request.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, room)
-        if wanted < 1:
-            raise InvalidRequest(f"max_tokens is {wanted}; at least 1 is needed", param="max_tokens")
+        wanted = options.most_written(request, room)
         if len(request.request_id) > _MAX_ID:
             raise InvalidRequest(f"request_id has {len(request.request_id)} characters; at most {_MAX_ID} are allowed")
-        logprobs = request.logprobs if request.HasField("logprobs") else None
-        if logprobs is not None and logprobs > _MAX_LOGPROBS:
-            raise InvalidRequest(f"logprobs is {logprobs}; allowed are 0 to {_MAX_LOGPROBS}", param="logprobs")
-        stops = self._loaded.stop_tokens
+        scored = options.logprobs("prompt_logprobs", request)
+        ends = self._loaded.stop_tokens
         # A call that must be made is not cut short by what may stand in it.
         must_call = request.tool_use.mode == pb.TOOL_MODE_REQUIRED
-        stop = () if must_call else self.stop_strings(request)
-        params = self.sampling(request.sampling)
+        strings = () if must_call else options.stop_strings(request)
+        own_stops = frozenset() if must_call else options.own_stops(request, self._vocabulary)
+        stops = own_stops if request.ignore_eos else ends | own_stops
+        params = self.sampling(request.sampling, request.min_tokens)
         params.check(self._vocabulary)
+        shown = request.show_special_tokens
+        text = TextStream(
+            self._tokenizer,
+            strings,
+            frozenset() if shown else ends,
+            shown or self._conversations.shows_special(request),
+            request.include_stop,
+            request.min_tokens,
+        )
+        cache = options.cache_use(request.cache, marks)
         return Sequence(
             id=request.request_id or token_hex(12),
             tokens=tokens,
             prompt_tokens=len(tokens),
-            max_tokens=min(wanted, room),
+            max_tokens=wanted,
             params=params,
-            stop_tokens=frozenset() if request.ignore_eos else stops,
-            text=TextStream(self._tokenizer, stop, stops, self._conversations.shows_special(request)),
+            stop_tokens=stops,
+            text=text,
             sink=sink,
-            cache=self.cache_use(request.cache, marks),
-            logprobs=logprobs,
+            cache=cache if scored is None else replace(cache, read=False),
+            logprobs=options.logprobs("logprobs", request),
             steering=self._conversations.steering(request),
             speculation=self.speculation(request.speculation),
             adapter=adapter,
             arrived=arrived,
             explain=request.explain,
+            own_stops=own_stops if request.ignore_eos else own_stops - ends,
+            keeps_stop=request.include_stop,
+            prompt_logprobs=scored,
         )
 
     def adapter(self, name: str) -> Adapter | None:
@@ -216,11 +249,24 @@ class Prompter:
             raise UnknownModel(f"the model {name!r} is not served here; served: {known}", param="model")
         return self._adapters[name]
 
+    def prompt_text(self, request: pb.GenerateRequest, sequence: Sequence) -> str:
+        """The prompt as it was read."""
+        if request.prompt.WhichOneof("kind") == "text" and not request.HasField("truncate_prompt_tokens"):
+            return request.prompt.text
+        return self.text(sequence.tokens[: sequence.prompt_tokens])
+
+    def _most_read(self, request: pb.GenerateRequest) -> int | None:
+        """How many tokens of a prompt are read at most; None for no truncation."""
+        if not request.HasField("truncate_prompt_tokens"):
+            return None
+        answer = max(1, request.max_tokens, request.min_tokens)
+        return request.truncate_prompt_tokens or max(1, self._context - answer)
+
     def call_parser(self, request: pb.GenerateRequest) -> CallParser | None:
         """What reads calls of tools out of the answer's text; None where none is asked for."""
         return self._conversations.parser(request)
 
-    def sampling(self, given: pb.Sampling) -> SamplingParams:
+    def sampling(self, given: pb.Sampling, min_tokens: int = 0) -> SamplingParams:
         """What the request sent, over what the model's makers recommend (generation_config.json)."""
         # ListFields leaves out nothing that was set: single fields are `optional`.
         sent = {field.name: value for field, value in given.ListFields()}
@@ -228,7 +274,7 @@ class Prompter:
             sent["logit_bias"] = dict(given.logit_bias)
         if given.allowed_tokens:
             sent["allowed_tokens"] = frozenset(given.allowed_tokens)
-        return SamplingParams(**(self._loaded.sampling | sent))
+        return SamplingParams(**(self._loaded.sampling | sent), min_tokens=min_tokens)
 
     def speculation(self, given: pb.Speculation.ValueType) -> Speculation:
         """Who guesses for a request."""
@@ -243,30 +289,6 @@ class Prompter:
                 param="speculation",
             )
         return _MODES[given]
-
-    @staticmethod
-    def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
-        if len(request.stop) > _MAX_STOPS:
-            raise InvalidRequest(
-                f"stop has {len(request.stop)} strings; at most {_MAX_STOPS} are allowed", param="stop"
-            )
-        if any(not s for s in request.stop):
-            raise InvalidRequest("stop has an empty string; each must have at least one character", param="stop")
-        return tuple(request.stop)
-
-    @staticmethod
-    def cache_use(given: pb.CacheOptions, marks: Marks) -> CacheUse:
-        if len(given.tenant_salt) > _MAX_SALT_BYTES:
-            raise InvalidRequest(
-                f"tenant_salt has {len(given.tenant_salt)} bytes; at most {_MAX_SALT_BYTES} are allowed"
-            )
-        return CacheUse(
-            read=not given.skip_read,
-            write=not given.skip_write,
-            tenant_salt=given.tenant_salt,
-            exact_only=given.exact_only,
-            marks=marks,
-        )
 
 
 def _texts_in(prompt: pb.Prompt) -> list[str]:

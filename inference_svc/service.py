@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -18,7 +19,6 @@ from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 from kvsidecar.requests import add_calls
 
 from inference_svc.engine.pool import PAGE_TOKENS
-from inference_svc.engine.sampling import Drawn
 from inference_svc.engine.sequence import Output, Sequence
 from inference_svc.explaining import prompt_parts
 from inference_svc.freed_memory import give_back_freed_memory
@@ -26,6 +26,7 @@ from inference_svc.model.streaming.loading import Streamed
 from inference_svc.observing import NOBODY, UNSEEN, Observed, Observer
 from inference_svc.prompts import Prompter
 from inference_svc.runtime import Runtime
+from inference_svc.telling import copy_end, prompt_logprobs, tell_end, token_logprob
 from inference_svc.tools.answering import FINISH, read_calls
 
 log = structlog.get_logger("worker")
@@ -69,7 +70,10 @@ class InferenceService(InferenceServiceServicer):
             response.logprobs.extend(part.logprobs)
             add_calls(response.tool_calls, part.tool_calls)
             response.prompt_parts.extend(part.prompt_parts)
+            response.prompt_logprobs.extend(part.prompt_logprobs)
+            response.prompt_text = response.prompt_text or part.prompt_text
             if part.finish_reason:
+                copy_end(part, response)
                 response.finish_reason = part.finish_reason
                 response.usage.CopyFrom(part.usage)
                 response.timings.CopyFrom(part.timings)
@@ -105,10 +109,8 @@ class InferenceService(InferenceServiceServicer):
                     part = self._part(sequence, output, request_id)
                     if calls is not None:
                         read_calls(calls, part)
-                    if request_id and sequence.parts:
-                        part.prompt_parts.extend(
-                            await self._read(request, lambda: prompt_parts(sequence, self._prompter.text))
-                        )
+                    if request_id and (request.explain or request.echo or sequence.prompt_logprobs is not None):
+                        await self._read(request, partial(self._tell_prompt, request, sequence, part))
                     if finished:
                         seen.answered(sequence)
                     yield part
@@ -144,14 +146,23 @@ class InferenceService(InferenceServiceServicer):
 
         return await self._loop.run_in_executor(self._reading, read)
 
+    def _tell_prompt(self, request: pb.GenerateRequest, sequence: Sequence, part: pb.GenerateStreamResponse) -> None:
+        """What the first part says of the prompt."""
+        if sequence.parts:
+            part.prompt_parts.extend(prompt_parts(sequence, self._prompter.text))
+        part.prompt_logprobs.extend(prompt_logprobs(sequence, self._prompter.text))
+        if request.echo:
+            part.prompt_text = self._prompter.prompt_text(request, sequence)
+
     def _part(self, sequence: Sequence, output: Output, request_id: str) -> pb.GenerateStreamResponse:
         part = pb.GenerateStreamResponse(text=output.text, request_id=request_id)
         if output.drawn is not None:
             part.token_ids.append(output.drawn.token)
             if output.drawn.logprob is not None:
-                part.logprobs.append(self._logprob(output.drawn))
+                part.logprobs.append(token_logprob(output.drawn, self._prompter.text))
         if output.finish is not None:
             part.finish_reason = FINISH[output.finish]
+            tell_end(sequence, output.finish, part)
             part.usage.prompt_tokens = sequence.prompt_tokens
             part.usage.cached_tokens = sequence.cached_tokens
             part.usage.generated_tokens = sequence.generated
@@ -162,12 +173,6 @@ class InferenceService(InferenceServiceServicer):
             for name, value in vars(sequence.timings).items():
                 setattr(part.timings, name, value)
         return part
-
-    def _logprob(self, drawn: Drawn) -> pb.TokenLogprob:
-        top = [pb.TokenLogprob(token_id=t, text=self._prompter.text([t]), logprob=p) for t, p in drawn.top]
-        return pb.TokenLogprob(
-            token_id=drawn.token, text=self._prompter.text([drawn.token]), logprob=drawn.logprob or 0.0, top=top
-        )
 
     @unary(INFERENCE_DOMAIN)
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:

@@ -132,6 +132,13 @@ def _mask(scores: Tensor, samplers: list[Sampler], vocabulary: int) -> dict[int,
             values = scores[i, kept]
             scores[i].fill_(_LEAST)
             scores[i, kept] = values
+        early = [token for token in s.too_early if token < vocabulary]
+        if early:
+            ends = torch.tensor(early, device=device)
+            values = scores[i, ends]
+            scores[i, ends] = _LEAST
+            if not torch.isfinite(scores[i].amax()):  # nothing else may be drawn: a grammar is at its end
+                scores[i, ends] = values
     return lost
 
 

@@ -37,7 +37,7 @@ def take_token(sequence: Sequence, drawn: Drawn, longest: int) -> Finish | None:
     sequence.sampler.accept(drawn.token)
     sequence.tokens.append(drawn.token)
     ended = drawn.token in sequence.stop_tokens
-    text = "" if ended else sequence.text.push(drawn.token)
+    text = "" if ended and not sequence.keeps_stop else sequence.text.push(drawn.token)
     finish = None
     if ended or sequence.text.stopped or sequence.sampler.complete:
         finish = Finish.STOP

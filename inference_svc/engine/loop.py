@@ -28,6 +28,7 @@ from inference_svc.engine.mailbox import CancelAsked, Letter, Loaded, Probed, Sa
 from inference_svc.engine.pool import PAGE_TOKENS, BlockTable, KVPool
 from inference_svc.engine.repair import Repairs
 from inference_svc.engine.residents import Residents
+from inference_svc.engine.scoring import Room, take_scores
 from inference_svc.engine.sequence import Finish, Output, Sequence, State, StoredPrefix
 from inference_svc.engine.speculation.speculator import Speculator
 from inference_svc.engine.stats import EngineLimits, EngineStats
@@ -203,19 +204,24 @@ class Loop:
         step = scheduler.plan(works, self._limits.batch_tokens, self.count_free(), PAGE_TOKENS)
         for i in step.preempted:
             self._preempt(able[i])
-        spans, verified = [], dict(step.guesses)
+        spans, verified, room = [], dict(step.guesses), Room()
         for sequence in able:
             sequence.passed_over += 1
         for i, count in step.rows:
             sequence = able[i]
             assert sequence.table is not None
+            count, scored = room.cut(sequence, count)
+            if not count:
+                continue
             end = sequence.computed + count
             if not self._grow(sequence.table, end):  # fewer pages than were counted
                 self._preempt(sequence)
                 continue
             sequence.passed_over = 0
             at, piece, last = sequence.computed, sequence.tokens[sequence.computed : end], end == len(sequence.tokens)
-            span = rows.Span(piece, at, sequence.table, last, gate=sequence.gate, adapter=sequence.adapter)
+            span = rows.Span(
+                piece, at, sequence.table, last, gate=sequence.gate, adapter=sequence.adapter, scored=scored
+            )
             guesses = guessed.get(sequence, [])[: verified.get(i, 0)]
             if guesses and self._grow(sequence.table, end + len(guesses)):
                 span = replace(span, tokens=piece + guesses, drafted=len(guesses))
@@ -248,7 +254,7 @@ class Loop:
         """Computes the spans' rows and advances the sequences whose last token was among them."""
         began = time.perf_counter()
         try:
-            logits = self.compute([span for _, span in spans])
+            logits = take_scores(spans, self.compute([span for _, span in spans]))
         except RestoreFailed:
             # What others computed in this step they compute again in the next: nothing of it was counted.
             for sequence in [s for s, _ in spans if s.gate is not None and s.gate.failed]:

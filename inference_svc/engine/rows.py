@@ -34,8 +34,9 @@ SEGMENT_ROWS = 128
 class Span:
     """Tokens of one sequence to be computed: at positions from ``start`` on, or at rising ``positions``.
 
-    Keys and values of all earlier positions must lie in ``table``'s pages. Logits are wanted of the last token or,
-    when the last ``drafted`` ones are guesses, of these and the one before them.
+    Keys and values of all earlier positions must lie in ``table``'s pages. Logits are wanted of the first ``scored``
+    tokens, and behind them with ``wants_logits`` of the last token or, when the last ``drafted`` ones are guesses, of
+    these and the one before them.
     """
 
     tokens: list[int]
@@ -46,6 +47,7 @@ class Span:
     gate: LayerGate | None = None  # when keys and values of earlier positions are still being loaded
     drafted: int = 0
     adapter: Adapter | None = None  # what is added to the model's own products
+    scored: int = 0
 
     @property
     def end(self) -> int:
@@ -139,6 +141,7 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
         segments.extend(_segments(span, len(tokens), pool, device))
         slots.append(span.slots())
         positions.append(span.all_positions())
+        logit_rows.extend(range(len(tokens), len(tokens) + span.scored))
         tokens.extend(span.tokens)
         if span.wants_logits:
             logit_rows.extend(range(len(tokens) - 1 - span.drafted, len(tokens)))

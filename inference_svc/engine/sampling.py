@@ -46,6 +46,8 @@ class SamplingParams:
     """Added to the logits of these tokens."""
     allowed_tokens: frozenset[int] | None = None
     """Nothing else is drawn; None for all."""
+    min_tokens: int = 0
+    """Before so many are drawn, none is that would end the answer, unless there is no other."""
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0.0 <= self.temperature <= 2.0, "0 (greedy) to 2")
@@ -99,6 +101,13 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class Scored(Drawn):
+    """A token of a prompt, with one more than there are likelier ones in its place."""
+
+    rank: int = 0
+
+
 class Counts:
     """Which tokens there were in a prompt and, how often, in the answer to it."""
 
@@ -146,9 +155,12 @@ class Sampler:
         logprobs: int | None = None,
         prompt: Iterable[int] = (),
         steering: Steering | None = None,
+        stops: Iterable[int] = (),
     ) -> None:
+        """``stops`` are the tokens that end the answer."""
         self.params, self.logprobs, self.steering = params, logprobs, steering
         self.drawn = 0
+        self._stops = sorted(stops) if params.min_tokens else []
         self.counts = Counts(prompt if params.repetition_penalty != 1.0 else ()) if params.counts else None
         self._start = mix(secrets.randbits(64) if params.seed is None else params.seed & _WORD)
 
@@ -156,8 +168,13 @@ class Sampler:
     def plain_greedy(self) -> bool:
         """The likeliest token of the logits as they are is all that is wanted."""
         p = self.params
-        plain = self.logprobs is None and self.counts is None and self.steering is None
+        plain = self.logprobs is None and self.counts is None and self.steering is None and not self.too_early
         return plain and p.greedy and not p.logit_bias and p.allowed_tokens is None
+
+    @property
+    def too_early(self) -> list[int]:
+        """Tokens that would end an answer which is shorter than it may be."""
+        return self._stops if self.drawn < self.params.min_tokens else []
 
     def uniform(self, attempt: int) -> float:
         """A number in [0, 1) for the token drawn next; another one for each attempt. SplitMix64 (Steele, Lea, Flood,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.grammar import Steering
 from inference_svc.engine.pool import BlockTable
-from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams
+from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams, Scored
 from inference_svc.engine.speculation.mode import Speculation
 from inference_svc.engine.text import TextStream
 from inference_svc.lora.adapter import Adapter
@@ -114,7 +114,7 @@ class Sequence:
     prompt_tokens: int
     max_tokens: int
     params: SamplingParams
-    stop_tokens: frozenset[int]
+    stop_tokens: frozenset[int]  # end the answer
     text: TextStream
     sink: Callable[[Output], None]
     cache: CacheUse = field(default_factory=CacheUse)
@@ -122,6 +122,10 @@ class Sequence:
     steering: Steering | None = None  # what keeps the answer to a grammar
     speculation: Speculation = Speculation.OFF  # by whom its tokens are guessed
     adapter: Adapter | None = None  # what is added to the model for it
+    own_stops: frozenset[int] = frozenset()  # of stop_tokens, those that only this request has
+    keeps_stop: bool = False  # the text of what ends the answer belongs to it
+    prompt_logprobs: int | None = None  # how many alternatives to each token of the prompt are asked for
+    prompt_scores: list[Scored] = field(default_factory=list)  # of the prompt's tokens, from the second on
     arrived: float = field(default_factory=time.perf_counter)
     state: State = State.WAITING
     table: BlockTable | None = None
@@ -152,7 +156,8 @@ class Sequence:
     passed_over: int = 0  # forwards since it last had a row
 
     def __post_init__(self) -> None:
-        self.sampler = Sampler(self.params, self.logprobs, self.tokens[: self.prompt_tokens], self.steering)
+        prompt = self.tokens[: self.prompt_tokens]
+        self.sampler = Sampler(self.params, self.logprobs, prompt, self.steering, self.stop_tokens)
 
     @property
     def realm(self) -> Realm:

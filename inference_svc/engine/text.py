@@ -14,7 +14,7 @@ class TextStream:
     """Turns one request's tokens into text.
 
     ``push`` returns what can be shown now; text that may be the start of a stop string is held back. After
-    ``stopped`` nothing more comes out.
+    ``stopped`` nothing more comes out; ``stopped_by`` is the string.
     """
 
     def __init__(
@@ -23,19 +23,28 @@ class TextStream:
         stop: tuple[str, ...],
         hidden: frozenset[int],
         shows_special: bool = False,
+        keeps_stop: bool = False,
+        unstopped: int = 0,
     ) -> None:
-        """``hidden`` tokens have no text, and other special ones only with ``shows_special``."""
+        """``hidden`` tokens have no text, and other special ones only with ``shows_special``. With ``keeps_stop`` the
+        stop string is shown. It is not looked for in the first ``unstopped`` tokens."""
         self._tokenizer, self._stop, self._hidden = tokenizer, stop, hidden
-        self._skip_special = not shows_special
+        self._skip_special, self._keeps_stop, self._unstopped = not shows_special, keeps_stop, unstopped
         self._known = len(tokenizer)
         self._ids: list[int] = []
         self._shown_from = 0  # ids before this have been turned into text
         self._context_from = 0  # ids before this no longer influence how later ones are decoded
         self._held = ""
-        self.stopped = False
+        self._pushed = 0
+        self.stopped_by = ""
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.stopped_by)
 
     def push(self, token: int) -> str:
         """Adds a token; returns text that is ready."""
+        self._pushed += 1
         if self.stopped or token in self._hidden:
             return ""
         self._ids.append(token)
@@ -64,10 +73,13 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         self._held += text
-        ends = [at for s in self._stop if (at := self._held.find(s)) >= 0]
+        if self._pushed <= self._unstopped:
+            out, self._held = self._held, ""
+            return out
+        ends = [(at, len(s), s) for s in self._stop if (at := self._held.find(s)) >= 0]
         if ends:
-            self.stopped = True
-            return self._held[: min(ends)]
+            at, length, self.stopped_by = min(ends)
+            return self._held[: at + length if self._keeps_stop else at]
         keep = max((_overlap(self._held, s) for s in self._stop), default=0)
         out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return out

@@ -72,6 +72,25 @@ def prompt_parts(parts: Iterable[pb.PromptPart]) -> list[dict[str, Any]]:
     return [{"reading": _READING[p.reading], "tokens": p.tokens, "text": p.text} for p in parts]
 
 
+def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
+    """vLLM's, of each token of a prompt: None for the first, for the others what else might have stood there."""
+
+    def one(p: pb.TokenLogprob, rank: int) -> dict[str, Any]:
+        return {"logprob": p.logprob, "rank": rank, "decoded_token": p.text}
+
+    def at(p: pb.TokenLogprob) -> dict[str, Any] | None:
+        top = {str(t.token_id): one(t, rank) for rank, t in enumerate(p.top, 1)}
+        return {str(p.token_id): one(p, p.rank), **top} if p.rank else None
+
+    return [at(p) for p in parts]
+
+
+def stop_reason(part: pb.GenerateStreamResponse) -> str | int | None:
+    """vLLM's: the stop string or token of the request's that ended an answer."""
+    kind = part.WhichOneof("stopped_by")
+    return None if kind is None else getattr(part, kind)
+
+
 def chat_logprobs(parts: list[pb.TokenLogprob]) -> dict[str, Any]:
     def one(p: pb.TokenLogprob) -> dict[str, Any]:
         # Part of a character has no text, and what its bytes are is not known here.
@@ -81,18 +100,27 @@ def chat_logprobs(parts: list[pb.TokenLogprob]) -> dict[str, Any]:
     return {"content": [{**one(p), "top_logprobs": [one(t) for t in p.top]} for p in parts], "refusal": None}
 
 
-def completion_logprobs(parts: list[pb.TokenLogprob], at: int = 0) -> dict[str, Any]:
-    """``at``: where in the answer's text the parts begin, in characters."""
+def completion_logprobs(parts: list[pb.TokenLogprob], most: int, at: int, from_prompt: bool) -> dict[str, Any]:
+    """``most`` alternatives of each. ``at``: where in the answer's text the parts begin, in characters. With
+    ``from_prompt`` they begin with the prompt's, before whose first there is nothing that it could follow."""
     offsets = []
     for p in parts:
         offsets.append(at)
         at += len(p.text)
     return {
         "tokens": [p.text for p in parts],
-        "token_logprobs": [p.logprob for p in parts],
-        "top_logprobs": [{t.text: t.logprob for t in p.top} for p in parts],
+        "token_logprobs": [p.logprob if i or not from_prompt else None for i, p in enumerate(parts)],
+        "top_logprobs": [_top(p, most) if i or not from_prompt else None for i, p in enumerate(parts)],
         "text_offset": offsets,
     }
+
+
+def _top(p: pb.TokenLogprob, most: int) -> dict[str, float]:
+    """Of several tokens with one text, such as parts of characters, the likeliest."""
+    found: dict[str, float] = {}
+    for t in p.top[:most]:
+        found.setdefault(t.text, t.logprob)
+    return found
 
 
 def event(data: dict[str, Any] | str) -> bytes:

@@ -29,6 +29,8 @@ from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.guard import NODE, Guard
 from inference_svc.gateway.metrics import Metrics
 from inference_svc.gateway.node import NodeView
+from inference_svc.gateway.openapi import document
+from inference_svc.gateway.pieces import Piece
 from inference_svc.gateway.responses.memory import Memory
 from inference_svc.gateway.responses.schema import ResponsesRequest
 from inference_svc.gateway.responses.writing import ResponseWriter
@@ -38,7 +40,7 @@ from inference_svc.gateway.standing import HELD, SERVING, WARM, WarmBody, held, 
 from inference_svc.gateway.static import Page
 from inference_svc.gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from inference_svc.gateway.tracing import FIRST_TOKEN, GENERATE_STREAM, Traced, current
-from inference_svc.gateway.writing import Piece, Writer, error_response, unknown_path
+from inference_svc.gateway.writing import Writer, error_response, unknown_path
 
 log = structlog.get_logger("gateway")
 
@@ -77,6 +79,9 @@ class Gateway:
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
+
+    async def describe(self, request: Request) -> Response:
+        return JSONResponse(document())
 
     async def embed(self, request: Request) -> Response:
         raise UnsupportedOption("this server has no embeddings: it serves models that generate text", param="model")
@@ -365,6 +370,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
     app.add_api_route("/v1/embeddings", gateway.embed, methods=["POST"])
     app.add_api_route("/tokenize", gateway.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", gateway.detokenize, methods=["POST"])
+    app.add_api_route("/openapi.json", gateway.describe, methods=["GET"])
     app.add_api_route("/version", gateway.version, methods=["GET"])
     app.add_api_route("/health", gateway.health, methods=["GET"])
     app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"])

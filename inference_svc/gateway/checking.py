@@ -14,18 +14,27 @@ B = TypeVar("B", bound=BaseModel)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
+    "bad_words": (None, []),
+    "detokenize": (None, True),
+    "early_stopping": (None, False),
     "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
+    "kv_transfer_params": (None,),
+    "length_penalty": (None, 1.0),
+    "logits_processors": (None, []),
     "modalities": (None, ["text"]),
     "prediction": (None,),
     "reasoning_effort": (None,),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
     "suffix": (None, ""),
+    "use_beam_search": (None, False),
     "verbosity": (None,),
     "web_search_options": (None,),
 }
 # Meant for the service around the model; accepted and without effect there too.
-_IGNORED = (
+IGNORED = (
     "user",
     "metadata",
     "store",
@@ -34,6 +43,8 @@ _IGNORED = (
     "guided_decoding_backend",
     "prompt_cache_key",
     "prompt_cache_retention",
+    # Vllm's, of what its fast tokenizers, like ours, do not do.
+    "spaces_between_special_tokens",
 )
 # Parts of a place in a body that name no field but an alternative of a union, by its type.
 _ALTERNATIVE = re.compile(r"(str|int|bool|dict|list|literal|function-\w+)(\[|$)|[A-Z]")
@@ -75,7 +86,7 @@ def parse(kind: type[B], body: Any) -> B:
         elif name in kind.model_fields:
             if value is not None:  # null is the default
                 kept[name] = value
-        elif name not in _IGNORED:
+        elif name not in IGNORED:
             kept[name] = value
     try:
         return kind.model_validate(kept)

@@ -10,7 +10,7 @@ from inference_svc.gateway.counted import Counted
 
 NODE, FLEET = "/kvsidecar/v1/node", "/kvsidecar/v1/fleet"
 # Open to everybody: probes and scrapers have no key, and the page asks for it.
-_OPEN, _OPEN_FILES = frozenset({"/", "/health", "/metrics", "/version"}), "/page/"
+_OPEN, _OPEN_FILES = frozenset({"/", "/health", "/metrics", "/openapi.json", "/version"}), "/page/"
 _API = frozenset({NODE, FLEET, "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _PATHS = _OPEN | _API | {"/tokenize", "/detokenize"}
 
@@ -35,7 +35,8 @@ class Guard:
             await send(message)
 
         if path not in _OPEN and not path.startswith(_OPEN_FILES) and not self._keys.lets_in(scope):
-            body = {"error": {"message": "the API key is missing or wrong", "type": "authentication_error"}}
+            told = {"message": "the API key is missing or wrong", "type": "authentication_error"}
+            body = {"error": {**told, "param": None, "code": "invalid_api_key"}}
             await JSONResponse(body, status_code=401)(scope, receive, counted)
         else:
             await self._app(scope, receive, counted)

@@ -69,3 +69,16 @@ class Message(BaseModel):
             tool_call_id=self.tool_call_id or "",
             name=self.name or "",
         )
+
+
+def answer_start(generation_prompt: bool, goes_on: bool) -> pb.AnswerStart.ValueType:
+    """What stands between a conversation and its answer: vLLM's ``add_generation_prompt``, and
+    ``continue_final_message`` for an answer that goes on with the last message. Raises InvalidRequest."""
+    if not goes_on:
+        return pb.ANSWER_START_UNSPECIFIED if generation_prompt else pb.ANSWER_START_NOTHING
+    if generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message goes on with the last message; set add_generation_prompt to false with it",
+            param="continue_final_message",
+        )
+    return pb.ANSWER_START_LAST_MESSAGE

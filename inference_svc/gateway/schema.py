@@ -10,13 +10,14 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import speculation_of
 from pydantic import BaseModel, ConfigDict, Field
 
-from inference_svc.gateway.messages import Message
+from inference_svc.gateway.messages import Message, answer_start
 from inference_svc.gateway.structured import ResponseFormat, StructuredOutputs, one_grammar
-from inference_svc.gateway.tools import NamedTool, Tool, tool_use
+from inference_svc.gateway.tools import NamedTool, Tool, to_chat, tool_use
 
 MAX_CHOICES = 8
 # Answers of one request in all: prompts times choices.
 MAX_ANSWERS = 512
+MAX_LOGPROBS = 20
 _LARGEST = 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 
@@ -51,7 +52,15 @@ class Common(BaseModel):
     stop: str | list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    stop_token_ids: list[TokenId] | None = None
+    """vLLM's, like the next six: ends an answer as an end-of-sequence token does."""
+    min_tokens: int | None = Field(default=None, ge=0, le=_LARGEST)
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=_LARGEST)
+    """Reads the prompt's last tokens only; -1 for as many as there is room for."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     cache_salt: str = ""
     """Separates tenants: requests with different salts never share cached text."""
     document_separator: str | None = Field(default=None, max_length=64)
@@ -92,14 +101,35 @@ class Common(BaseModel):
     def top_logprobs_wanted(self) -> int | None:
         raise NotImplementedError
 
+    def tokens_kept(self) -> int | None:
+        """How many of the prompt's tokens are read at most; 0 for as many as there is room for, None for all. Raises
+        InvalidRequest."""
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens is 0; allowed are 1 and more, and -1 for as many as there is room for",
+                param="truncate_prompt_tokens",
+            )
+        return None if self.truncate_prompt_tokens is None else max(0, self.truncate_prompt_tokens)
+
     def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs is not for streams; leave stream out, or take echo with logprobs of completions",
+                param="prompt_logprobs",
+            )
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         seed = None if self.seed is None else (self.seed + choice) % 2**64
         return pb.GenerateRequest(
             prompt=prompt,
             max_tokens=self.max_tokens,
             stop=stops,
+            stop_token_ids=self.stop_token_ids or (),
+            min_tokens=self.min_tokens or 0,
             ignore_eos=self.ignore_eos,
+            include_stop=self.include_stop_str_in_output,
+            show_special_tokens=not self.skip_special_tokens,
+            truncate_prompt_tokens=self.tokens_kept(),
+            prompt_logprobs=self.prompt_logprobs,
             logprobs=self.top_logprobs_wanted(),
             sampling=pb.Sampling(
                 temperature=self.temperature,
@@ -134,14 +164,18 @@ class ChatRequest(Common):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_LARGEST)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's, like the next two: what else the template is told, such as ``enable_thinking``."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     def prompts(self) -> list[pb.Prompt]:
-        messages = [m.to_grpc(i) for i, m in enumerate(self.messages)]
-        return [pb.Prompt(chat=pb.Chat(messages=messages, tools=[tool.to_grpc() for tool in self.tools or ()]))]
+        start = answer_start(self.add_generation_prompt, self.continue_final_message)
+        return [pb.Prompt(chat=to_chat(self.messages, self.tools, self.chat_template_kwargs, start))]
 
     def top_logprobs_wanted(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -153,6 +187,8 @@ class ChatRequest(Common):
         use = tool_use(self.tool_choice, self.parallel_tool_calls, bool(self.tools))
         if use is not None:
             request.tool_use.CopyFrom(use)
+        if request.tool_use.mode == pb.TOOL_MODE_REQUIRED and self.grammar[0] == "response_format":
+            request.ClearField("grammar")  # it is about the text, of which there is none
         return request
 
 
@@ -160,19 +196,44 @@ class CompletionRequest(Common):
     """Body of ``/v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = Field(default=None, ge=0, le=5)
+    max_tokens: int | None = Field(default=None, ge=0, le=_LARGEST)
+    """0, with ``echo``, for nothing but the prompt."""
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """OpenAI has 5 at most."""
+    add_special_tokens: bool = True
+    """vLLM's: False tokenizes text without the beginning-of-sequence token."""
 
     def prompts(self) -> list[pb.Prompt]:
         if isinstance(self.prompt, str):
-            return [pb.Prompt(text=self.prompt)]
+            return [self._text(self.prompt)]
         if not self.prompt:
             raise InvalidRequest("prompt is empty; at least one token is needed", param="prompt")
         if isinstance(self.prompt[0], int):
             return [_ids(self.prompt)]
-        return [pb.Prompt(text=p) if isinstance(p, str) else _ids(p) for p in self.prompt]
+        return [self._text(p) if isinstance(p, str) else _ids(p) for p in self.prompt]
+
+    def _text(self, text: str) -> pb.Prompt:
+        return pb.Prompt(text=text, without_special_tokens=not self.add_special_tokens)
 
     def top_logprobs_wanted(self) -> int | None:
         return self.logprobs
+
+    @property
+    def only_prompt(self) -> bool:
+        """Nothing is to be generated. Raises InvalidRequest where that would leave nothing at all."""
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens is 0; at least 1 is needed without echo", param="max_tokens")
+        return self.max_tokens == 0
+
+    def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
+        request = super().to_grpc(prompt, choice, request_id)
+        request.echo = self.echo
+        if self.echo and self.logprobs is not None:
+            request.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
+        if self.only_prompt:  # a worker generates a token; it is not shown
+            request.max_tokens = 1
+        return request
 
 
 def _ids(ids: Any) -> pb.Prompt:

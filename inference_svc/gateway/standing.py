@@ -58,8 +58,8 @@ def _busy(router: Router) -> int:
 async def held(
     router: Router, worker: Worker, model: str, daemon: Any, prompt: pb.Prompt, salt: bytes
 ) -> dict[str, Any]:
-    """How many tokens a prompt has for a model or adapter, and how many of them the daemon has keys and values of. Leases nothing and counts
-    as no use. Raises KVSidecarError."""
+    """How many tokens a prompt has for a model or an adapter, and how many of them the daemon has keys and values of.
+    Leases nothing and counts as no use. Raises KVSidecarError."""
     try:
         tokens = prompt.token_ids.ids
         if prompt.WhichOneof("kind") != "token_ids":

@@ -9,9 +9,9 @@ from kvsidecar.errors import InvalidRequest, UnsupportedOption, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import BaseModel, ConfigDict, Field
 
-from inference_svc.gateway.messages import Message
+from inference_svc.gateway.messages import Message, answer_start
 from inference_svc.gateway.router import Worker
-from inference_svc.gateway.tools import Tool
+from inference_svc.gateway.tools import Tool, to_chat
 
 _PATIENCE_SECONDS = 60.0
 
@@ -26,23 +26,24 @@ class TokenizeBody(BaseModel):
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
     def to_grpc(self) -> pb.Prompt:
         """Raises InvalidRequest, UnsupportedOption."""
-        for name, only in (
-            ("add_special_tokens", self.messages is None),
-            ("add_generation_prompt", True),
-            ("return_token_strs", False),
+        for name, refused in (
+            ("add_special_tokens", bool(self.messages and self.add_special_tokens)),
+            ("return_token_strs", bool(self.return_token_strs)),
         ):
-            if getattr(self, name) not in (None, only):
-                raise UnsupportedOption(f"{name} can only be {str(only).lower()} here; leave it out", param=name)
+            if refused:
+                raise UnsupportedOption(f"{name} can only be false here; leave it out", param=name)
         if (self.prompt is None) == (not self.messages):
             raise InvalidRequest("one of prompt and messages must be set", param="prompt")
         if self.prompt is not None:
-            return pb.Prompt(text=self.prompt)
-        messages = [m.to_grpc(i) for i, m in enumerate(self.messages or ())]
-        return pb.Prompt(chat=pb.Chat(messages=messages, tools=[tool.to_grpc() for tool in self.tools or ()]))
+            return pb.Prompt(text=self.prompt, without_special_tokens=self.add_special_tokens is False)
+        start = answer_start(self.add_generation_prompt is not False, self.continue_final_message)
+        return pb.Prompt(chat=to_chat(self.messages or [], self.tools, self.chat_template_kwargs, start))
 
 
 class DetokenizeBody(BaseModel):

@@ -9,10 +9,12 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import BaseModel, ConfigDict
 
+from inference_svc.gateway.messages import Message
+
 
 class Function(BaseModel):
-    """A function. A call that is demanded (``tool_choice``) always has arguments as ``parameters`` has them, ``strict``
-    or not; one that the model makes by itself has what the model wrote."""
+    """A function. A call that is demanded (``tool_choice``) always has arguments as ``parameters`` has them; one that
+    the model makes by itself has them where the function is ``strict``, and otherwise what the model wrote."""
 
     model_config = ConfigDict(extra="forbid")
     name: str
@@ -31,7 +33,10 @@ class Tool(BaseModel):
     def to_grpc(self) -> pb.Tool:
         f = self.function
         return pb.Tool(
-            name=f.name, description=f.description or "", parameters=json.dumps(f.parameters) if f.parameters else ""
+            name=f.name,
+            description=f.description or "",
+            parameters=_json("tools", f.parameters) if f.parameters else "",
+            strict=bool(f.strict),
         )
 
 
@@ -48,6 +53,28 @@ class NamedTool(BaseModel):
     model_config = ConfigDict(extra="forbid")
     type: Literal["function"]
     function: FunctionName
+
+
+def to_chat(
+    messages: list[Message],
+    tools: list[Tool] | None,
+    template_arguments: dict[str, Any] | None,
+    start: pb.AnswerStart.ValueType,
+) -> pb.Chat:
+    """A conversation for a worker. Raises InvalidRequest."""
+    return pb.Chat(
+        messages=[m.to_grpc(i) for i, m in enumerate(messages)],
+        tools=[tool.to_grpc() for tool in tools or ()],
+        template_arguments=_json("chat_template_kwargs", template_arguments) if template_arguments else "",
+        answer_start=start,
+    )
+
+
+def _json(name: str, value: dict[str, Any]) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError as error:
+        raise InvalidRequest(f"{name} is nested too deeply", param=name) from error
 
 
 def tool_use(choice: str | NamedTool | None, parallel: bool | None, any_tools: bool) -> pb.ToolUse | None:

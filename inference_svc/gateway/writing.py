@@ -6,25 +6,17 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from kvsidecar.errors import KVSidecarError, status_of
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.requests import add_calls
 
 from inference_svc.gateway import answers
+from inference_svc.gateway.echoing import echoing
+from inference_svc.gateway.pieces import Choice, Piece
 from inference_svc.gateway.schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.tools import call_deltas, whole_calls
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of one choice of an answer."""
-
-    choice: int
-    part: pb.GenerateStreamResponse
 
 
 def error_response(error: KVSidecarError) -> JSONResponse:
@@ -42,24 +34,6 @@ def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] |
     return JSONResponse({"error": error}, status_code=code, headers=headers)
 
 
-@dataclass(eq=False)
-class _Choice:
-    """What came of one choice."""
-
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
-    calls: list[pb.ToolCall] = field(default_factory=list)
-    parts: list[pb.PromptPart] = field(default_factory=list)
-    last: pb.GenerateStreamResponse = field(default_factory=pb.GenerateStreamResponse)
-
-    def add(self, part: pb.GenerateStreamResponse) -> None:
-        self.texts.append(part.text)
-        self.logprobs.extend(part.logprobs)
-        add_calls(self.calls, part.tool_calls)
-        self.parts.extend(part.prompt_parts)
-        self.last = part
-
-
 class Writer:
     """Writes one answer, whole or as events."""
 
@@ -71,20 +45,28 @@ class Writer:
         self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if chat else kind
 
     async def whole(self, pieces: AsyncIterator[Piece], count: int) -> dict[str, Any]:
-        choices = [_Choice() for _ in range(count)]
-        async for piece in pieces:
+        choices = [Choice() for _ in range(count)]
+        async for piece in self._echoed(pieces):
             choices[piece.choice].add(piece.part)
-        explained = {"prompt_parts": answers.prompt_parts(choices[0].parts)} if self._request.explain else {}
+        first, told = choices[0].first, dict[str, Any]()
+        if self._request.explain and first is not None:
+            told["prompt_parts"] = answers.prompt_parts(first.prompt_parts)
+        if self._chat and self._request.prompt_logprobs is not None and first is not None:
+            told["prompt_logprobs"] = answers.prompt_logprobs(first.prompt_logprobs)
         return {
             **self._head,
             "object": self._whole_kind,
             "choices": [self._whole_choice(i, choice) for i, choice in enumerate(choices)],
             "usage": answers.usage([choice.last.usage for choice in choices], self._request.choices),
             "timings": answers.timings(choices[0].last.timings),
-            **explained,
+            **told,
         }
 
-    def _whole_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _echoed(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+        request = self._request
+        return echoing(request, pieces) if isinstance(request, CompletionRequest) and request.echo else pieces
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.texts)
         body: dict[str, Any] = {"text": text}
         if self._chat:
@@ -92,20 +74,21 @@ class Writer:
             if choice.calls:
                 message |= {"content": text or None, "tool_calls": whole_calls(choice.calls)}
             body = {"message": message}
+        elif self._request.prompt_logprobs is not None and choice.first is not None:
+            body["prompt_logprobs"] = answers.prompt_logprobs(choice.first.prompt_logprobs)
         return {
             "index": index,
             **body,
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": answers.finish_reason(choice.last.finish_reason),
+            "stop_reason": answers.stop_reason(choice.last),
         }
 
     async def stream(self, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
         opened: set[int] = set()
         last: dict[int, pb.GenerateStreamResponse] = {}
         try:
-            for event in self._events(first, opened, last):
-                yield event
-            async for piece in pieces:
+            async for piece in self._echoed(_with(first, pieces)):
                 for event in self._events(piece, opened, last):
                     yield event
         except KVSidecarError as error:
@@ -136,6 +119,7 @@ class Writer:
         if part.finish_reason:
             last[piece.choice] = part
             empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+            empty["stop_reason"] = answers.stop_reason(part)
             out.append(self._chunk(piece.choice, empty, answers.finish_reason(part.finish_reason)))
         return out
 
@@ -144,6 +128,15 @@ class Writer:
         return answers.event({**self._head, "object": self._chunk_kind, "choices": [body]})
 
     def _logprobs(self, parts: list[pb.TokenLogprob], at: int = 0) -> dict[str, Any] | None:
-        if self._request.top_logprobs_wanted() is None:
+        most = self._request.top_logprobs_wanted()
+        if most is None:
             return None
-        return answers.chat_logprobs(parts) if self._chat else answers.completion_logprobs(parts, at)
+        if isinstance(self._request, ChatRequest):
+            return answers.chat_logprobs(parts)
+        return answers.completion_logprobs(parts, most, at, self._request.echo and not at)
+
+
+async def _with(first: Piece, others: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    yield first
+    async for piece in others:
+        yield piece

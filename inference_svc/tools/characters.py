@@ -135,25 +135,34 @@ class Characters:
                 break
         self._push(read)
 
+    def _expected(self, text: str) -> Reading[None]:
+        """Drops a text that must follow, after white space or not. Raises Broken."""
+        first = yield from self._solid()
+        for i, wanted in enumerate(text):
+            if (first if not i else (yield from self._next())) != wanted:
+                raise Broken
+
     def _skip(self, end: str) -> Reading[None]:
         """Drops everything up to and with a text."""
         held = ""
         while not held.endswith(end) and (character := (yield from self._next())) is not None:
             held = (held + character)[-len(end) :]
 
-    def _text_before(self, marker: str) -> Reading[bool]:
-        """Passes text on until a marker, which is dropped; False at the end."""
+    def _text_before(self, *markers: str, say: Callable[[str], None] | None = None) -> Reading[str]:
+        """Passes text on until one of the markers, which is dropped and returned; empty at the end."""
+        say = self._say if say is None else say
         held = ""
         while (character := (yield from self._next())) is not None:
             held += character
-            if held.endswith(marker):
-                self._say(held[: -len(marker)])
-                return True
-            kept = next((n for n in range(min(len(held), len(marker) - 1), 0, -1) if marker.startswith(held[-n:])), 0)
-            self._say(held[: len(held) - kept])
+            found = next((marker for marker in markers if held.endswith(marker)), "")
+            if found:
+                say(held[: -len(found)])
+                return found
+            kept = max(_begun(held, marker) for marker in markers)
+            say(held[: len(held) - kept])
             held = held[len(held) - kept :]
-        self._say(held)
-        return False
+        say(held)
+        return ""
 
     def _say(self, text: str) -> None:
         """Passes text on; white space at its end waits for what follows."""
@@ -175,3 +184,8 @@ class Characters:
                 merged.append(delta)
         self._found = []
         return merged
+
+
+def _begun(text: str, marker: str) -> int:
+    """Characters at the end of a text that a marker begins with, not all of it."""
+    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-n:])), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvsidecar.errors import InvalidRequest
@@ -10,9 +11,17 @@ from transformers import PreTrainedTokenizerBase
 
 from inference_svc.engine.grammar import Steering
 from inference_svc.grammars import Grammars, lark_of
-from inference_svc.tools.dialects import MARKERS, Dialect, dialect_of, knows_tools, lark_of_calls
+from inference_svc.tools.calling import lark_of_calls, lark_of_free_calls
+from inference_svc.tools.dialects import MARKERS, Dialect, dialect_of, knows_tools, schema_of
 from inference_svc.tools.parsing import CallParser
-from inference_svc.tools.rendering import check_chat, described, messages_of, tools_of, uses_tools
+from inference_svc.tools.rendering import (
+    check_chat,
+    described,
+    messages_of,
+    template_arguments,
+    tools_of,
+    uses_tools,
+)
 
 
 class Conversations:
@@ -37,23 +46,24 @@ class Conversations:
     def render(self, chat: pb.Chat, generation_prompt: bool) -> str:
         """A conversation as the model's template writes it."""
         check_chat(chat)
+        more, start = template_arguments(chat), chat.answer_start
+        more["add_generation_prompt"] = generation_prompt and start == pb.ANSWER_START_UNSPECIFIED
+        more["continue_final_message"] = start == pb.ANSWER_START_LAST_MESSAGE
         if not self._tokenizer.chat_template:
             raise InvalidRequest(f"{self._name} has no chat template; send text or token_ids instead", param="messages")
         if self._knows_tools or not uses_tools(chat):
-            return self._written(messages_of(chat, self._dialect), tools_of(chat), generation_prompt)
+            return self._written(messages_of(chat, self._dialect), tools_of(chat), more)
         try:
-            return self._written(described(chat, in_system=True), [], generation_prompt)
+            return self._written(described(chat, in_system=True), [], more)
         except InvalidRequest:
             if chat.messages[0].role == "system":
                 raise
         # Some templates know no system message.
-        return self._written(described(chat, in_system=False), [], generation_prompt)
+        return self._written(described(chat, in_system=False), [], more)
 
-    def _written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation_prompt: bool) -> str:
+    def _written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], more: dict[str, Any]) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=generation_prompt
-            )
+            text = self._tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **more)
         except Exception as error:  # a template raises what it likes
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
@@ -81,16 +91,22 @@ class Conversations:
                 )
             return self._calling(able, use.single or bool(use.name), "", "tools")
         if not given:
-            return None
+            return self._free_calls(list(tools), use.single) if _strict(request) else None
         if tools and use.mode != pb.TOOL_MODE_NONE:
             return self._calling(list(tools), use.single, lark_of(grammar), "grammar")
         return self._grammars.steering(grammar)
 
     def _calling(self, tools: list[pb.Tool], single: bool, instead: str, about: str) -> Steering:
+        special = self._grammars.special_token
+        return self._compiled(lambda: lark_of_calls(self._dialect, tools, single, special, instead), about)
+
+    def _free_calls(self, tools: list[pb.Tool], single: bool) -> Steering:
+        special, specials = self._grammars.special_token, self._grammars.special_tokens()
+        return self._compiled(lambda: lark_of_free_calls(self._dialect, tools, single, special, specials), "tools")
+
+    def _compiled(self, lark: Callable[[], str], about: str) -> Steering:
         try:
-            return self._grammars.of_lark(
-                lark_of_calls(self._dialect, tools, single, self._grammars.special_token, instead)
-            )
+            return self._grammars.of_lark(lark())
         except RecursionError as error:
             raise InvalidRequest(f"the grammar of these {about} is nested too deeply", param=about) from error
         except InvalidRequest as error:
@@ -103,8 +119,15 @@ class Conversations:
         tools, use = request.prompt.chat.tools, request.tool_use
         if not tools or use.mode == pb.TOOL_MODE_NONE:
             return None
-        return CallParser(self._dialect, frozenset(tool.name for tool in tools), use.single or bool(use.name))
+        functions = {tool.name: schema_of(tool) for tool in tools}
+        return CallParser(self._dialect, functions, use.single or bool(use.name), _strict(request))
 
     def shows_special(self, request: pb.GenerateRequest) -> bool:
         """Special tokens belong to the answer's text, because calls are marked by them."""
         return self._marked_by_special and self.parser(request) is not None
+
+
+def _strict(request: pb.GenerateRequest) -> bool:
+    """The model decides whether to call, and calls are kept to their schemas."""
+    decides = request.tool_use.mode == pb.TOOL_MODE_UNSPECIFIED and not request.HasField("grammar")
+    return decides and any(tool.strict for tool in request.prompt.chat.tools)

@@ -1,22 +1,22 @@
-"""How a model writes calls: which dialect its template speaks, and the grammar of an answer that must be one."""
+"""How a model writes calls: which dialect its template speaks, and what a function takes."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.grammars import with_whitespace
 from inference_svc.tools.parsing import HERMES, HERMES_END, LLAMA, MISTRAL
+from inference_svc.tools.tagged import PARAMETER
 
-Dialect = Literal["hermes", "llama3_json", "mistral", "json"]
-# What a template says that was written for the dialect.
+Dialect = Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "json"]
+# What a template says that was written for the dialect; the first that says it is the one.
 _SIGNS: dict[Dialect, tuple[str, ...]] = {
     "mistral": (MISTRAL,),
+    "qwen3_coder": (PARAMETER,),
     "hermes": (HERMES,),
     "llama3_json": (LLAMA, "Environment: ipython", '"parameters": dictionary of argument name'),
 }
@@ -25,9 +25,9 @@ MARKERS: dict[Dialect, tuple[str, ...]] = {
     "hermes": (HERMES, HERMES_END),
     "llama3_json": (LLAMA,),
     "mistral": (MISTRAL,),
+    "qwen3_coder": (HERMES, HERMES_END),
     "json": (),
 }
-_MOST_CALLS = 16
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -55,43 +55,3 @@ def schema_of(tool: pb.Tool) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise InvalidRequest(f"the parameters of the tool {tool.name} must be a JSON schema object", param="tools")
     return {"type": "object"} | schema
-
-
-def lark_of_calls(
-    dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Callable[[str], int | None], instead: str = ""
-) -> str:
-    """A grammar in Lark's form of an answer that calls at least one of the tools, or else is as the rule ``instead``
-    says. ``special`` has the one token that a marker is, where text cannot spell it."""
-
-    def marker(text: str) -> str:
-        token = special(text)
-        return json.dumps(text) if token is None else f"<[{token}]>"
-
-    key = "parameters" if dialect == "llama3_json" else "arguments"
-    rules, names = [], []
-    for i, tool in enumerate(tools):
-        opening = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
-        rules.append(f'call_{i}: {opening} arguments_{i} "}}"')
-        rules.append(f"arguments_{i}: %json {json.dumps(with_whitespace(schema_of(tool)))}")
-        names.append(f"call_{i}")
-    rules.append("call: " + " | ".join(names))
-
-    def several(item: str, between: str) -> str:
-        return item if single else f"{item} ({between} {item}){{0,{_MOST_CALLS - 1}}}"
-
-    if dialect == "hermes":
-        rules.append(f'marked: {marker(HERMES)} "\\n" call "\\n" {marker(HERMES_END)}')
-        answer = several("marked", '"\\n"')
-    elif dialect == "mistral":
-        answer = f'{marker(MISTRAL)} "[" {several("call", json.dumps(", "))} "]"'
-    elif dialect == "llama3_json":
-        answer = several("call", '"; "')
-    else:
-        answer = f'{json.dumps(_WRAPPER)} {several("call", json.dumps(", "))} "]}}"'
-    rules.append(f"calls: {answer}")
-    if instead:
-        rules.append(f"other: {instead}")
-    return "\n".join([f"start: calls{' | other' if instead else ''}", *rules])
-
-
-_WRAPPER = '{"tool_calls": ['

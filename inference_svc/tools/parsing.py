@@ -6,37 +6,46 @@ written. What turns out to be no call is text.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from inference_svc.tools.characters import Broken, Characters, Delta, Reading
+from inference_svc.tools.tagged import PARAMETER, PARAMETER_END, is_text, json_of, kinds_of
 
 HERMES, HERMES_END = "<tool_call>", "</tool_call>"
 LLAMA = "<|python_tag|>"
 MISTRAL = "[TOOL_CALLS]"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FENCES = ("```json", "```")
-# With these keys an object that stands alone may begin, and be a call.
-_FIRST_KEYS = ("name", "arguments", "parameters", "type", "id", "tool_calls")
+# Models forget to end a value where the next one begins, or the call ends.
+_VALUE_ENDS = (f"\n{PARAMETER_END}", PARAMETER_END, f"\n{PARAMETER}", f"\n{FUNCTION_END}")
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class CallParser(Characters):
     """Reads one answer. ``feed`` it text, then ``finish`` it; both return what is new."""
 
-    def __init__(self, dialect: str, names: frozenset[str], single: bool = False) -> None:
-        """``names`` are the functions that there are; ``single`` drops all calls after the first. ``dialect`` is
-        hermes, llama3_json, mistral or json."""
+    def __init__(
+        self, dialect: str, functions: Mapping[str, Mapping[str, Any]], single: bool = False, exact: bool = False
+    ) -> None:
+        """``functions`` are those that there are, with the JSON schemas of their arguments; ``single`` drops all calls
+        after the first. ``dialect`` is hermes, llama3_json, mistral, qwen3_coder or json. With ``exact`` calls that
+        stand alone begin as they were asked for."""
         super().__init__()
         self.calls = 0
-        self._names, self._single, self._dialect = names, single, dialect
+        self._functions, self._single, self._dialect = functions, single, dialect
+        self._first_keys = first_keys(dialect, exact)
         readings: dict[str, Callable[[], Reading[None]]] = {
             "hermes": self._hermes,
             "llama3_json": self._llama,
             "mistral": self._mistral,
+            "qwen3_coder": self._qwen3_coder,
             "json": self._json,
         }
         self._reading = readings[dialect]()
@@ -88,6 +97,61 @@ class CallParser(Characters):
         arguments = self._begin(name.strip())
         yield from self._value(arguments)
         self._raw = None
+
+    def _qwen3_coder(self) -> Reading[None]:
+        """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``, with a line's end
+        around each value; the outer tags may be missing."""
+        while opening := (yield from self._text_before(HERMES, FUNCTION)):
+            if (yield from self._tried(self._function(opening == HERMES), opening)) and opening == HERMES:
+                yield from self._optional(HERMES_END)
+
+    def _function(self, wrapped: bool) -> Reading[None]:
+        """A call, from its name on. Raises Broken."""
+        name: list[str] = []
+        if wrapped:
+            yield from self._expected(FUNCTION)
+        if not (yield from self._text_before(">", say=name.append)):
+            raise Broken
+        called = "".join(name).strip()
+        put = self._begin(called)
+        schema = dict(self._functions.get(called, {}))
+        properties, between = schema.get("properties"), "{"
+        while (yield from self._solid()) == "<":
+            self._push("<")
+            tag: list[str] = []
+            if not (yield from self._text_before(">", say=tag.append)):
+                raise Broken
+            key = "".join(tag)
+            if not key.startswith(PARAMETER):
+                if key + ">" != FUNCTION_END:
+                    self._push(key + ">")
+                break
+            key = key.removeprefix(PARAMETER).strip()
+            put(f"{between}{json.dumps(key, ensure_ascii=False)}: ")
+            kinds = kinds_of(properties.get(key), schema) if isinstance(properties, dict) else frozenset[str]()
+            yield from self._tagged(put, kinds)
+            between = ", "
+        put("{}" if between == "{" else "}")
+
+    def _tagged(self, put: Callable[[str], None], kinds: frozenset[str]) -> Reading[None]:
+        """A value between tags, as JSON; of text its characters as they come. Raises Broken."""
+        first = yield from self._next()
+        if first not in (None, "\n"):
+            self._push(first)
+        value: list[str] = []
+
+        def quoted(text: str) -> None:
+            put(json.dumps(text, ensure_ascii=False)[1:-1])
+
+        text = is_text(kinds)
+        if text:
+            put('"')
+        end = yield from self._text_before(*_VALUE_ENDS, say=quoted if text else value.append)
+        if not end:
+            raise Broken
+        put('"' if text else json_of("".join(value), kinds))
+        if PARAMETER_END not in end:
+            self._push(end)
 
     def _llama(self) -> Reading[None]:
         """``{"name": …, "parameters": …}``, with ``;`` between several, and nothing else."""
@@ -178,7 +242,7 @@ class CallParser(Characters):
             if character != '"':
                 raise Broken
             key = yield from self._string()
-            if (yield from self._solid()) != ":" or (alone and first and key not in _FIRST_KEYS):
+            if (yield from self._solid()) != ":" or (alone and first and key not in self._first_keys):
                 raise Broken
             if alone and first and key == "tool_calls":
                 yield from self._wrapped()
@@ -209,7 +273,7 @@ class CallParser(Characters):
 
     def _begin(self, name: str, known: bool = False) -> Callable[[str], None]:
         """Announces a call; returns what takes its arguments. Raises Broken for no name of a function."""
-        if not _NAME.fullmatch(name) or (known and name not in self._names):
+        if not _NAME.fullmatch(name) or (known and name not in self._functions):
             raise Broken
         index, dropped = self.calls, self._single and self.calls > 0
         self.calls += 1
@@ -230,3 +294,10 @@ def new_id(dialect: str) -> str:
     if dialect == "mistral":
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"
+
+
+def first_keys(dialect: str, exact: bool) -> tuple[str, ...]:
+    """With these keys an object that stands alone may begin, and be a call; ``exact``: as the model is told to."""
+    if exact:
+        return ("tool_calls",) if dialect == "json" else ("name",)
+    return ("name", "arguments", "parameters", "type", "id", "tool_calls")

@@ -19,7 +19,12 @@ from inference_svc.tools.dialects import Dialect, schema_of
 
 _ROLES = ("system", "user", "assistant", "tool")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MAX_TOOLS, _MAX_NAME = 128, 256
+_MAX_TOOLS, _MAX_NAME, _MAX_ARGUMENTS_BYTES = 128, 256, 1 << 16
+# What the template is given anyway, and what is not the template's.
+_NOT_ARGUMENTS = frozenset(
+    "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation"
+    " max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
 _INSTRUCTIONS = (
     "You can call functions. To call one or several of them, answer with nothing but JSON of this form:\n"
     '{{"tool_calls": [{{"name": "NAME", "arguments": {{...}}}}]}}\n'
@@ -56,6 +61,26 @@ def check_chat(chat: pb.Chat) -> None:
             raise InvalidRequest(f"two tools are called {tool.name!r}; give each a name of its own", param="tools")
 
 
+def template_arguments(chat: pb.Chat) -> dict[str, Any]:
+    """What else the template is told. Raises InvalidRequest."""
+    text, param = chat.template_arguments, "chat_template_kwargs"
+    if len(text) > _MAX_ARGUMENTS_BYTES:
+        raise InvalidRequest(
+            f"the template's arguments have {len(text)} characters; at most {_MAX_ARGUMENTS_BYTES} are allowed",
+            param=param,
+        )
+    try:
+        given = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the template's arguments are not JSON: {error}", param=param) from error
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"the template's arguments are {text[:40]}; they must be a JSON object", param=param)
+    wrong = sorted(_NOT_ARGUMENTS & given.keys())
+    if wrong:
+        raise InvalidRequest(f"{wrong[0]} is no argument that a request may give the template", param=param)
+    return given
+
+
 def _names_in(message: pb.ChatMessage) -> list[str]:
     """What a message calls itself, the tools that it calls, and their calls."""
     return [message.name, message.tool_call_id, *(s for call in message.tool_calls for s in (call.id, call.name))]
@@ -71,7 +96,8 @@ def texts_of(chat: pb.Chat) -> list[str]:
     written = [m.content for m in chat.messages]
     written += [call.arguments for m in chat.messages for call in m.tool_calls]
     written += [name for m in chat.messages for name in _names_in(m) if name]
-    return written + [text for tool in chat.tools for text in (tool.description, tool.parameters)]
+    written += [text for tool in chat.tools for text in (tool.description, tool.parameters)]
+    return [*written, chat.template_arguments]
 
 
 def tools_of(chat: pb.Chat) -> list[dict[str, Any]]:

@@ -13,12 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvsidecar.errors import GenerationFailed, InvalidRequest
+from kvsidecar.errors import GenerationFailed, InvalidRequest, PromptTooLong
 from kvsidecar.inference.v1.inference_pb2 import Sampling
+from kvsidecar.requests import to_request
 from numpy.typing import NDArray
 
 from inference_svc.engine.drawing import draw
 from inference_svc.engine.sampling import Counts, Drawn, Sampler, SamplingParams
+from inference_svc.engine.sequence import Sequence
 from inference_svc.model.loader import DEMO_MODEL, load
 from inference_svc.prompts import Prompter
 
@@ -253,3 +255,19 @@ def test_what_a_request_leaves_open_is_as_the_models_makers_recommend(tmp_path: 
     greedy = Prompter(load(str(folder)), 100)
     assert greedy.sampling(Sampling()) == SamplingParams(temperature=0.0)
     assert greedy.sampling(Sampling(temperature=0.5)) == SamplingParams(temperature=0.5)
+
+
+def test_of_a_prompt_that_is_too_long_the_end_is_read_on_request() -> None:
+    prompter = Prompter(load("demo"), 100)
+    ids = [7 + i % 5 for i in range(500)]
+
+    def read(most: int) -> Sequence:
+        asked = to_request(ids, max_tokens=30, truncate_prompt_tokens=most, segment_ends=[100, 450, 480])
+        return prompter.sequence(asked, lambda _: None, 0.0)
+
+    assert (read(40).tokens, read(40).max_tokens) == (ids[-40:], 30)
+    assert read(40).cache.marks.segment_ends == (20,)
+    assert read(0).tokens == ids[-70:], "with room for the answer"
+    assert read(0).cache.marks.segment_ends == (20, 50)
+    with pytest.raises(PromptTooLong, match="the prompt has 500 tokens"):
+        read(1000)

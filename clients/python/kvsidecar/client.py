@@ -41,6 +41,10 @@ class Completion:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     prompt_parts: list[pb.PromptPart] = field(default_factory=list, repr=False)
+    prompt_text: str = field(default="", repr=False)
+    prompt_logprobs: list[pb.TokenLogprob] = field(default_factory=list, repr=False)
+    stopped_by: str | int | None = None
+    """The stop string or token of the request's that ended it."""
 
     @property
     def ttft_ms(self) -> float:
@@ -71,6 +75,7 @@ def target_of(address: str | Path | None) -> str:
     return address
 
 
+_Prompt = pb.GenerateResponse | pb.GenerateStreamResponse  # what says something of the prompt: a stream's first part
 _FINISH = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
@@ -87,9 +92,11 @@ def _completion(
     response: pb.GenerateResponse | pb.GenerateStreamResponse,
     text: str,
     ids: list[int],
+    logprobs: list[pb.TokenLogprob],
     calls: list[pb.ToolCall],
-    parts: list[pb.PromptPart],
+    prompt: _Prompt,
 ) -> Completion:
+    kind = response.WhichOneof("stopped_by")
     return Completion(
         text=text,
         token_ids=ids,
@@ -100,17 +107,20 @@ def _completion(
         approximate_tokens=response.usage.approximate_tokens,
         recomputed_tokens=response.usage.recomputed_tokens,
         timings=timings_dict(response.timings),
-        logprobs=list(response.logprobs),
+        logprobs=logprobs,
         tool_calls=calls,
         draft_tokens=response.usage.draft_tokens,
         accepted_tokens=response.usage.accepted_tokens,
-        prompt_parts=parts,
+        prompt_parts=list(prompt.prompt_parts),
+        prompt_text=prompt.prompt_text,
+        prompt_logprobs=list(prompt.prompt_logprobs),
+        stopped_by=None if kind is None else getattr(response, kind),
     )
 
 
 def _whole(response: pb.GenerateResponse) -> Completion:
-    ids, calls, parts = list(response.token_ids), list(response.tool_calls), list(response.prompt_parts)
-    return _completion(response, response.text, ids, calls, parts)
+    r = response
+    return _completion(r, r.text, list(r.token_ids), list(r.logprobs), list(r.tool_calls), r)
 
 
 class Client:
@@ -278,14 +288,17 @@ class _Gather:
         self._text: list[str] = []
         self._ids: list[int] = []
         self._calls: list[pb.ToolCall] = []
-        self._parts: list[pb.PromptPart] = []
+        self._logprobs: list[pb.TokenLogprob] = []
+        self._first: pb.GenerateStreamResponse | None = None
 
     def add(self, part: pb.GenerateStreamResponse) -> CompletionChunk:
         self._text.append(part.text)
         self._ids.extend(part.token_ids)
         add_calls(self._calls, part.tool_calls)
-        self._parts.extend(part.prompt_parts)
+        self._logprobs.extend(part.logprobs)
+        if self._first is None:
+            self._first = part
         final = None
         if part.finish_reason:
-            final = _completion(part, "".join(self._text), self._ids, self._calls, self._parts)
+            final = _completion(part, "".join(self._text), self._ids, self._logprobs, self._calls, self._first)
         return CompletionChunk(part.text, list(part.token_ids), final, list(part.tool_calls))

@@ -66,8 +66,15 @@ def to_request(
     allowed_tokens: Sequence[int] = (),
     seed: int | None = None,
     stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    include_stop: bool = False,
+    min_tokens: int = 0,
     ignore_eos: bool = False,
+    show_special_tokens: bool = False,
+    truncate_prompt_tokens: int | None = None,
+    echo: bool = False,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     skip_cache: bool = False,
     tenant_salt: bytes = b"",
     exact_only: bool = False,
@@ -89,10 +96,19 @@ def to_request(
     ``choice`` and ``grammar`` says what the answer must be. ``tool_choice`` is auto, none, required, or a tool's name;
     ``speculation`` is off, ngram, draft or auto. ``model`` is the name of the worker's model or of one of its adapters.
     """
-    for name, number in (("max_tokens", max_tokens), ("top_k", top_k), ("logprobs", logprobs)):
+    for name, number in (
+        ("max_tokens", max_tokens),
+        ("min_tokens", min_tokens),
+        ("top_k", top_k),
+        ("truncate_prompt_tokens", truncate_prompt_tokens),
+        ("logprobs", logprobs),
+        ("prompt_logprobs", prompt_logprobs),
+    ):
         _check_number(name, number)
     for end in segment_ends:
         _check_number("segment_ends", end)
+    for token in stop_token_ids:
+        _check_number("stop_token_ids", token)
     _check_text("document_separator", document_separator or "")
     _check_text("request_id", request_id)
     _check_text("model", model)
@@ -122,8 +138,15 @@ def to_request(
             seed=seed,
         ),
         stop=stop,
+        stop_token_ids=stop_token_ids,
+        include_stop=include_stop,
+        min_tokens=min_tokens,
         ignore_eos=ignore_eos,
+        show_special_tokens=show_special_tokens,
+        truncate_prompt_tokens=truncate_prompt_tokens,
+        echo=echo,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         cache=cache,
         request_id=request_id,
         grammar=_grammar(json_schema, regex, choice, grammar),
@@ -194,6 +217,7 @@ def _tool(tool: Mapping[str, Any]) -> pb.Tool:
         name=function["name"],
         description=function.get("description") or "",
         parameters=_json("tools", parameters) if parameters else "",
+        strict=bool(function.get("strict")),
     )
 
 

@@ -124,6 +124,8 @@ class ResponsesRequest(BaseModel):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     cache_salt: str = ""
+    explain: bool = False
+    """Say which parts of the prompt had been read before."""
 
     def messages(self) -> list[dict[str, Any]]:
         """The input as messages of a chat."""
@@ -165,6 +167,7 @@ class ResponsesRequest(BaseModel):
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "response_format": self._format(),
                 "cache_salt": self.cache_salt,
+                "explain": self.explain,
             }
         )
 

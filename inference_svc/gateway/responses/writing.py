@@ -11,9 +11,10 @@ from typing import Any
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
+from inference_svc.gateway import answers
+from inference_svc.gateway.pieces import Piece
 from inference_svc.gateway.responses.memory import Memory
 from inference_svc.gateway.responses.schema import ResponsesRequest, add_call
-from inference_svc.gateway.writing import Piece
 
 
 class ResponseWriter:
@@ -61,6 +62,7 @@ class ResponseWriter:
         return self._body
 
     async def stream(self, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+        self._explain(first.part)
         yield self._event("response.created", response=self._body)
         yield self._event("response.in_progress", response=self._body)
         try:
@@ -77,6 +79,7 @@ class ResponseWriter:
 
     def _add(self, part: pb.GenerateStreamResponse) -> list[bytes]:
         """What a piece adds, as events."""
+        self._explain(part)
         events: list[bytes] = []
         if part.text:
             events += self._say(part.text)
@@ -85,6 +88,10 @@ class ResponseWriter:
         if part.finish_reason:
             events += self._end(part)
         return events
+
+    def _explain(self, part: pb.GenerateStreamResponse) -> None:
+        if part.prompt_parts:
+            self._body["prompt_parts"] = answers.prompt_parts(part.prompt_parts)
 
     def _say(self, text: str) -> list[bytes]:
         events = []

@@ -82,6 +82,25 @@ def test_a_stream_tells_before_its_first_word(gateway: Gateway) -> None:
     assert "streamed" in "".join(part["text"] for part in events[at].prompt_parts)
 
 
+def test_a_response_tells_too_whole_and_from_its_first_event(gateway: Gateway) -> None:
+    text = "responded. " + WORDS * 6
+    options: Any = {"model": "demo", "input": text, "max_output_tokens": 2, "extra_body": {"explain": True}}
+    whole = gateway.client.responses.create(**options).model_dump()
+    assert [part["reading"] for part in whole["prompt_parts"]] == ["computed"]
+    assert whole["prompt_parts"][0]["tokens"] == whole["usage"]["input_tokens"]
+    first, *_, last = gateway.client.responses.create(stream=True, **options)
+    assert first.type == "response.created"
+    told = first.response.model_dump()["prompt_parts"]
+    assert [part["reading"] for part in told] == ["exact", "computed"]
+    assert "".join(part["text"] for part in told) == rendered(gateway, text)
+    assert last.response.model_dump()["prompt_parts"] == told
+    kept = gateway.client.responses.retrieve(whole["id"]).model_dump()
+    assert kept["prompt_parts"] == whole["prompt_parts"]
+    assert (
+        "prompt_parts" not in gateway.client.responses.create(model="demo", input="x", max_output_tokens=1).model_dump()
+    )
+
+
 def test_it_is_for_one_answer_and_only_on_request(gateway: Gateway) -> None:
     with pytest.raises(openai.BadRequestError, match="explain is for one answer"):
         gateway.client.completions.create(model="demo", prompt="x", n=2, extra_body={"explain": True})

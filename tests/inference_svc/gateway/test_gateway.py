@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -238,7 +239,9 @@ def test_a_dead_worker_is_routed_around(gateway: Gateway, two: Node) -> None:
 def test_an_api_key_is_demanded_when_set(locked: Gateway) -> None:
     with pytest.raises(openai.AuthenticationError):
         locked.client.models.list()
-    assert httpx.post(f"{locked.url}/tokenize", json={"prompt": "x"}).status_code == 401
+    refused = httpx.post(f"{locked.url}/tokenize", json={"prompt": "x"})
+    assert refused.status_code == 401
+    assert set(refused.json()["error"]) == {"message", "type", "param", "code"}
     with openai.OpenAI(base_url=f"{locked.url}/v1", api_key="guest") as client:
         assert client.models.list().data[0].id == "demo"
 
@@ -258,6 +261,18 @@ def test_what_is_not_served_is_an_openai_error(gateway: Gateway) -> None:
     assert wrong.status_code == 405
     assert wrong.headers["allow"] == "POST"
     assert wrong.json()["error"]["message"] == "/v1/completions takes no GET"
+
+
+def test_the_document_of_what_is_served_has_every_option_and_is_open_to_all(locked: Gateway) -> None:
+    found = httpx.get(f"{locked.url}/openapi.json").json()
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"):
+        (body,) = found["paths"][path]["post"]["requestBody"]["content"].values()
+        schema = found["components"]["schemas"][body["schema"]["$ref"].rsplit("/", 1)[1]]
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert schema["additionalProperties"] is False
+    assert {"echo", "min_tokens", "stop_token_ids", "user"} <= (
+        found["components"]["schemas"]["CompletionRequest"]["properties"].keys()
+    )
 
 
 def test_texts_become_tokens_and_tokens_texts(gateway: Gateway) -> None:

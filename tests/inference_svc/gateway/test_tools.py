@@ -137,6 +137,30 @@ def test_tools_do_not_keep_an_answer_from_being_text_or_from_its_schema(gateway:
             assert json.loads(choice.message.content or "") in ("a", "b")
 
 
+def test_a_form_of_the_text_does_not_keep_a_call_from_being_made(gateway: Gateway) -> None:
+    """instructor sends both with what it asks of ``/v1/responses``."""
+    schema = {"name": "x", "schema": {"enum": ["a", "b"]}}
+    answer = gateway.client.chat.completions.create(
+        model="demo", messages=MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=120, temperature=0,
+        response_format={"type": "json_schema", "json_schema": schema}, parallel_tool_calls=False,
+    )  # fmt: skip
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert arguments_are_right(call)
+
+
+def test_strict_functions_are_kept_to_where_the_model_decides(gateway: Gateway) -> None:
+    """The built-in model's calls stand alone: what begins as one goes on as one, and all else is free."""
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    options: Any = {"model": "demo", "messages": MESSAGES, "tools": strict, "max_tokens": 150, "temperature": 1.5}
+    for seed in range(3):
+        choice = gateway.client.chat.completions.create(seed=seed, **options).choices[0]
+        assert all(arguments_are_right(call) for call in choice.message.tool_calls or [])
+    bad = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]
+    with pytest.raises(openai.BadRequestError, match='"not"') as caught:
+        gateway.client.chat.completions.create(**{**options, "tools": bad})
+    assert caught.value.param == "tools"
+
+
 @pytest.mark.parametrize(
     ("option", "param", "said"),
     [

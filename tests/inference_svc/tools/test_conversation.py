@@ -130,7 +130,7 @@ def answer(made: Conversations, request: pb.GenerateRequest, seed: int) -> str:
 @pytest.mark.parametrize(
     ("dialect", "special"),
     [("hermes", ""), ("hermes", "<tool_call>"), ("llama3_json", ""), ("mistral", ""), ("mistral", "[TOOL_CALLS]"),
-     ("json", "")],
+     ("qwen3_coder", ""), ("qwen3_coder", "<tool_call>"), ("json", "")],
 )  # fmt: skip
 @pytest.mark.parametrize("single", [True, False])
 def test_a_call_that_is_demanded_is_right_whatever_is_drawn(dialect: str, special: str, single: bool) -> None:

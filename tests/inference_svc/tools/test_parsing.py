@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,14 +12,18 @@ from hypothesis import strategies as st
 
 from inference_svc.tools.parsing import CallParser
 
-NAMES = frozenset({"f", "g", "get_weather"})
-DIALECTS = ["hermes", "llama3_json", "mistral", "json"]
+KINDS = {"a": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": ["object", "null"]}}
+KINDS |= {"b": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "r": {"$ref": "#/$defs/list"}}
+SCHEMA = {"type": "object", "properties": KINDS, "$defs": {"list": {"type": "array"}}}
+FUNCTIONS: dict[str, Any] = {"f": SCHEMA, "g": {}, "get_weather": {}}
+NAMES = frozenset(FUNCTIONS)
+DIALECTS = ["hermes", "llama3_json", "mistral", "qwen3_coder", "json"]
 Read = tuple[str, list[tuple[str, str]]]
 
 
 def read(dialect: str, pieces: list[str], single: bool = False) -> Read:
     """The text, and names and arguments of the calls."""
-    parser = CallParser(dialect, NAMES, single)
+    parser = CallParser(dialect, FUNCTIONS, single)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
     calls: list[list[str]] = []
     for delta in deltas:
@@ -71,6 +76,28 @@ WRITTEN: list[tuple[str, str, Read]] = [
     ("json", "[{\"name\": \"f\", \"arguments\": {}}, {\"name\": \"g\"}] ok", (" ok", [("f", "{}"), ("g", "{}")])),
     ("json", '{"title": "f", "name": "f"}', ('{"title": "f", "name": "f"}', [])),
     ("json", '{"tool_calls": []}', ('{"tool_calls": []}', [])),
+    (
+        "qwen3_coder",
+        "Well.\n<tool_call>\n<function=f>\n<parameter=a>\nOslo \"x\"\n\n</parameter>\n<parameter=n>\n12\n</parameter>\n"
+        "<parameter=b>\nTrue\n</parameter>\n<parameter=o>\nNone\n</parameter>\n<parameter=r>\n[1, {}]\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        ("Well.", [("f", '{"a": "Oslo \\"x\\"\\n", "n": 12, "b": true, "o": null, "r": [1, {}]}'), ("g", "{}")]),
+    ),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=a>as it <is>, </p></parameter><parameter=n>twelve</parameter></function> end",
+        (" end", [("f", '{"a": "as it <is>, </p>", "n": "twelve"}')]),
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f>\n<parameter=a>\nforgotten\n<parameter=n>\n3\n</function>\n</tool_call>",
+        ("", [("f", '{"a": "forgotten", "n": 3}')]),
+    ),
+    ("qwen3_coder", "<function=f>\n<parameter=a>\ncut o", ("", [("f", '{"a": "cut o')])),
+    ("qwen3_coder", "<function=f>\n<parameter=n>\n1", ("", [("f", '{"n": ')])),
+    ("qwen3_coder", "a <tool_call> that is none", ("a <tool_call> that is none", [])),
+    ("qwen3_coder", "<function=a b></function>", ("<function=a b></function>", [])),
+    ("qwen3_coder", "<function=f", ("<function=f", [])),
     ("json", " \n", (" \n", [])),
     ("json", "``", ("``", [])),
 ]  # fmt: skip
@@ -88,17 +115,17 @@ def test_one_call_only_where_only_one_is_wanted() -> None:
 
 
 def test_arguments_are_passed_on_as_they_are_written_and_text_at_once() -> None:
-    parser = CallParser("hermes", NAMES)
+    parser = CallParser("hermes", FUNCTIONS)
     assert [d.text for d in parser.feed("Well")] == ["Well"]
     parser.feed('<tool_call>{"name": "f", "arguments": ')
     assert [d.arguments for d in parser.feed('{"x": 1')] == ['{"x": 1']
-    plain = CallParser("json", NAMES)
+    plain = CallParser("json", FUNCTIONS)
     assert [d.text for d in plain.feed('{"title": 1')] == ['{"title": 1'], "no call begins so: nothing is held back"
 
 
 def test_ids_differ_and_mistrals_are_as_its_templates_want_them() -> None:
     text = '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]'
-    ids = [delta.id for delta in CallParser("mistral", NAMES).feed(text) if delta.id]
+    ids = [delta.id for delta in CallParser("mistral", FUNCTIONS).feed(text) if delta.id]
     assert len(set(ids)) == 2
     assert all(len(name) == 9 and name.isalnum() for name in ids)
 
@@ -113,6 +140,18 @@ calls = st.lists(
     min_size=1, max_size=3,
 )  # fmt: skip
 
+bare = st.dictionaries(
+    st.sampled_from(["x", "two words", "é"]), st.text(st.sampled_from("a\n <>/=\\\"{}é🦊"), max_size=20).filter(
+        lambda text: not re.search(r"</parameter>|\n<parameter=|\n</function>", f"{text}\n")
+    ), max_size=3,
+)  # fmt: skip
+
+
+def tagged(name: str, arguments: dict[str, Any], indent: int | None) -> str:
+    """As the schema of nothing has it: all values are text."""
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
 
 def written(dialect: str, calls: list[tuple[str, Any]], indent: int | None) -> str:
     key = "parameters" if dialect == "llama3_json" else "arguments"
@@ -121,6 +160,8 @@ def written(dialect: str, calls: list[tuple[str, Any]], indent: int | None) -> s
         return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in each)
     if dialect == "mistral":
         return f"[TOOL_CALLS][{', '.join(each)}]"
+    if dialect == "qwen3_coder":
+        return "\n".join(tagged(name, arguments, indent) for name, arguments in calls)
     return "; ".join(each) if dialect == "llama3_json" else f'{{"tool_calls": [{", ".join(each)}]}}'
 
 
@@ -135,6 +176,8 @@ def cut(draw: st.DrawFn, text: str) -> list[str]:
 def test_what_was_called_comes_out_whatever_the_pieces(
     dialect: str, data: st.DataObject, wanted: list[tuple[str, Any]], indent: int | None
 ) -> None:
+    if dialect == "qwen3_coder":  # names and values of this form are bare
+        wanted = [(name, data.draw(bare)) for name, _ in wanted]
     text, found = read(dialect, data.draw(cut(written(dialect, wanted, indent))))
     assert text == ""
     assert [(name, json.loads(arguments)) for name, arguments in found] == wanted
@@ -143,6 +186,7 @@ def test_what_was_called_comes_out_whatever_the_pieces(
 PARTS = [
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json", "```"),
     *('{"name": "f"', ', "arguments": ', '{"x": 1}', '{"tool_calls": [', "null"),
+    *("<function=", "</function>", "<parameter=a>", "</parameter>", ">"),
     *("}", "]", "[", ";", "\n", " ", "f", '"', "\\", "é"),
 ]
 

@@ -19,6 +19,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _AnswerStart:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AnswerStartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AnswerStart.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ANSWER_START_UNSPECIFIED: _AnswerStart.ValueType  # 0
+    """What the template puts there."""
+    ANSWER_START_NOTHING: _AnswerStart.ValueType  # 1
+    """Nothing."""
+    ANSWER_START_LAST_MESSAGE: _AnswerStart.ValueType  # 2
+    """Nothing either, and the last message is not ended: the answer goes on with it."""
+
+class AnswerStart(_AnswerStart, metaclass=_AnswerStartEnumTypeWrapper):
+    """What stands between a conversation and its answer."""
+
+ANSWER_START_UNSPECIFIED: AnswerStart.ValueType  # 0
+"""What the template puts there."""
+ANSWER_START_NOTHING: AnswerStart.ValueType  # 1
+"""Nothing."""
+ANSWER_START_LAST_MESSAGE: AnswerStart.ValueType  # 2
+"""Nothing either, and the last message is not ended: the answer goes on with it."""
+Global___AnswerStart: _TypeAlias = AnswerStart  # noqa: Y015
+
 class _ToolMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -184,22 +208,28 @@ class Tool(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """What it is called by: letters, digits, "_", "-" and ".", at most 64."""
     description: _builtins.str
     """What it does, for the model."""
     parameters: _builtins.str
     """JSON Schema of its arguments, an object. Empty for a function without any."""
+    strict: _builtins.bool
+    """Whoever calls it gives arguments as the schema has them, also where the model decides whether to: once a call has
+    begun, tokens that would break its form are not drawn. Calls of all of the request's tools are kept to theirs then.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         description: _builtins.str = ...,
         parameters: _builtins.str = ...,
+        strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -243,6 +273,14 @@ class Chat(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    ANSWER_START_FIELD_NUMBER: _builtins.int
+    template_arguments: _builtins.str
+    """JSON object of further arguments for the chat template, such as {"enable_thinking": false}. Those that it is always
+    given are refused. Empty for none; at most 65,536 bytes.
+    """
+    answer_start: Global___AnswerStart.ValueType
+    """How the answer begins."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The messages, oldest first; at least one."""
@@ -258,10 +296,12 @@ class Chat(_message.Message):
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         tools: _abc.Iterable[Global___Tool] | None = ...,
+        template_arguments: _builtins.str = ...,
+        answer_start: Global___AnswerStart.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_start", b"answer_start", "messages", b"messages", "template_arguments", b"template_arguments", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -300,8 +340,11 @@ class Prompt(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    WITHOUT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, tokenized as it is, with the tokenizer's beginning-of-sequence token."""
+    without_special_tokens: _builtins.bool
+    """Tokenize text without the tokenizer's beginning-of-sequence token."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -316,10 +359,11 @@ class Prompt(_message.Message):
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
         chat: Global___Chat | None = ...,
+        without_special_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids", "without_special_tokens", b"without_special_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -567,6 +611,13 @@ class GenerateRequest(_message.Message):
     TOOL_USE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
+    SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate; at least 1. Default: 256, or what the context still holds if that is less."""
@@ -580,6 +631,24 @@ class GenerateRequest(_message.Message):
     """Who guesses what comes next. Default: as the worker is set to."""
     explain: _builtins.bool
     """Say with the answer which parts of the prompt had been read before."""
+    min_tokens: _builtins.int
+    """Before so many tokens are there, no end-of-sequence token and none of stop_token_ids is drawn, unless a grammar allows
+    nothing else, and no stop string is looked for. At most max_tokens.
+    """
+    include_stop: _builtins.bool
+    """What ended the answer is part of its text: the stop string, or the text of a token among stop_token_ids."""
+    show_special_tokens: _builtins.bool
+    """Special tokens have their text in the answer, which they have not otherwise."""
+    truncate_prompt_tokens: _builtins.int
+    """Read this many of the prompt's last tokens at most, and the beginning-of-sequence token that text gets; 0 for those
+    that leave room for max_tokens, or for one token. Absent: a prompt that is too long is refused.
+    """
+    prompt_logprobs: _builtins.int
+    """Number of likeliest alternatives to report with every token of the prompt, 0 to 20. All of the prompt is computed
+    then, whatever had been read before. Absent: no log probabilities of the prompt.
+    """
+    echo: _builtins.bool
+    """Give the prompt's text back."""
     model: _builtins.str
     """Name of the worker's model or of one of its adapters; NOT_FOUND for others. Default: the model itself."""
     @_builtins.property
@@ -606,6 +675,12 @@ class GenerateRequest(_message.Message):
     def tool_use(self) -> Global___ToolUse:
         """How the chat's tools are used. Default: as the model decides."""
 
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Generation ends with the first of these tokens, too; at most 128. Like an end-of-sequence token it is none of the
+        text's.
+        """
+
     def __init__(
         self,
         *,
@@ -621,20 +696,35 @@ class GenerateRequest(_message.Message):
         tool_use: Global___ToolUse | None = ...,
         speculation: Global___Speculation.ValueType = ...,
         explain: _builtins.bool = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_tokens: _builtins.int = ...,
+        include_stop: _builtins.bool = ...,
+        show_special_tokens: _builtins.bool = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        echo: _builtins.bool = ...,
         model: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "cache", b"cache", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "tool_use", b"tool_use"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "cache", b"cache", "explain", b"explain", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "tool_use", b"tool_use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "echo", b"echo", "explain", b"explain", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
@@ -849,12 +939,15 @@ class TokenLogprob(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     text: _builtins.str
     """Its text."""
     logprob: _builtins.float
     """Natural logarithm of its probability at temperature 1, among the tokens that the grammar allows."""
+    rank: _builtins.int
+    """One more than there are likelier tokens; 0 where the token is not of a prompt."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """The likeliest tokens at this place, likeliest first; their own `top` is empty."""
@@ -866,10 +959,11 @@ class TokenLogprob(_message.Message):
         text: _builtins.str = ...,
         logprob: _builtins.float = ...,
         top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "text", b"text", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "text", b"text", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -890,12 +984,24 @@ class GenerateResponse(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     PROMPT_PARTS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The text, without the stop string."""
     finish_reason: Global___FinishReason.ValueType
     """Why it ended."""
     request_id: _builtins.str
     """As in the request, or the one drawn."""
+    stop_string: _builtins.str
+    """One of `stop`."""
+    stop_token_id: _builtins.int
+    """One of `stop_token_ids`."""
+    prompt_text: _builtins.str
+    """The prompt as it was read, if `echo` was set: the text that was sent, or what Detokenize makes of its tokens where
+    something else was sent or it was truncated.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, the one that ended it included."""
@@ -920,6 +1026,12 @@ class GenerateResponse(_message.Message):
     def prompt_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPart]:
         """All of the prompt in order, if `explain` was set."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """One per token of the prompt, if `prompt_logprobs` was set. Before the first there is nothing that it could follow: it
+        has no rank, and its logprob means nothing.
+        """
+
     def __init__(
         self,
         *,
@@ -932,12 +1044,18 @@ class GenerateResponse(_message.Message):
         request_id: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         prompt_parts: _abc.Iterable[Global___PromptPart] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        stop_string: _builtins.str = ...,
+        stop_token_id: _builtins.int = ...,
+        prompt_text: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_parts", b"prompt_parts", "request_id", b"request_id", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_stopped_by) -> _WhichOneofReturnType_stopped_by | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
@@ -990,12 +1108,22 @@ class GenerateStreamResponse(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     PROMPT_PARTS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text; may be empty while a character or a possible stop string is incomplete."""
     finish_reason: Global___FinishReason.ValueType
     """Set in the last message."""
     request_id: _builtins.str
     """As in the request, or the one drawn. Set in the first message."""
+    stop_string: _builtins.str
+    """One of `stop`."""
+    stop_token_id: _builtins.int
+    """One of `stop_token_ids`."""
+    prompt_text: _builtins.str
+    """As in GenerateResponse. Set in the first message."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens."""
@@ -1020,6 +1148,10 @@ class GenerateStreamResponse(_message.Message):
     def prompt_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPart]:
         """All of the prompt in order, if `explain` was set. Set in the first message."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """As in GenerateResponse. Set in the first message."""
+
     def __init__(
         self,
         *,
@@ -1032,12 +1164,18 @@ class GenerateStreamResponse(_message.Message):
         request_id: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         prompt_parts: _abc.Iterable[Global___PromptPart] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        stop_string: _builtins.str = ...,
+        stop_token_id: _builtins.int = ...,
+        prompt_text: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_parts", b"prompt_parts", "request_id", b"request_id", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_stopped_by) -> _WhichOneofReturnType_stopped_by | None: ...
 
 Global___GenerateStreamResponse: _TypeAlias = GenerateStreamResponse  # noqa: Y015
 

@@ -1,0 +1,92 @@
+"""``/openapi.json``: what this server takes, from the very classes that check it, and what it answers in outline
+(https://spec.openapis.org/oas/v3.1.0)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvsidecar import __version__
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from inference_svc.gateway.checking import IGNORED
+from inference_svc.gateway.responses.schema import ResponsesRequest
+from inference_svc.gateway.schema import ChatRequest, CompletionRequest
+from inference_svc.gateway.tokens import DetokenizeBody, TokenizeBody
+
+_COMPONENTS = "#/components/schemas/"
+# Path, body, what it is for, whether it may be streamed, and what a whole answer has.
+_POSTS: list[tuple[str, type[BaseModel], str, bool, tuple[str, ...]]] = [
+    ("/v1/chat/completions", ChatRequest, "Answers a conversation", True, ("id", "object", "choices", "usage")),
+    ("/v1/completions", CompletionRequest, "Goes on with texts", True, ("id", "object", "choices", "usage")),
+    ("/v1/responses", ResponsesRequest, "Answers, and keeps the conversation", True, ("id", "object", "output")),
+    ("/tokenize", TokenizeBody, "Tokens of a text or a conversation", False, ("count", "max_model_len", "tokens")),
+    ("/detokenize", DetokenizeBody, "Text of tokens", False, ("prompt",)),
+]
+_GETS: list[tuple[str, str, tuple[str, ...]]] = [
+    ("/v1/models", "The models that are served", ("object", "data")),
+    ("/v1/models/{name}", "One of them", ("id", "object")),
+    ("/v1/responses/{name}", "A response that is kept", ("id", "object", "output")),
+    ("/health", "Whether a worker is up", ("status", "workers_up", "workers")),
+    ("/version", "This server's version", ("version",)),
+]
+_ERRORS = {
+    "400": "The request is wrong; `param` says where",
+    "401": "The API key is missing or wrong",
+    "404": "There is no such model or response",
+    "422": "A grammar or the cache could not be kept to",
+    "429": "Too many requests wait, or a quota is used up",
+    "500": "This request could not be computed",
+    "503": "No worker is up",
+    "504": "It took too long",
+}
+
+
+def document() -> dict[str, Any]:
+    """The whole document."""
+    bodies = [body for _, body, *_ in _POSTS]
+    _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=_COMPONENTS + "{model}")
+    schemas: dict[str, Any] = found.get("$defs", {})
+    for body in bodies:
+        # Meant for the service around the model, of whatever value.
+        properties = schemas[body.__name__]["properties"]
+        properties |= {name: {"description": "Without effect."} for name in IGNORED if name not in properties}
+    schemas["Error"] = _object("error") | {"properties": {"error": _error()}}
+    paths: dict[str, Any] = {}
+    for path, body, summary, streams, fields in _POSTS:
+        content = {"application/json": {"schema": {"$ref": _COMPONENTS + body.__name__}}}
+        operation = _operation(summary, fields, streams) | {"requestBody": {"required": True, "content": content}}
+        paths[path] = {"post": operation}
+    for path, summary, fields in _GETS:
+        paths[path] = {"get": _operation(summary, fields)}
+    paths["/v1/responses/{name}"]["delete"] = _operation("Forgets it", ("id", "object", "deleted"))
+    for path, item in paths.items():
+        if "{name}" in path:
+            item["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "KVSidecar", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{"key": []}, {}],
+    }
+
+
+def _operation(summary: str, fields: tuple[str, ...], streams: bool = False) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": _object(*fields)}}
+    if streams:
+        content["text/event-stream"] = {}
+    error = {"application/json": {"schema": {"$ref": _COMPONENTS + "Error"}}}
+    failed = {code: {"description": text, "content": error} for code, text in _ERRORS.items()}
+    return {"summary": summary, "responses": {"200": {"description": "The answer", "content": content}, **failed}}
+
+
+def _object(*fields: str) -> dict[str, Any]:
+    return {"type": "object", "required": list(fields)}
+
+
+def _error() -> dict[str, Any]:
+    """OpenAI's form."""
+    text, perhaps = {"type": "string"}, {"type": ["string", "null"]}
+    properties = {"message": text, "type": text, "param": perhaps, "code": perhaps}
+    return _object("message", "type", "param", "code") | {"properties": properties}

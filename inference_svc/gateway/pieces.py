@@ -1,0 +1,35 @@
+"""What comes of one request of several choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import add_calls
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of one choice of an answer."""
+
+    choice: int
+    part: pb.GenerateStreamResponse
+
+
+@dataclass(eq=False)
+class Choice:
+    """What came of one choice."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    calls: list[pb.ToolCall] = field(default_factory=list)
+    first: pb.GenerateStreamResponse | None = None
+    last: pb.GenerateStreamResponse = field(default_factory=pb.GenerateStreamResponse)
+
+    def add(self, part: pb.GenerateStreamResponse) -> None:
+        self.texts.append(part.text)
+        self.logprobs.extend(part.logprobs)
+        add_calls(self.calls, part.tool_calls)
+        if self.first is None:
+            self.first = part
+        self.last = part

@@ -1,0 +1,39 @@
+"""What schemathesis thinks up from our own OpenAPI document: every answer is one that the document has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.frameworks.conftest import Server
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not here; make test-frameworks runs it")
+
+from hypothesis import HealthCheck, settings  # noqa: E402
+from schemathesis.checks import not_a_server_error  # noqa: E402
+from schemathesis.specs.openapi.checks import (  # noqa: E402
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+# What takes long is none of its business.
+SHORT = {"/v1/chat/completions": "max_completion_tokens", "/v1/completions": "max_tokens"}
+SHORT["/v1/responses"] = "max_output_tokens"
+schema = schemathesis.pytest.from_fixture("document")
+
+
+@pytest.fixture(scope="module")
+def document(server: Server) -> Any:
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+@schema.parametrize()
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_every_answer_is_one_of_the_documents(case: Any) -> None:
+    if case.operation.path in SHORT and isinstance(case.body, dict):
+        case.body = {**case.body, SHORT[case.operation.path]: 2}
+        case.body.pop("model", None)  # or hardly any is one that is served
+    case.call_and_validate(checks=CHECKS, timeout=60)

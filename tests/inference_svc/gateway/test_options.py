@@ -1,0 +1,237 @@
+"""When answers end and what they show, as vLLM's users ask for it: alone, together, streamed, guessed, over gRPC."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from benchmarks.node import Node
+from tests.inference_svc.gateway.conftest import Gateway
+
+TEXT = "one two three four five six seven one two three"
+LONG: dict[str, Any] = {"prompt": TEXT, "max_tokens": 24, "temperature": 1, "seed": 7, "ignore_eos": True}
+
+
+def post(gateway: Gateway, path: str, **body: Any) -> Any:
+    answer = httpx.post(f"{gateway.url}/{path}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def complete(gateway: Gateway, **options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = post(gateway, "v1/completions", **{**LONG, **options})["choices"][0]
+    return found
+
+
+def streamed(gateway: Gateway, **options: Any) -> dict[str, Any]:
+    """The same, put together from a stream."""
+    whole: dict[str, Any] = {"text": "", "finish_reason": None}
+    for part in gateway.client.post(
+        "/completions", body={**LONG, **options, "stream": True}, cast_to=object, stream=True,
+        stream_cls=openai.Stream[Any],
+    ):  # fmt: skip
+        choice = part["choices"][0]
+        whole |= {"text": whole["text"] + choice["text"], "finish_reason": choice["finish_reason"]}
+        whole["stop_reason"] = choice.get("stop_reason")
+    return whole
+
+
+def tokens(gateway: Gateway, text: str) -> list[int]:
+    found: list[int] = post(gateway, "tokenize", prompt=text)["tokens"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(gateway: Gateway) -> list[str]:
+    """The texts of an answer's tokens."""
+    found: list[str] = complete(gateway, logprobs=0)["logprobs"]["tokens"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def rare(gateway: Gateway, plain: list[str]) -> tuple[int, int]:
+    """A token of that answer, and where it first stands: not at its beginning."""
+    for at in range(3, 16):
+        ids = tokens(gateway, plain[at])
+        if (
+            plain[at] not in plain[:at]
+            and len(ids) == 1
+            and post(gateway, "detokenize", tokens=ids)["prompt"] == plain[at]
+        ):
+            return ids[0], at
+    pytest.fail("the answer repeats itself at once")
+
+
+@pytest.mark.parametrize("ask", [complete, streamed])
+def test_a_token_ends_the_answer_and_is_no_part_of_it(
+    gateway: Gateway, plain: list[str], rare: tuple[int, int], ask: Any
+) -> None:
+    token, at = rare
+    found = ask(gateway, stop_token_ids=[token, 4000])
+    assert found["text"] == "".join(plain[:at])
+    assert (found["finish_reason"], found["stop_reason"]) == ("stop", token)
+    kept = ask(gateway, stop_token_ids=[token], include_stop_str_in_output=True)
+    assert kept["text"] == "".join(plain[: at + 1])
+
+
+@pytest.mark.parametrize("ask", [complete, streamed])
+def test_a_stop_string_may_be_shown(gateway: Gateway, plain: list[str], ask: Any) -> None:
+    text = "".join(plain)
+    stop = text[4:7]
+    end = text.find(stop)
+    found = ask(gateway, stop=[stop])
+    assert (found["text"], found["stop_reason"]) == (text[:end], stop)
+    shown = ask(gateway, stop=[stop], include_stop_str_in_output=True)
+    assert (shown["text"], shown["stop_reason"], shown["finish_reason"]) == (text[: end + 3], stop, "stop")
+    assert ask(gateway)["stop_reason"] is None
+
+
+@pytest.mark.parametrize("ask", [complete, streamed])
+@pytest.mark.parametrize("speculation", ["off", "ngram"])
+def test_an_answer_does_not_end_before_it_may(
+    gateway: Gateway, plain: list[str], rare: tuple[int, int], ask: Any, speculation: str
+) -> None:
+    token, at = rare
+    options: dict[str, Any] = {"stop_token_ids": [token], "min_tokens": at + 1, "speculation": speculation}
+    whole = complete(gateway, **options, logprobs=0)
+    assert plain[at] not in whole["logprobs"]["tokens"][: at + 1]
+    assert len(whole["logprobs"]["tokens"]) > at + 1
+    assert ask(gateway, **options)["text"] == whole["text"]
+    stop = "".join(plain)[4:7]
+    late = ask(gateway, stop=[stop], min_tokens=20, speculation=speculation)
+    assert late["text"].startswith("".join(plain[:20]))
+
+
+def test_a_grammar_that_is_at_its_end_ends_the_answer_all_the_same(gateway: Gateway) -> None:
+    for speculation in ("off", "ngram"):
+        found = complete(
+            gateway, guided_regex="ab?", min_tokens=20, ignore_eos=False, logit_bias=None, speculation=speculation
+        )
+        assert re.fullmatch("ab?", found["text"])
+        assert found["finish_reason"] == "stop"
+    longer = complete(gateway, guided_regex="[a-z]{1,40}", min_tokens=12, max_tokens=40, ignore_eos=False)
+    assert len(longer["text"]) >= 12
+    end = complete(gateway, allowed_token_ids=[tokens(gateway, "a")[0]], min_tokens=5, max_tokens=6)
+    assert end["text"] == "aaaaaa"
+
+
+def test_end_tokens_alone_are_drawn_where_nothing_else_may_be(gateway: Gateway) -> None:
+    (token,) = tokens(gateway, "a")
+    found = complete(gateway, allowed_token_ids=[token], stop_token_ids=[token], min_tokens=9)
+    assert (found["text"], found["stop_reason"]) == ("", token)
+
+
+def test_every_choice_and_prompt_ends_for_itself(gateway: Gateway, rare: tuple[int, int]) -> None:
+    body = {**LONG, "prompt": [TEXT, "hello"], "n": 3, "temperature": 1, "seed": 5, "ignore_eos": False}
+    found = post(gateway, "v1/completions", **body, stop_token_ids=[rare[0]], min_tokens=4, logprobs=0, echo=True)
+    assert len(found["choices"]) == 6
+    for choice in found["choices"]:
+        assert choice["text"].startswith(TEXT if choice["index"] < 3 else "hello")
+        read = len(tokens(gateway, TEXT if choice["index"] < 3 else "hello"))
+        assert len(choice["logprobs"]["tokens"]) - read > 4 or choice["finish_reason"] == "length"
+
+
+def test_special_tokens_are_shown_on_request(gateway: Gateway) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    prompt = post(gateway, "tokenize", **body)["tokens"]
+    texts = {token: post(gateway, "detokenize", tokens=[token])["prompt"] for token in prompt}
+    special, text = next((token, text) for token, text in texts.items() if text.startswith("<|"))
+    only = {"allowed_token_ids": [special], "max_tokens": 2}
+    assert complete(gateway, **only)["text"] == ""
+    assert complete(gateway, **only, skip_special_tokens=False)["text"] == text * 2
+
+
+def test_only_the_end_of_a_prompt_is_read_on_request(gateway: Gateway) -> None:
+    ids = [7] * 6000
+    body: dict[str, Any] = {"max_tokens": 5, "temperature": 0}
+    kept = post(gateway, "v1/completions", prompt=[*ids, 100, 200, 300], truncate_prompt_tokens=3, **body)
+    assert kept["usage"]["prompt_tokens"] == 3
+    same = post(gateway, "v1/completions", prompt=[100, 200, 300], **body)
+    assert kept["choices"][0]["text"] == same["choices"][0]["text"]
+    chat = post(gateway, "v1/chat/completions", messages=[{"role": "user", "content": TEXT}], max_tokens=1,
+                truncate_prompt_tokens=4)  # fmt: skip
+    assert chat["usage"]["prompt_tokens"] == 4
+
+
+def test_how_an_answer_begins(gateway: Gateway) -> None:
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, the"}]
+
+    def count(**options: Any) -> int:
+        return int(post(gateway, "tokenize", messages=said, **options)["count"])
+
+    assert (
+        count(add_generation_prompt=False, continue_final_message=True) < count(add_generation_prompt=False) < count()
+    )
+    answer = post(
+        gateway, "v1/chat/completions", messages=said, max_tokens=1, add_generation_prompt=False,
+        continue_final_message=True, chat_template_kwargs={"enable_thinking": False},
+    )  # fmt: skip
+    assert answer["usage"]["prompt_tokens"] == count(add_generation_prompt=False, continue_final_message=True)
+
+
+NEUTRAL = {"use_beam_search": False, "length_penalty": 1.0, "bad_words": [], "spaces_between_special_tokens": True}
+
+
+def test_what_changes_nothing_passes(gateway: Gateway, plain: list[str]) -> None:
+    assert complete(gateway, **NEUTRAL, min_tokens=0, skip_special_tokens=True, add_special_tokens=True)["text"] == (
+        "".join(plain)
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "param", "said"),
+    [
+        ({"stop_token_ids": [5000]}, "stop_token_ids", "outside the vocabulary of 4096"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
+        ({"stop_token_ids": [1] * 200}, "stop_token_ids", "at most 128"),
+        ({"stop_token_ids": "7"}, "stop_token_ids", "list"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most 8"),
+        ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "allowed are 1 and more"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
+        ({"truncate_prompt_tokens": 2**30, "prompt": [7] * 6000}, None, "the prompt has 6000 tokens"),
+        ({"use_beam_search": True}, "use_beam_search", "not supported"),
+        ({"bad_words": ["x"]}, "bad_words", "not supported"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_values_are_named(
+    gateway: Gateway, option: dict[str, Any], param: str | None, said: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=said) as caught:
+        gateway.client.post("/completions", body={"prompt": "x", **option, "stream": stream}, cast_to=object)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("option", "param", "said"),
+    [
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages is no argument"),
+        ({"chat_template_kwargs": ["x"]}, "chat_template_kwargs", "dictionary"),
+        ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt"),
+    ],
+)
+def test_bad_values_of_chats_are_named(gateway: Gateway, option: dict[str, Any], param: str, said: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **option}
+    with pytest.raises(openai.BadRequestError, match=said) as caught:
+        gateway.client.post("/chat/completions", body=body, cast_to=object)
+    assert caught.value.param == param
+
+
+def test_grpc_has_them_too(two: Node, plain: list[str], rare: tuple[int, int]) -> None:
+    token, at = rare
+    options: Any = {"max_tokens": 24, "temperature": 1, "seed": 7, "ignore_eos": True, "stop_token_ids": [token]}
+    whole = two.client(0).generate(TEXT, **options)
+    assert (whole.text, whole.stopped_by) == ("".join(plain[:at]), token)
+    *_, last = two.client(0).stream(TEXT, **options, include_stop=True)
+    assert last.final is not None
+    assert (last.final.text, last.final.stopped_by) == ("".join(plain[: at + 1]), token)
+    options |= {"stop_token_ids": [], "stop": ["".join(plain)[4:7]]}
+    stopped = two.client(0).generate(TEXT, **options)
+    assert stopped.stopped_by == "".join(plain)[4:7]
+    late = two.client(0).generate(TEXT, **options, min_tokens=24, truncate_prompt_tokens=50, show_special_tokens=True)
+    assert late.generated_tokens == 24

@@ -1,0 +1,207 @@
+"""Strict functions where the model decides whether to call: free text, and calls that keep to their schemas."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import to_request
+
+from inference_svc.engine.grammar import Steering
+from inference_svc.schemas import plain
+from inference_svc.tools.conversation import Conversations
+from inference_svc.tools.parsing import CallParser
+from inference_svc.tools.tagged import rules_of_parameters
+from tests.inference_svc.test_text import END, TOKENIZER
+from tests.inference_svc.tools.test_conversation import HISTORY, SCHEMA, TOOLS, conversations
+
+STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
+# Dialect, what is special in it, how a call begins behind text, and what ends it.
+CASES = [
+    ("hermes", "", "Let me see.\n<tool_call>", "</tool_call>"),
+    ("hermes", "<tool_call>", "<tool_call>", "</tool_call>"),
+    ("mistral", "", "So: [TOOL_CALLS]", "}]"),
+    ("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", "}]"),
+    ("qwen3_coder", "", "Well.\n<tool_call>\n<function=", "</function>"),
+    ("qwen3_coder", "<tool_call>", "<tool_call>\n<function=", "</function>"),
+    ("llama3_json", "", '{"name": "', "}}"),
+    ("json", "", '{"tool_calls": [', "}]}"),
+]
+
+# What is drawn more often, or strings would not end.
+ENDING = np.array([i for i in range(len(TOKENIZER)) if TOKENIZER.decode([i])[:1] in ("}", "]", '"', "<", "\n")])
+
+
+def asked(made: Conversations, single: bool = False) -> tuple[pb.GenerateRequest, Steering]:
+    request = to_request(HISTORY[:1], tools=STRICT, parallel_tool_calls=not single)
+    steering = made.steering(request)
+    assert steering is not None
+    return request, steering
+
+
+def spell(made: Conversations, steering: Steering, text: str) -> list[int]:
+    """The tokens of a text, which are all allowed."""
+    tokens: list[int] = made._tokenizer(text, add_special_tokens=False)["input_ids"]
+    for token in tokens:
+        steering.accept(token)
+    return tokens
+
+
+def decoded(made: Conversations, tokens: list[int]) -> str:
+    return str(made._tokenizer.decode([token for token in tokens if token not in END]))
+
+
+def go_on(made: Conversations, steering: Steering, tokens: list[int], end: str, seed: int) -> str:
+    """What a model writes that draws any token that it may, until a text stands at the end."""
+    chance, text = random.Random(seed), decoded(made, tokens)
+    while not text.endswith(end) and not steering.complete:
+        allowed = np.flatnonzero(np.unpackbits(steering.mask(), bitorder="little"))
+        ends = np.intersect1d(allowed, ENDING)
+        choices = ends if len(ends) and chance.random() < 0.3 else allowed
+        tokens.append(int(choices[chance.randrange(len(choices))]))
+        steering.accept(tokens[-1])
+        text = decoded(made, tokens)
+        assert len(tokens) < 600
+    return text
+
+
+@pytest.mark.parametrize(("dialect", "special", "opening", "end"), CASES)
+def test_a_call_that_has_begun_is_right_whatever_is_drawn(dialect: str, special: str, opening: str, end: str) -> None:
+    made = conversations(dialect, special)
+    for seed in range(4):
+        request, steering = asked(made)
+        text = go_on(made, steering, spell(made, steering, opening), end, seed)
+        parser = made.parser(request)
+        assert parser is not None
+        deltas = parser.feed(text)
+        (name,) = [delta.name for delta in deltas if delta.name][:1]
+        arguments = json.loads("".join(delta.arguments for delta in deltas if delta.index == 0))
+        jsonschema.validate(arguments, SCHEMA if name == "get_weather" else {"type": "object", "maxProperties": 0})
+
+
+@pytest.mark.parametrize(("dialect", "special"), [(dialect, special) for dialect, special, *_ in CASES])
+def test_text_is_free_and_may_end_anywhere(dialect: str, special: str) -> None:
+    made = conversations(dialect, special)
+    for text in (
+        "",
+        "Nothing to do: <tool>, {x} and [1].\n\nÜber 🦊",
+        '{"answer": 1, "city": [2]}',
+        "```json\n[1]\n```",
+    ):
+        request, steering = asked(made)
+        spell(made, steering, text)
+        assert np.unpackbits(steering.mask(), bitorder="little")[sorted(END)].any()
+        parser = made.parser(request)
+        assert parser is not None
+        assert "".join(delta.text for delta in [*parser.feed(text), *parser.finish()]) == text
+
+
+def test_other_special_tokens_may_stand_in_text() -> None:
+    made = conversations("hermes", "<tool_call>")
+    made._tokenizer.add_special_tokens({"extra_special_tokens": ["<tool_call>", "<think>"]})
+    made = Conversations("a model", made._tokenizer, type(made._grammars)(made._tokenizer, 4096, END))
+    _, steering = asked(made)
+    spell(made, steering, "<think>so<think> it is <tool_call>\n")
+
+
+def test_after_a_call_there_may_be_another_and_text() -> None:
+    made = conversations("hermes")
+    _, steering = asked(made)
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    spell(made, steering, f"First{call}\n{call} and done.")
+    _, steering = asked(made, single=True)
+    spell(made, steering, f"First{call} and done.")
+
+
+def test_only_strict_functions_steer_and_what_they_cannot_keep_to_is_named() -> None:
+    made = conversations("hermes")
+    assert made.steering(to_request(HISTORY[:1], tools=TOOLS)) is None
+    assert made.steering(to_request(HISTORY[:1], tools=STRICT, tool_choice="none")) is None
+    bad = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]
+    with pytest.raises(InvalidRequest, match='"not"') as caught:
+        made.steering(to_request(HISTORY[:1], tools=bad))
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"type": "object", "anyOf": [{"required": ["a"]}]}, "'anyOf' of all arguments"),
+        ({"properties": {"a": {"type": "string", "format": "iri"}}}, "the format 'iri' of the argument 'a'"),
+        ({"properties": {"a": {"type": "string", "contentEncoding": "x"}}}, "'contentEncoding' of the argument 'a'"),
+        ({"properties": {"a>b": {}}}, "an argument called 'a>b'"),
+    ],
+)
+def test_what_text_between_tags_cannot_keep_to_is_named(parameters: dict[str, object], said: str) -> None:
+    made = conversations("qwen3_coder")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(InvalidRequest, match=said):
+        made.steering(to_request(HISTORY[:1], tools=tools, tool_choice="required"))
+
+
+KEYWORDS = "type properties required enum const anyOf allOf $ref format pattern minLength maxLength $defs items".split()
+VALUES = [
+    "string",
+    "null",
+    ["string", "null"],
+    ["a", 1, None],
+    "iri",
+    "date",
+    "^a/b$",
+    "(",
+    "a\nb",
+    "#",
+    "#/$defs/a",
+    3,
+    True,
+]
+schemas = st.recursive(
+    st.sampled_from(VALUES),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["a", "b"]), schemas, max_size=2) | schemas, schemas)
+def test_no_schema_is_more_than_refused(properties: object, shared: object) -> None:
+    schema = {"type": "object", "properties": properties, "$defs": shared}
+    plain(schema)
+    with contextlib.suppress(InvalidRequest):
+        rules_of_parameters(0, "f", schema)
+    parser = CallParser("qwen3_coder", {"f": schema})
+    text = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
+    arguments = "".join(delta.arguments for delta in [*parser.feed(text), *parser.finish()])
+    assert json.loads(arguments)["a"] in (1, "1")
+
+
+def test_strings_between_tags_are_as_their_schema_has_them() -> None:
+    made = conversations("qwen3_coder")
+    properties = {
+        "day": {"type": "string", "format": "date"},
+        "code": {"type": "string", "pattern": "^[a-z]{2}/[0-9]$"},
+        "kind": {"enum": ["a b", "c"]},
+        "note": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+        "where": {"$ref": "#/$defs/place"},
+    }
+    schema = {
+        "type": "object", "properties": properties, "required": list(properties),
+        "$defs": {"place": {"type": "object", "properties": {"x": {"type": "integer", "maximum": 9, "minimum": 0}},
+                            "required": ["x"], "additionalProperties": False}},
+    }  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    request = to_request(HISTORY[:1], tools=tools, tool_choice="required", parallel_tool_calls=False)
+    for seed in range(4):
+        steering, parser = made.steering(request), made.parser(request)
+        assert steering is not None
+        assert parser is not None
+        text = go_on(made, steering, [], "</tool_call>", seed)
+        deltas = parser.feed(text)
+        jsonschema.validate(json.loads("".join(delta.arguments for delta in deltas)), schema)
