@@ -32,6 +32,7 @@ from inference_svc.engine.scoring import Room, take_scores
 from inference_svc.engine.sequence import Finish, Output, Sequence, State, StoredPrefix
 from inference_svc.engine.speculation.speculator import Speculator
 from inference_svc.engine.stats import EngineLimits, EngineStats
+from inference_svc.engine.work import work_of
 
 log = structlog.get_logger("engine")
 
@@ -200,7 +201,7 @@ class Loop:
         able = [s for s in self.running if s not in self._repairs and not (decoding_only and s.missing > 1)]
         due = min(sum(s.missing for s in able), self._limits.batch_tokens)
         guessed = self._speculator.prepare([s for s in able if s.missing == 1 and not s.gated], due, self._longest)
-        works = [self._work(s, len(guessed.get(s, ()))) for s in able]
+        works = [work_of(s, self.pool, len(guessed.get(s, ()))) for s in able]
         step = scheduler.plan(works, self._limits.batch_tokens, self.count_free(), PAGE_TOKENS)
         for i in step.preempted:
             self._preempt(able[i])
@@ -235,18 +236,6 @@ class Loop:
             if not self.residents.evict():
                 return False
         return True
-
-    def _work(self, sequence: Sequence, guesses: int) -> scheduler.Work:
-        assert sequence.table is not None
-        return scheduler.Work(
-            arrived=sequence.arrived,
-            missing=sequence.missing,
-            room=sequence.table.tokens - sequence.computed,
-            pages=self.pool.own_pages(sequence.table),
-            passed_over=sequence.passed_over,
-            gated=sequence.gated,
-            guesses=guesses,
-        )
 
     # ---- computing ------------------------------------------------------------------------------------------
 

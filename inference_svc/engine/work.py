@@ -1,0 +1,21 @@
+"""What the scheduler, which knows no sequences, needs to know of one."""
+
+from __future__ import annotations
+
+from inference_svc.engine.pool import KVPool
+from inference_svc.engine.scheduler import Work
+from inference_svc.engine.sequence import Sequence
+
+
+def work_of(sequence: Sequence, pool: KVPool, guesses: int) -> Work:
+    """What a sequence with pages asks of the next forward, with so many guesses to verify."""
+    assert sequence.table is not None
+    return Work(
+        arrived=sequence.arrived,
+        missing=sequence.missing,
+        room=sequence.table.tokens - sequence.computed,
+        pages=pool.own_pages(sequence.table),
+        passed_over=sequence.passed_over,
+        gated=sequence.gated,
+        guesses=guesses,
+    )
