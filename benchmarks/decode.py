@@ -59,7 +59,10 @@ class Transformers:
     """The library's own generate loop with its SDPA attention and dynamic cache."""
 
     def __init__(self, model: str) -> None:
+        from kvkernels.cpu.dense import narrowest
+
         from inference_svc.model import loader
+        from inference_svc.model.dense_linear import serves
 
         loaded = loader.load(model)
         loaded.model.set_attn_implementation("sdpa")
@@ -67,7 +70,7 @@ class Transformers:
         self.device = loaded.device
         self.kv_bytes_per_token = 2 * loaded.layers * loaded.kv_heads * loaded.head_dim * loaded.dtype.itemsize
         self.step_bytes = sum(
-            p.numel() * p.dtype.itemsize
+            p.numel() * (narrowest(p) if serves(p) else p.dtype).itemsize
             for name, p in loaded.model.named_parameters()
             if "embed_tokens" not in name or loaded.config.tie_word_embeddings
         )
