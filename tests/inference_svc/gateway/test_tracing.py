@@ -13,7 +13,7 @@ from kvsidecar.errors import Cancelled, PromptTooLong
 
 from benchmarks.node import Node, free_port
 from tests.collector import Collector
-from tests.inference_svc.gateway.conftest import Gateway
+from tests.inference_svc.gateway.conftest import Gateway, of_node
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
 Kind = pytest.importorskip("opentelemetry.proto.trace.v1.trace_pb2").Span
@@ -83,7 +83,7 @@ def traced() -> Iterator[Traced]:
             daemon_flags={"otlp_endpoint": endpoint},
             worker_flags={"otlp_endpoint": endpoint, "resident_sequences": 0},
         ) as node:
-            gateway = Gateway(node, "--otlp-endpoint", endpoint)
+            gateway = of_node(node, "--otlp-endpoint", endpoint)
             yield Traced(node, gateway, collector)
             gateway.close()
     collector.close()

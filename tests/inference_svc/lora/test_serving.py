@@ -16,7 +16,7 @@ from benchmarks.node import Node
 from inference_svc.cache.verdicts import store_verdict
 from inference_svc.gateway.router import Router
 from inference_svc.model.loader import load
-from tests.inference_svc.gateway.conftest import Gateway
+from tests.inference_svc.gateway.conftest import of_node
 from tests.inference_svc.lora.making import linears, tensors, write
 from tests.inference_svc.test_exactness import prompt, scores
 
@@ -108,7 +108,7 @@ def test_text_elsewhere_is_reused_where_it_was_verified_for_the_adapter_itself(s
 
 
 def test_http(served: Node) -> None:
-    gateway = Gateway(served)
+    gateway = of_node(served)
     try:
         models = httpx.get(f"{gateway.url}/v1/models").json()["data"]
         assert [(m["id"], m["parent"]) for m in models] == [("demo", None), ("law", "demo"), ("med", "demo")]

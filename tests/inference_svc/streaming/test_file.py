@@ -91,7 +91,7 @@ def test_a_file_that_ends_or_goes_while_it_is_read_fails_that_forward_alone(
     model, whole = loaded(), (copied / WEIGHTS).read_bytes()
     assert model.streamed is not None
     decoder = Decoder(model)
-    os.truncate(copied / WEIGHTS, 0)
+    os.truncate(copied / WEIGHTS, model.streamed.file.index.embedding.end)
     with pytest.raises(WeightsUnreadable, match=r"weights could not be read from their file: .* ends"):
         computed(model, decoder)
     (copied / WEIGHTS).write_bytes(whole)
