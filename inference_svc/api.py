@@ -210,14 +210,13 @@ class Engine:
         sequence = self._prompter.sequence(request, outputs.put, began)
         sequence.timings.tokenize_ms = (time.perf_counter() - began) * 1e3
         self._runtime.engine.submit(sequence)
-        return _Call(sequence, outputs, began, self._prompter.call_parser(request), self._prompter.text)
+        return _Call(sequence, outputs, self._prompter.call_parser(request), self._prompter.text)
 
 
 @dataclass(frozen=True)
 class _Call:
     sequence: EngineSequence
     outputs: queue.SimpleQueue[Output]
-    began: float
     parser: CallParser | None
     decode: Callable[[list[int]], str]
 
@@ -240,7 +239,7 @@ def _wait(call: _Call) -> Result:
         read_calls(call.parser, whole)
         add_calls(calls, whole.tool_calls)
     called = whole.finish_reason == pb.FINISH_REASON_TOOL_CALLS
-    total_ms = (time.perf_counter() - call.began) * 1e3
+    total_ms = s.timings.ttft_ms + s.timings.decode_ms  # others may have been waited for first
     return Result(
         text=whole.text,
         token_ids=s.tokens[s.prompt_tokens :],

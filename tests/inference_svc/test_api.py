@@ -34,6 +34,12 @@ def test_warm_then_generate_reuses(engine: Engine) -> None:
     assert plain.token_ids == result.token_ids
 
 
+def test_the_time_of_an_answer_is_its_own(engine: Engine) -> None:
+    options = {"temperature": 0, "ignore_eos": True}
+    long, short = engine.generate_many([("one", options | {"max_tokens": 60}), ("two", options | {"max_tokens": 2})])
+    assert short.total_ms < long.total_ms / 2
+
+
 def test_batches_answer_in_order_and_each_for_itself(engine: Engine) -> None:
     prompts = ["one two", "three four five", [10, 20, 30]]
     batch = engine.generate_batch(prompts, max_tokens=5, temperature=0, ignore_eos=True)
