@@ -43,7 +43,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     own = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
-    command = [_PYTHON, "-m", "kvsidecar.cli.main", "serve", model, "--port", str(port), "--arena-bytes", "128MiB"]
+    command = [_PYTHON, "-m", "kvsidecar.cli.main", "serve", model, "--port", str(port)]
+    command += ["--arena-bytes", "128MiB", "--store", str(folder / "store")]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command, env={**own, "XDG_RUNTIME_DIR": str(folder)}, stdout=log, stderr=log, cwd=_ROOT
