@@ -17,6 +17,7 @@ pydantic = pytest.importorskip("pydantic")
 class Weather(pydantic.BaseModel):  # type: ignore[name-defined, misc]
     """Tells the weather of a day."""
 
+    model_config = pydantic.ConfigDict(extra="forbid")  # or a small model invents properties until it is cut off
     city: str = pydantic.Field(max_length=12)
     days: int = pydantic.Field(ge=1, le=9)
 

@@ -17,15 +17,16 @@ pydantic = pytest.importorskip("pydantic")
 class Weather(pydantic.BaseModel):  # type: ignore[name-defined, misc]
     """Tells the weather of a day."""
 
+    model_config = pydantic.ConfigDict(extra="forbid")  # or a small model invents properties until it is cut off
     city: str = pydantic.Field(max_length=12)
     days: int = pydantic.Field(ge=1, le=9)
 
 
 def model(server: Server, **options: Any) -> Any:
+    given: dict[str, Any] = {"is_chat_model": True, "is_function_calling_model": True, "max_tokens": 150, **options}
     return openai_like.OpenAILike(
-        api_base=f"{server.url}/v1", api_key="none", model=server.model, is_chat_model=True,
-        is_function_calling_model=True, context_window=2048, temperature=0, max_retries=0,
-        **{"max_tokens": 150, **options},
+        api_base=f"{server.url}/v1", api_key="none", model=server.model, context_window=2048, temperature=0,
+        max_retries=0, **given,
     )  # fmt: skip
 
 
