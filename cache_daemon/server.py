@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -17,6 +16,7 @@ import structlog
 from grpc_health.v1.health import aio as health_aio
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2
+from kvsidecar.descriptors import raise_descriptor_limit
 from kvsidecar.durations import parse_duration
 from kvsidecar.runtime import ensure_private_dir
 from kvsidecar.serving import Limits, listening_at, refuse_second, stop_on_signals
@@ -54,7 +54,6 @@ from cache_daemon.store.summary import SUMMARY_BYTES, SummaryWriter
 from cache_daemon.store.tenants import Accounts
 
 GRACE_SECONDS = 3.0
-_DESCRIPTORS = 1 << 16
 _MAX_MESSAGE_BYTES = 16 << 20
 SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 
@@ -65,7 +64,7 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
     """Runs the daemon until SIGTERM, SIGINT or ``stop``. Raises ConfigurationError, StoreUnavailable."""
     stop = stop or asyncio.Event()
     stop_on_signals(stop)
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     ensure_private_dir(config.socket.parent)
     tenants = CurrentTenants(config.tenants, keys.tenant_id)
     with (
@@ -109,14 +108,6 @@ async def _store(
         yield store
     finally:
         await store.close()
-
-
-def _raise_descriptor_limit() -> None:
-    """Sessions, streams and staging have descriptors each; the usual soft limit of 1,024 is for who uses select(2)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _tier(config: DaemonConfig, folder: Path) -> LmdbTier:

@@ -11,6 +11,8 @@ from inference_svc.engine.sequence import CacheUse
 from inference_svc.reuse.chunking import Marks
 
 DEFAULT_MAX_TOKENS = 256
+# Of a prompt, tokens with all of their alternatives: each takes a hundred bytes here, and more where it is shown.
+_MAX_SCORED = 1 << 18
 _MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS, _MAX_SALT_BYTES = 8, 128, 20, 256
 
 
@@ -75,3 +77,13 @@ def logprobs(name: Literal["logprobs", "prompt_logprobs"], request: pb.GenerateR
     if most > _MAX_LOGPROBS:
         raise InvalidRequest(f"{name} is {most}; allowed are 0 to {_MAX_LOGPROBS}", param=name)
     return most
+
+
+def check_scored(scored: int | None, tokens: int) -> None:
+    """Raises InvalidRequest where a prompt of so many tokens has too many log probabilities."""
+    if scored is not None and tokens * (scored + 1) > _MAX_SCORED:
+        raise InvalidRequest(
+            f"prompt_logprobs is {scored} for a prompt of {tokens} tokens; tokens times (prompt_logprobs + 1) may be "
+            f"{_MAX_SCORED} at most",
+            param="prompt_logprobs",
+        )

@@ -32,6 +32,8 @@ _MODES = {
     pb.SPECULATION_AUTO: Speculation.AUTO,
 }
 _MAX_ID, _MAX_SEPARATOR = 128, 64
+# A prompt that is cut to its end may be so many times what the context holds.
+_MOST_CUT = 4
 
 
 class Prompter:
@@ -73,7 +75,11 @@ class Prompter:
         """``tokens`` of a prompt that is to be read, if need be the last ``most`` of them. Raises PromptTooLong, before
         anything is tokenized where its size tells."""
         if most is not None:
-            self._refuse_characters(*_texts_in(prompt))
+            size = self._refuse_characters(*_texts_in(prompt))
+            if size > _MOST_CUT * self._context * _USUAL_CHARACTERS:
+                raise PromptTooLong(
+                    f"the prompt has {size} characters, too many to be read for its end; send less of it"
+                )
             ids, marks = self._last(prompt, *self.tokens(prompt, generation_prompt, cache), most)
             self._refuse_longer(len(ids))
             return ids, marks
@@ -201,6 +207,7 @@ class Prompter:
         if len(request.request_id) > _MAX_ID:
             raise InvalidRequest(f"request_id has {len(request.request_id)} characters; at most {_MAX_ID} are allowed")
         scored = options.logprobs("prompt_logprobs", request)
+        options.check_scored(scored, len(tokens))
         ends = self._loaded.stop_tokens
         # A call that must be made is not cut short by what may stand in it.
         must_call = request.tool_use.mode == pb.TOOL_MODE_REQUIRED
@@ -256,11 +263,20 @@ class Prompter:
         return self.text(sequence.tokens[: sequence.prompt_tokens])
 
     def _most_read(self, request: pb.GenerateRequest) -> int | None:
-        """How many tokens of a prompt are read at most; None for no truncation."""
+        """How many tokens of a prompt are read at most; None for no truncation. Raises InvalidRequest."""
         if not request.HasField("truncate_prompt_tokens"):
             return None
-        answer = max(1, request.max_tokens, request.min_tokens)
-        return request.truncate_prompt_tokens or max(1, self._context - answer)
+        if request.truncate_prompt_tokens:
+            return request.truncate_prompt_tokens
+        wanted = request.max_tokens if request.HasField("max_tokens") else options.DEFAULT_MAX_TOKENS
+        answer = max(1, wanted, request.min_tokens)
+        if answer >= self._context:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens is to leave room for an answer of {answer} tokens; a context of "
+                f"{self._context} has none for the prompt then",
+                param="truncate_prompt_tokens",
+            )
+        return self._context - answer
 
     def call_parser(self, request: pb.GenerateRequest) -> CallParser | None:
         """What reads calls of tools out of the answer's text; None where none is asked for."""

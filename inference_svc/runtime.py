@@ -24,9 +24,10 @@ from inference_svc.engine.native_attention import kernels_of, measured
 from inference_svc.engine.pool import PAGE_TOKENS, KVPool
 from inference_svc.engine.speculation.draft_model import DraftModel
 from inference_svc.engine.stats import EngineLimits
-from inference_svc.freed_memory import keep_freed_memory
+from inference_svc.freed_memory import give_back_freed_memory, keep_freed_memory
 from inference_svc.lora.folder import Folder
 from inference_svc.lora.weights import AdapterWeights, linears_of, read_weights
+from inference_svc.model.dense_linear import becomes_dense
 from inference_svc.model.draft import load_draft
 from inference_svc.model.loader import LoadedModel, load
 from inference_svc.model.packed_linear import PackedLinear
@@ -70,7 +71,9 @@ def build(config: WorkerConfig) -> Runtime:
     """
     keep_freed_memory()
     with ThreadPoolExecutor(1, "load") as thread:
-        return thread.submit(_build, config).result()
+        built = thread.submit(_build, config).result()
+    give_back_freed_memory()  # of weights before they were packed
+    return built
 
 
 def _build(config: WorkerConfig) -> Runtime:
@@ -194,7 +197,7 @@ def _draft(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftMode
 
 def _say_where_bits_differ(loaded: LoadedModel) -> None:
     if loaded.streamed is None:
-        bad = uneven(products_of(loaded.model), _PROBED_ROWS)
+        bad = uneven((p for p in products_of(loaded.model) if not becomes_dense(p)), _PROBED_ROWS)
     else:
         with loaded.streamed.source.holding(0):
             bad = uneven(products_of(loaded.streamed.products), _PROBED_ROWS)

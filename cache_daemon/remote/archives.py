@@ -13,8 +13,10 @@ from kvsidecar.errors import ConfigurationError, StoreUnavailable
 from cache_daemon.remote.address import Credentials, RemoteAddress, parse_remote
 
 SCHEME = "s3://"
-_PART_BYTES = 16 << 20
-_TIMEOUT = {"connect_timeout": "10s", "timeout": "300s"}
+# A store has 10,000 parts to an object.
+_PART_BYTES = 64 << 20
+# The last one is for all of an object.
+_TIMEOUT = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "24h"}
 
 
 @contextmanager

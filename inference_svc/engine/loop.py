@@ -28,7 +28,7 @@ from inference_svc.engine.mailbox import CancelAsked, Letter, Loaded, Probed, Sa
 from inference_svc.engine.pool import PAGE_TOKENS, BlockTable, KVPool
 from inference_svc.engine.repair import Repairs
 from inference_svc.engine.residents import Residents
-from inference_svc.engine.scoring import Room, take_scores
+from inference_svc.engine.scoring import rows_due, shares, take_scores
 from inference_svc.engine.sequence import Finish, Output, Sequence, State, StoredPrefix
 from inference_svc.engine.speculation.speculator import Speculator
 from inference_svc.engine.stats import EngineLimits, EngineStats
@@ -201,20 +201,19 @@ class Loop:
         able = [s for s in self.running if s not in self._repairs and not (decoding_only and s.missing > 1)]
         due = min(sum(s.missing for s in able), self._limits.batch_tokens)
         guessed = self._speculator.prepare([s for s in able if s.missing == 1 and not s.gated], due, self._longest)
-        works = [work_of(s, self.pool, len(guessed.get(s, ()))) for s in able]
+        scoring = shares(able)
+        able = [s for s in able if scoring.get(s, 1)]
+        works = [work_of(s, self.pool, len(guessed.get(s, ())), scoring.get(s)) for s in able]
         step = scheduler.plan(works, self._limits.batch_tokens, self.count_free(), PAGE_TOKENS)
         for i in step.preempted:
             self._preempt(able[i])
-        spans, verified, room = [], dict(step.guesses), Room()
+        spans, verified = [], dict(step.guesses)
         for sequence in able:
             sequence.passed_over += 1
         for i, count in step.rows:
             sequence = able[i]
             assert sequence.table is not None
-            count, scored = room.cut(sequence, count)
-            if not count:
-                continue
-            end = sequence.computed + count
+            end, scored = sequence.computed + count, rows_due(sequence, count)
             if not self._grow(sequence.table, end):  # fewer pages than were counted
                 self._preempt(sequence)
                 continue

@@ -7,6 +7,8 @@ this.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -18,20 +20,13 @@ from inference_svc.engine.sequence import Sequence
 MOST_ROWS, _PIECE = 128, 16
 
 
-class Room:
-    """The rows that prompts to be scored have in one pass."""
-
-    def __init__(self) -> None:
-        self._left = MOST_ROWS
-
-    def cut(self, sequence: Sequence, count: int) -> tuple[int, int]:
-        """How many of ``count`` tokens are computed in this pass, and how many of them are scored."""
-        due = rows_due(sequence, count)
-        if not due:
-            return count, 0
-        count = min(count, self._left)
-        self._left -= count
-        return count, rows_due(sequence, count)
+def shares(sequences: Iterable[Sequence]) -> dict[Sequence, int]:
+    """How many tokens are computed in one pass of those that are scored, the oldest first; none of the last ones."""
+    left, found = MOST_ROWS, dict[Sequence, int]()
+    for sequence in sorted((s for s in sequences if rows_due(s, s.missing)), key=lambda s: s.arrived):
+        found[sequence] = min(sequence.missing, left)
+        left -= found[sequence]
+    return found
 
 
 def rows_due(sequence: Sequence, count: int) -> int:

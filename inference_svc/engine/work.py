@@ -7,12 +7,13 @@ from inference_svc.engine.scheduler import Work
 from inference_svc.engine.sequence import Sequence
 
 
-def work_of(sequence: Sequence, pool: KVPool, guesses: int) -> Work:
-    """What a sequence with pages asks of the next forward, with so many guesses to verify."""
+def work_of(sequence: Sequence, pool: KVPool, guesses: int, most: int | None = None) -> Work:
+    """What a sequence with pages asks of the next forward: its missing tokens, ``most`` of them if need be, and so many
+    guesses to verify."""
     assert sequence.table is not None
     return Work(
         arrived=sequence.arrived,
-        missing=sequence.missing,
+        missing=sequence.missing if most is None else min(sequence.missing, most),
         room=sequence.table.tokens - sequence.computed,
         pages=pool.own_pages(sequence.table),
         passed_over=sequence.passed_over,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from secrets import token_hex
 from typing import Any
@@ -26,6 +26,7 @@ from inference_svc.gateway.access import Keys
 from inference_svc.gateway.body import read_json
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.gone import ClientGone, while_there
 from inference_svc.gateway.guard import NODE, Guard
 from inference_svc.gateway.metrics import Metrics
 from inference_svc.gateway.node import NodeView
@@ -67,6 +68,8 @@ class Gateway:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
+        if not name:
+            raise UnknownModel("name a model", param="model")
         return JSONResponse(answers.model(self._worker(name).model, name))
 
     async def tokenize(self, request: Request) -> Response:
@@ -128,7 +131,9 @@ class Gateway:
         body = parse(WarmBody, await self._body(request))
         self._check_model(body.model)
         able = [w for w in self.router.alive if w.serves(body.model)]
-        return JSONResponse(await warm(min(able, key=lambda w: w.in_flight), body))
+        if not able:
+            raise self._away(body.model)
+        return JSONResponse(await while_there(request, warm(min(able, key=lambda w: w.in_flight), body)))
 
     async def chat(self, request: Request) -> Response:
         parsed = parse(ChatRequest, await self._body(request))
@@ -149,8 +154,8 @@ class Gateway:
         asked.model = model
         pieces = _about("text.format", self._merge([asked], not parsed.stream))
         if parsed.stream:
-            return _events(writer.stream(await anext(pieces), pieces))
-        return await self._unless_gone(request, writer.whole(pieces))
+            return _events(writer.stream(await while_there(request, _next(pieces)), pieces))
+        return JSONResponse(await while_there(request, writer.whole(pieces)))
 
     async def response(self, request: Request) -> Response:
         return JSONResponse(self._memory.response(request.path_params["name"]))
@@ -188,19 +193,11 @@ class Gateway:
         pieces = _about(parsed.grammar[0], self._merge(requests, not parsed.stream))
         if parsed.stream:
             # The first piece is awaited here, so that a refused request gets its status code.
-            return _events(writer.stream(await anext(pieces), pieces))
-        return await self._unless_gone(request, writer.whole(pieces, len(requests)))
-
-    @staticmethod
-    async def _unless_gone(request: Request, answer: Coroutine[Any, Any, dict[str, Any]]) -> Response:
-        """A whole answer, which nobody computes any more when its client has gone."""
-        work = asyncio.create_task(answer)
-        while not work.done():
-            await asyncio.wait({work}, timeout=0.25)
-            if not work.done() and await request.is_disconnected():
-                work.cancel()
-                return Response(status_code=499)
-        return JSONResponse(work.result())
+            return _events(writer.stream(await while_there(request, _next(pieces)), pieces))
+        found = await while_there(request, writer.whole(pieces, len(requests)))
+        if requests[0].HasField("prompt_logprobs"):  # megabytes, perhaps
+            return await asyncio.to_thread(JSONResponse, found)
+        return JSONResponse(found)
 
     def _named(self, model: str) -> str:
         """What answers say as their model: the one asked for, or the one that is served."""
@@ -209,10 +206,18 @@ class Gateway:
     def _worker(self, name: str) -> Worker:
         """One that serves the model of this name, or any. Raises UnknownModel, Unavailable."""
         self._check_model(name)
-        return next(w for w in self.router.alive if w.serves(name))
+        found = next((w for w in self.router.alive if w.serves(name)), None)
+        if found is None:
+            raise self._away(name)
+        return found
+
+    @staticmethod
+    def _away(model: str) -> Unavailable:
+        return Unavailable(f"no worker that serves {model[:80]!r} is up; try again in a moment")
 
     def _check_model(self, name: str) -> None:
-        served = {name for w in self.router.workers if w.alive for name in w.names}
+        """Raises UnknownModel. A worker that is away still has its models: it comes back."""
+        served = {name for w in self.router.workers if w.seen for name in w.names}
         if name and served and name not in served:
             raise UnknownModel(
                 f"the model {name!r} is not served here; served: {', '.join(sorted(served))}", param="model"
@@ -283,7 +288,7 @@ class Gateway:
 
     async def _pick(self, request: pb.GenerateRequest, excluded: set[str]) -> Worker:
         """The router's choice. Where no worker is up that was before, waits a moment: whoever runs them starts them
-        again. Raises Unavailable."""
+        again, and one that failed and is up now has come back. Raises Unavailable."""
         try:
             return self.router.pick(request, excluded)
         except Unavailable:
@@ -295,7 +300,7 @@ class Gateway:
             while True:
                 await asyncio.sleep(_LOOK_SECONDS)
                 try:
-                    return self.router.pick(request, excluded)
+                    return self.router.pick(request, set())
                 except Unavailable:
                     if time.monotonic() >= until:
                         raise
@@ -318,6 +323,10 @@ class Gateway:
             finally:
                 call.cancel()
                 worker.in_flight -= 1
+
+
+async def _next(pieces: AsyncIterator[Piece]) -> Piece:
+    return await anext(pieces)
 
 
 def _events(events: AsyncIterator[bytes]) -> StreamingResponse:
@@ -349,8 +358,12 @@ def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
         await gateway.router.close()
 
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.add_middleware(Guard, keys=gateway.keys, metrics=gateway.metrics)
     app.add_middleware(Traced, tracer=tracer)
+    app.add_middleware(Guard, keys=gateway.keys, metrics=gateway.metrics)  # the outermost: it asks for the key first
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)
 
     @app.exception_handler(KVSidecarError)
     async def failed(_: Request, error: KVSidecarError) -> JSONResponse:

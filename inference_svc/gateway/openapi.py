@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from kvsidecar import __version__
@@ -42,6 +43,7 @@ _ERRORS = {
 }
 
 
+@functools.cache
 def document() -> dict[str, Any]:
     """The whole document."""
     bodies = [body for _, body, *_ in _POSTS]

@@ -9,6 +9,7 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 from kvsidecar.addresses import TcpAddress
+from kvsidecar.descriptors import raise_descriptor_limit
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.telemetry import sending
 from kvsidecar.tracing import NO_TRACER
@@ -33,6 +34,7 @@ async def serve(config: GatewayConfig) -> None:
         ) from error
     if not config.for_this_machine and not config.api_key.get_secret_value():
         log.warning("listening beyond this machine without an API key", host=config.host)
+    raise_descriptor_limit()
     url = f"{'http' if config.tls_cert is None else 'https'}://{TcpAddress(config.host, listener.getsockname()[1])}/v1"
     if config.nodes:
         log.info("listening; it answers as soon as a node is ready", url=url, nodes=config.nodes)

@@ -17,6 +17,7 @@ from inference_svc.gateway.tools import Tool
 
 SERVING, HELD, WARM = "/kvsidecar/v1/serving", "/kvsidecar/v1/held", "/kvsidecar/v1/warm"
 _PATIENCE_SECONDS = 2.0
+MOST_WARMING_SECONDS = 86400.0
 
 
 class WarmBody(BaseModel):
@@ -28,7 +29,7 @@ class WarmBody(BaseModel):
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
     cache_salt: str = ""
-    within_seconds: float = Field(default=600.0, gt=0, le=86400)
+    within_seconds: float = Field(default=600.0, gt=0, le=MOST_WARMING_SECONDS)
 
     def to_grpc(self) -> pb.WarmRequest:
         """Raises InvalidRequest."""

@@ -21,6 +21,11 @@ def serves(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and dense.kernel() is not None
 
 
+def becomes_dense(module: nn.Module) -> bool:
+    """Whether ``narrow`` replaces this layer, whose own product never runs then."""
+    return type(module) is nn.Linear and serves(module.weight)
+
+
 class DenseLinear(nn.Module):
     """Drop-in for a float32 ``nn.Linear`` on a CPU: ``[..., in] -> [..., out]``. Holds no plain weight."""
 
@@ -70,7 +75,7 @@ def narrow(model: nn.Module) -> None:
     """Replaces the float32 linear layers and embeddings of a model on a CPU where the kernel runs."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and serves(child.weight):
+            if isinstance(child, nn.Linear) and becomes_dense(child):
                 setattr(module, name, DenseLinear(dense.pack(child.weight.detach()), child.bias))
             elif type(child) is nn.Embedding and serves(child.weight):
                 setattr(module, name, NarrowEmbedding(child.weight))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.sampling import SamplingParams, Scored
-from inference_svc.engine.scoring import MOST_ROWS
+from inference_svc.engine.scoring import MOST_ROWS, shares
 from inference_svc.engine.sequence import CacheUse, Sequence
 from inference_svc.engine.text import TextStream
 from inference_svc.model.loader import DEMO_MODEL
@@ -103,3 +103,14 @@ def test_what_was_read_before_is_read_again(engine: Engine) -> None:
     engine.submit(request.sequence)
     request.tokens()
     assert asked(engine, LONG) == want
+
+
+def test_a_pass_has_so_many_rows_for_all_that_are_scored() -> None:
+    scored = [Asked(LONG).sequence for _ in range(3)]
+    for i, sequence in enumerate(scored):
+        sequence.arrived = float(i)
+    other = Request(LONG, 3).sequence
+    scored[0].computed = len(LONG) - 50  # of which the last one is not scored, but computed
+    scored[0].prompt_scores = [Scored(0, 0.0, (), 1)] * (len(LONG) - 50)
+    found = shares([other, *scored])
+    assert [found.get(s) for s in (other, *scored)] == [None, 50, MOST_ROWS - 50, 0]

@@ -42,6 +42,8 @@ def parse_places(text: str) -> list[Place]:
 
 
 def _place(text: str) -> Place:
+    if "@" in text:  # it may hold a password: it is not repeated
+        raise ValueError(f"a node has no name and password; write {_FORM}")
     every = text.startswith(_BY_NAME)
     try:
         parts = urlsplit(text.removeprefix(_BY_NAME))

@@ -13,7 +13,14 @@ import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from kvsidecar import __version__
-from kvsidecar.errors import ConfigurationError, KVSidecarError, PermissionDenied, Unavailable, UnknownResponse
+from kvsidecar.errors import (
+    ConfigurationError,
+    KVSidecarError,
+    PermissionDenied,
+    Unavailable,
+    UnknownModel,
+    UnknownResponse,
+)
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
@@ -21,7 +28,7 @@ from inference_svc.gateway.access import Keys
 from inference_svc.gateway.body import read_json
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.fleet.asking import RESPONSES, Asking
-from inference_svc.gateway.fleet.members import Members, Node, NodeFailed
+from inference_svc.gateway.fleet.members import BROKEN, Members, Node, NodeFailed
 from inference_svc.gateway.fleet.metrics import FleetMetrics
 from inference_svc.gateway.fleet.relaying import Relay, whole
 from inference_svc.gateway.guard import FLEET, Guard
@@ -63,7 +70,7 @@ class Fleet:
         try:
             asked = self.client.request(request.method, url, extensions=node.extensions)
             answer = await node.until(asked, deadline)
-        except (httpx.HTTPError, NodeFailed, TimeoutError) as error:
+        except (*BROKEN, NodeFailed, TimeoutError) as error:
             raise Unavailable("the node that keeps the response does not answer; try again in a moment") from error
         return whole(answer, answer.content)
 
@@ -73,7 +80,10 @@ class Fleet:
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         self._asking.check_model(name)
-        return JSONResponse(self.members.models()[name])
+        found = self.members.models().get(name)
+        if found is None:
+            raise UnknownModel("name a model", param="model")
+        return JSONResponse(found)
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})

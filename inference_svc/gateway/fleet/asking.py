@@ -12,7 +12,7 @@ import httpx
 from kvsidecar.errors import InvalidRequest, Unavailable, UnknownModel
 from prometheus_client import Histogram
 
-from inference_svc.gateway.fleet.members import Members, Node
+from inference_svc.gateway.fleet.members import BROKEN, Members, Node
 from inference_svc.gateway.fleet.placing import Beginnings, beginnings, candidates, choose
 from inference_svc.gateway.standing import HELD, WARM
 
@@ -22,6 +22,8 @@ _PROMPTS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, WARM
 _PATIENCE_SECONDS = 0.5
 # What is shorter is as quickly computed as asked for.
 _WORTH_ASKING_BYTES = 256
+# Asked at once: each is a connection, and a descriptor.
+_MOST_ASKED = 256
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Asking:
 
     def __init__(self, members: Members, client: httpx.AsyncClient, seconds: Histogram) -> None:
         self._members, self._client, self._seconds = members, client, seconds
+        self._room = asyncio.Semaphore(_MOST_ASKED)
 
     async def read(self, path: str, raw: bytes, body: Any) -> Asked:
         """Raises InvalidRequest, UnknownModel, Unavailable."""
@@ -69,6 +72,8 @@ class Asking:
         """Raises UnknownModel, Unavailable."""
         served = self._members.models()
         if name and name not in served:
+            if any(name in node.models for node in self._members.all):
+                raise Unavailable(f"no node that serves {name[:80]!r} is up; try again in a moment")
             raise UnknownModel(
                 f"the model {name[:80]!r} is not served here; served: {', '.join(sorted(served))}", param="model"
             )
@@ -102,7 +107,7 @@ class Asking:
     async def _held(self, node: Node, asked: Asked) -> _Held:
         """Nothing, where a node does not answer in time or refuses the request: it will say why when it gets it."""
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS):
+            async with asyncio.timeout(_PATIENCE_SECONDS), self._room:
                 answer = await self._client.post(
                     node.url + HELD + asked.path,
                     content=asked.raw,
@@ -112,7 +117,7 @@ class Asking:
             found = answer.raise_for_status().json()
             node.busy = int(found["busy"])
             return _Held(node, int(found["prompt_tokens"]), int(found["held_tokens"]))
-        except (TimeoutError, httpx.HTTPError, ValueError, KeyError, TypeError):
+        except (TimeoutError, *BROKEN, ValueError, KeyError, TypeError):
             return _Held(node, 0, 0)
 
     async def holder(self, response_id: str) -> Node | None:
@@ -125,8 +130,8 @@ class Asking:
 
     async def _keeps(self, node: Node, response_id: str) -> bool:
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS):
+            async with asyncio.timeout(_PATIENCE_SECONDS), self._room:
                 answer = await self._client.get(f"{node.url}{RESPONSES}/{response_id}", extensions=node.extensions)
-        except (TimeoutError, httpx.HTTPError):
+        except (TimeoutError, *BROKEN):
             return False
         return answer.status_code == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,10 @@ _LOOK_UP_SECONDS = 5.0
 _SILENCES = 3
 
 
+# A connection that failed. TLS refuses a certificate after the handshake, and httpx hands that on as it is.
+BROKEN = (httpx.HTTPError, ssl.SSLError)
+
+
 class NodeFailed(Exception):
     """The node did not answer, or said that it cannot. Another may."""
 
@@ -39,6 +44,7 @@ class Node:
     alive: bool = False
     seen: bool = False  # it was alive once
     leaving: bool = False  # nobody names it any more
+    named: Place | None = None  # the name that it was found by
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     workers: int = 1
     busy: int = 0  # requests that the node has, whoever sent them, when it last said so
@@ -92,7 +98,7 @@ class Node:
             self.down(f"it did not answer within {self.patience_seconds:g} s")
             if self._silences >= _SILENCES:
                 self._give_up()
-        except httpx.HTTPError as error:
+        except BROKEN as error:
             self._silences = 0
             self.down(str(error) or type(error).__name__)
         else:
@@ -204,10 +210,9 @@ class Members:
             return
         now = {f"{place.scheme}://{TcpAddress(str(address[0]), place.port)}" for *_, address in found}
         for url in now:
-            node = self._nodes.setdefault(url, Node(url, place.host, self._patience))
+            node = self._nodes.setdefault(url, Node(url, place.host, self._patience, named=place))
             node.leaving = False
-        static = {str(p) for p in self._places if not p.every}
         for node in self._nodes.values():
-            if node.host == place.host and node.url not in now and node.url not in static:
+            if node.named == place and node.url not in now:
                 node.leaving = True
         self.ring = Ring(node.url for node in self.all)

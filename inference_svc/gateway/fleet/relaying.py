@@ -17,8 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from inference_svc.gateway.answers import event
 from inference_svc.gateway.fleet.asking import Asked, Asking
-from inference_svc.gateway.fleet.members import Node, NodeFailed
+from inference_svc.gateway.fleet.members import BROKEN, Node, NodeFailed
 from inference_svc.gateway.fleet.metrics import FleetMetrics
+from inference_svc.gateway.gone import ClientGone, while_there
+from inference_svc.gateway.standing import MOST_WARMING_SECONDS, WARM
 from inference_svc.gateway.writing import error_response
 
 log = structlog.get_logger("gateway")
@@ -44,19 +46,14 @@ class Relay:
 
     async def answer(self, request: Request, asked: Asked) -> Response:
         """Raises KVSidecarError when there is no answer to hand on."""
-        work = asyncio.create_task(self._answer(asked))
         try:
-            while not work.done():
-                await asyncio.wait({work}, timeout=_LOOK_SECONDS)
-                if not work.done() and await request.is_disconnected():
-                    return Response(status_code=499)
-            return work.result()
-        finally:
-            work.cancel()
+            return await while_there(request, self._answer(asked))
+        except ClientGone:
+            return Response(status_code=499)
 
     async def _answer(self, asked: Asked) -> Response:
         loop, began = asyncio.get_running_loop(), time.perf_counter()
-        deadline, give_up = loop.time() + self._seconds, loop.time() + _NOBODY_SECONDS
+        deadline, give_up = loop.time() + self._patience(asked), 0.0
         tried: list[Node] = []
         tries, refused = 0, None
         while True:
@@ -65,17 +62,19 @@ class Relay:
             except Unavailable:
                 if refused is not None:
                     return refused
+                give_up = give_up or loop.time() + _NOBODY_SECONDS
                 if not tries or loop.time() > give_up:
                     raise
                 tried.clear()  # one that failed may be back
                 await asyncio.sleep(_LOOK_SECONDS)
                 continue
-            tries += 1
+            tries, give_up = tries + 1, 0.0
             tried.append(node)
             opened = _Opened(node, deadline)
             try:
                 found = await opened.open(self._client, asked)
-                self._metrics.ttft.observe(time.perf_counter() - began)
+                if isinstance(found, _Stream):
+                    self._metrics.ttft.observe(time.perf_counter() - began)
                 return found
             except _Refused as error:
                 refused, why = error.answer, str(error)
@@ -91,6 +90,13 @@ class Relay:
                     return refused
                 raise Unavailable(f"{tries} nodes failed to answer, the last one because: {why}")
             self._metrics.retries.inc()
+
+    def _patience(self, asked: Asked) -> float:
+        """Seconds for an answer. Whoever warms says how long that may take, and the node checks it."""
+        within = asked.body.get("within_seconds") if asked.path == WARM else None
+        if not isinstance(within, int | float):
+            return self._seconds
+        return max(self._seconds, min(within, MOST_WARMING_SECONDS))
 
 
 class _Refused(Exception):
@@ -114,7 +120,7 @@ class _Opened:
         self._held.enter_context(self._node.counted())
         try:
             answer = await self._open(client, asked)
-        except httpx.HTTPError as error:
+        except BROKEN as error:
             await self.close()
             raise NodeFailed(str(error) or type(error).__name__) from error
         except BaseException:
@@ -153,7 +159,7 @@ class _Opened:
         try:
             while piece := await self._node.until(anext(rest, b""), self._deadline):
                 yield piece
-        except (httpx.HTTPError, NodeFailed, TimeoutError) as error:
+        except (*BROKEN, NodeFailed, TimeoutError) as error:
             late = isinstance(error, TimeoutError)
             if not late:
                 self._node.down(str(error) or type(error).__name__)

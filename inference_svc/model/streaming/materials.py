@@ -69,7 +69,8 @@ class Checkpoint:
             yield awq.rows_in(self._where, name, first, end).to(self._dtype)
 
     def kept(self, name: str) -> torch.dtype:
-        return awq.dtype_in(self._where, name)
+        found = awq.dtype_in(self._where, name) if name in self._where else self._dtype
+        return found if found in (torch.bfloat16, torch.float16) else self._dtype
 
     def _tensor(self, name: str, shape: torch.Size) -> Tensor:
         self._check(name, shape)

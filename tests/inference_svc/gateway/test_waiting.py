@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import httpx
+import pytest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import (
     InferenceServiceServicer,
@@ -19,6 +20,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import (
 
 from inference_svc.gateway.app import create_app
 from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.gone import ClientGone, while_there
 
 WAIT_SECONDS = 20.0
 SOON = 5.0
@@ -114,6 +116,39 @@ async def test_a_worker_that_comes_back_is_waited_for(tmp_path: Path) -> None:
         assert not asked.done()
         await worker.start()
         assert text(await asked) == "abc"
+
+
+async def test_of_two_the_one_that_comes_back_answers(tmp_path: Path) -> None:
+    first, second = Worker(tmp_path / "0", dies=True), Worker(tmp_path / "1")
+    async with serving(first, second) as ask:
+        assert text(await ask()) == "abc"
+        await second.stop()
+        first.dies, began = True, time.monotonic()
+        asked = asyncio.create_task(ask())
+        while first.asked < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        first.dies = False
+        assert text(await asked) == "abc"
+        assert time.monotonic() - began < SOON
+
+
+async def test_a_client_that_goes_takes_its_work_along() -> None:
+    ended = asyncio.Event()
+
+    class Gone:
+        async def is_disconnected(self) -> bool:
+            return True
+
+    async def forever() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    with pytest.raises(ClientGone):
+        await while_there(Gone(), forever())  # type: ignore[arg-type]
+    async with asyncio.timeout(SOON):
+        await ended.wait()
 
 
 async def test_a_request_that_ends_workers_ends_two_of_one_at_most(tmp_path: Path) -> None:

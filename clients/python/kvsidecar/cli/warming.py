@@ -168,7 +168,7 @@ def _gateway(url: str, api_key: str, salt: str, model: str, wait_seconds: float)
             while True:
                 try:
                     return _warmed(client.post(_PATH, json=body, timeout=httpx.Timeout(seconds + 5, connect=5)))
-                except httpx.TimeoutException:
+                except httpx.ReadTimeout:
                     raise DeadlineExceeded("the gateway did not answer in time") from None
                 except (httpx.TransportError, Unavailable) as error:
                     if time.monotonic() > until:

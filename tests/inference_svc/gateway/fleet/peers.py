@@ -30,6 +30,7 @@ class Peer:
     host: str = "127.0.0.1"
     port: int = field(default_factory=free_port)
     served: dict[str, Any] = field(default_factory=lambda: dict(SERVED))
+    served_code: int = 200
     held_tokens: int = 0
     answer: Handler | None = None
     responses: frozenset[str] = frozenset()
@@ -68,7 +69,7 @@ class Peer:
         if self.silent:
             await asyncio.sleep(30)
         elif path == "/kvsidecar/v1/serving":
-            await says(self.served)(writer)
+            await says(self.served, self.served_code)(writer)
         elif path.startswith("/kvsidecar/v1/held/"):
             self.asked += 1
             await says({"prompt_tokens": 1000, "held_tokens": self.held_tokens, "busy": self.served["busy"]})(writer)

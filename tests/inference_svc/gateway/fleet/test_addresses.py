@@ -32,7 +32,7 @@ def test_a_list_of_nodes() -> None:
         ("http://a:99999", "is no node"),
         ("ftp://a:80", "is no node"),
         ("http://a:80/v1", "without a path"),
-        ("http://u:p@a:80", "without a path or a name and password"),
+        ("http://u:secret@a:80", "a node has no name and password"),
         ("http://a:80,http://a:80/", "http://a:80 is named twice"),
         ("dns+http://10.0.0.1:80", "has no name to look up"),
     ],
@@ -41,6 +41,7 @@ def test_what_is_no_node_is_said(text: str, why: str) -> None:
     with pytest.raises(ValueError, match="^" + ".*") as caught:
         parse_places(text)
     assert why in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

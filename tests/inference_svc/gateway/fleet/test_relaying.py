@@ -134,14 +134,52 @@ async def test_a_response_is_gone_on_from_where_it_is_kept() -> None:
     assert (away.status_code, away.json()["error"]["code"]) == (503, "unavailable")
 
 
+async def test_a_model_whose_node_is_away_is_not_unknown() -> None:
+    other = Peer(served=SERVED | {"models": [{"id": "other", "object": "model"}]})
+    async with fleet_of(Peer(), other) as (client, fleet):
+        body = {"messages": [], "model": "other"}
+        assert (await client.post(CHAT, json=body)).json() == {"from": other.url}
+        other.silent = True
+        fleet.members.all[1].down("it was told to")
+        assert (await client.post(CHAT, json=body)).status_code == 503
+        assert (await client.post(CHAT, json=body | {"model": "never"})).status_code == 404
+        assert (await client.get("/v1/models/")).status_code == 404
+
+
+async def test_the_last_node_is_waited_for_however_late_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_svc.gateway.fleet.relaying._NOBODY_SECONDS", 1.0)
+    peer = Peer()
+
+    async def breaks_late(writer: asyncio.StreamWriter) -> None:
+        peer.answer = None
+        await asyncio.sleep(1.2)
+
+    peer.answer = breaks_late
+    async with fleet_of(peer) as (client, _):
+        assert (await ask(client)).json() == {"from": peer.url}
+    assert len(peer.prompts) == 2
+
+
+async def test_two_ports_of_one_name_are_two_sets_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_svc.gateway.fleet.members._LOOK_UP_SECONDS", 0.01)
+    one, two = Peer(), Peer()
+    named("nodes.test", monkeypatch)
+    nodes = f"dns+http://nodes.test:{one.port},dns+http://nodes.test:{two.port}"
+    async with one.listening(), two.listening(), fleet_of(nodes=nodes) as (_, fleet):
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+            assert {node.url for node in fleet.members.all} == {one.url, two.url}
+
+
 async def test_who_is_no_node_or_wants_a_key_is_said() -> None:
-    strange, locked = Peer(served={"hello": "world"}), Peer()
-    async with fleet_of(strange, operator_key="chief") as (client, _):
+    strange, locked = Peer(served={"hello": "world"}), Peer(served_code=401)
+    async with fleet_of(strange, locked, operator_key="chief") as (client, _):
         assert (await client.get("/health")).status_code == 503
         assert (await ask(client)).status_code == 503
         assert (await client.get("/kvsidecar/v1/fleet")).status_code == 403
         shown = (await client.get("/kvsidecar/v1/fleet", headers={"Authorization": "Bearer chief"})).json()
     assert shown["nodes"][0]["why"] == "what answers is no gateway of a node"
+    assert "KVSIDECAR_GATEWAY_NODE_KEY" in shown["nodes"][1]["why"]
     assert not locked.prompts
 
 

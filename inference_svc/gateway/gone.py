@@ -1,0 +1,30 @@
+"""Work for a client who may go: what nobody hears any more is ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+_LOOK_SECONDS = 0.25
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """Nobody is there to answer."""
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What comes of ``work``, or ClientGone: it is cancelled as soon as the client has gone. Starlette tells a handler
+    nothing of that by itself."""
+    task = asyncio.create_task(work)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=_LOOK_SECONDS)
+            if not task.done() and await request.is_disconnected():
+                raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
