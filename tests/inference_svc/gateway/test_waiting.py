@@ -119,14 +119,16 @@ async def test_a_worker_that_comes_back_is_waited_for(tmp_path: Path) -> None:
 
 
 async def test_of_two_the_one_that_comes_back_answers(tmp_path: Path) -> None:
-    first, second = Worker(tmp_path / "0", dies=True), Worker(tmp_path / "1")
-    async with serving(first, second) as ask:
-        assert text(await ask()) == "abc"
-        await second.stop()
-        first.dies, began = True, time.monotonic()
+    first, second = Worker(tmp_path / "0"), Worker(tmp_path / "1")
+    async with serving(first, second, up=False) as ask:
+        await first.start()
+        while (await ask()).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        first.dies, before, began = True, first.asked, time.monotonic()
         asked = asyncio.create_task(ask())
-        while first.asked < 2:  # noqa: ASYNC110
+        while first.asked == before:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # it has died
         first.dies = False
         assert text(await asked) == "abc"
         assert time.monotonic() - began < SOON
