@@ -141,7 +141,7 @@ def test_http(served: Node) -> None:
         gateway.close()
 
 
-def test_a_request_of_an_adapter_goes_where_it_is() -> None:
+async def test_a_request_of_an_adapter_goes_where_it_is() -> None:
     router = Router(["unix:/nowhere/a", "unix:/nowhere/b"])
     for worker, adapters in zip(router.workers, ([], ["law"]), strict=True):
         worker.alive = True
