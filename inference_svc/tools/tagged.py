@@ -155,6 +155,8 @@ def _text_schema(value: Any, root: Schema) -> Schema | None:
         return None
     for several in ("anyOf", "oneOf"):
         if several in value:
+            if not isinstance(value[several], list):
+                return None
             parts = [part for part in value[several] if kinds_of(part, root) == {"string"}]
             return _text_schema(parts[0], root) if len(parts) == 1 else None
     if not isinstance(value.get("enum", []), list):

@@ -91,7 +91,7 @@ def number(answer: Any, name: str) -> float:
 
 def test_a_chat_comes_in_pieces_and_the_next_question_shows_what_was_reused(opened: Any) -> None:
     page = opened()
-    with_options(page, **ON_AND_ON, max_tokens=100)
+    with_options(page, **ON_AND_ON, max_tokens=600)  # it comes for longer than Playwright looks away
     expect(page.locator("#model-name")).to_have_text("demo")
     page.fill("#question", LONG)
     page.press("#question", "Enter")

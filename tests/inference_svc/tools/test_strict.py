@@ -9,7 +9,7 @@ import random
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
@@ -171,6 +171,7 @@ schemas = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["a", "b"]), schemas, max_size=2) | schemas, schemas)
+@example({"a": {"type": "string", "anyOf": 3}}, {})
 def test_no_schema_is_more_than_refused(properties: object, shared: object) -> None:
     schema = {"type": "object", "properties": properties, "$defs": shared}
     plain(schema)

@@ -178,8 +178,10 @@ async def test_who_is_no_node_or_wants_a_key_is_said() -> None:
         assert (await ask(client)).status_code == 503
         assert (await client.get("/kvsidecar/v1/fleet")).status_code == 403
         shown = (await client.get("/kvsidecar/v1/fleet", headers={"Authorization": "Bearer chief"})).json()
-    assert shown["nodes"][0]["why"] == "what answers is no gateway of a node"
-    assert "KVSIDECAR_GATEWAY_NODE_KEY" in shown["nodes"][1]["why"]
+    assert {node["why"] for node in shown["nodes"]} == {
+        "what answers is no gateway of a node",
+        "it answers 401; give its key as KVSIDECAR_GATEWAY_NODE_KEY",
+    }
     assert not locked.prompts
 
 
