@@ -148,6 +148,8 @@ def _text_schema(value: Any, root: Schema) -> Schema | None:
     if "$ref" in value:
         value = _referred(value["$ref"], root)
         return _text_schema(value, root) if isinstance(value, dict) and "$ref" not in value else None
+    if not isinstance(value.get("enum", []), list):
+        return None
     kinds = kinds_of(value, root)
     if not kinds - {"null"}:
         return None if kinds else {key: part for key, part in value.items() if key in _OF_STRINGS}
@@ -159,8 +161,6 @@ def _text_schema(value: Any, root: Schema) -> Schema | None:
                 return None
             parts = [part for part in value[several] if kinds_of(part, root) == {"string"}]
             return _text_schema(parts[0], root) if len(parts) == 1 else None
-    if not isinstance(value.get("enum", []), list):
-        return None
     return {**value, "enum": [one for one in value["enum"] if isinstance(one, str)]} if "enum" in value else value
 
 

@@ -172,6 +172,7 @@ schemas = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(["a", "b"]), schemas, max_size=2) | schemas, schemas)
 @example({"a": {"type": "string", "anyOf": 3}}, {})
+@example({"a": {"enum": 3}}, {})
 def test_no_schema_is_more_than_refused(properties: object, shared: object) -> None:
     schema = {"type": "object", "properties": properties, "$defs": shared}
     plain(schema)
