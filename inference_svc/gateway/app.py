@@ -19,14 +19,14 @@ from kvsidecar.errors import InvalidRequest, KVSidecarError, Unavailable, Unknow
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.tracing import NO_TRACER, Tracer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.exceptions import HTTPException
 
 from inference_svc.gateway import answers
 from inference_svc.gateway.access import Keys
+from inference_svc.gateway.application import new_application
 from inference_svc.gateway.body import read_json
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.config import GatewayConfig
-from inference_svc.gateway.gone import ClientGone, while_there
+from inference_svc.gateway.gone import while_there
 from inference_svc.gateway.guard import NODE, Guard
 from inference_svc.gateway.metrics import Metrics
 from inference_svc.gateway.node import NodeView
@@ -41,7 +41,7 @@ from inference_svc.gateway.standing import HELD, SERVING, WARM, WarmBody, held, 
 from inference_svc.gateway.static import Page
 from inference_svc.gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from inference_svc.gateway.tracing import FIRST_TOKEN, GENERATE_STREAM, Traced, current
-from inference_svc.gateway.writing import Writer, error_response, unknown_path
+from inference_svc.gateway.writing import Writer
 
 log = structlog.get_logger("gateway")
 
@@ -357,22 +357,9 @@ def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
         await gateway.node.close()
         await gateway.router.close()
 
-    app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = new_application(lifespan)
     app.add_middleware(Traced, tracer=tracer)
     app.add_middleware(Guard, keys=gateway.keys, metrics=gateway.metrics)  # the outermost: it asks for the key first
-
-    @app.exception_handler(ClientGone)
-    async def gone(_: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)
-
-    @app.exception_handler(KVSidecarError)
-    async def failed(_: Request, error: KVSidecarError) -> JSONResponse:
-        return error_response(error)
-
-    @app.exception_handler(HTTPException)
-    async def not_here(request: Request, error: HTTPException) -> JSONResponse:
-        return unknown_path(request.method, request.url.path, error.status_code, error.headers)
-
     app.add_api_route("/v1/models", gateway.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
     app.add_api_route("/v1/chat/completions", gateway.chat, methods=["POST"])

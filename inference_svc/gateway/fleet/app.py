@@ -15,16 +15,15 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from kvsidecar import __version__
 from kvsidecar.errors import (
     ConfigurationError,
-    KVSidecarError,
     PermissionDenied,
     Unavailable,
     UnknownModel,
     UnknownResponse,
 )
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.exceptions import HTTPException
 
 from inference_svc.gateway.access import Keys
+from inference_svc.gateway.application import new_application
 from inference_svc.gateway.body import read_json
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.fleet.asking import RESPONSES, Asking
@@ -33,7 +32,6 @@ from inference_svc.gateway.fleet.metrics import FleetMetrics
 from inference_svc.gateway.fleet.relaying import Relay, whole
 from inference_svc.gateway.guard import FLEET, Guard
 from inference_svc.gateway.standing import WARM
-from inference_svc.gateway.writing import error_response, unknown_path
 
 log = structlog.get_logger("gateway")
 
@@ -146,18 +144,9 @@ def create_app(config: GatewayConfig) -> FastAPI:
         await fleet.members.close()
         await fleet.client.aclose()
 
-    app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = new_application(lifespan)
     app.state.fleet = fleet
     app.add_middleware(Guard, keys=fleet.keys, metrics=fleet.metrics)
-
-    @app.exception_handler(KVSidecarError)
-    async def failed(_: Request, error: KVSidecarError) -> JSONResponse:
-        return error_response(error)
-
-    @app.exception_handler(HTTPException)
-    async def not_here(request: Request, error: HTTPException) -> JSONResponse:
-        return unknown_path(request.method, request.url.path, error.status_code, error.headers)
-
     for path in _RELAYED:
         app.add_api_route(path, fleet.relay, methods=["POST"])
     app.add_api_route(RESPONSES + "/{name}", fleet.response, methods=["GET", "DELETE"])

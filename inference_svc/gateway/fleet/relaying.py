@@ -19,7 +19,7 @@ from inference_svc.gateway.answers import event
 from inference_svc.gateway.fleet.asking import Asked, Asking
 from inference_svc.gateway.fleet.members import BROKEN, Node, NodeFailed
 from inference_svc.gateway.fleet.metrics import FleetMetrics
-from inference_svc.gateway.gone import ClientGone, while_there
+from inference_svc.gateway.gone import while_there
 from inference_svc.gateway.standing import MOST_WARMING_SECONDS, WARM
 from inference_svc.gateway.writing import error_response
 
@@ -45,11 +45,8 @@ class Relay:
         self._asking, self._client, self._metrics, self._seconds = asking, client, metrics, request_seconds
 
     async def answer(self, request: Request, asked: Asked) -> Response:
-        """Raises KVSidecarError when there is no answer to hand on."""
-        try:
-            return await while_there(request, self._answer(asked))
-        except ClientGone:
-            return Response(status_code=499)
+        """Raises KVSidecarError when there is no answer to hand on, ClientGone."""
+        return await while_there(request, self._answer(asked))
 
     async def _answer(self, asked: Asked) -> Response:
         loop, began = asyncio.get_running_loop(), time.perf_counter()

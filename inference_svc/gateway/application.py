@@ -1,0 +1,33 @@
+"""The HTTP application that a node's gateway and a fleet's have in common: errors in OpenAI's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from kvsidecar.errors import KVSidecarError
+from starlette.exceptions import HTTPException
+
+from inference_svc.gateway.gone import ClientGone
+from inference_svc.gateway.writing import error_response, unknown_path
+
+
+def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    """One without paths, which serves while ``lifespan`` lasts."""
+    app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+
+    @app.exception_handler(KVSidecarError)
+    async def failed(_: Request, error: KVSidecarError) -> JSONResponse:
+        return error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def not_here(request: Request, error: HTTPException) -> JSONResponse:
+        return unknown_path(request.method, request.url.path, error.status_code, error.headers)
+
+    @app.exception_handler(ClientGone)
+    async def gone(_: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)
+
+    return app
