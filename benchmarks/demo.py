@@ -1,7 +1,7 @@
 """The demo: a text that is read once, whoever dies.
 
-Two workers share one cache daemon. The first worker is killed in the middle of the story, later the daemon is; the
-answers stay those of an engine without cache, and no text is read twice.
+Two workers share one cache daemon. The first worker is killed in the middle of the story, later the daemon is. Every
+question is asked without the cache as well: the answers are the same, and with it no text is read twice.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvsidecar.errors import KVSidecarError
+from kvsidecar.interrupts import EXIT_CODE
 from kvsidecar.models.catalogue import DEFAULT
 from kvsidecar.models.pull import prepare, pull
 from rich.live import Live
@@ -199,4 +200,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(EXIT_CODE)

@@ -18,11 +18,12 @@ from benchmarks import report
 from benchmarks.node import Node
 
 DOCUMENT = Path(__file__).parent / "data" / "governance.md"
-_TASK = "Answer the question in one sentence, from this document:\n\n"
+# A small model answers better when all of it is one message, and the question comes last.
+_BEFORE, _BEHIND = "Read this text:\n\n", "\n\nUsing the text, answer in one short sentence. "
 QUESTIONS = (
     "How many people are on the steering council?",
-    "What may council members do at any time?",
-    "How long does a vote of no confidence last?",
+    "How long does the vote of no confidence last?",
+    "When is a new council elected?",
     "Who manages the election process?",
     "How is the winner chosen if there is a tie?",
     "How many stars can a core team member assign to a candidate?",
@@ -61,12 +62,13 @@ def document() -> str:
     return DOCUMENT.read_text(encoding="utf-8").partition("-->")[2].strip()
 
 
-def play(node: Node, questions: tuple[str, ...] = QUESTIONS, answer_tokens: int = 60) -> Asked:
+def play(node: Node, questions: tuple[str, ...] = QUESTIONS, answer_tokens: int = 40) -> Asked:
     """Asks one question after the other on a node of two workers, and kills worker 0 and the daemon in between."""
     asked, worker, text = Asked(), 0, document()
     console.print(
-        f"The document: {len(text.split()):,} words of PEP 13, which says how Python is governed. "
-        "Each question is asked twice: without the cache, and with it.",
+        f"The document: {len(text.split()):,} words of PEP 13, which says how Python is governed. SmolLM2 is small "
+        "(135 million weights) and often wrong. What counts here is that it says the same with the cache and without, "
+        "and how soon it begins.",
         highlight=False,
     )
     for i, question in enumerate(questions):
@@ -81,7 +83,7 @@ def play(node: Node, questions: tuple[str, ...] = QUESTIONS, answer_tokens: int 
             with console.status("starting it again, and a new worker-0"):
                 node.start_daemon()
                 node.start_worker(0)
-        messages = [{"role": "system", "content": _TASK + text}, {"role": "user", "content": question}]
+        messages = [{"role": "user", "content": _BEFORE + text + _BEHIND + question}]
         client = node.client(worker)
         asked.plain.append(client.generate(messages, max_tokens=answer_tokens, temperature=0, skip_cache=True))
         asked.warm.append(client.generate(messages, max_tokens=answer_tokens, temperature=0))

@@ -1,8 +1,9 @@
 """Two nodes and a remote tier: what one has read, the other finds, over links of several speeds.
 
-The tier's server is a host of its own, behind a shaped link (``links.py``); both nodes are on this machine, so they
-share its cores but run one after the other. Every repeat has a document that nobody has read: node A reads it, node B
-asks about it.
+The tier is a Valkey cluster of three, or an S3 store. Its servers are on a host of their own, behind a shaped link
+(``links.py``); both nodes are on this machine, so they share its cores but run one after the other. Every repeat has a
+document that nobody has read: node A reads it, node B asks about it; document, question and answer have
+``context_tokens`` together.
 
 nocache       B computes all of it
 remote_warm   B's first question about it: what A read comes over the link, if that is quicker than computing
@@ -10,6 +11,9 @@ local         the same question again: B has it now
 remote_down   the server is stopped, the document new to both: what a tier costs that is not there
 
 The first three take turns for each document, the last one with nocache while the server is stopped.
+
+``warm_over_bound`` is ``remote_warm`` over the better of computing and what loading needs at the least: the bytes at
+the link's speed, and then what ``local`` takes. With ``--out`` a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -24,17 +28,19 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar import Completion
+from kvsidecar.errors import ConfigurationError
 
 from benchmarks import report
-from benchmarks.links import Link, link, why_none
+from benchmarks.kept import Kept
+from benchmarks.links import LOOPBACK, Link, link, links_of
 from benchmarks.node import Node
-from benchmarks.remote_servers import RedisServer, S3Server, why_no_s3, why_no_valkey
+from benchmarks.remote_servers import RedisCluster, S3Server, why_no_s3, why_no_valkey
 
-QUESTION_TOKENS = 32
+QUESTION_TOKENS, ANSWER_TOKENS = 32, 8
 ARMS = ("nocache", "remote_warm", "local", "remote_down")
-_LOOPBACK = Link("127.0.0.1", (), 0.0)
 # Of a document's tokens, this share at least is in chunks that do not depend on what follows.
 _SHARED = 0.75
+_TALLY = ("wrong", "lost", "bypassed")
 
 
 class Fleet:
@@ -42,9 +48,9 @@ class Fleet:
 
     def __init__(self, options: argparse.Namespace, tier: str, at: Link, stack: ExitStack) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        self.server: RedisServer | S3Server
+        self.server: RedisCluster | S3Server
         if tier == "valkey":
-            self.server = RedisServer(folder, ("--protected-mode", "no"), host=at.host, inside=at.inside)
+            self.server = RedisCluster(folder, ("--protected-mode", "no"), host=at.host, inside=at.inside)
         else:
             self.server = S3Server(folder, host=at.host, inside=at.inside)
         stack.enter_context(self.server)
@@ -68,14 +74,22 @@ class Fleet:
         )
         self._until(lambda: not any(n.cache_stats().remote_failing for n in (self.a, self.b)))
 
-    def share(self, document: list[int]) -> None:
-        """A reads a document, and it is in the tier."""
+    def check(self, context: int) -> None:
+        """Raises ConfigurationError for more than the model can read and answer."""
+        longest = self.b.client().model().context_length
+        if context > longest:
+            raise ConfigurationError(f"--context-tokens has {context}; the model's context has {longest}")
+
+    def share(self, document: list[int]) -> int:
+        """A reads a document, and it is in the tier. Returns the bytes that it has there."""
+        before = self.a.cache_stats().remote_written_bytes
         self.a.client().generate(document, max_tokens=1, deadline=600)
         self.a.settle()
         self._until(lambda: self.a.cache_stats().remote_pending == 0)
+        return int(self.a.cache_stats().remote_written_bytes - before)
 
     def ask(self, prompt: list[int], *, skip: bool = False) -> Completion:
-        found = self.b.client().generate(prompt, max_tokens=8, temperature=0, skip_cache=skip, deadline=600)
+        found = self.b.client().generate(prompt, max_tokens=ANSWER_TOKENS, temperature=0, skip_cache=skip, deadline=600)
         self.b.settle()
         return found
 
@@ -98,11 +112,12 @@ class Fleet:
 
 
 def measure(
-    fleet: Fleet, context: int, repeats: int, rng: random.Random, tally: dict[str, int]
+    fleet: Fleet, context: int, repeats: int, rng: random.Random, gbit: float, tally: dict[str, int]
 ) -> list[dict[str, Any]]:
-    """The rows of one link, tier and length, without their names."""
+    """The rows of one link of so many Gbit/s, tier and length, without their names."""
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
     moved: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    sizes: list[int] = []
 
     def ask(arm: str, prompt: list[int]) -> Completion:
         before = fleet.b.cache_stats()
@@ -120,15 +135,15 @@ def measure(
         return [rng.randrange(16, 4000) for _ in range(tokens)]
 
     for _ in range(repeats):
-        document = new(context - QUESTION_TOKENS)
-        fleet.share(document)
+        document = new(context - QUESTION_TOKENS - ANSWER_TOKENS)
+        sizes.append(fleet.share(document))
         prompt = document + new(QUESTION_TOKENS)
         answers = [ask(arm, prompt).token_ids for arm in ("nocache", "remote_warm", "local")]
         tally["wrong"] += sum(answer != answers[0] for answer in answers)
     fleet.stop()
     try:
         for _ in range(repeats):
-            prompt = new(context)
+            prompt = new(context - ANSWER_TOKENS)
             tally["wrong"] += ask("nocache", prompt).token_ids != ask("remote_down", prompt).token_ids
     finally:
         fleet.go_on()
@@ -139,23 +154,10 @@ def measure(
             "ttft_ms_p50": report.median(times[arm]),
             "spread": report.spread(times[arm]),
             "bytes": int(report.median(moved[arm])),
+            "link_ms": round(report.median(sizes) * 8 / (gbit * 1e6), 2) if gbit else 0.0,
         }
         for arm in ARMS
     ]
-
-
-def _links(options: argparse.Namespace) -> list[float]:
-    why = why_none()
-    if not why:
-        try:
-            with link(1.0):
-                pass
-        except RuntimeError as error:
-            why = str(error)
-    if why:
-        report.console.print(f"[yellow]no shaped links: {why}; over the loopback instead[/yellow]")
-        return [0.0]
-    return options.gbit
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -166,31 +168,48 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             report.console.print(f"[yellow]no {tier}: {why}[/yellow]")
         else:
             tiers.append(tier)
-    links, rng = _links(options), random.Random(options.seed)
-    rows: list[dict[str, Any]] = []
-    tally = {"wrong": 0, "lost": 0, "bypassed": 0}
+    links, rng = links_of(options.gbit), random.Random(options.seed)
+    kept = Kept(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
+    done = dict(kept.read())
+    kept.write(list(done.items()))
     with report.progress() as progress:
         task = progress.add_task("measuring", total=len(tiers) * len(links) * len(options.context_tokens))
         for gbit in links:
             for tier in tiers:
+                where = f"{tier} {gbit:g}"
+                lengths = [context for context in options.context_tokens if (where, context) not in done]
+                progress.advance(task, len(options.context_tokens) - len(lengths))
+                if not lengths:
+                    continue
                 with ExitStack() as stack:
-                    at = stack.enter_context(link(gbit)) if gbit else _LOOPBACK
+                    at = stack.enter_context(link(gbit)) if gbit else LOOPBACK
                     fleet = Fleet(options, tier, at, stack)
-                    measure(fleet, 256, 1, rng, {"wrong": 0, "lost": 0, "bypassed": 0})  # what is slow only once
-                    for context in options.context_tokens:
-                        found = measure(fleet, context, options.repeats, rng, tally)
-                        rows += [{"tier": tier, "link_gbit": gbit, **row} for row in found]
+                    fleet.check(max(lengths))
+                    measure(fleet, 256, 1, rng, gbit, dict.fromkeys(_TALLY, 0))  # what is slow only once
+                    for context in lengths:
+                        tally = dict.fromkeys(_TALLY, 0)
+                        found = measure(fleet, context, options.repeats, rng, gbit, tally)
+                        named = {row["arm"]: {"tier": tier, "link_gbit": gbit, **row} for row in found}
+                        done[where, context] = named | {"tally": tally}
+                        kept.add((where, context), done[where, context])
                         progress.advance(task)
-    return report.write(options, "fleet", rows, tally | _ratios(rows))
+    rows = [cell[arm] for cell in done.values() for arm in ARMS]
+    sums = {name: sum(cell["tally"][name] for cell in done.values()) for name in _TALLY}
+    result = report.write(options, "fleet", rows, sums | _ratios(rows))
+    kept.forget()
+    return result
 
 
 def _ratios(rows: list[dict[str, Any]]) -> dict[str, Any]:
     by = {(r["tier"], r["link_gbit"], r["context_tokens"], r["arm"]): r["ttft_ms_p50"] for r in rows}
+    link_ms = {(r["tier"], r["link_gbit"], r["context_tokens"]): r["link_ms"] for r in rows}
     out: dict[str, Any] = {}
     for (tier, gbit, context, arm), nocache in by.items():
         if arm == "nocache":
             where = f"{tier}_{gbit:g}gbit_{context}"
-            out[f"speedup_{where}"] = round(nocache / by[tier, gbit, context, "remote_warm"], 2)
+            warm, local = (by[tier, gbit, context, name] for name in ("remote_warm", "local"))
+            out[f"speedup_{where}"] = round(nocache / warm, 2)
+            out[f"warm_over_bound_{where}"] = round(warm / min(nocache, local + link_ms[tier, gbit, context]), 3)
             out[f"down_over_nocache_{where}"] = round(by[tier, gbit, context, "remote_down"] / nocache, 3)
     return out
 
@@ -211,4 +230,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    report.end_in_order()
     main()

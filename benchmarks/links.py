@@ -9,19 +9,32 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from benchmarks import report
 
 
 @dataclass(frozen=True)
 class Link:
-    """``inside`` runs a command on the other host, which has the address ``host``. ``gbit`` 0 is the loopback, as fast
-    as it is."""
+    """``inside`` runs a command on the other host, which has the address ``host`` and reaches this one at ``near``.
+    ``gbit`` 0 is the loopback, as fast as it is; ``device`` is this end's, empty for the loopback."""
 
     host: str
     inside: tuple[str, ...]
     gbit: float
+    near: str = "127.0.0.1"
+    device: str = ""
+
+    @property
+    def shape(self) -> tuple[str, ...]:
+        """The discipline of both ends, as ``tc`` takes it."""
+        return "root", "tbf", "rate", f"{self.gbit}gbit", "burst", "2mb", "latency", "50ms"
+
+
+_NAMES = "kvsidecar-"
+LOOPBACK = Link("127.0.0.1", (), 0.0)
 
 
 def _run(*command: str) -> None:
@@ -39,10 +52,11 @@ def why_none() -> str:
 @contextmanager
 def link(gbit: float) -> Iterator[Link]:
     """A host behind a link of so many Gbit/s in each direction. Raises RuntimeError where that cannot be had."""
-    name, number = f"kvsidecar-{os.getpid()}", os.getpid() % 250
+    name, number = f"{_NAMES}{os.getpid()}", os.getpid() % 250
     near, far = f"kvn{number}", f"kvf{number}"
     here, there = f"10.213.{number}.1", f"10.213.{number}.2"
     inside = ("ip", "netns", "exec", name)
+    _remove_left()
     try:
         _run("ip", "netns", "add", name)
         _run("ip", "link", "add", near, "type", "veth", "peer", "name", far)
@@ -52,20 +66,62 @@ def link(gbit: float) -> Iterator[Link]:
         _run("ip", "link", "set", near, "up")
         for device in (far, "lo"):
             _run(*inside, "ip", "link", "set", device, "up")
-        shape = ("root", "tbf", "rate", f"{gbit}gbit", "burst", "2mb", "latency", "50ms")
-        _run("tc", "qdisc", "add", "dev", near, *shape)
-        _run(*inside, "tc", "qdisc", "add", "dev", far, *shape)
+        made = Link(there, inside, gbit, here, near)
+        _run("tc", "qdisc", "add", "dev", near, *made.shape)
+        _run(*inside, "tc", "qdisc", "add", "dev", far, *made.shape)
     except (subprocess.CalledProcessError, OSError) as error:
         _remove(name, near)
         text = getattr(error, "stderr", "") or str(error)
         raise RuntimeError(f"a link cannot be made: {text.strip()}") from error
     try:
-        yield Link(there, inside, gbit)
+        yield made
     finally:
         _remove(name, near)
+
+
+@contextmanager
+def impaired(at: Link, *how: str) -> Iterator[bool]:
+    """What is sent over a link from here meets ``netem`` meanwhile, such as ``delay 200ms loss 5%``. False, and nothing
+    else, where the kernel has none or the link is the loopback."""
+    try:
+        if at.device:
+            _run("tc", "qdisc", "replace", "dev", at.device, "root", "netem", *how)
+    except subprocess.CalledProcessError:
+        _run("tc", "qdisc", "replace", "dev", at.device, *at.shape)
+        yield False
+        return
+    try:
+        yield bool(at.device)
+    finally:
+        if at.device:
+            _run("tc", "qdisc", "replace", "dev", at.device, *at.shape)
+
+
+def _remove_left() -> None:
+    """Removes what was left by benchmarks that were killed: their numbers may come again."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/run/netns"):
+            pid = name.removeprefix(_NAMES)
+            if name != pid and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+                _remove(name, f"kvn{int(pid) % 250}")
 
 
 def _remove(name: str, near: str) -> None:
     for command in (("ip", "link", "del", near), ("ip", "netns", "del", name)):
         with contextlib.suppress(subprocess.SubprocessError, OSError):
             subprocess.run(command, capture_output=True, timeout=20, check=False)
+
+
+def links_of(speeds: Sequence[float]) -> list[float]:
+    """The speeds that can be had here: those that are asked for, or the loopback alone, which is said."""
+    why = why_none() if any(speeds) else ""
+    if not why and any(speeds):
+        try:
+            with link(1.0):
+                pass
+        except RuntimeError as error:
+            why = str(error)
+    if why:
+        report.console.print(f"[yellow]no shaped links: {why}; over the loopback instead[/yellow]")
+        return [LOOPBACK.gbit]
+    return list(speeds)

@@ -95,11 +95,15 @@ class Node:
         self.log = (self.folder / "log").open("ab")
 
     def __enter__(self) -> Node:
-        self.start_daemon()
-        for i in range(self.workers):
-            self.start_worker(i, wait=False)
-        for i in range(self.workers):
-            self.wait_worker(i)
+        try:
+            self.start_daemon()
+            for i in range(self.workers):
+                self.start_worker(i, wait=False)
+            for i in range(self.workers):
+                self.wait_worker(i)
+        except BaseException:  # Ctrl-C as well: what has started must not be left
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,23 +5,32 @@ Each is there where it is installed. ``inside`` is a command that runs others so
 
 from __future__ import annotations
 
+import base64
+import hmac
 import importlib.util
 import json
+import random
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.authority import Issued
 from benchmarks.node import free_port
 
 _SECONDS = 30.0
+# Whether somebody is there is asked, not who.
+_UNCHECKED = ssl._create_unverified_context()
 _TOOLS = Path("build/tools/usr/bin")
 
 
@@ -132,21 +141,30 @@ def _answer(file: Any) -> Any:
 
 @dataclass(eq=False)
 class RedisCluster:
-    """Three masters that share the slots."""
+    """Three masters that share the slots; ``flags`` are more of their settings."""
 
     folder: Path
+    flags: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    inside: tuple[str, ...] = ()
     nodes: list[RedisServer] = field(default_factory=list)
 
+    @property
+    def url(self) -> str:
+        return f"valkey-cluster://{','.join(f'{self.host}:{node.port}' for node in self.nodes)}"
+
     def __enter__(self) -> RedisCluster:
+        self.folder.mkdir(exist_ok=True)
+        own = ("--cluster-enabled", "yes", *self.flags, "--cluster-config-file")
         try:
             for number in range(3):
-                flags = ("--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{number}.conf")
-                node = RedisServer(self.folder / f"node-{number}", flags, _port_of_a_cluster())
+                flags = (*own, f"nodes-{number}.conf")
+                node = RedisServer(self.folder / f"node-{number}", flags, _port_of_a_cluster(), self.host, self.inside)
                 node.start()
                 self.nodes.append(node)
             for node, first, last in zip(self.nodes, (0, 5461, 10923), (5460, 10922, 16383), strict=True):
                 node.command("CLUSTER", "ADDSLOTSRANGE", str(first), str(last))
-                node.command("CLUSTER", "MEET", "127.0.0.1", str(self.nodes[0].port))
+                node.command("CLUSTER", "MEET", self.host, str(self.nodes[0].port))
             deadline = time.monotonic() + _SECONDS
             while not all(b"cluster_state:ok" in n.command("CLUSTER", "INFO") for n in self.nodes) or not all(
                 b"cluster_known_nodes:3" in n.command("CLUSTER", "INFO") for n in self.nodes
@@ -158,16 +176,23 @@ class RedisCluster:
             raise
         return self
 
+    def send(self, number: int) -> None:
+        for node in self.nodes:
+            node.send(number)
+
     def __exit__(self, *_: object) -> None:
         for node in self.nodes:
             node.stop()
 
 
 def _port_of_a_cluster() -> int:
-    """Its nodes talk at a port that is 10,000 higher."""
-    while (port := free_port()) > 55_000:
-        continue
-    return port
+    """A free port for a server that takes one 10,000 higher as well. Both lie below those that connections get."""
+    while True:
+        port = random.randrange(12_000, 22_000)
+        with suppress(OSError):
+            for one in (port, port + 10_000):
+                socket.create_server(("127.0.0.1", one)).close()
+            return port
 
 
 def why_no_s3() -> str:
@@ -181,19 +206,97 @@ def _weed() -> str | None:
     return shutil.which("weed") or shutil.which("weed", path=str(Path(sys.executable).parent))
 
 
+def why_no_azure() -> str:
+    """Why tests with Azure's blobs cannot run; empty when they can."""
+    if importlib.util.find_spec("obstore") is None:
+        return "needs obstore: pip install 'kvsidecar[azure]'"
+    return "" if _azurite() else "needs Azure's emulator: npm install --prefix build/azurite azurite"
+
+
+def _azurite() -> str | None:
+    return shutil.which("azurite-blob") or shutil.which(
+        "azurite-blob", path=str(Path("build/azurite/node_modules/.bin").absolute())
+    )
+
+
+@dataclass(eq=False)
+class AzureServer:
+    """Azure's own emulator of its blobs, with one container."""
+
+    folder: Path
+    port: int = field(default_factory=free_port)
+    account: ClassVar[str] = "devstoreaccount1"
+    # The emulator's own, which everybody knows.
+    secret: ClassVar[str] = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}/{self.account}"
+
+    @property
+    def url(self) -> str:
+        return f"az://{self.account}@chunks/p?endpoint={self.endpoint}"
+
+    def __enter__(self) -> AzureServer:
+        program = _azurite()
+        assert program is not None
+        self.folder.mkdir(exist_ok=True)
+        command = [program, "--silent", "--skipApiVersionCheck", "--inMemoryPersistence", "--disableTelemetry"]
+        command += ["--blobHost", "127.0.0.1", "--blobPort", str(self.port)]
+        self._process = subprocess.Popen(command, cwd=self.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + _SECONDS
+            while not self._made():
+                assert time.monotonic() < deadline, "the emulator does not come up"
+                assert self._process.poll() is None, "the emulator does not start"
+                time.sleep(0.1)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _made(self) -> bool:
+        """Whether the container could be made. Signed with the account's key (Authorize with Shared Key, version
+        2021-08-06)."""
+        headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+        named = "".join(f"{name}:{value}\n" for name, value in headers.items())
+        resource = f"/{self.account}/{self.account}/chunks\nrestype:container"
+        text = "PUT" + "\n" * 12 + named + resource
+        key = base64.b64decode(self.secret)
+        signature = base64.b64encode(hmac.digest(key, text.encode(), "sha256")).decode()
+        headers |= {"Authorization": f"SharedKey {self.account}:{signature}", "Content-Length": "0"}
+        request = urllib.request.Request(f"{self.endpoint}/chunks?restype=container", method="PUT", headers=headers)
+        try:
+            urllib.request.urlopen(request, timeout=5).close()
+        except urllib.error.HTTPError:
+            raise
+        except OSError:
+            return False
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(20)
+
+
 @dataclass(eq=False)
 class S3Server:
-    """A real S3 store with one bucket."""
+    """A real S3 store with one bucket; with ``issued`` it speaks TLS alone, by that certificate."""
 
     folder: Path
     port: int = field(default_factory=_port_of_a_cluster)
     host: str = "127.0.0.1"
     inside: tuple[str, ...] = ()
+    issued: Issued | None = None
     secret: ClassVar[str] = "hush-hush"
 
     @property
+    def endpoint(self) -> str:
+        return f"{'https' if self.issued else 'http'}://{self.host}:{self.port}"
+
+    @property
     def url(self) -> str:
-        return f"s3://key@chunks/p?endpoint=http://{self.host}:{self.port}"
+        return f"s3://key@chunks/p?endpoint={self.endpoint}"
 
     def __enter__(self) -> S3Server:
         program = _weed()
@@ -218,12 +321,14 @@ class S3Server:
         ]
         command += [f"-s3.port={self.port}", f"-s3.config={config}", "-master.volumeSizeLimitMB=64", "-volume.max=20"]
         command += [f"{name}={port}" for name, port in ports.items()]
+        if self.issued is not None:
+            command += [f"-s3.cert.file={self.issued.certificate}", f"-s3.key.file={self.issued.key}"]
         self._log = (self.folder / "log").open("wb")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         try:
             # Folders of the filer are buckets; the part that speaks S3 comes last.
             self._until(f"http://{self.host}:{ports['-filer.port']}/buckets/chunks/", "POST")
-            self._until(f"http://{self.host}:{self.port}/chunks/none", "GET")
+            self._until(f"{self.endpoint}/chunks/none", "GET")
         except BaseException:
             self.__exit__()
             raise
@@ -236,7 +341,8 @@ class S3Server:
             assert time.monotonic() < deadline, (self.folder / "log").read_text(errors="replace")[-2000:]
             assert self._process.poll() is None, (self.folder / "log").read_text(errors="replace")[-2000:]
             try:
-                urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=5).close()
+                request = urllib.request.Request(url, method=method)
+                urllib.request.urlopen(request, timeout=5, context=_UNCHECKED).close()
                 return
             except urllib.error.HTTPError as answer:
                 if answer.code < 500:

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import statistics
 import time
 from collections.abc import Sequence
@@ -27,6 +28,16 @@ def parser(name: str, text: str) -> argparse.ArgumentParser:
     out.add_argument("--quick", action="store_true", help="the small size")
     out.add_argument("--out", type=Path, help="write the results to this JSON file")
     return out
+
+
+def end_in_order() -> None:
+    """SIGTERM ends a benchmark as Ctrl-C does, so that what it has started is stopped and removed."""
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        raise SystemExit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 def progress() -> Progress:

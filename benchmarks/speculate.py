@@ -1,11 +1,11 @@
 """Decode speed with guesses and without, by kind of text: edits of a given file, agents' traces, chat, and text that
 repeats nothing.
 
-``suffix`` looks up what followed the same tokens before, ``draft`` asks ``--draft-model``, ``self`` a copy of the model
-at 4 bits. ``expected_tokens_per_s`` is what acceptance and the measured costs of passes allow: tokens of a pass over
-its seconds and those of guessing. All arms answer the same prompts, one after the other in every repeat, and each
-prompt has a tenant of its own, so that nobody looks up what another arm was answered. Every answer is compared with the
-plain one's, greedy or by its seed.
+``suffix`` looks up what followed the same tokens before, ``trees`` does so in as many branches as pay, ``draft`` asks
+``--draft-model``, ``self`` a copy of the model at 4 bits. ``expected_tokens_per_s`` is what acceptance and the measured
+costs of passes allow: tokens of a pass over its seconds and those of guessing. All arms answer the same prompts, one
+after the other in every repeat, and each prompt has a tenant of its own, so that nobody looks up what another arm was
+answered. Every answer is compared with the plain one's, greedy or by its seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from inference_svc.api import Result
 
 WORKLOADS = ("edits", "agents", "chat", "unique")
 _DATA = Path(__file__).parent / "data"
-_MODES = {"plain": "off", "suffix": "ngram", "draft": "draft", "self": "draft"}
+_ARMS: dict[str, dict[str, Any]] = {
+    "plain": {"speculation": "off"},
+    "suffix": {"speculation": "ngram", "speculation_branches": 1},
+    "trees": {"speculation": "ngram"},
+    "draft": {"speculation": "draft"},
+    "self": {"speculation": "draft"},
+}
 _NAMES = ("Ada", "Bruno", "Chen", "Dina", "Emil", "Farah", "Goran", "Hana", "Ines", "Jonas")
 
 
@@ -88,6 +94,7 @@ class Sum:
     generated: int = 0
     drafted: int = 0
     accepted: int = 0
+    branched: int = 0
     draft_seconds: float = 0.0
     identical: bool = True
 
@@ -96,18 +103,37 @@ class Sum:
         """In which a sequence took part, each of its tokens but those that were guessed."""
         return max(1, self.generated - self.accepted)
 
+    def add(self, measured: Measured) -> None:
+        self.rates.append(measured.rate)
+        self.generated += sum(len(r.token_ids) - 1 for r in measured.answers)
+        self.drafted += sum(r.draft_tokens for r in measured.answers)
+        self.accepted += sum(r.accepted_tokens for r in measured.answers)
+        self.draft_seconds += measured.guessing
+        self.branched += measured.branched
 
-def measure(engine: Engine, asks: list[Ask], arm: str, length: int) -> tuple[list[Result], float, float]:
-    """Answers, their own tokens per second added up, and seconds spent guessing. A batch is kept full where it is
-    served: who is quick does not wait for the others' end."""
-    options: dict[str, Any] = {"max_tokens": length, "ignore_eos": True, "speculation": _MODES[arm]}
+
+@dataclass(frozen=True)
+class Measured:
+    """Answers of a batch, their own tokens per second added up, seconds spent guessing, and how many of the accepted
+    tokens came from another branch than the first. A batch is kept full where it is served: who is quick does not wait
+    for the others' end."""
+
+    answers: list[Result]
+    rate: float
+    guessing: float
+    branched: int
+
+
+def measure(engine: Engine, asks: list[Ask], arm: str, length: int) -> Measured:
+    """One arm's answers to a batch."""
+    options: dict[str, Any] = {"max_tokens": length, "ignore_eos": True, **_ARMS[arm]}
     options["tenant_salt"] = secrets.token_bytes(8)
     engine.generate_many([(ask.prompt, options | {"max_tokens": 1}) for ask in asks])  # then all decode together
     stats = engine._runtime.engine.speculator.stats
-    guessing = stats.draft_seconds
+    guessing, branched = stats.draft_seconds, stats.branched_tokens
     found = engine.generate_many([(ask.prompt, ask.options | options) for ask in asks])
     rate = sum((len(r.token_ids) - 1) / (r.timings["decode_ms"] / 1e3) for r in found)
-    return found, rate, stats.draft_seconds - guessing
+    return Measured(found, rate, stats.draft_seconds - guessing, stats.branched_tokens - branched)
 
 
 def expected(engine: Engine, sums: Sum, batch: int) -> float:
@@ -130,15 +156,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 for batch in options.batches:
                     asks, plain = [_KINDS[workload](rng) for _ in range(batch)], list[list[int]]()
                     for arm, engine in engines.items():
-                        found, rate, guessing = measure(engine, asks, arm, options.answer_tokens)
-                        plain = plain or [r.token_ids for r in found]
+                        measured = measure(engine, asks, arm, options.answer_tokens)
+                        plain = plain or [r.token_ids for r in measured.answers]
                         into = sums[workload, batch, arm]
-                        into.rates.append(rate)
-                        into.generated += sum(len(r.token_ids) - 1 for r in found)
-                        into.drafted += sum(r.draft_tokens for r in found)
-                        into.accepted += sum(r.accepted_tokens for r in found)
-                        into.draft_seconds += guessing
-                        into.identical &= [r.token_ids for r in found] == plain
+                        into.add(measured)
+                        into.identical &= [r.token_ids for r in measured.answers] == plain
                         progress.advance(task)
         rows = [_row(engines[arm], *key, into) for (*key, arm), into in sums.items() for key in [[*key, arm]]]
     return report.write(options, "speculate", rows, _summary(rows))
@@ -150,11 +172,11 @@ def _engines(options: argparse.Namespace, stack: ExitStack) -> list[tuple[Engine
     def start(draft_model: str) -> Engine:
         made = Engine.from_pretrained(
             options.model, cache=None, pool_bytes="512MiB", speculate="auto", draft_model=draft_model,
-            dtype=options.dtype,
+            dtype=options.dtype, num_speculative_branches=options.branches,
         )  # fmt: skip
         return stack.enter_context(made)
 
-    arms = ["plain", "suffix", *(["draft"] if options.draft_model else [])]
+    arms = ["plain", "suffix", "trees", *(["draft"] if options.draft_model else [])]
     out = [(start(options.draft_model), arms)]
     if options.self:
         out.append((start("self"), ["self"]))
@@ -169,6 +191,7 @@ def _row(engine: Engine, workload: str, batch: int, arm: str, sums: Sum) -> dict
         "tokens_per_s": report.median(sums.rates),
         "spread": report.spread(sums.rates),
         "accepted_per_pass": round(sums.generated / sums.passes, 3),
+        "accepted_in_branches": round(sums.branched / max(1, sums.accepted), 3),
         "acceptance": round(sums.accepted / max(1, sums.drafted), 3),
         "expected_tokens_per_s": round(expected(engine, sums, batch), 2),
         "identical": sums.identical,
@@ -191,6 +214,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="smollm2", help="smollm2, demo, shape:NAME or a folder")
     parser.add_argument("--draft-model", default="", help="a smaller model with the same tokenizer, for the arm draft")
     parser.add_argument("--self", action="store_true", help="the arm self as well")
+    parser.add_argument("--branches", type=int, default=2, help="most of a tree, for all arms but suffix")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])

@@ -1,10 +1,15 @@
 """A model larger than its memory limit: each way of streaming its layers, against what the disk allows.
 
-A real worker runs in a control group with a third of what the model takes, after it wrote the model's file there, too.
+A real worker runs in a control group with a third of what the model takes (or what it needs itself, where that is more:
+a head stays in memory), after it wrote the model's file there, too.
 ``bound_tokens_per_s`` is one forward per token, limited by nothing but reading the streamed bytes: from that very file,
 past the page cache (four reads at a time) or by way of it with its pages dropped, by the better of both, before and
 after each mode's answers. ``identical`` compares greedy answers, of one sequence and of several at once, with those of
 all layers resident, without a limit.
+
+With ``speculation`` the same is asked again, so that past answers give the guesses (``ngram``), ``--guesses`` for a
+pass. How many a model accepts of other text is no question here, but whether a pass that verifies some takes as long as
+one that does not: the bound is that of one token, times ``accepted_per_pass``.
 """
 
 from __future__ import annotations
@@ -14,9 +19,10 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +34,22 @@ from kvsidecar.sizes import format_size, parse_size
 from benchmarks import report
 from benchmarks.limits import MemoryLimit, NoLimit
 from benchmarks.node import Node, new_interpreter
-from inference_svc.engine.attention import ATTENTION, register
-from inference_svc.model.loader import pick_dtype, shape_of
-from inference_svc.model.shapes import config_of_shape
-from inference_svc.model.skeleton import skeleton
-from inference_svc.model.streaming.building import expected
+from inference_svc.engine.attention import register
+from inference_svc.model.loader import pick_dtype, recipe_of_shape, shape_of
+from inference_svc.model.streaming.estimating import expected
 from inference_svc.model.streaming.layerfile import ALIGNMENT, CHECKED, WEIGHTS, LayerFile
 from inference_svc.model.streaming.pages import aligned
 
 _RESIDENT = "full_resident"
-# What a worker takes beside weights: interpreter, libraries, activations.
-_LEAST_LIMIT = 640 << 20
+# What a worker takes beside weights: interpreter, libraries, what it measures its costs with at the start.
+_WORKER_BYTES = 576 << 20
 
 
 class Disk:
     """Reads a file of layers as fast as it goes. Bytes per second."""
 
     def __init__(self, file: Path, most_bytes: int) -> None:
-        self._size = min(file.stat().st_size, most_bytes) // CHECKED * CHECKED
+        self._size = min(file.stat().st_size, most_bytes) // ALIGNMENT * ALIGNMENT
         self._files = {direct: LayerFile(file.parent, direct) for direct in (True, False)}
         self._path = file
         self.best: dict[str, list[float]] = {}
@@ -68,73 +72,87 @@ class Disk:
         memory = aligned(CHECKED).fill_(0).numpy().data
         began = time.perf_counter()
         for at in range(0, self._size, CHECKED):
-            file.read(memory, at)
+            file.read(memory[: self._size - at], at)
         return self._size / (time.perf_counter() - began)
 
 
 def flags_of(mode: str, options: argparse.Namespace, layers: int) -> dict[str, Any]:
     """A worker's flags for a mode."""
     flags: dict[str, Any] = {"cache_socket": "none", "weights": options.weights, "stream_slots": options.slots}
+    flags |= {"speculate": "ngram", "num_speculative_tokens": options.guesses}
     if options.dtype:
         flags["dtype"] = options.dtype
     if mode == _RESIDENT:  # by way of the file, which holds it as it is in memory
         return flags | {"stream": "partial_resident", "keep_first": layers}
     flags["stream"] = mode
     if mode == "partial_resident":
-        flags |= {"keep_first": options.keep_first or layers // 4, "keep_last": options.keep_last}
+        flags |= {"keep_first": options.keep_first, "keep_last": options.keep_last}
     return flags
 
 
-def answers(node: Node, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], float]:
-    """Greedy answers, the first alone and then all at once; and tokens per second of the one alone."""
+@dataclass(frozen=True)
+class Answers:
+    """Greedy ones: of the first prompt alone, and then of all at once."""
 
-    def one(prompt: list[int]) -> tuple[list[int], float]:
-        ids, times = [], []
-        for part in node.client().stream(prompt, max_tokens=tokens, temperature=0, ignore_eos=True):
+    tokens: list[list[int]]
+    tokens_per_s: float  # of the one alone
+    per_pass: float  # of its tokens
+
+
+def answers(node: Node, prompts: list[list[int]], tokens: int, speculation: str) -> Answers:
+    def one(prompt: list[int]) -> tuple[list[int], float, float]:
+        ids, times, accepted = [], [], 0
+        asked = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "speculation": speculation}
+        for part in node.client().stream(prompt, **asked):
             ids += part.token_ids
             times += [time.perf_counter()] * len(part.token_ids)
-        return ids, (len(times) - 1) / max(times[-1] - times[0], 1e-9)
+            accepted = part.final.accepted_tokens if part.final else 0
+        steps = len(times) - 1
+        return ids, steps / max(times[-1] - times[0], 1e-9), steps / max(1, steps - accepted)
 
-    first, rate = one(prompts[0])
+    first, rate, per_pass = one(prompts[0])
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return [first, *(ids for ids, _ in pool.map(one, prompts))], rate
+        return Answers([first, *(found[0] for found in pool.map(one, prompts))], rate, per_pass)
 
 
 def measure(
     mode: str, options: argparse.Namespace, layers: int, limit: MemoryLimit | None, disk: Callable[[], float]
-) -> tuple[dict[str, Any], list[list[int]]]:
+) -> Iterator[tuple[dict[str, Any], list[list[int]]]]:
+    """Rows of a mode, without speculation and with it, each with what was answered."""
     rng = random.Random(1)
     prompts = [[rng.randrange(16, 4000) for _ in range(options.prompt_tokens)] for _ in range(options.sequences)]
     node = Node(options.model, workers=0, pool_bytes=options.pool_bytes, worker_flags=flags_of(mode, options, layers))
     node.launch = new_interpreter if limit is None else limit.launch  # type: ignore[misc]
     try:
         node.start_worker(0)
-        before = disk()
-        said, rate = answers(node, prompts, options.answer_tokens)
-        bandwidth = max(before, disk())
-        stats = node.client().stats().streaming
-        rss = _peak_rss(node.pid("worker-0"))
+        for speculation in ("off", "ngram"):
+            before, start = disk(), node.client().stats().streaming
+            said = answers(node, prompts, options.answer_tokens, speculation)
+            bandwidth, stats = max(before, disk()), node.client().stats().streaming
+            bound = bandwidth / stats.pass_bytes * said.per_pass if stats.pass_bytes else 0.0
+            read, seconds = stats.read_bytes - start.read_bytes, stats.read_seconds - start.read_seconds
+            rss = _peak_rss(node.pid("worker-0"))
+            row = {
+                "mode": stats.mode,
+                "speculation": speculation,
+                "accepted_per_pass": round(said.per_pass, 3),
+                "resident_bytes": stats.resident_bytes,
+                "limit_bytes": options.limit_bytes if limit else 0,
+                "peak_bytes": limit.peak_bytes if limit else rss,
+                "peak_rss_bytes": rss,
+                "streamed_bytes": stats.pass_bytes,
+                "tokens_per_s": round(said.tokens_per_s, 4),
+                "bound_tokens_per_s": round(bound, 4),
+                "of_bound": round(said.tokens_per_s / bound, 3) if bound else 0.0,
+                "disk_gb_per_s": round(bandwidth / 1e9, 3),
+                "read_gb_per_s": round(read / seconds / 1e9, 3) if seconds else 0.0,
+                "hits": stats.hits - start.hits,
+                "waits": stats.waits - start.waits,
+                "misses": stats.misses - start.misses,
+            }
+            yield row, said.tokens
     finally:
         node.__exit__()
-    bound = bandwidth / stats.pass_bytes if stats.pass_bytes else 0.0
-    row = {
-        "mode": stats.mode,
-        "speculation": "off",
-        "resident_bytes": stats.resident_bytes,
-        "limit_bytes": options.limit_bytes if limit else 0,
-        "peak_bytes": limit.peak_bytes if limit else rss,
-        "peak_rss_bytes": rss,
-        "streamed_bytes": stats.pass_bytes,
-        "tokens_per_s": round(rate, 4),
-        "bound_tokens_per_s": round(bound, 4),
-        "of_bound": round(rate / bound, 3) if bound else 0.0,
-        "disk_gb_per_s": round(bandwidth / 1e9, 3),
-        "read_gb_per_s": round(stats.read_bytes / stats.read_seconds / 1e9, 3) if stats.read_seconds else 0.0,
-        "hits": stats.hits,
-        "waits": stats.waits,
-        "misses": stats.misses,
-    }
-    return row, said
 
 
 def _peak_rss(pid: int) -> int:
@@ -160,7 +178,12 @@ def prepare(options: argparse.Namespace, layers: int) -> tuple[Path, str]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    report.console.print(f"limit: {format_size(options.limit_bytes)}")
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        report.console.print(f"[dim]{time.monotonic() - began:.0f} s[/dim] {what}")
+
+    say(f"limit: {format_size(options.limit_bytes)}; writing the model's file under it")
     layers = shape_of(options.model).layers
     try:
         file, kind = prepare(options, layers)
@@ -168,42 +191,51 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         report.console.print(f"{error}; nothing was measured")
         return report.write(options, "streaming", [], {"limited_by": "nothing"})
     disk = Disk(file, options.disk_bytes)
-    rows, want = [], None
-    modes = [_RESIDENT, *options.modes]
-    with report.progress() as progress:
-        task = progress.add_task("modes", total=len(modes))
-        for mode in modes:
-            with nullcontext() if mode == _RESIDENT else MemoryLimit(options.limit_bytes) as limit:
-                row, said = measure(mode, options, layers, limit, disk.measure)
-            want = want or said
-            rows.append(row | {"identical": said == want})
-            progress.advance(task)
+    rows, want = list[dict[str, Any]](), list[list[int]]()
+    for mode in [_RESIDENT, *options.modes]:
+        say(f"{mode}: starting a worker")
+        with nullcontext() if mode == _RESIDENT else MemoryLimit(options.limit_bytes) as limit:
+            for row, said in measure(mode, options, layers, limit, disk.measure):
+                want = want or said
+                rows.append(row | {"identical": said == want})
+                done = f"{row['tokens_per_s']} tokens per second, {row['of_bound']} of the bound"
+                say(f"{mode}, speculation {row['speculation']}: {done}")
     streamed = [row for row in rows if row["streamed_bytes"]]
     summary = {
         "limited_by": kind,
         "model_bytes": file.stat().st_size // ALIGNMENT * ALIGNMENT,
         "model_over_limit": round(file.stat().st_size / options.limit_bytes, 2),
         "identical": all(row["identical"] for row in rows),
-        "least_of_bound": min((row["of_bound"] for row in streamed), default=0.0),
+        "least_of_bound": _least(streamed, "off"),
+        "least_of_bound_with_speculation": _least(streamed, "ngram"),
         "disk": {name: round(report.median(rates) / 1e9, 3) for name, rates in disk.best.items()},
+        "seconds": round(time.monotonic() - began),
     }
-    shown = ("mode", "resident_bytes", "limit_bytes", "peak_bytes", "tokens_per_s", "bound_tokens_per_s", "identical")
+    shown = (
+        "mode", "speculation", "resident_bytes", "limit_bytes", "peak_bytes", "tokens_per_s", "bound_tokens_per_s",
+        "accepted_per_pass", "of_bound", "identical",
+    )  # fmt: skip
     return report.write(options, "streaming", rows, summary, shown)
+
+
+def _least(rows: list[dict[str, Any]], speculation: str) -> float:
+    return min((row["of_bound"] for row in rows if row["speculation"] == speculation), default=0.0)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("streaming", __doc__ or "")
     parser.add_argument("--model", default="shape:qwen2.5-3b")
-    parser.add_argument("--weights", type=int, choices=(16, 8, 4), default=4, help="bits")
+    parser.add_argument("--weights", type=int, choices=(16, 8, 4), default=8, help="bits")
     parser.add_argument("--dtype", default="", help="as the worker's; the machine's own by default")
     parser.add_argument("--limit-bytes", type=parse_size, default=0, help="a third of the model by default")
     parser.add_argument("--pool-bytes", default="64MiB")
     parser.add_argument("--slots", type=int, default=3)
-    parser.add_argument("--keep-first", type=int, default=0, help="with partial_resident; a quarter by default")
+    parser.add_argument("--keep-first", type=int, default=0, help="with partial_resident; as many as fit by default")
     parser.add_argument("--keep-last", type=int, default=0)
     parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--answer-tokens", type=int, default=16)
+    parser.add_argument("--answer-tokens", type=int, default=12)
     parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--guesses", type=int, default=4, help="for a pass, with speculation")
     parser.add_argument("--disk-bytes", type=parse_size, default=1 << 30, help="read to measure the disk")
     parser.add_argument("--folder", type=Path, help="keeps the model's file here for the next run")
     parser.add_argument(
@@ -214,8 +246,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     )
     options = parser.parse_args(arguments)
     if options.quick:
-        options.model, options.answer_tokens, options.sequences = "shape:qwen2.5-0.5b", 8, 2
-    options.limit_bytes = options.limit_bytes or max(_LEAST_LIMIT, model_bytes(options) // 3)
+        options.model, options.weights, options.answer_tokens, options.sequences = "shape:qwen2.5-0.5b", 4, 8, 2
+    options.limit_bytes = options.limit_bytes or limit_for(options)
     with tempfile.TemporaryDirectory() if options.folder is None else nullcontext(options.folder) as folder:
         # Of each model and width a file of its own.
         kind = f"{options.model}-{options.weights}-{options.dtype or 'auto'}".replace("/", "-").replace(":", "-")
@@ -223,15 +255,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         return run(options)
 
 
-def model_bytes(options: argparse.Namespace) -> int:
-    """What the model takes in memory, from its shape."""
+def limit_for(options: argparse.Namespace) -> int:
+    """A third of what the model takes, or what a worker needs with all of its layers streamed."""
     if not options.model.startswith("shape:"):
         raise ConfigurationError(f"model is {options.model}; give --limit-bytes, or a shape:NAME")
-    config = config_of_shape(options.model)
     dtype = pick_dtype(options.dtype or "auto", torch.bfloat16, torch.device("cpu"))
     register()
-    model, _ = skeleton(config, dtype, ATTENTION)
-    return expected(model, dtype, options.weights, config.tie_word_embeddings).kept
+    found = expected(recipe_of_shape(options.model, dtype, options.weights))
+    slots = options.slots * max(map(sum, found.sizes.layers))
+    return max(found.kept // 3, _WORKER_BYTES + found.sizes.always + slots)
 
 
 if __name__ == "__main__":

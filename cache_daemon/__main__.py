@@ -8,15 +8,17 @@ import sys
 # Before numpy is imported: its threads have nothing to do here, and a process that forks should have none.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from kvsidecar.cli.settings import run_service
+from kvsidecar.interrupts import ending_quietly
 
 
 def main(arguments: list[str] | None = None) -> int:
-    import uvloop  # noqa: F401 - imported once, before the guardian forks
+    with ending_quietly():
+        import uvloop  # noqa: F401 - imported once, before the guardian forks
+        from kvsidecar.cli.settings import run_service
 
-    from cache_daemon.config import DaemonConfig
-    from cache_daemon.guardian import kept_running
-    from cache_daemon.server import serve
+        from cache_daemon.config import DaemonConfig
+        from cache_daemon.guardian import kept_running
+        from cache_daemon.server import serve
 
     given = sys.argv[1:] if arguments is None else arguments
     return run_service("kvsidecar daemon", DaemonConfig, serve, given, kept_running)

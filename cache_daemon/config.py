@@ -17,7 +17,7 @@ from cache_daemon.remote.address import parse_remote
 
 
 class DaemonConfig(BaseSettings):
-    """Everything that the daemon can be told."""
+    """The cache daemon: it holds what workers read, in shared memory and on disk."""
 
     model_config = SettingsConfigDict(env_prefix="KVSIDECAR_CACHE_", extra="forbid", frozen=True)
 
@@ -40,13 +40,13 @@ class DaemonConfig(BaseSettings):
     tcp: str = Field(default="", validate_default=True)
     """Additional host:port for remote clients, who show a certificate or a token. Off by default."""
     store: Path | None = Field(default_factory=lambda: default_data_dir() / "store")
-    """Folder of the durable store; None keeps nothing on disk."""
+    """Folder of the durable store; none keeps nothing on disk."""
     store_bytes: int = 8 << 30
     """Budget of the durable store, in payload bytes."""
     store_key: SecretStr = Field(default=SecretStr(""), exclude=True)
     """Key that the durable store is encrypted with, as 64 hex digits. For the environment: command lines are public."""
     store_key_file: Path | None = Field(default=None, validate_default=True)
-    """File that holds the key instead."""
+    """File with the key that the store is encrypted by; or set KVSIDECAR_CACHE_STORE_KEY."""
     compression: Literal["auto", "none", "zstd"] = "auto"
     """Lossless compression of what is durable; auto: where it makes reading no slower."""
     durability: Literal["strict", "relaxed"] = "relaxed"
@@ -54,12 +54,14 @@ class DaemonConfig(BaseSettings):
     commit, never more, and never corrupts. Killing the process loses nothing in either."""
     remote: str = Field(default="", repr=False)
     """A tier that nodes share: redis://[USER@]HOST[:PORT][/DB], rediss:// over TLS, valkey-cluster://HOST,HOST for a
-    cluster, or s3://[KEY_ID@]BUCKET/PREFIX?endpoint=URL&region=R. Valkey takes ?prefix=P. No password in it: everybody
-    can read command lines. What fails or is slow there is computed. Needs kvsidecar[valkey] or kvsidecar[s3]."""
+    cluster, s3://[KEY_ID@]BUCKET/PREFIX?endpoint=URL&region=R or az://ACCOUNT@CONTAINER/PREFIX. Valkey takes ?prefix=P.
+    No password in it: everybody can read command lines. What fails or is slow there is computed. Needs
+    kvsidecar[valkey], [s3] or [azure]."""
     remote_secret: SecretStr = Field(default=SecretStr(""), exclude=True)
-    """Password, or for S3 the secret access key, of the remote tier. For the environment: command lines are public."""
+    """Password, or for S3 and Azure the secret key, of the remote tier. For the environment: all read command lines."""
     remote_secret_file: Path | None = Field(default=None, validate_default=True)
-    """File that holds it instead, for its owner alone. S3 without either uses the AWS variables and services."""
+    """File with the remote tier's password or secret key, for its owner alone; or set KVSIDECAR_CACHE_REMOTE_SECRET. S3
+    and Azure without either use the AWS or AZURE variables and services."""
     remote_ca: Path | None = Field(default=None, validate_default=True)
     """PEM file of the authority that the remote tier's certificate is signed by, where the system does not know it."""
     remote_write: Literal["second-use", "all", "never"] = "second-use"
@@ -95,6 +97,7 @@ class DaemonConfig(BaseSettings):
     trace_bytes: int = 64 << 20
     """Size at which recording the trace ends."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe message to log."""
 
     @field_validator("arena_bytes", "gpu_arena", "store_bytes", "staging_bytes", "trace_bytes", mode="before")
     @classmethod

@@ -35,7 +35,12 @@ SOUND, DAMAGED, FAILED = 0, 1, 2
 _KEY_VARIABLE, _SECRET_VARIABLE = "KVSIDECAR_CACHE_STORE_KEY", "KVSIDECAR_CACHE_REMOTE_SECRET"
 _LEAST_BUDGET = 1 << 20
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Work on a store that no daemon holds.")
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Work on a store that no daemon holds.",
+)
 
 StoreFolder = Annotated[
     Path | None,
@@ -59,8 +64,16 @@ SecretFile = Annotated[
     ),
 ]
 Authority = Annotated[Path | None, typer.Option(envvar="KVSIDECAR_CACHE_REMOTE_CA", help="PEM file of S3's authority.")]
+Staging = Annotated[
+    Path | None,
+    typer.Option(
+        "--staging-dir",
+        envvar="KVSIDECAR_CACHE_STAGING_DIR",
+        help="Folder in which an archive of S3 lies whole meanwhile; the system's temporary one when left out.",
+    ),
+]
 Heard = Callable[[int, int], None]
-Carrying = Callable[[str, Callable[[], Credentials]], AbstractContextManager[Path]]
+Carrying = Callable[[str, Callable[[], Credentials], Path | None], AbstractContextManager[Path]]
 
 
 @app.command()
@@ -108,6 +121,7 @@ def export(
     key_file: KeyFile = None,
     secret_file: SecretFile = None,
     ca: Authority = None,
+    staging: Staging = None,
 ) -> None:
     """Write a store's chunks to one portable file, to bake a warm cache into an image.
 
@@ -118,7 +132,7 @@ def export(
         raise InvalidRequest("say what to export: --namespace (with --salt), --root, or --all")
     folder = _folder(store)
     with (
-        _archive(file, uploaded, secret_file, ca) as path,
+        _archive(file, uploaded, secret_file, ca, staging) as path,
         _opened(folder, (folder / "data.mdb").stat().st_size, key_file) as tier,
         _progress("chunks") as heard,
     ):
@@ -138,6 +152,7 @@ def import_(
     key_file: KeyFile = None,
     secret_file: SecretFile = None,
     ca: Authority = None,
+    staging: Staging = None,
 ) -> None:
     """Take an archive's chunks into a store, which is made when it is not there. The daemon must be stopped.
 
@@ -149,7 +164,7 @@ def import_(
     except ValueError as error:
         raise ConfigurationError(f"--store-bytes: {error}") from error
     with (
-        _archive(file, downloaded, secret_file, ca) as path,
+        _archive(file, downloaded, secret_file, ca, staging) as path,
         _opened(folder, budget, key_file) as tier,
         _progress("bytes") as heard,
     ):
@@ -164,10 +179,13 @@ def import_(
 
 
 @contextmanager
-def _archive(name: str, carried: Carrying, secret_file: Path | None, ca: Path | None) -> Iterator[Path]:
+def _archive(
+    name: str, carried: Carrying, secret_file: Path | None, ca: Path | None, staging: Path | None
+) -> Iterator[Path]:
     """The archive as a file of this machine."""
     if name.startswith(SCHEME):
-        with carried(name, lambda: credentials_of(os.environ.get(_SECRET_VARIABLE, ""), secret_file, ca)) as path:
+        secret = os.environ.get(_SECRET_VARIABLE, "")
+        with carried(name, lambda: credentials_of(secret, secret_file, ca), staging) as path:
             yield path
     elif carried is downloaded and not Path(name).is_file():
         raise InvalidRequest(f"there is no archive {name}")

@@ -1,44 +1,64 @@
-"""``python -m inference_svc worker|gateway|serve|verify|prepare``: the command lines of the servers."""
+"""``python -m inference_svc worker|gateway|serve|verify|quantize|prepare``: the command lines of the servers."""
 
 from __future__ import annotations
 
 import sys
 
-from kvsidecar.cli.settings import run_service
+from kvsidecar.interrupts import EXIT_CODE, ending_quietly
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    command, rest = (arguments[0] if arguments else ""), arguments[1:]
+    try:
+        return _run(arguments[0] if arguments else "", arguments[1:])
+    except KeyboardInterrupt:
+        return EXIT_CODE
+
+
+def _run(command: str, rest: list[str]) -> int:
+    with ending_quietly():
+        from kvsidecar.cli.settings import run_service
     if command == "worker":
-        from inference_svc.config import WorkerConfig
-        from inference_svc.model.preflight import settled
+        with ending_quietly():
+            from inference_svc.cache.address import daemon_address
+            from inference_svc.config import WorkerConfig
+            from inference_svc.model.preflight import settled
 
         async def serve(config: WorkerConfig) -> None:
             config = settled(config)
+            daemon_address(config)
             from inference_svc.server import serve as run  # it imports torch
 
             await run(config)
 
         return run_service("kvsidecar worker", WorkerConfig, serve, rest)
     if command == "gateway":
-        from inference_svc.gateway.config import GatewayConfig
-        from inference_svc.gateway.server import serve as serve_gateway
+        with ending_quietly():
+            from inference_svc.gateway.config import GatewayConfig
+            from inference_svc.gateway.server import serve as serve_gateway
 
         return run_service("kvsidecar gateway", GatewayConfig, serve_gateway, rest)
     if command == "serve":
-        from inference_svc.supervisor import main as supervise
+        with ending_quietly():
+            from inference_svc.supervisor import main as supervise
 
         return supervise(rest)
     if command == "verify":
-        from inference_svc.verify_command import main as verify
+        with ending_quietly():
+            from inference_svc.verify_command import main as verify
 
         return verify(rest)
+    if command == "quantize":
+        with ending_quietly():
+            from inference_svc.quantize_command import main as quantize
+
+        return quantize(rest)
     if command == "prepare":
-        from inference_svc.model.prepare_command import main as prepare
+        with ending_quietly():
+            from inference_svc.model.prepare_command import main as prepare
 
         return prepare(rest)
-    print("usage: python -m inference_svc worker|gateway|serve|verify|prepare [--help]", file=sys.stderr)
+    print("usage: python -m inference_svc worker|gateway|serve|verify|quantize|prepare [--help]", file=sys.stderr)
     return 2
 
 

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import grpc
 import structlog
@@ -23,7 +23,7 @@ from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cli.settings import configure_logging
 from kvsidecar.errors import ConfigurationError, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.requests import Prompt, add_calls, to_prompt, to_request
+from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request
 from kvsidecar.runtime import socket_target
 
 from inference_svc.cache.verdicts import store_verdict
@@ -83,6 +83,7 @@ class Engine:
             runtime.config.speculate,
             bool(runtime.config.draft_model),
             runtime.engine.adapters,
+            runtime.engine.room,
         )
 
     @classmethod
@@ -100,7 +101,8 @@ class Engine:
 
         ``cache`` is "embedded" (a daemon of this engine's own, ended with it), the socket of a running daemon, or
         None. ``store`` keeps an embedded daemon's cache on disk. Further settings are those of the worker
-        (``device``, ``dtype``, ``pool_bytes``, ...). Raises ModelUnsupported, ConfigurationError.
+        (``device``, ``dtype``, ``pool_bytes``, ...), but that prompts beyond the pool are refused unless
+        ``overflow_bytes`` says that they may be on disk. Raises ModelUnsupported, ConfigurationError.
         """
         quiet_transformers()
         if not structlog.is_configured():
@@ -116,7 +118,7 @@ class Engine:
                 cache_socket=socket,
                 storage_bits=storage_bits,  # type: ignore[arg-type]
                 name="in-process",
-                **settings,
+                **{"overflow_bytes": 0} | settings,
             )
             return cls(build(config), daemon, folder)
         except BaseException:
@@ -135,15 +137,15 @@ class Engine:
         _end_daemon(self._daemon, self._folder)
         self._daemon = self._folder = None
 
-    def generate(self, prompt: Prompt, **options: Any) -> Result:
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
         """Generates one answer. ``prompt`` is text, token ids or chat messages; options as in ``kvsidecar.Client``."""
         return self.generate_many([(prompt, options)])[0]
 
-    def generate_batch(self, prompts: Iterable[Prompt], **options: Any) -> list[Result]:
+    def generate_batch(self, prompts: Iterable[Prompt], **options: Unpack[Options]) -> list[Result]:
         """Generates an answer for each prompt, all with the same options, batched."""
         return self.generate_many([(p, options) for p in prompts])
 
-    def generate_many(self, requests: Sequence[tuple[Prompt, dict[str, Any]]]) -> list[Result]:
+    def generate_many(self, requests: Sequence[tuple[Prompt, Mapping[str, Any]]]) -> list[Result]:
         """Generates an answer for each ``(prompt, options)``, batched, in the order given."""
         return [_wait(call) for call in [self._submit(p, o) for p, o in requests]]
 
@@ -203,7 +205,7 @@ class Engine:
                 return {"error": str(from_rpc(error))}
         return {f.name: getattr(stats, f.name) for f in stats.DESCRIPTOR.fields}
 
-    def _submit(self, prompt: Prompt, options: dict[str, Any]) -> _Call:
+    def _submit(self, prompt: Prompt, options: Mapping[str, Any]) -> _Call:
         began = time.perf_counter()
         outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
         request = to_request(prompt, **options)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from kvsidecar.runtime import default_runtime_dir
+from kvsidecar.runtime import default_data_dir, default_runtime_dir
 from kvsidecar.sizes import parse_size
 from kvsidecar.telemetry import checked_endpoint
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from inference_svc.engine.speculation.mode import MOST_BRANCHES
 
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,95}")
 MOST_ADAPTERS = 32
@@ -18,6 +20,8 @@ MOST_ADAPTERS = 32
 
 class ModelSettings(BaseSettings):
     """What `kvsidecar worker` and `kvsidecar serve` are told alike; serve hands on to its workers what was set."""
+
+    flags_title: ClassVar[str] = "the model, and how workers compute"
 
     model: str = ""
     """demo (built in for tests, no assistant), a name of `kvsidecar models`, a folder, a GGUF file, a hub id, or
@@ -50,6 +54,12 @@ class ModelSettings(BaseSettings):
     """Most tokens of prompt and answer; the model's own when 0."""
     pool_bytes: int = 2 << 30
     """Size of the KV pool of a worker."""
+    overflow_bytes: int | Literal["auto"] = "auto"
+    """Most room on disk for requests that the pool cannot hold, on a CPU: auto (as much as the model's longest context
+    needs, at most a quarter of what is free there), 0 for none. Nothing is taken before it is needed; a request that
+    needs it is slower by what its pages take to be read."""
+    overflow_dir: Path = Field(default_factory=lambda: default_data_dir() / "overflow")
+    """Folder for it, on a disk and not in memory. What lies there has no name, and is gone with the worker."""
     strict: bool = True
     """Refuse architectures that have not been verified."""
     speculate: Literal["off", "ngram", "draft", "auto"] = "off"
@@ -60,12 +70,25 @@ class ModelSettings(BaseSettings):
     """A smaller model with the same tokenizer that guesses tokens, named as a model is, or self for a copy of the model
     at 4 bits (CPU); for speculate draft or auto."""
     num_speculative_tokens: int = Field(default=16, ge=1, le=64)
-    """Most tokens that are guessed at once for a request."""
+    """Most tokens that are guessed for a request one behind the other."""
+    num_speculative_branches: int = Field(default=2, ge=1, le=MOST_BRANCHES)
+    """Most branches of what is guessed that are verified at once, where that is faster than one alone; 1: a chain."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters, NAME=FOLDER each, in folders that PEFT wrote; several in a flag or in several, or separated by
     commas. Clients choose one by its name, as their model. All are computed together, and with the model itself."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "json"] = "auto"
     """How the model writes calls of tools; auto: as its chat template has it, else as JSON that its prompt asks for."""
+    cache_address: str = ""
+    """host:port of a cache daemon on another host (its --tcp) instead of one on this host; chunks are streamed over
+    TLS. Needs cache_ca, and what the daemon knows this worker by: cache_cert with cache_key, or cache_token_file."""
+    cache_ca: Path | None = None
+    """PEM file of the authority that vouches for the daemon at cache_address."""
+    cache_cert: Path | None = None
+    """PEM file of the certificate that is shown to it. It and the others are read again with every connection."""
+    cache_key: Path | None = None
+    """PEM file of that certificate's key."""
+    cache_token_file: Path | None = None
+    """File with the token that it knows this worker by; with a certificate or in its place."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector (OTLP over gRPC) that gets spans and metrics, such as http://localhost:4317. When empty,
     the standard variables OTEL_EXPORTER_OTLP_... decide; off without those. Needs kvsidecar[otel]."""
@@ -110,10 +133,10 @@ class ModelSettings(BaseSettings):
             raise ValueError(f"there are {len(value)} adapters; at most {MOST_ADAPTERS} are allowed")
         return value
 
-    @field_validator("pool_bytes", "memory_bytes", mode="before")
+    @field_validator("pool_bytes", "memory_bytes", "overflow_bytes", mode="before")
     @classmethod
     def _size(cls, value: object) -> object:
-        return parse_size(value) if isinstance(value, str) else value
+        return parse_size(value) if isinstance(value, str) and value != "auto" else value
 
     @field_validator("storage_bits", "weights", mode="before")
     @classmethod
@@ -122,7 +145,9 @@ class ModelSettings(BaseSettings):
 
 
 class WorkerConfig(ModelSettings):
-    """Everything that an inference worker can be told."""
+    """One inference worker: it serves gRPC on a Unix socket, with a cache daemon or without."""
+
+    flags_title: ClassVar[str] = "this worker"
 
     model_config = SettingsConfigDict(
         env_prefix="KVSIDECAR_WORKER_", extra="forbid", frozen=True, protected_namespaces=()
@@ -133,7 +158,7 @@ class WorkerConfig(ModelSettings):
     tcp: str = ""
     """Additional host:port. Off by default; there is no authentication."""
     cache_socket: Path | None = Field(default_factory=lambda: default_runtime_dir() / "cache.sock")
-    """Socket of the cache daemon; none to serve without one."""
+    """Socket of the cache daemon on this host; none to serve without one."""
     name: str = "worker-0"
     """Name in logs and in the daemon's sessions."""
     chunk_tokens: int = Field(default=128, ge=8, le=4096)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -22,8 +24,14 @@ from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf, regex_to_lark
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from inference_svc.engine.grammar import Steering
+from inference_svc.engine.grammar import Matcher, Steering
+from inference_svc.equivalents import rewritten
 from inference_svc.schemas import plain
+from inference_svc.unique.compiling import places_of
+from inference_svc.unique.matcher import UniqueMatcher
+from inference_svc.unique.vocabulary import Vocabulary
+from inference_svc.unique.watch import Watch
+from inference_svc.unique.within import Opening, UniqueWithin
 
 log = structlog.get_logger("worker")
 
@@ -33,6 +41,9 @@ WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
 _KEPT = 64
 _MAX_THREADS = 8
 _MAX_SHOWN = 300
+_UNIQUE = "uniqueItems"
+# The compiler's advice to programs that call it.
+_ADVICE = re.compile(r"constraints are not supported\. Enable 'coerce_one_of' .*", re.DOTALL)
 
 
 class Grammars:
@@ -44,7 +55,8 @@ class Grammars:
         self._source, self._vocabulary, self._stops = tokenizer, vocabulary, stops
         self._tokenizer: LLTokenizer | None = None
         self._unreadable = False
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._words: Vocabulary | None = None  # read when the first schema needs it
+        self._compiled: OrderedDict[str, Matcher] = OrderedDict()
         self._lock = threading.Lock()
         # They compute with NumPy's and llguidance's own code alone: torch would keep a team of threads for each.
         threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
@@ -58,15 +70,25 @@ class Grammars:
 
     def steering(self, grammar: pb.Grammar) -> Steering:
         """What keeps an answer to a grammar. Raises InvalidRequest, UnsupportedOption, about ``grammar``."""
-        return self._steering(_source_of(grammar))
+        source = _source_of(grammar)
+        schema = _schema(grammar) if _UNIQUE in grammar.json_schema else {}
+        bare = plain(schema, unique=False)
+        if bare == schema:
+            return self._steering(source)
+        return self._steering(source, lambda: self._compile_unique(bare, schema))
 
-    def of_lark(self, lark: str) -> Steering:
-        """The same for a grammar of our own making, in Lark's form."""
+    def of_lark(self, lark: str, openings: Sequence[Opening] = (), marker: int | None = None) -> Steering:
+        """The same for a grammar of our own making, in Lark's form. Behind ``openings``, of which some come after the
+        token ``marker``, stand values whose ``uniqueItems`` it lacks."""
         if len(lark) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(
                 f"the grammar has {len(lark)} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param="grammar"
             )
-        return self._steering(LLMatcher.grammar_from_lark(lark))
+        source = LLMatcher.grammar_from_lark(lark)
+        if not openings:
+            return self._steering(source)
+        name = source + "".join(json.dumps(opening.schema) for opening in openings)
+        return self._steering(name, lambda: self._compile_within(source, openings, marker))
 
     def special_token(self, text: str) -> int | None:
         """The one token that a text is, if it is one that text cannot spell."""
@@ -80,24 +102,56 @@ class Grammars:
         ready, known = self._ready(), getattr(self._source, "added_tokens_decoder", {})
         return [token for token in known if token not in self._stops and ready.is_special_token(token)]
 
-    def _steering(self, source: str) -> Steering:
+    def _steering(self, source: str, compiled: Callable[[], Matcher] | None = None) -> Steering:
         with self._lock:
             found = self._compiled.get(source)
             if found is not None:
                 self._compiled.move_to_end(source)
         if found is None:
-            found = self._compile(source)
+            found = self._compile(source) if compiled is None else compiled()
+            _check_begins(found)
             with self._lock:
                 self._compiled[source] = found
                 while len(self._compiled) > _KEPT:
                     self._compiled.popitem(last=False)
         return Steering(found.deep_copy(), self._threads)
 
-    def _compile(self, source: str) -> LLMatcher:
-        matcher = LLMatcher(self._ready(), source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    def _compile(self, source: str, tokenizer: LLTokenizer | None = None) -> LLMatcher:
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(tokenizer or self._ready(), source, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refused(matcher.get_error())
         return matcher
+
+    def _compile_unique(self, bare: dict[str, Any], schema: dict[str, Any]) -> UniqueMatcher:
+        """A JSON schema whose ``uniqueItems`` the grammar of ``bare``, which lacks them, is kept to besides."""
+        tokens = self._compile(LLMatcher.grammar_from_json_schema(bare))
+        return UniqueMatcher(tokens, self._watch(schema), self._vocabulary_read().texts)
+
+    def _compile_within(self, source: str, openings: Sequence[Opening], marker: int | None) -> UniqueWithin:
+        tokens, watches = self._compile(source), dict[str, Watch]()
+        for opening in openings:
+            name = json.dumps(opening.schema)
+            watches[name] = watches.get(name) or self._watch(opening.schema)
+        found = [(opening, watches[json.dumps(opening.schema)]) for opening in openings]
+        return UniqueWithin(tokens, found, self._vocabulary_read(), marker)
+
+    def _watch(self, schema: dict[str, Any]) -> Watch:
+        """What keeps a value to a schema's ``uniqueItems``. Raises InvalidRequest."""
+        by_bytes = LLTokenizer("byte")
+        try:
+            places = places_of(schema, by_bytes)
+        except (ValueError, RecursionError) as error:
+            raise _refused(str(error)) from error
+        source = LLMatcher.grammar_from_json_schema(plain(schema, unique=False))
+        return Watch(self._compile(source, by_bytes), self._vocabulary_read(), places)
+
+    def _vocabulary_read(self) -> Vocabulary:
+        ready = self._ready()
+        with self._lock:
+            if self._words is None:
+                self._words = Vocabulary(ready)
+            return self._words
 
     def _ready(self) -> LLTokenizer:
         with self._lock:
@@ -123,11 +177,21 @@ class Grammars:
         return found
 
 
+def _check_begins(matcher: Matcher) -> None:
+    """Raises InvalidRequest for a grammar that has no text at all, such as a schema that refers to itself alone: the
+    compiler says so when it is asked for a first token."""
+    tried = matcher.deep_copy()
+    tried.compute_bitmask()
+    if tried.is_error():
+        raise _refused(f"no text begins as it says ({tried.stop_reason()})")
+
+
 def _refused(why: str) -> InvalidRequest:
     """One sentence of a compiler's message of several lines."""
     lines = [line.strip() for line in why.splitlines() if line.strip()]
     shown = next((line for line in lines if line.startswith("error:")), "")
     text = lines[0] + (f" {shown}" if shown else "") if lines else "no reason was given"
+    text = _ADVICE.sub("of what nothing tells apart; anyOf says that several may hold", text)
     return InvalidRequest(f"the grammar cannot be served: {text[:_MAX_SHOWN]}", param="grammar")
 
 
@@ -174,7 +238,7 @@ def _schema(grammar: pb.Grammar) -> dict[str, Any]:
 def with_whitespace(schema: dict[str, Any], pattern: str = WHITESPACE) -> dict[str, Any]:
     """A schema whose JSON has between its parts what the regular expression matches; empty for nothing."""
     how: dict[str, Any] = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
-    return {**plain(schema), "x-guidance": how}
+    return {**rewritten(plain(schema)), "x-guidance": how}
 
 
 def lark_of(grammar: pb.Grammar) -> str:

@@ -14,6 +14,8 @@ _GAUGES = (
     "waiting",
     "pool_pages",
     "pool_free_pages",
+    "overflow_pages",
+    "overflow_free_pages",
     "cache_attached",
     "pending_saves",
     "resident_sequences",
@@ -23,6 +25,11 @@ _SPECULATION = {
     "spec_decode_num_drafts": ("drafts", "Times that a request's guesses were verified"),
     "spec_decode_num_draft_tokens": ("draft_tokens", "Guessed tokens that were verified"),
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Guessed tokens that became part of an answer"),
+    "spec_decode_num_branches": (
+        "draft_branches",
+        "Branches verified beside the first of a draft",
+    ),
+    "spec_decode_num_branched_tokens": ("branched_tokens", "Accepted tokens of such a branch"),
     "spec_decode_draft_seconds": ("draft_seconds", "Time spent guessing"),
     "spec_decode_verify_seconds": ("verify_seconds", "Time of passes that verified guesses"),
 }
@@ -34,6 +41,7 @@ _COUNTERS = (
     "generated_tokens",
     "cache_failures",
     "preemptions",
+    "overflowed",
     "resident_tokens",
     "approximate_tokens",
     "recomputed_tokens",
@@ -59,6 +67,9 @@ class WorkerCollector:
             yield GaugeMetricFamily(f"kvsidecar_worker_{name}", name.replace("_", " "), value=getattr(stats, name))
         for name in _COUNTERS:
             yield CounterMetricFamily(f"kvsidecar_worker_{name}", name.replace("_", " "), value=getattr(stats, name))
+        loaded = self._runtime.cache.stats.loaded_bytes if self._runtime.cache is not None else 0
+        text = "Bytes of chunks that were copied into the pool"
+        yield CounterMetricFamily("kvsidecar_worker_loaded_bytes", text, value=loaded)
         for name, (field, text) in _SPECULATION.items():
             yield CounterMetricFamily(f"kvsidecar_worker_{name}", text, value=getattr(stats, field))
         places = CounterMetricFamily(

@@ -6,6 +6,7 @@ from typing import Literal
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.layout import MAX_TTL_SECONDS
 
 from inference_svc.engine.sequence import CacheUse
 from inference_svc.reuse.chunking import Marks
@@ -60,12 +61,18 @@ def cache_use(given: pb.CacheOptions, marks: Marks) -> CacheUse:
     """What the request may do with the cache. Raises InvalidRequest."""
     if len(given.tenant_salt) > _MAX_SALT_BYTES:
         raise InvalidRequest(f"tenant_salt has {len(given.tenant_salt)} bytes; at most {_MAX_SALT_BYTES} are allowed")
+    if given.HasField("ttl_seconds") and not 1 <= given.ttl_seconds <= MAX_TTL_SECONDS:
+        raise InvalidRequest(
+            f"cache_ttl_seconds is {given.ttl_seconds}; allowed are 1 to {MAX_TTL_SECONDS} (30 days), or none",
+            param="cache_ttl_seconds",
+        )
     return CacheUse(
         read=not given.skip_read,
         write=not given.skip_write,
         tenant_salt=given.tenant_salt,
         exact_only=given.exact_only,
         marks=marks,
+        ttl_seconds=given.ttl_seconds,
     )
 
 

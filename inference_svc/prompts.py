@@ -11,9 +11,10 @@ from kvsidecar.errors import InvalidRequest, PromptTooLong, UnknownModel
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc import options
+from inference_svc.engine.room import Room
 from inference_svc.engine.sampling import SamplingParams
 from inference_svc.engine.sequence import Output, Sequence
-from inference_svc.engine.speculation.mode import Speculation
+from inference_svc.engine.speculation.mode import MOST_BRANCHES, Speculation
 from inference_svc.engine.text import TextStream
 from inference_svc.grammars import Grammars
 from inference_svc.lora.adapter import Adapter
@@ -48,9 +49,12 @@ class Prompter:
         speculate: str = "off",
         has_draft_model: bool = False,
         adapters: Mapping[str, Adapter] | None = None,
+        room: Room | None = None,
     ) -> None:
-        """``speculate`` is what requests get that do not say; ``adapters`` can be asked for by name."""
+        """``speculate`` is what requests get that do not say; ``adapters`` can be asked for by name. ``room`` tells why
+        the context is no longer, where it is not the model's."""
         self._adapters = adapters or {}
+        self._room = room or Room(context_length, context_length, 0)
         self._speculate, self._has_draft_model = Speculation(speculate), has_draft_model
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._context = context_length
@@ -71,16 +75,17 @@ class Prompter:
         generation_prompt: bool = True,
         cache: pb.CacheOptions | None = None,
         most: int | None = None,
+        middle: bool = False,
     ) -> tuple[list[int], Marks]:
-        """``tokens`` of a prompt that is to be read, if need be the last ``most`` of them. Raises PromptTooLong, before
-        anything is tokenized where its size tells."""
+        """``tokens`` of a prompt that is to be read, if need be the last ``most`` of them, or, without the ``middle``,
+        that many of the first and the last. Raises PromptTooLong, before anything is tokenized where its size tells."""
         if most is not None:
             size = self._refuse_characters(*_texts_in(prompt))
             if size > _MOST_CUT * self._context * _USUAL_CHARACTERS:
                 raise PromptTooLong(
                     f"the prompt has {size} characters, too many to be read for its end; send less of it"
                 )
-            ids, marks = self._last(prompt, *self.tokens(prompt, generation_prompt, cache), most)
+            ids, marks = self._cut(prompt, *self.tokens(prompt, generation_prompt, cache), most, middle)
             self._refuse_longer(len(ids))
             return ids, marks
         self._refuse_longer(len(prompt.token_ids.ids))
@@ -89,23 +94,22 @@ class Prompter:
         self._refuse_longer(len(ids))
         return ids, marks
 
-    def _last(self, prompt: pb.Prompt, ids: list[int], marks: Marks, most: int) -> tuple[list[int], Marks]:
-        """The last ``most`` of a prompt's tokens, and the special ones that its text begins with."""
-        head = 0
-        if prompt.WhichOneof("kind") == "text" and not prompt.without_special_tokens:
+    def _cut(self, prompt: pb.Prompt, ids: list[int], marks: Marks, most: int, middle: bool) -> tuple[list[int], Marks]:
+        """The last ``most`` of a prompt's tokens, and the special ones that its text begins with; or as many of the
+        first and of the last."""
+        head = most // 2 if middle else 0
+        if not middle and prompt.WhichOneof("kind") == "text" and not prompt.without_special_tokens:
             special = self._ids("", True)
             head = len(special) if ids[: len(special)] == special and len(special) < most else 0
         cut = len(ids) - most
         if cut <= 0:
             return ids, marks
-        ends = tuple(end - cut for end in marks.segment_ends if end > cut + head)
+        before = [end for end in marks.segment_ends if end <= head] if middle else []
+        ends = (*before, *(end - cut for end in marks.segment_ends if end > cut + head))
         return ids[:head] + ids[cut + head :], replace(marks, segment_ends=ends)
 
     def _refuse_longer(self, tokens: int) -> None:
-        if tokens + 1 > self._context:
-            raise PromptTooLong(
-                f"the prompt has {tokens} tokens; with one token of answer at most {self._context} are allowed"
-            )
+        self._room.check(tokens)
 
     def counted_tokens(self, prompt: pb.Prompt) -> list[int]:
         """``tokens`` of a prompt that need not fit into the context, but may not have more characters than could."""
@@ -134,11 +138,7 @@ class Prompter:
                 # A cut within a word makes a few tokens more of it.
                 cut = _CUT_TOKENS if len(text) > _PIECE_CHARACTERS else 0
                 counted += max(0, len(self._ids(text[at : at + _PIECE_CHARACTERS], False)) - cut)
-                if counted >= self._context:
-                    raise PromptTooLong(
-                        f"the prompt's first {at + _PIECE_CHARACTERS} characters have about {counted} tokens; with one "
-                        f"token of answer at most {self._context} are allowed"
-                    )
+                self._room.check(counted, f"prompt's first {at + _PIECE_CHARACTERS} characters have about")
 
     def tokens(
         self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None
@@ -201,7 +201,9 @@ class Prompter:
     def sequence(self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float) -> Sequence:
         """A sequence ready to be submitted. Raises UnknownModel, PromptTooLong."""
         adapter = self.adapter(request.model)
-        tokens, marks = self.bounded_tokens(request.prompt, cache=request.cache, most=self._most_read(request))
+        middle = request.truncation == pb.TRUNCATION_MIDDLE
+        most = self._most_read(request)
+        tokens, marks = self.bounded_tokens(request.prompt, cache=request.cache, most=most, middle=middle)
         room = self._context - len(tokens)
         wanted = options.most_written(request, room)
         if len(request.request_id) > _MAX_ID:
@@ -239,6 +241,7 @@ class Prompter:
             logprobs=options.logprobs("logprobs", request),
             steering=self._conversations.steering(request),
             speculation=self.speculation(request.speculation),
+            branches=_branches(request.speculation_branches),
             adapter=adapter,
             arrived=arrived,
             explain=request.explain,
@@ -258,13 +261,15 @@ class Prompter:
 
     def prompt_text(self, request: pb.GenerateRequest, sequence: Sequence) -> str:
         """The prompt as it was read."""
-        if request.prompt.WhichOneof("kind") == "text" and not request.HasField("truncate_prompt_tokens"):
+        if request.prompt.WhichOneof("kind") == "text" and self._most_read(request) is None:
             return request.prompt.text
         return self.text(sequence.tokens[: sequence.prompt_tokens])
 
     def _most_read(self, request: pb.GenerateRequest) -> int | None:
         """How many tokens of a prompt are read at most; None for no truncation. Raises InvalidRequest."""
-        if not request.HasField("truncate_prompt_tokens"):
+        if request.truncation not in pb.Truncation.values():
+            raise InvalidRequest(f"truncation is {request.truncation}, which is none", param="truncation")
+        if not request.HasField("truncate_prompt_tokens") and not request.truncation:
             return None
         if request.truncate_prompt_tokens:
             return request.truncate_prompt_tokens
@@ -272,8 +277,8 @@ class Prompter:
         answer = max(1, wanted, request.min_tokens)
         if answer >= self._context:
             raise InvalidRequest(
-                f"truncate_prompt_tokens is to leave room for an answer of {answer} tokens; a context of "
-                f"{self._context} has none for the prompt then",
+                f"the prompt is to leave room for an answer of {answer} tokens; a context of {self._context} has none "
+                "for the prompt then",
                 param="truncate_prompt_tokens",
             )
         return self._context - answer
@@ -305,6 +310,15 @@ class Prompter:
                 param="speculation",
             )
         return _MODES[given]
+
+
+def _branches(given: int) -> int | None:
+    """How many branches of guesses a request asks for; None for as many as the worker is set to."""
+    if given > MOST_BRANCHES:
+        raise InvalidRequest(
+            f"speculation_branches is {given}; allowed are 1 to {MOST_BRANCHES}", param="speculation_branches"
+        )
+    return given or None
 
 
 def _texts_in(prompt: pb.Prompt) -> list[str]:

@@ -8,20 +8,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import structlog
+from kvsidecar.connecting import Address
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.paged.link import DaemonLink
 from kvsidecar.paged.session import Served
-from kvsidecar.runtime import socket_target
 from kvsidecar.sizes import format_size
 
+from inference_svc.cache.address import daemon_address
 from inference_svc.cache.link import CacheLink
 from inference_svc.config import WorkerConfig
 from inference_svc.engine.attention import ATTENTION
+from inference_svc.engine.block_table import PAGE_TOKENS
 from inference_svc.engine.cache_port import NoCache
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.native_attention import kernels_of, measured
-from inference_svc.engine.pool import PAGE_TOKENS, KVPool
+from inference_svc.engine.overflow import Overflow
+from inference_svc.engine.pool import KVPool
 from inference_svc.engine.speculation.draft_model import DraftModel
 from inference_svc.engine.stats import EngineLimits
 from inference_svc.freed_memory import give_back_freed_memory, keep_freed_memory
@@ -34,6 +37,7 @@ from inference_svc.model.packed_linear import PackedLinear
 from inference_svc.model.preflight import SELF, check_draft, open_adapters
 from inference_svc.model.probe import products_of, uneven
 from inference_svc.model.streaming.plan import Asked
+from inference_svc.overflow_folder import open_overflow
 from inference_svc.reuse.chunking import new_chunker
 from inference_svc.reuse.placement import refusal, rotary_of
 from inference_svc.reuse.policy import ReusePolicy
@@ -77,7 +81,7 @@ def build(config: WorkerConfig) -> Runtime:
 
 
 def _build(config: WorkerConfig) -> Runtime:
-    folders = open_adapters(config)
+    folders, address = open_adapters(config), daemon_address(config)
     loaded = load(
         config.model,
         device=config.device,
@@ -98,15 +102,15 @@ def _build(config: WorkerConfig) -> Runtime:
         ),
     )
     try:
-        return _assemble(config, loaded, folders)
+        return _assemble(config, loaded, folders, address)
     except BaseException:
         if loaded.streamed is not None:
             loaded.streamed.close()
         raise
 
 
-def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder]) -> Runtime:
-    """What serves a model that is loaded, with the adapters of some folders."""
+def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder], address: Address | None) -> Runtime:
+    """What serves a model that is loaded, with the adapters of some folders and the daemon at an address."""
     if config.context_length:
         if config.context_length > loaded.context_length:
             raise ConfigurationError(
@@ -119,7 +123,7 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder]) 
     pool = _pool(config, loaded)
     policy = reuse_policy(config, loaded)
     cache: CacheLink | None = None
-    daemons = _daemons(config, loaded, adapters)
+    daemons = _daemons(address, config, loaded, adapters)
     if daemons:
         cache = CacheLink(
             daemons,
@@ -139,11 +143,12 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder]) 
         config.max_waiting,
         config.resident_sequences,
         config.num_speculative_tokens,
+        config.num_speculative_branches,
     )
     threads = config.threads or len(os.sched_getaffinity(0))
     draft = _draft(config, loaded, pool)
     engine = Engine(loaded, pool, cache or NoCache(), limits, threads, draft, config.speculate != "off", adapters)
-    _say_what_adapters_are(config, engine)
+    _say_what_adapters_are(config, engine, bool(daemons))
     if daemons:
         daemons[b""].served = lambda: _served(engine)  # of all that the worker does
     return Runtime(engine, cache, config)
@@ -157,16 +162,18 @@ def _adapters(folders: list[Folder], loaded: LoadedModel) -> list[AdapterWeights
     return [read_weights(folder, linears, loaded.id) for folder in folders]
 
 
-def _daemons(config: WorkerConfig, loaded: LoadedModel, adapters: list[AdapterWeights]) -> dict[bytes, DaemonLink]:
+def _daemons(
+    address: Address | None, config: WorkerConfig, loaded: LoadedModel, adapters: list[AdapterWeights]
+) -> dict[bytes, DaemonLink]:
     """A link to the daemon for the model and one for each adapter, by its fingerprint: each has a namespace of its own,
     and with it a verdict on reuse elsewhere. Empty where there is no daemon."""
-    if config.cache_socket is None:
+    if address is None:
         return {}
     gpu = (loaded.device.index or 0) if loaded.device.type == "cuda" else None
     names = {b"": ""} | {a.fingerprint: a.name for a in adapters}
     return {
         fingerprint: DaemonLink(
-            socket_target(config.cache_socket),
+            address,
             f"{config.name}:{adapter}"[:_NAME_LENGTH] if adapter else config.name,
             loaded.descriptor(config.storage_bits, fingerprint),
             gpu,
@@ -217,10 +224,10 @@ def _warn_where_bits_differ(bad: list[str], loaded: LoadedModel) -> None:
         )
 
 
-def _say_what_adapters_are(config: WorkerConfig, engine: Engine) -> None:
+def _say_what_adapters_are(config: WorkerConfig, engine: Engine, cached: bool) -> None:
     for adapter in engine.adapters.values():
         log.info("an adapter is ready", adapter=adapter.name, size=format_size(adapter.size_bytes))
-    if engine.adapters and config.cache_socket is not None and config.approximate == "verified":
+    if engine.adapters and cached and config.approximate == "verified":
         log.info(
             "what adapters have read is reused where a prompt begins with it, exactly: kvsidecar verify is of the model"
         )
@@ -274,11 +281,13 @@ def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:
             f"at least {format_size(4 * PAGE_TOKENS * per_token)}"
         )
     # No batch can use more than this.
-    return _new_pool(loaded, min(tokens, config.batch_sequences * loaded.context_length))
+    tokens = min(tokens, config.batch_sequences * loaded.context_length)
+    return _new_pool(loaded, tokens, open_overflow(config, loaded, tokens))
 
 
-def _new_pool(loaded: LoadedModel, tokens: int) -> KVPool:
-    pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, tokens, loaded.dtype, loaded.device)
+def _new_pool(loaded: LoadedModel, tokens: int, overflow: Overflow | None = None) -> KVPool:
+    windows, shape = loaded.windows, (loaded.layers, loaded.kv_heads, loaded.head_dim)
+    pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, windows, overflow)
     kernels = kernels_of(loaded.device, loaded.dtype, loaded.head_dim)
     if kernels is not None:
         pool.native = measured(pool, kernels, loaded.heads)

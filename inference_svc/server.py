@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import structlog
 from kvsidecar.inference.v1 import inference_pb2
@@ -12,8 +13,9 @@ from kvsidecar.serving import Endpoint, listening, stop_on_signals
 from kvsidecar.telemetry import Providers, sending
 
 from inference_svc.config import WorkerConfig
-from inference_svc.engine.pool import PAGE_TOKENS
+from inference_svc.engine.block_table import PAGE_TOKENS
 from inference_svc.metrics import serve_metrics
+from inference_svc.model.progress import bars_on_terminals_only
 from inference_svc.observing import NOBODY, SERVICE_NAME, Telling
 from inference_svc.runtime import Runtime, build
 from inference_svc.service import InferenceService
@@ -29,16 +31,29 @@ async def serve(config: WorkerConfig) -> None:
     ensure_private_dir(config.socket.parent)
     stop = asyncio.Event()
     stop_on_signals(stop)
+    bars_on_terminals_only()
     config.socket.unlink(missing_ok=True)  # a killed worker's: nobody must take it for a live one while this loads
     log.info("loading the model", model=config.model)
     # First, so that calls of the daemon name their span.
     async with sending(SERVICE_NAME, config.otlp_endpoint) as providers:
-        runtime = await asyncio.to_thread(build, config)
+        runtime = await _built(config, stop)
         try:
             if not stop.is_set():
                 await _serve(config, runtime, stop, providers)
         finally:
             await asyncio.to_thread(runtime.close)
+
+
+async def _built(config: WorkerConfig, stop: asyncio.Event) -> Runtime:
+    """``build``; or the end of the process, when it is told to stop meanwhile. Loading takes minutes for a large model,
+    its thread cannot be stopped, and nothing is lost: what it writes appears whole or not at all."""
+    building, stopped = asyncio.ensure_future(asyncio.to_thread(build, config)), asyncio.ensure_future(stop.wait())
+    await asyncio.wait({building, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not building.done():
+        log.info("stopping, with the model not loaded yet")
+        os._exit(0)
+    stopped.cancel()
+    return building.result()
 
 
 async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, providers: Providers | None) -> None:

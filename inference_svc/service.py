@@ -18,7 +18,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 from kvsidecar.requests import add_calls
 
-from inference_svc.engine.pool import PAGE_TOKENS
+from inference_svc.engine.block_table import PAGE_TOKENS
 from inference_svc.engine.sequence import Output, Sequence
 from inference_svc.explaining import prompt_parts
 from inference_svc.freed_memory import give_back_freed_memory
@@ -52,6 +52,7 @@ class InferenceService(InferenceServiceServicer):
             config.speculate,
             bool(config.draft_model),
             runtime.engine.adapters,
+            runtime.engine.room,
         )
         self._prompter.prepare()
         self._loop = asyncio.get_running_loop()
@@ -283,6 +284,11 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         draft_seconds=guessed.draft_seconds,
         verify_seconds=guessed.verify_seconds,
         streaming=_streaming_stats(engine.loaded.streamed),
+        overflow_pages=engine.pool.overflow_pages,
+        overflow_free_pages=engine.free_overflow_pages,
+        overflowed=engine.stats.overflowed,
+        draft_branches=guessed.branches,
+        branched_tokens=guessed.branched_tokens,
     )
 
 

@@ -6,7 +6,6 @@ ends the whole. SIGTERM ends the children front to back: no new requests, then r
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import fcntl
 import os
@@ -18,15 +17,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from typing import ClassVar
 
 import grpc
 import httpx
 import structlog
 import uvloop
 from kvsidecar.addresses import TcpAddress, why_not_bindable
-from kvsidecar.cli.settings import add_flags, configure_logging, read_settings, refuse_unknown_variables
+from kvsidecar.cli.flags import FlagParser, add_flags
+from kvsidecar.cli.services import of_another
+from kvsidecar.cli.settings import configure_logging, read_settings, refuse_unknown_variables
 from kvsidecar.errors import ConfigurationError, KVSidecarError
 from kvsidecar.free_memory import free_bytes
+from kvsidecar.interrupts import EXIT_CODE
 from kvsidecar.runtime import (
     default_data_dir,
     default_runtime_dir,
@@ -38,6 +41,7 @@ from kvsidecar.sizes import parse_size
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from inference_svc.cache.address import daemon_address
 from inference_svc.config import ModelSettings, WorkerConfig
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.model.preflight import settled
@@ -50,10 +54,13 @@ _BAD_SETTINGS = 2
 
 
 class ServeConfig(ModelSettings):
-    """A whole node: one cache daemon, some workers, one gateway. Each process has more settings of its own; give
+    """A whole node: one cache daemon, some workers, one gateway; without a daemon of its own where cache_address names
+    one on another host. Each process has more settings of its own; give
     them by its environment variables (see: kvsidecar daemon --help, worker --help, gateway --help)."""
 
     model_config = SettingsConfigDict(env_prefix="KVSIDECAR_", extra="forbid", frozen=True, protected_namespaces=())
+
+    flags_title: ClassVar[str] = "the node"
 
     workers: int = Field(default=1, ge=1, le=64)
     """How many inference workers."""
@@ -119,8 +126,9 @@ class Supervisor:
     # ---- starting -------------------------------------------------------------------------------------------
 
     async def _start_all(self) -> None:
-        self._launch(Child("daemon", self._daemon_command()))
-        await self._ready(self.cache_socket)
+        if not self._worker.cache_address:
+            self._launch(Child("daemon", self._daemon_command()))
+            await self._ready(self.cache_socket)
         for i, socket in enumerate(self.worker_sockets):
             self._launch(Child(f"worker-{i}", self._worker_command(i, socket)))
         self._launch(Child("gateway", self._gateway_command()))
@@ -138,7 +146,8 @@ class Supervisor:
         if not self._stop.is_set():
             log.info("ready", url=f"{url}/v1", model=self._worker.model, workers=self._config.workers)
             name = self._worker.served_name or self._worker.model
-            print(f"{name} is ready at {url}/v1; try: kvsidecar chat", flush=True)
+            page = f"a page at {url}, " if self._config.page else ""
+            print(f"{name} is ready: {page}OpenAI's API at {url}/v1; try: kvsidecar chat", flush=True)
 
     async def _ready(self, socket: Path) -> None:
         """Waits until a server answers on a socket."""
@@ -162,12 +171,15 @@ class Supervisor:
             "model": own.model,
             "socket": socket,
             "name": f"worker-{i}",
-            "cache_socket": self.cache_socket,
         }
+        if not own.cache_address:
+            flags["cache_socket"] = self.cache_socket
         if "threads" not in own.model_fields_set:
             flags["threads"] = max(1, len(os.sched_getaffinity(0)) // self._config.workers)
         if own.stream in ("auto", "partial_resident") and "memory_bytes" not in own.model_fields_set:
             flags["memory_bytes"] = self._share
+        if "overflow_bytes" not in own.model_fields_set and self._keeps_off_disk():
+            flags["overflow_bytes"] = 0
         if own.metrics_port:
             flags["metrics_port"] = own.metrics_port + i
         return [sys.executable, "-m", "inference_svc", "worker", *_flags(flags)]
@@ -184,8 +196,14 @@ class Supervisor:
     def _gateway_command(self) -> list[str]:
         workers = ",".join(map(str, self.worker_sockets))
         flags = {"host": self._config.host, "port": self._config.port, "workers": workers}
-        flags |= {"cache_socket": self.cache_socket} | self._set("log_level", "page", "otlp_endpoint")
+        cache = "none" if self._worker.cache_address else self.cache_socket
+        flags |= {"cache_socket": cache} | self._set("log_level", "page", "otlp_endpoint")
         return [sys.executable, "-m", "inference_svc", "gateway", *_flags(flags)]
+
+    def _keeps_off_disk(self) -> bool:
+        """Whether texts are to be nowhere on disk, or nowhere in the clear: then nor are their keys and values."""
+        encrypted = any(os.environ.get(f"KVSIDECAR_CACHE_STORE_KEY{of}") for of in ("", "_FILE"))
+        return self._config.store == "none" or encrypted
 
     def _set(self, *names: str) -> dict[str, object]:
         """Those of the node's settings that somebody set; the others are left to each process and its environment."""
@@ -246,8 +264,13 @@ def _flags(settings: Mapping[str, object]) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """``kvsidecar serve``. Returns the exit code: 0 stopped, 1 a child failed to start, 2 bad settings."""
-    parser = argparse.ArgumentParser(prog="kvsidecar serve", description=ServeConfig.__doc__)
-    parser.add_argument("positional", nargs="?", metavar="MODEL", help="the same as --model")
+    parser = FlagParser(
+        prog="kvsidecar serve",
+        usage="%(prog)s [MODEL] [flags]",
+        description=ServeConfig.__doc__,
+        elsewhere=of_another,
+    )
+    parser.add_argument("positional", nargs="?", metavar="MODEL", help="what to serve, as --model")
     add_flags(parser, ServeConfig)
     given = vars(parser.parse_args(arguments))
     file, model = given.pop("config"), given.pop("positional")
@@ -256,7 +279,7 @@ def main(arguments: Sequence[str]) -> int:
     given |= {} if model is None else {"model": model}
     try:
         config = read_settings(ServeConfig, given, file)
-        configure_logging(config.log_level)
+        configure_logging(config.log_level, "serve")
         with _alone(config):
             node = Supervisor(config, settled(_of_workers(config)))
 
@@ -269,7 +292,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"kvsidecar serve: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while a model was fetched
-        return 130
+        return EXIT_CODE
 
 
 def _of_workers(config: ServeConfig) -> WorkerConfig:
@@ -277,7 +300,15 @@ def _of_workers(config: ServeConfig) -> WorkerConfig:
     of workers or the gateway, are refused here, before anything starts."""
     refuse_unknown_variables(GatewayConfig)
     told = {name: getattr(config, name) for name in ModelSettings.model_fields if name in config.model_fields_set}
-    return read_settings(WorkerConfig, told, None)
+    worker = read_settings(WorkerConfig, told, None)
+    daemon_address(worker)
+    if worker.cache_address:
+        for name in ("store", "arena_bytes", "store_bytes"):
+            if name in config.model_fields_set:
+                raise ConfigurationError(
+                    f"{name} is for a daemon of this node, and cache_address is {worker.cache_address}; leave one out"
+                )
+    return worker
 
 
 @contextmanager

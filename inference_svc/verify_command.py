@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from kvsidecar.cli.flags import FlagParser
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.runtime import default_runtime_dir
 from rich.console import Console
@@ -23,15 +24,29 @@ from inference_svc.reuse.verify import BUILT_IN, Verifier, candidates, read_ques
 
 _EXIT = {"passed": 0, "failed": 1, "inconclusive": 3}
 
+_LIMITS = {
+    "--max-kl": "passes with at most so much divergence (KL) from a full prefill, in nats per token",
+    "--min-agreement": "passes with at least this share of tokens equal",
+    "--max-harm": "passes when no control is worse than without repair by more nats",
+    "--min-prompts": "with fewer prompts it is inconclusive",
+}
+
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(
+    out = FlagParser(
         prog="kvsidecar verify",
+        usage="%(prog)s MODEL [flags]",
         description="Measures what a model's answers lose when documents are reused that were read in another order, "
         "and says whether that passes. Exit status: 0 passed, 1 failed, 2 could not be measured, 3 inconclusive.",
     )
-    out.add_argument("model", help="demo, a folder, or a hub id")
-    out.add_argument("--prompts", type=Path, default=BUILT_IN, help='JSONL of {"documents": [...], "question": "..."}')
+    out.add_argument("model", metavar="MODEL", help="as `kvsidecar serve` takes it")
+    out.add_argument(
+        "--prompts",
+        type=Path,
+        default=BUILT_IN,
+        metavar="FILE",
+        help='JSONL of {"documents": [...], "question": "..."}, best of your own traffic; built-in ones when left out',
+    )
     out.add_argument(
         "--repair",
         choices=["auto", *sorted(STRATEGIES)],
@@ -41,33 +56,36 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--ratio",
         type=float,
+        metavar="SHARE",
         help=f"share of tokens that it computes again, 0 to 1; by default {DEFAULT_RATIO:g}, and for {THOROUGH} "
         f"{THOROUGH_RATIO:g} as well",
     )
-    out.add_argument("--bits", type=int, choices=[16, 8, 4], default=16, help="storage width, as the worker's")
-    out.add_argument("--max-kl", type=float, default=Thresholds.max_kl, help="nats per token, at the most")
-    out.add_argument("--min-agreement", type=float, default=Thresholds.min_agreement, help="share of equal tokens")
     out.add_argument(
-        "--max-harm", type=float, default=Thresholds.max_harm, help="nats worse than no repair on controls, at the most"
+        "--bits", type=int, choices=[16, 8, 4], default=16, help="as the worker's --storage-bits; default 16"
     )
-    out.add_argument("--min-prompts", type=int, default=Thresholds.min_prompts, help="fewer are inconclusive")
-    out.add_argument("--device", default="auto")
-    out.add_argument("--dtype", default="auto")
+    for flag, texts in _LIMITS.items():
+        default = getattr(Thresholds, flag.removeprefix("--").replace("-", "_"))
+        out.add_argument(flag, type=type(default), default=default, metavar="N", help=f"{texts}; default {default:g}")
+    out.add_argument("--device", default="auto", help="as the worker's: auto, cpu, cuda or cuda:N")
+    out.add_argument("--dtype", default="auto", help="as the worker's: auto, float32, bfloat16 or float16")
     out.add_argument("--weights", choices=["auto", "16", "8", "4"], default="auto", help="as the worker's")
     out.add_argument("--store-verdict", action="store_true", help="hand the verdict to the cache daemon")
-    out.add_argument("--cache-socket", type=Path, default=default_runtime_dir() / "cache.sock", help="its socket")
+    out.add_argument(
+        "--cache-socket", type=Path, default=default_runtime_dir() / "cache.sock", metavar="SOCKET", help="the daemon's"
+    )
     out.add_argument("--json", action="store_true", help="print the report as JSON")
     return out
 
 
 def shown(report: Report) -> Table:
     """The report as a table."""
-    table = Table(title=f"{report.model}, {report.prompts} prompts, noise floor {report.noise_kl:.2g} nats")
-    for name in ("arm", "KL mean", "KL p99", "agreement", "equal of 16", "controls", "cost", "passes"):
+    title = f"{report.model}, {report.prompts} prompts, noise floor {report.noise_kl:.2g} nats"
+    table = Table(title=title, box=None, padding=(0, 1), pad_edge=False)  # all of it within 80 columns
+    for name in ("arm", "KL mean", "KL p99", "agrees", "of 16", "control", "cost", "asked", "pass"):
         table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
     for f in report.findings:
         numbers = (f.kl_mean, f.kl_p99, f.top1_agreement, f.first_divergence, f.control_kl, f.cost)
-        table.add_row(f.arm, *(f"{n:.3g}" for n in numbers), "yes" if f.passed else "no")
+        table.add_row(f.arm, *(f"{n:.3g}" for n in numbers), str(f.prompts), "yes" if f.passed else "no")
     return table
 
 
@@ -92,7 +110,7 @@ def main(arguments: list[str]) -> int:
         if options.store_verdict:
             store_verdict(options.cache_socket, lab.loaded.descriptor(options.bits), report.verdict())
     except (KVSidecarError, OSError) as error:
-        console.print(f"[red]{error}[/red]")
+        print(f"kvsidecar verify: {error}", file=sys.stderr)
         return 2
     if options.json:
         json.dump(report.as_dict(), sys.stdout, indent=1)

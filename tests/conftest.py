@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import structlog
 from kvkernels.cpu import build
 
 from benchmarks.node import Node, Process
@@ -14,7 +15,9 @@ from tests.nursery import Nursery
 make_reproducible()  # before any test's first product
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return  # whoever started this process did it
     try:
         build.build()  # does nothing when the kernels are as their sources
     except RuntimeError as error:
@@ -51,6 +54,13 @@ def quick_starts() -> Iterator[None]:
     Node.launch = staticmethod(before)
     for nursery in nurseries.values():
         nursery.close()
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """A command that a test runs within this process sets up logging, for that test alone."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,14 @@ import errno
 import os
 from pathlib import Path
 
+from kvsidecar.sizes import format_size
+
 from cache_daemon.durable.pages import Damage, Meta, PageFile
 from cache_daemon.durable.tier import PAGE_BYTES, NoRoom
 from cache_daemon.durable.walk import Walk
 
+# What a disk says that has no room: it is full, or a quota or a limit is reached.
+DISK_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _LEAST_FILE_BYTES = 1 << 20
 _LEAST_RESERVE_BYTES = 32 * PAGE_BYTES
 _DISK_RESERVE_BYTES = 64 * PAGE_BYTES  # some removals one by one; they free more than they take
@@ -41,11 +45,12 @@ class Space:
         try:
             allocate(data, file.size_bytes, wanted)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in DISK_FULL:
                 raise
             free = self._free_bytes(file, meta)
             if free < size_bytes + reserve:
-                raise NoRoom(f"the disk is full: {size_bytes} bytes are to be stored, {free} are free") from error
+                needed, left = format_size(size_bytes), format_size(free)
+                raise NoRoom(f"the disk is full: {needed} are to be stored, {left} are free") from error
 
     @staticmethod
     def _free_bytes(file: PageFile, meta: Meta) -> int:

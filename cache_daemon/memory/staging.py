@@ -1,4 +1,5 @@
-"""Staging: the memory that one session writes new chunks into, shared by its worker and the daemon alone.
+"""Staging: the memory that one session writes new chunks into, shared by its worker and the daemon alone, or not shared
+where the daemon receives what the worker writes.
 
 What a worker writes, and when, never matters to anybody else: the daemon copies at Commit and verifies its copy.
 """
@@ -7,18 +8,26 @@ from __future__ import annotations
 
 from kvsidecar.extents import Extents
 
-from cache_daemon.memory.arena import ALIGNMENT, Slot
+from cache_daemon.memory.arena import ALIGNMENT, Slot, footprint
 from cache_daemon.memory.shared import SharedMemory
 
 # Idle staging keeps so much memory; the rest is given back to the system.
 _KEPT_BYTES, _TRIM_BYTES = 8 << 20, 16 << 20
 
 
-class Staging:
-    """One session's. Memory is taken when the first chunk is reserved."""
+class Allowance:
+    """What several stagings may give out together."""
 
     def __init__(self, size_bytes: int) -> None:
+        self.size_bytes, self.used_bytes = size_bytes, 0
+
+
+class Staging:
+    """One session's. Memory is taken when the first chunk is reserved; ``allowance`` None leaves it to its size."""
+
+    def __init__(self, size_bytes: int, allowance: Allowance | None = None) -> None:
         self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
+        self._allowance = allowance if allowance is not None else Allowance(self.size_bytes)
         self._pages = Extents(self.size_bytes // ALIGNMENT)
         self._shared: SharedMemory | None = None
         self._trim_from: int | None = None
@@ -33,13 +42,17 @@ class Staging:
         return (self._pages.capacity - self._pages.free_units) * ALIGNMENT
 
     def allocate(self, size_bytes: int) -> Slot | None:
-        page = self._pages.allocate(-(-size_bytes // ALIGNMENT))
+        """Takes room, or returns None when there is none now."""
+        room = self._allowance.size_bytes - self._allowance.used_bytes
+        page = self._pages.allocate(-(-size_bytes // ALIGNMENT)) if footprint(size_bytes) <= room else None
         if page is None:
             return None
+        self._allowance.used_bytes += footprint(size_bytes)
         self._trim_from = _KEPT_BYTES
         return Slot(page * ALIGNMENT, size_bytes)
 
     def free(self, slot: Slot) -> None:
+        self._allowance.used_bytes -= footprint(slot.size_bytes)
         self._pages.free(slot.offset // ALIGNMENT)
 
     def view(self, slot: Slot) -> memoryview:

@@ -6,6 +6,7 @@ redis://[USER@]HOST[:PORT][/DB][?prefix=P]                  Valkey or Redis; ``v
 valkey-cluster://[USER@]HOST[:PORT],HOST[:PORT][?prefix=P]  a cluster, known by some of its nodes;
                                                             ``valkeys-cluster://`` over TLS
 s3://[KEY_ID@]BUCKET[/PREFIX][?endpoint=URL&region=R]       S3, or with an endpoint what speaks its protocol
+az://ACCOUNT@CONTAINER[/PREFIX][?endpoint=URL]              Azure's blobs
 ==========================================================  ======================================================
 
 A password in a URL would be in ``ps``, so it is refused.
@@ -22,12 +23,15 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvsidecar.errors import ConfigurationError
 
+from cache_daemon.remote.certificates import read_authority
 from cache_daemon.remote.engine import RemoteEngine
 
 _DEFAULT_PORT = 6379
 _DEFAULT_PREFIX = "kvsidecar"
-_FORMS = "redis://HOST:PORT, rediss://…, valkey-cluster://HOST:PORT,HOST:PORT or s3://BUCKET/PREFIX"
-_SCHEMES: dict[str, tuple[Literal["valkey", "s3"], bool, bool]] = {  # engine, cluster, TLS
+_FORMS = (
+    "redis://HOST:PORT, rediss://…, valkey-cluster://HOST:PORT,HOST:PORT, s3://BUCKET/PREFIX or az://ACCOUNT@CONTAINER"
+)
+_SCHEMES: dict[str, tuple[Literal["valkey", "s3", "azure"], bool, bool]] = {  # engine, cluster, TLS
     "redis": ("valkey", False, False),
     "valkey": ("valkey", False, False),
     "rediss": ("valkey", False, True),
@@ -37,16 +41,22 @@ _SCHEMES: dict[str, tuple[Literal["valkey", "s3"], bool, bool]] = {  # engine, c
     "rediss-cluster": ("valkey", True, True),
     "valkeys-cluster": ("valkey", True, True),
     "s3": ("s3", False, True),
+    "az": ("azure", False, True),
 }
-_OPTIONS = {"valkey": frozenset({"prefix"}), "s3": frozenset({"endpoint", "region"})}
+_OPTIONS = {
+    "valkey": frozenset({"prefix"}),
+    "s3": frozenset({"endpoint", "region"}),
+    "azure": frozenset({"endpoint"}),
+}
 _MOST_SECRET_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class RemoteAddress:
-    """What a URL says. ``hosts`` are host and port of Valkey's nodes; ``bucket`` and ``endpoint`` are S3's."""
+    """What a URL says. ``hosts`` are host and port of Valkey's nodes; ``bucket`` (Azure's
+    container) and ``endpoint`` are those of a store of objects."""
 
-    engine: Literal["valkey", "s3"]
+    engine: Literal["valkey", "s3", "azure"]
     prefix: str
     user: str = ""
     hosts: tuple[tuple[str, int], ...] = ()
@@ -91,8 +101,8 @@ def parse_remote(url: str) -> RemoteAddress:
             raise ValueError(f"it has an unknown option; {parts.scheme}:// knows {', '.join(sorted(_OPTIONS[engine]))}")
     if parts.fragment:
         raise ValueError("it has a part behind #, which means nothing here; leave it out")
-    if engine == "s3":
-        return _s3(hosts, parts.path, unquote(user), options)
+    if engine != "valkey":
+        return _objects(engine, hosts, parts.path, unquote(user), options)
     return RemoteAddress(
         engine,
         _prefix(options.get("prefix", _DEFAULT_PREFIX)),
@@ -104,16 +114,23 @@ def parse_remote(url: str) -> RemoteAddress:
     )
 
 
-def _s3(bucket: str, path: str, user: str, options: dict[str, str]) -> RemoteAddress:
+def _objects(
+    engine: Literal["s3", "azure"], bucket: str, path: str, user: str, options: dict[str, str]
+) -> RemoteAddress:
     if not bucket or ":" in bucket:
-        raise ValueError("it names no bucket; write it like s3://BUCKET/PREFIX")
+        example = "s3://BUCKET/PREFIX" if engine == "s3" else "az://ACCOUNT@CONTAINER/PREFIX"
+        raise ValueError(f"it names no {'bucket' if engine == 's3' else 'container'}; write it like {example}")
+    if engine == "azure" and not user:
+        raise ValueError("it names no account; write it like az://ACCOUNT@CONTAINER/PREFIX")
     endpoint = options.get("endpoint", "")
     if "@" in endpoint:
-        raise ValueError("its endpoint has a user; write that before the bucket, as s3://KEY_ID@BUCKET")
+        raise ValueError(
+            "its endpoint has a user; write that before the @, as s3://KEY_ID@BUCKET or az://ACCOUNT@CONTAINER"
+        )
     if endpoint and not endpoint.startswith(("http://", "https://")):
         raise ValueError("its endpoint must begin with http:// (plain) or https:// (TLS)")
     return RemoteAddress(
-        "s3",
+        engine,
         _prefix(path.strip("/") or _DEFAULT_PREFIX),
         user,
         tls=not endpoint.startswith("http://"),
@@ -150,10 +167,7 @@ def _database(path: str, cluster: bool) -> int:
 
 def credentials_of(secret: str, secret_file: Path | None, ca: Path | None) -> Credentials:
     """Reads what files hold. Raises ConfigurationError."""
-    try:
-        pem = ca.read_bytes() if ca is not None else None
-    except OSError as error:
-        raise ConfigurationError(f"cannot read --remote-ca: {error}") from error
+    pem = read_authority(ca) if ca is not None else None
     return Credentials(secret or (_read_secret(secret_file) if secret_file is not None else ""), pem)
 
 
@@ -179,9 +193,13 @@ def new_engine(address: RemoteAddress, credentials: Credentials) -> RemoteEngine
     """The engine that an address names, not connected yet. Raises ConfigurationError when its client is not
     installed."""
     if address.engine == "s3":
-        from cache_daemon.remote.s3 import S3Engine
+        from cache_daemon.remote.objects import S3Engine
 
         return S3Engine(address, credentials)
+    if address.engine == "azure":
+        from cache_daemon.remote.objects import AzureEngine
+
+        return AzureEngine(address, credentials)
     from cache_daemon.remote.valkey import ValkeyEngine
 
     return ValkeyEngine(address, credentials)

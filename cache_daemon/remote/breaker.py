@@ -51,12 +51,15 @@ class Breaker:
                 self.state, self.why = Circuit.CLOSED, ""
 
     def failed(self, why: str) -> bool:
-        """Returns whether the circuit opened by it."""
+        """Returns whether the circuit opened by it. What an open one fails with now is why it stays open."""
+        if self.state is Circuit.OPEN:
+            self.why = why
+            return False
         self._in_a_row, self._good = self._in_a_row + 1, 0
         self._recent.append(False)
         bad = self._recent.count(False)
         worn = len(self._recent) == _WINDOW and bad >= _SHARE * _WINDOW
-        if self.state is Circuit.OPEN or not (self.state is Circuit.HALF_OPEN or self._in_a_row >= _IN_A_ROW or worn):
+        if not (self.state is Circuit.HALF_OPEN or self._in_a_row >= _IN_A_ROW or worn):
             return False
         if self.state is Circuit.CLOSED:
             self.since = time.monotonic()

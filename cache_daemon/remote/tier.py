@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
 import structlog
@@ -158,11 +159,14 @@ class RemoteTier:
         header = entry.header
         return self.names.parts(header.root, header.prefix_hash, entry.stored_checksum, entry.parts)
 
+    def left(self, entry: Entry) -> float:
+        """Seconds that an entry has left; infinite without an end."""
+        return entry.ends_at - self._clock() if entry.ends_at else inf
+
     def lasts(self, entry: Entry, ttl_seconds: int | None) -> bool:
         """Whether an entry has at least half of the time left that it would be given now."""
-        if not entry.ends_at:
-            return True
-        return ttl_seconds is not None and entry.ends_at - self._clock() > ttl_seconds / 2 - 1
+        left = self.left(entry)
+        return left == inf or (ttl_seconds is not None and left > ttl_seconds / 2 - 1)
 
     def reject(self, root: bytes, key: bytes, error: Unfit) -> None:
         """Counts a value that is not what it should be. What is worth nothing to anybody is to be removed, or every
@@ -177,6 +181,14 @@ class RemoteTier:
         """Notes a record that is to be removed."""
         if len(self.spoilt) < _MOST_SPOILT:
             self.spoilt[root, key] = None
+
+    async def listed(self, root: bytes) -> list[bytes]:
+        """The prefix hashes of a tenant's records, sound or not, in no order. Raises RemoteFailed."""
+        found: dict[bytes, None] = {}
+        async for page in self._scanned(self.names.tenant(root)):
+            hashes = (self.names.hash_of_head(root, name) for name in page)
+            found |= dict.fromkeys(key for key in hashes if key is not None)
+        return list(found)
 
     # ---- writing --------------------------------------------------------------------------------------------
 

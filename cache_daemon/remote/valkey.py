@@ -14,6 +14,7 @@ from typing import Any
 from kvsidecar.errors import ConfigurationError
 
 from cache_daemon.remote.address import Credentials, RemoteAddress
+from cache_daemon.remote.certificates import distrust
 from cache_daemon.remote.engine import Item, RemoteFailed, told
 
 # The caller's deadlines are shorter; this one only ends what nobody waits for any more.
@@ -138,6 +139,8 @@ class ValkeyEngine:
 def _reason(error: Exception) -> str:
     """What happened, in our words: the server's may name keys."""
     text = str(error).lower()
+    if why := distrust(text):
+        return why
     for sign, meaning in _MEANINGS.items():
         if sign in text:
             return meaning

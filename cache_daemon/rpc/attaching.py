@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 import structlog
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.errors import CACHE_DOMAIN, Context, InvalidRequest, KVSidecarError, abort
+from kvsidecar.errors import CACHE_DOMAIN, Context, InvalidRequest, KVSidecarError, PermissionDenied, abort
 from kvsidecar.layout import MAX_CHUNK_TOKENS
 
 from cache_daemon.rpc import limits
@@ -45,7 +45,8 @@ class Attaching(AtDoor):
                     message = decoded(await anext(messages, None))
                 if message is None:
                     return
-                self.principal_of(context)  # a token that was revoked ends the session
+                if self.principal_of(context) != session.owner:  # as a token that was revoked ends the session
+                    raise PermissionDenied("what the caller may do has changed; call Attach again")
                 self.store.report(session, limits.check_beat(message.heartbeat))
                 verdict = self.store.verdicts.get(session.namespace)
                 yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
@@ -69,13 +70,12 @@ class Attaching(AtDoor):
             raise InvalidRequest(f"protocol_version is {hello.protocol_version}; this daemon speaks {PROTOCOL_VERSION}")
         limits.at_most("the length of client_name", len(hello.client_name), limits.MAX_NAME)
         limits.check_descriptor(hello.descriptor)
-        limits.room_for("sessions", len(self.store.sessions), limits.MAX_SESSIONS)
-        principal = self.principal_of(context)
-        session = self.store.open_session(
-            hello.client_name, hello.descriptor, hello.namespace, shares_memory=bool(self.memory_socket)
+        shares, principal = bool(self.memory_socket), self.principal_of(context)
+        most = limits.MAX_SESSIONS if shares else limits.MAX_FAR_SESSIONS
+        limits.room_for("sessions", len(self.store.sessions), most)
+        return self.store.open_session(
+            hello.client_name, hello.descriptor, hello.namespace, shares_memory=shares, owner=principal
         )
-        session.owner = principal
-        return session
 
     def _welcome(self, session: Session) -> pb.Welcome:
         welcome = pb.Welcome(
@@ -84,12 +84,13 @@ class Attaching(AtDoor):
             heartbeat_interval_ms=self.shared.heartbeat_ms,
             max_chunk_tokens=MAX_CHUNK_TOKENS,
             verdict=self.store.verdicts.get(session.namespace),
+            remote=self.store.remote is not None,
         )
-        if session.staging is not None:
+        assert session.staging is not None, "a new session has one"
+        welcome.staging.size_bytes = session.staging.size_bytes
+        if session.shares_memory:
             welcome.memory_socket = self.memory_socket
             welcome.arena.CopyFrom(self.store.arena.describe())
-            welcome.staging.size_bytes = session.staging.size_bytes
-            welcome.remote = self.store.remote is not None
             if self.store.summary is not None:
                 welcome.summary.CopyFrom(self.store.summary.describe())
         return welcome

@@ -7,14 +7,13 @@ import asyncio
 import numpy as np
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.errors import Context, FailedPrecondition, UnknownSession
+from kvsidecar.errors import Context, UnknownSession
 
 from cache_daemon.rpc import limits
 from cache_daemon.rpc.calls import cancelled_later, unary
 from cache_daemon.rpc.door import AtDoor
 from cache_daemon.store.index import Found
 from cache_daemon.store.lookup import MatchResult
-from cache_daemon.store.sessions import Session
 from cache_daemon.store.turns import Turns
 from cache_daemon.store.writing import Reserved
 
@@ -42,7 +41,7 @@ class Chunks(AtDoor):
                 await asyncio.sleep(0)
                 answer.matches.extend(c.match(n, 0) for c, n in found[at : at + _SLICE])
             return answer
-        session, salt = self._writer(context, request.session_id), self.salt(context, request.tenant_salt)
+        session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
         probes = limits.stretches_of(request.contents, len(request.token_ids))
         limits.room_for("leases of this session", len(session.leases), limits.MAX_LEASES)
         held = sum(len(hold.chunks) for hold in session.leases.values()) if len(session.leases) > 16 else 0
@@ -50,10 +49,11 @@ class Chunks(AtDoor):
         if self.shared.asked is not None:
             self.shared.asked(keys.tenant_root(session.namespace, salt), ids)
         cuts, price = limits.cuts_of(request.cuts, len(request.token_ids)), limits.price_of(request.seconds_per_token)
-        brought = None
+        brought, window, until = None, request.window, self.store.terms.until(limits.ttl_of(request.ttl_seconds))
         if cuts and self.store.remote is not None:
-            brought = await self.store.remote.bring(session, salt, ids, cuts, price, _patience(context))
-        result = await self.store.match(session, salt, ids, probes)
+            window = 0
+            brought = await self.store.remote.bring(session, salt, ids, cuts, price, _patience(context), until)
+        result = await self.store.match(session, salt, ids, probes, window, until)
         if result.lease_id:
             cancelled_later(context, lambda: self.store.release(session, [result.lease_id]))
         answer = await self._matched(result)
@@ -68,8 +68,9 @@ class Chunks(AtDoor):
 
     @unary
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
-        session, salt = self._writer(context, request.session_id), self.salt(context, request.tenant_salt)
+        session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
         limits.check_headers(request.headers)
+        until = self.store.terms.until(limits.ttl_of(request.ttl_seconds))
         limits.room_for("reservations of this session", len(session.reservations), limits.MAX_RESERVATIONS)
         reserved: list[Reserved] = []
 
@@ -79,7 +80,7 @@ class Chunks(AtDoor):
         turns = Turns()
         try:
             for at in range(0, len(request.headers), _HEADERS):
-                reserved.extend(self.store.reserve(session, salt, request.headers[at : at + _HEADERS]))
+                reserved.extend(self.store.reserve(session, salt, request.headers[at : at + _HEADERS], until))
                 await turns.give_way()
                 if session.closed:
                     raise UnknownSession("the session ended while its request was served; call Attach again")
@@ -91,7 +92,7 @@ class Chunks(AtDoor):
 
     @unary
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
-        session = self._writer(context, request.session_id)
+        session = self.session(context, request.session_id)
         limits.at_most("the number of items", len(request.items), limits.MAX_ITEMS)
         items = [(item.reservation_id, item.checksum) for item in request.items]
         outcomes = await self.store.commit(session, request.epoch, items)
@@ -102,18 +103,10 @@ class Chunks(AtDoor):
         session = self.session(context, request.session_id)
         return pb.AbortResponse(aborted=self.store.abort(session, request.reservation_ids))
 
-    def _writer(self, context: Context, session_id: bytes) -> Session:
-        """A session that shares memory with the daemon."""
-        session = self.session(context, session_id)
-        if session.staging is None:
-            raise FailedPrecondition(
-                "callers at this address share no memory with the daemon; use Match without a session, Fetch and Store"
-            )
-        return session
-
     async def _matched(self, result: MatchResult) -> pb.MatchResponse:
         out = pb.MatchResponse(
-            matched_tokens=sum(m.tokens for m in result.matches),
+            matched_tokens=result.passed_tokens + sum(m.tokens for m in result.matches),
+            passed_tokens=result.passed_tokens,
             promoted_tokens=result.promoted_tokens,
             promote_ms=result.promote_ms,
             lease_id=result.lease_id,

@@ -1,4 +1,5 @@
-"""Requests that cannot be decoded: the caller's error, said like all others, and not gRPC's UNKNOWN."""
+"""Requests that cannot be decoded: the caller's error, said like all others, and not gRPC's UNKNOWN. And answers that
+are encoded already."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def decoded(request: T | Undecodable) -> T:
 
 
 def add_to_server(servicer: Any, server: grpc.aio.Server) -> None:
-    """Adds a servicer whose methods are given Undecodable for what is no message, and ask ``decoded``."""
+    """Adds a servicer whose methods are given Undecodable for what is no message, and ask ``decoded``; what they answer
+    may be bytes, which are sent as they are."""
     lenient: Any = _Lenient(server)
     add_CacheServiceServicer_to_server(servicer, lenient)
 
@@ -45,10 +47,17 @@ class _Lenient:
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         lenient = {
-            name: handler._replace(request_deserializer=_or_undecodable(handler.request_deserializer))
+            name: handler._replace(
+                request_deserializer=_or_undecodable(handler.request_deserializer),
+                response_serializer=_unless_encoded(handler.response_serializer),
+            )
             for name, handler in handlers.items()
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, lenient),))
+
+
+def _unless_encoded(encode: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    return lambda answer: answer if isinstance(answer, bytes) else encode(answer)
 
 
 def _or_undecodable(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

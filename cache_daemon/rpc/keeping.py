@@ -1,16 +1,20 @@
-"""Pin, Unpin, Delete, List and Stats: looking at the store, and telling it what to keep."""
+"""Pin, Unpin, Delete, Carry, List and Stats: looking at the store, and telling it what to keep where."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from itertools import accumulate
 
+from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.errors import Context, InvalidRequest
+from kvsidecar.errors import Context, FailedPrecondition, InvalidRequest
 from kvsidecar.keys import HASH_BYTES
+from kvsidecar.layout import Geometry
 
 from cache_daemon.rpc import limits
-from cache_daemon.rpc.calls import unary
+from cache_daemon.rpc.calls import streaming, unary
 from cache_daemon.rpc.door import AtDoor
 
 # A page with tokens ends before it has more, but for its first chunk: others have their turn.
@@ -43,6 +47,35 @@ class Keeping(AtDoor):
             root = b""
         key = limits.hash_of("prefix_hash", prefix.prefix_hash, optional=True)
         return pb.DeleteResponse(deleted=await self.store.delete(root, key))
+
+    @streaming
+    async def Carry(self, request: pb.CarryRequest, context: Context) -> AsyncIterator[pb.CarryResponse]:
+        # Guests have what they ask for go there and come from there; all at once is work for everybody's engine.
+        self.principal_of(context).require_operator("carry a tenant to the remote tier, or from there")
+        root, remote = self.root(context, request.namespace, request.tenant_salt), self.store.remote
+        if remote is None:
+            raise FailedPrecondition("this daemon has no remote tier; start it with --remote")
+        with self.stream("Carry", limits.MAX_CARRYING):
+            if request.direction == pb.CARRY_DIRECTION_TO_REMOTE:
+                steps = remote.carrying.push([chunk async for chunk in self.store.walks.all_of(root)])
+            elif request.direction == pb.CARRY_DIRECTION_FROM_REMOTE:
+                limits.check_descriptor(request.descriptor)
+                if keys.namespace_id(request.descriptor) != request.namespace:
+                    raise InvalidRequest("the descriptor is not the namespace's; send that of one of its workers")
+                tenant = keys.tenant_id(request.tenant_salt)
+                steps = remote.carrying.pull(root, tenant, Geometry.of(request.descriptor))
+            else:
+                raise InvalidRequest("direction is not set; it must be TO_REMOTE or FROM_REMOTE")
+            async with aclosing(steps) as told:  # type: ignore[type-var]
+                async for now in told:
+                    yield pb.CarryResponse(
+                        done=now.done,
+                        total=now.total,
+                        chunks=now.chunks,
+                        payload_bytes=now.payload_bytes,
+                        known=now.known,
+                        lost=now.lost,
+                    )
 
     @unary
     async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:

@@ -9,7 +9,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
 from kvsidecar.errors import InvalidRequest, LimitExceeded
-from kvsidecar.layout import MAX_CHUNK_TOKENS, MAX_CUTS
+from kvsidecar.layout import MAX_CHUNK_TOKENS, MAX_CUTS, MAX_TTL_SECONDS
 
 MESSAGE_BYTES = 1 << 20
 MAX_TOKENS = 1 << 20
@@ -21,9 +21,11 @@ MAX_STRING_BYTES = 4096
 # More than a session can have done, and far from where the store's counters end.
 MAX_TOTAL = 1 << 48
 
-MAX_SESSIONS = 256
+# Callers that share no memory leave room for those that do: this host's workers.
+MAX_SESSIONS, MAX_FAR_SESSIONS = 256, 192
 MAX_WATCHERS = 64
 MAX_STREAMS = 64
+MAX_CARRYING = 2
 MAX_LEASES = 4096
 MAX_LEASED_CHUNKS = 1 << 18
 MAX_RESERVATIONS = 4096
@@ -96,6 +98,12 @@ def price_of(seconds_per_token: float) -> float:
     if not 0 <= seconds_per_token < 3600:
         raise InvalidRequest(f"seconds_per_token is {seconds_per_token}; a number from 0 to below 3600 is needed")
     return seconds_per_token
+
+
+def ttl_of(seconds: int) -> int:
+    """Raises InvalidRequest for more than chunks are kept on anybody's word."""
+    at_most("ttl_seconds", seconds, MAX_TTL_SECONDS)
+    return seconds
 
 
 def stretches_of(contents: Sequence[pb.ContentProbe], prompt_tokens: int) -> list[tuple[int, int]]:

@@ -1,13 +1,14 @@
-"""Fetch, Store and Watch: byte streams for callers that share no memory, and the event stream."""
+"""Fetch, Store, Fill and Watch: byte streams for callers that share no memory, and the event stream."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import (
     ArenaFull,
     ChecksumMismatch,
@@ -17,42 +18,54 @@ from kvsidecar.errors import (
     KVSidecarError,
     Overloaded,
     QuotaExceeded,
+    UnknownLease,
 )
+from kvsidecar.pieces import encoded_piece
 
 from cache_daemon.memory.arena import Slot
 from cache_daemon.rpc import limits
 from cache_daemon.rpc.calls import streaming, unary
 from cache_daemon.rpc.decoding import decoded
 from cache_daemon.rpc.door import AtDoor
-from cache_daemon.store.sessions import Session
+from cache_daemon.store.sessions import Hold, Session
 
 # A stream that stands still so long gives back what it holds.
 STALL_SECONDS = 10.0
 
+T = TypeVar("T")
+M = TypeVar("M", pb.StoreRequest, pb.FillRequest)
+
 
 class Streams(AtDoor):
-    """Each holds at most one chunk, and not for longer than its caller takes or sends something."""
+    """What each holds, one chunk or those of a lease, it does not hold for longer than its caller takes or sends
+    something."""
 
     @streaming
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
+        if request.session_id:
+            await self._fetch_leased(request, context)
+            return
         root = self.root(context, request.namespace, request.tenant_salt)
         chunk = self.store.find(root, limits.hash_of("prefix_hash", request.prefix_hash))
         with self.stream("Fetch", limits.MAX_STREAMS):
             async with self.store.reading(chunk) as payload:
-                await _written(context, pb.FetchResponse(header=chunk.whole_header()))
-                for at in range(0, len(payload), limits.MESSAGE_BYTES):
-                    piece = pb.FetchResponse(data=bytes(payload[at : at + limits.MESSAGE_BYTES]))
-                    await _written(context, piece)
+                await _send(context, chunk.whole_header(), payload)
         return
-        yield  # what makes it a generator: answers are written with a deadline above
+        yield  # what makes it a generator: answers are written with a deadline
+
+    async def _fetch_leased(self, request: pb.FetchRequest, context: Context) -> None:
+        session = self.session(context, request.session_id)
+        limits.at_most("the number of prefix_hashes", len(request.prefix_hashes), limits.MAX_ITEMS)
+        chunks = session.leased(request.lease_id, request.prefix_hashes)
+        with self.stream("Fetch", limits.MAX_STREAMS), Hold(chunks, self.store.tiers.unused):
+            for chunk in chunks:
+                self.session(context, request.session_id)  # one that has ended, or may no longer, is sent no more
+                await _send(context, chunk.header, await self.store.read(chunk))
 
     @unary
     async def Store(self, request_iterator: AsyncIterator[pb.StoreRequest], context: Context) -> pb.StoreResponse:
         messages = aiter(request_iterator)
-        first = await _next(messages)
-        if first is None or first.WhichOneof("message") != "start":
-            raise InvalidRequest("the first message of Store must be start")
-        start = first.start
+        start = (await _first(messages, "Store", "start")).start
         salt = self.salt(context, start.tenant_salt)
         limits.check_descriptor(start.descriptor)
         limits.check_headers([start.header])
@@ -73,12 +86,34 @@ class Streams(AtDoor):
                 return pb.StoreResponse(prefix_hash=reserved.prefix_hash, already_stored=True)
             if reserved.staged is None:
                 raise _not_reserved(reserved.outcome)
-            await _receive(messages, session, reserved.staged)
+            filling = _Filling(session, reserved.reservation_id)
+            while (message := await _next(messages)) is not None:
+                filling.take(message.data)
+            filling.check_whole()
             items = [(reserved.reservation_id, header.checksum)]
             outcome = (await self.store.commit(session, self.store.epoch, items))[0]
         if outcome != pb.COMMIT_OUTCOME_COMMITTED:
             raise _not_committed(outcome)
         return pb.StoreResponse(prefix_hash=reserved.prefix_hash)
+
+    @unary
+    async def Fill(self, request_iterator: AsyncIterator[pb.FillRequest], context: Context) -> pb.FillResponse:
+        messages = aiter(request_iterator)
+        session = self.session(context, (await _first(messages, "Fill", "session_id")).session_id)
+        filled: list[_Filling] = []
+        with self.stream("Fill", limits.MAX_STREAMS):
+            while (message := await _next(messages)) is not None:
+                if message.WhichOneof("message") == "reservation_id":
+                    if filled:
+                        filled[-1].check_whole()
+                    filled.append(_Filling(session, message.reservation_id))
+                elif not filled:
+                    raise InvalidRequest("a payload has no reservation; send its reservation_id first")
+                else:
+                    filled[-1].take(message.data)
+            if filled:
+                filled[-1].check_whole()
+        return pb.FillResponse(filled=len(filled))
 
     @streaming
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
@@ -95,7 +130,13 @@ class Streams(AtDoor):
                 yield event
 
 
-async def _written(context: Context, answer: pb.FetchResponse) -> None:
+async def _send(context: Context, header: ChunkHeader, payload: memoryview) -> None:
+    await _written(context, pb.FetchResponse(header=header))
+    for at in range(0, len(payload), limits.MESSAGE_BYTES):
+        await _written(context, encoded_piece(payload[at : at + limits.MESSAGE_BYTES]))
+
+
+async def _written(context: Context, answer: pb.FetchResponse | bytes) -> None:
     try:
         async with asyncio.timeout(STALL_SECONDS):
             await context.write(answer)
@@ -103,27 +144,51 @@ async def _written(context: Context, answer: pb.FetchResponse) -> None:
         raise DeadlineExceeded(f"the caller took nothing for {STALL_SECONDS:g} s; fetch the chunk again") from None
 
 
-async def _next(messages: AsyncIterator[pb.StoreRequest]) -> pb.StoreRequest | None:
+async def _first(messages: AsyncIterator[M], call: str, field: str) -> M:
+    """The message that a stream begins with. Raises InvalidRequest where it is another one, or none."""
+    message = await _next(messages)
+    if message is None or message.WhichOneof("message") != field:
+        raise InvalidRequest(f"the first message of {call} must be {field}")
+    return message
+
+
+async def _next(messages: AsyncIterator[T]) -> T | None:
     try:
         async with asyncio.timeout(STALL_SECONDS):
             return decoded(await anext(messages, None))
     except TimeoutError:
-        raise DeadlineExceeded(f"the caller sent nothing for {STALL_SECONDS:g} s; store the chunk again") from None
+        raise DeadlineExceeded(f"the caller sent nothing for {STALL_SECONDS:g} s; send it again") from None
 
 
-async def _receive(messages: AsyncIterator[pb.StoreRequest], session: Session, staged: Slot) -> None:
-    assert session.staging is not None
-    at = 0
-    while (message := await _next(messages)) is not None:
-        data = message.data
+class _Filling:
+    """A reservation's payload that arrives, into its session's staging. Raises UnknownLease when the reservation ends
+    meanwhile."""
+
+    def __init__(self, session: Session, reservation_id: bytes) -> None:
+        self._session, self._id, self._at = session, reservation_id, 0
+        self._size = self._place().size_bytes
+
+    def take(self, data: bytes) -> None:
+        """Raises InvalidRequest for more than was announced, and for a message that is too large."""
         limits.at_most("the size of a data message in bytes", len(data), limits.MESSAGE_BYTES)
-        if at + len(data) > staged.size_bytes:
-            raise InvalidRequest(f"more than the announced {staged.size_bytes} payload bytes were sent")
-        with session.staging.view(Slot(staged.offset + at, len(data))) as target:
+        if self._at + len(data) > self._size:
+            raise InvalidRequest(f"more than the announced {self._size} payload bytes were sent")
+        staging, place = self._session.staging, Slot(self._place().offset + self._at, len(data))
+        assert staging is not None, "a session with reservations has staging"
+        with staging.view(place) as target:
             target[:] = data
-        at += len(data)
-    if at != staged.size_bytes:
-        raise InvalidRequest(f"{at} payload bytes were sent, the header announced {staged.size_bytes}")
+        self._at += len(data)
+
+    def check_whole(self) -> None:
+        """Raises InvalidRequest when less was sent than was announced."""
+        if self._at != self._size:
+            raise InvalidRequest(f"{self._at} payload bytes were sent, the header announced {self._size}")
+
+    def _place(self) -> Slot:
+        reservation = self._session.reservations.get(self._id)
+        if reservation is None:
+            raise UnknownLease("the reservation is not one of this session's, or has ended; reserve the chunk again")
+        return reservation.staged
 
 
 def _not_reserved(outcome: pb.ReserveOutcome.ValueType) -> KVSidecarError:

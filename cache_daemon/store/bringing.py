@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 
 from kvsidecar import keys
 from kvsidecar.layout import Geometry
@@ -42,7 +44,8 @@ _MEASURE_SECONDS = 5.0
 @dataclass(frozen=True)
 class Wanted:
     """A prompt that is looked up: ``ids`` are uint32 little-endian, ``cuts`` the rising ends of its chunks, ``price``
-    what the asker computes a token in (seconds; 0: unknown), ``patience`` how long it will wait at most."""
+    what the asker computes a token in (seconds; 0: unknown), ``patience`` how long it will wait at most, ``until`` how
+    long what comes is kept, on the store's clock."""
 
     root: bytes
     tenant: bytes
@@ -51,6 +54,7 @@ class Wanted:
     cuts: Sequence[int]
     price: float
     patience: float
+    until: float = inf
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class BringingCounts:
 
 
 @dataclass(eq=False)
-class _Asking:
+class Asking:
     """A look-up of a tenant's chunks; ``void`` as soon as some of them are deleted."""
 
     root: bytes
@@ -90,8 +94,9 @@ class _Link:
 
 
 class Bringing:
-    """``seen`` hears the mark that a tenant has in the engine, ``brought`` of every chunk that came, ``closed`` whether
-    a tenant's chunks must not be asked for. ``in_thread`` runs what is heavy."""
+    """``seen`` hears the mark that a tenant has in the engine, ``brought`` of every chunk that came and how many
+    seconds the engine keeps it still, ``closed`` whether a tenant's chunks must not be asked for. ``in_thread`` runs
+    what is heavy."""
 
     def __init__(
         self,
@@ -100,13 +105,13 @@ class Bringing:
         tier: RemoteTier,
         in_thread: Callable[[Callable[[], None]], Awaitable[None]],
         seen: Callable[[bytes, bytes | None], object],
-        brought: Callable[[Chunk], None],
+        brought: Callable[[Chunk, float], None],
         closed: Callable[[bytes], bool],
     ) -> None:
         self._tiers, self._publishing, self._tier, self._in_thread = tiers, publishing, tier, in_thread
         self._seen, self._brought, self._closed = seen, brought, closed
         self._running: dict[bytes, asyncio.Future[None]] = {}
-        self._asking: set[_Asking] = set()
+        self._asking: set[Asking] = set()
         self._downloads = Downloads(tier)
         self._measuring: asyncio.Task[None] | None = None
         self.counts = BringingCounts()
@@ -130,6 +135,16 @@ class Bringing:
         for asking in self._asking:
             asking.void = asking.void or root in (b"", asking.root)
 
+    @contextmanager
+    def asking(self, root: bytes) -> Iterator[Asking]:
+        """A look-up while it lasts, which hears of deletions."""
+        asking = Asking(root, self._closed(root))
+        self._asking.add(asking)
+        try:
+            yield asking
+        finally:
+            self._asking.remove(asking)
+
     async def _bring(self, wanted: Wanted, began: float) -> int:
         links, ahead = await self._missing(wanted)
         if not links:
@@ -144,12 +159,10 @@ class Bringing:
             await asyncio.wait({other}, timeout=min(wanted.patience, worth or _LOOKUP_SECONDS))
             return 0
         mine = self._running[links[0].key] = asyncio.get_running_loop().create_future()
-        asking = _Asking(wanted.root, self._closed(wanted.root))
-        self._asking.add(asking)
         try:
-            return await self._look_up(wanted, asking, links, worth, began)
+            with self.asking(wanted.root) as asking:
+                return await self._look_up(wanted, asking, links, worth, began)
         finally:
-            self._asking.remove(asking)
             del self._running[links[0].key]
             mine.set_result(None)
 
@@ -175,7 +188,7 @@ class Bringing:
     def _covered(self, wanted: Wanted) -> int:
         return sum(n for _, n in self._tiers.index.match(wanted.root, wanted.ids))
 
-    async def _look_up(self, wanted: Wanted, asking: _Asking, links: list[_Link], worth: float, began: float) -> int:
+    async def _look_up(self, wanted: Wanted, asking: Asking, links: list[_Link], worth: float, began: float) -> int:
         self.counts.lookups += 1
         usual = min(_LOOKUP_MOST_SECONDS, max(_LOOKUP_SECONDS, _LOOKUP_LATE * self._tier.figures.latency_seconds))
         patience = min(usual, wanted.patience, worth * _LOOKUP_SHARE or _LOOKUP_SECONDS)
@@ -232,7 +245,7 @@ class Bringing:
 
     # ---- bringing -------------------------------------------------------------------------------------------
 
-    async def _fetch(self, wanted: Wanted, asking: _Asking, entries: Sequence[Entry], limit: float) -> None:
+    async def _fetch(self, wanted: Wanted, asking: Asking, entries: Sequence[Entry], limit: float) -> None:
         """Downloads some groups at once, and lists their chunks in order."""
         began, size = time.perf_counter(), 0
         deadline, groups = began + limit, self._tier.groups(entries)
@@ -249,22 +262,20 @@ class Bringing:
             self._tier.figures.moved(size, time.perf_counter() - began)
             hold.give_back()
 
-    async def _place_all(self, wanted: Wanted, asking: _Asking, one: Download, deadline: float, hold: Hold) -> bool:
+    async def _place_all(self, wanted: Wanted, asking: Asking, one: Download, deadline: float, hold: Hold) -> bool:
         """Waits for a group, places it and lets go of it. False ends the prefix."""
         payloads = await one.take(max(0.0, deadline - time.perf_counter()))
         if payloads is None:
             self.counts.late += time.perf_counter() >= deadline
             return False
         for entry, parts in zip(one.group, payloads, strict=True):
-            if not await self._place(wanted, asking, entry, parts, hold):
+            if not await self.place(wanted, asking, entry, parts, hold):
                 return False
         one.placed.set()
         return True
 
-    async def _place(
-        self, wanted: Wanted, asking: _Asking, entry: Entry, parts: list[bytes] | None, hold: Hold
-    ) -> bool:
-        """Unpacks a payload into a slot and lists its chunk. False ends the prefix."""
+    async def place(self, wanted: Wanted, asking: Asking, entry: Entry, parts: list[bytes] | None, hold: Hold) -> bool:
+        """Unpacks a payload into a slot and lists its chunk. False when there is no room, or it is not to come."""
         header, tiers = entry.header, self._tiers
         if parts is None:
             self._tier.drop(wanted.root, header.prefix_hash)
@@ -274,7 +285,7 @@ class Bringing:
             hold.add([there])
             return True
         tenant = tiers.accounts.of(wanted.tenant)
-        if not self._continues(wanted.root, entry):
+        if not self.continues(wanted.root, entry):
             return False
         if not self._publishing.entry_room(header.parent_prefix_hash, tenant):
             return False
@@ -284,13 +295,13 @@ class Bringing:
         kept = False
         try:
             await self._unpack(entry, parts, slot)
-            if asking.void or not self._continues(wanted.root, entry):
+            if asking.void or not self.continues(wanted.root, entry):
                 return False
             if tiers.index.get(header.prefix_hash) is None:
-                chunk = self._chunk(entry, tenant, slot)
+                chunk = self._chunk(entry, tenant, slot, wanted.until)
                 kept = True
                 self._publishing.publish(chunk)
-                self._brought(chunk)
+                self._brought(chunk, self._tier.left(entry))
                 hold.add([chunk])
         except Unfit as error:
             self._tier.reject(wanted.root, header.prefix_hash, error)
@@ -313,14 +324,16 @@ class Bringing:
 
         await to_its_end(self._in_thread(work))
 
-    def _continues(self, root: bytes, entry: Entry) -> bool:
+    def continues(self, root: bytes, entry: Entry) -> bool:
+        """Whether what an entry continues is here."""
         header = entry.header
         return self._publishing.continues(root, header.parent_prefix_hash, header.start_position)
 
-    def _chunk(self, entry: Entry, tenant: Tenant, slot: Slot) -> Chunk:
+    def _chunk(self, entry: Entry, tenant: Tenant, slot: Slot, until: float) -> Chunk:
         ids = keys.token_bytes(entry.header.token_ids[:])
         entry.header.ClearField("token_ids")
-        return Chunk(entry.header, ids, tenant, slot, in_arena=Residency.PRESENT, used_at=self._tiers.clock())
+        now = self._tiers.clock()
+        return Chunk(entry.header, ids, tenant, slot, in_arena=Residency.PRESENT, used_at=now, kept_until=until)
 
     # ---- what is not brought --------------------------------------------------------------------------------
 

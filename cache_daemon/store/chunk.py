@@ -6,6 +6,7 @@ import asyncio
 import enum
 import time
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from kvsidecar import keys
@@ -36,6 +37,7 @@ class ChunkState(NamedTuple):
     hits: int
     stored_bytes: int
     idle_seconds: float
+    left_seconds: float  # until the time is over that requests asked for
 
     def info(self, *, with_tokens: bool = False) -> ChunkInfo:
         h = self.header
@@ -54,6 +56,7 @@ class ChunkState(NamedTuple):
             hits=self.hits,
             stored_bytes=self.stored_bytes,
             idle_seconds=self.idle_seconds,
+            ttl_seconds=None if self.left_seconds == inf else self.left_seconds,
             token_ids=memoryview(self.ids).cast("I").tolist() if with_tokens else None,
         )
 
@@ -77,6 +80,7 @@ class Chunk:
     pins: int = 0
     hits: int = 0
     used_at: float = 0.0  # seconds, on the store's clock
+    kept_until: float = inf  # the same; what requests asked for, see Terms
     stored_bytes: int = 0  # in the durable tier
     superseded: int = 0  # longer siblings that take its place as soon as they are durable
     supersedes: list[Chunk] = field(default_factory=list, repr=False)
@@ -114,6 +118,10 @@ class Chunk:
     @property
     def prefill_seconds(self) -> float:
         return self.header.prefill_seconds
+
+    def expired(self, now: float) -> bool:
+        """Whether the time that requests asked for, or its tenant's time to live, is over. A pinned one stays."""
+        return not self.pins and (self.kept_until < now or self.tenant.expired(now - self.used_at))
 
     @property
     def in_use(self) -> bool:
@@ -161,6 +169,7 @@ class Chunk:
             self.hits,
             self.stored_bytes,
             max(0.0, now - self.used_at),
+            max(0.0, self.kept_until - now),
         )
 
     def info(self, now: float, *, with_tokens: bool = False) -> ChunkInfo:

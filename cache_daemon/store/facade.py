@@ -14,18 +14,16 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from typing import TypeVar
 
 import structlog
 from kvsidecar import keys
-from kvsidecar.cache.v1.cache_pb2 import (
-    CommitOutcome,
-    StatsResponse,
-)
-from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
+from kvsidecar.cache.v1.cache_pb2 import StatsResponse
+from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.errors import ArenaFull, ChunkNotFound, NamespaceMismatch
 
 from cache_daemon.durable.tier import DurableTier
@@ -33,11 +31,11 @@ from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.eviction.policy import EvictionPolicy
 from cache_daemon.memory.arena import Arena, footprint
 from cache_daemon.memory.staging import Staging
-from cache_daemon.store import pins, verdicts
+from cache_daemon.store import pins, terms, verdicts
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import Found, PrefixIndex
-from cache_daemon.store.lookup import Lookup, MatchResult
+from cache_daemon.store.lookup import Lookup, MatchResult, Stretches
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
 from cache_daemon.store.publishing import Publishing
@@ -47,10 +45,11 @@ from cache_daemon.store.sessions import Session, Sessions
 from cache_daemon.store.shelf import Shelf
 from cache_daemon.store.summary import SummaryWriter
 from cache_daemon.store.tenants import Accounts
+from cache_daemon.store.terms import Terms
 from cache_daemon.store.tiers import Clock, Tiers
 from cache_daemon.store.verdicts import Verdicts
 from cache_daemon.store.walks import Walks
-from cache_daemon.store.writing import Reserved, Writing
+from cache_daemon.store.writing import Writing
 
 _SLICE = 128
 _TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
@@ -100,14 +99,21 @@ class ChunkStore:
         self._persistence: Persistence | None = None
         if cold is not None and self._writer is not None:
             self._persistence = Persistence(self.tiers, cold, self._writer, durable_budget_bytes)
-        self._lookup = Lookup(self.tiers, durable, self._on(self._reading, "durable read"), self._progress)
+        self.terms = Terms(self.tiers, self._note)
+        self._lookup = Lookup(self.tiers, self.terms, durable, self._on(self._reading, "durable read"), self._progress)
         self._pins = Pins(self.tiers, int(max(arena.size_bytes, durable_budget_bytes) * _PINNED_SHARE), self._note)
-        self._writing = Writing(self.tiers, self._persistence, self._pins, self.epoch, self._on(self._copying, "copy"))
-        self.walks = Walks(self.tiers)
+        self._writing = Writing(
+            self.tiers, self._persistence, self._pins, self.terms, self.epoch, self._on(self._copying, "copy")
+        )
+        # See Writing.
+        self.reserve, self.commit = self._writing.reserve, self._writing.commit
+        self.abort, self.staged = self._writing.abort, self._writing.staged
+        self.walks = Walks(self.tiers, self.terms)
         self.remote: Remote | None = None
         if remote is not None:
-            publishing = Publishing(self.tiers, self._persistence, self._pins)
-            self.remote = Remote(remote, self.tiers, publishing, self._note, around)
+            publishing = Publishing(self.tiers, self._persistence, self._pins, self.terms)
+            hold, note = self._lookup.hold, self._note
+            self.remote = Remote(remote, self.tiers, publishing, note, hold, self._progress, around)
         self._upkeep: asyncio.Task[None] | None = None
 
     # ---- beginning and end ----------------------------------------------------------------------------------
@@ -116,6 +122,7 @@ class ChunkStore:
         """Takes up what the durable tier has, and begins the upkeep."""
         if self._durable is not None and self._persistence is not None:
             await Restoring(self.tiers, self._persistence, self._take_up).restore(self._durable, self._reading)
+            self.terms.restored()
         if self.remote is not None:
             self.remote.start()
         self._upkeep = asyncio.create_task(self._keep_up())
@@ -125,6 +132,8 @@ class ChunkStore:
             self.verdicts.restore(name, value)
         elif name.startswith(pins.NOTE_PREFIX):
             self._pins.restore(name, value)
+        elif name.startswith(terms.NOTE_PREFIX):
+            self.terms.restore(name, value)
         elif self.remote is not None:
             self.remote.restore(name)
 
@@ -145,15 +154,13 @@ class ChunkStore:
                     await self.settle()
             self._lookup.touch_all()
             self._persistence.write_recency()
+            self.terms.write_down()
             if not await in_thread(None, self._writer.stop, _STOP_SECONDS):
                 log.error("the durable tier did not take all that was queued in time", failing=self._writer.failing)
-        for blocking in (
-            self._copying.shutdown,
-            self._reading.shutdown,
-            self._durable.close if self._durable else None,
-        ):
-            if blocking is not None:
-                await in_thread(None, blocking)
+        for blocking in (self._copying.shutdown, self._reading.shutdown):
+            await in_thread(None, blocking)
+        if self._durable is not None:
+            await in_thread(None, self._durable.close)
         self.arena.close()
 
     # ---- sessions -------------------------------------------------------------------------------------------
@@ -165,9 +172,10 @@ class ChunkStore:
         namespace: bytes,
         *,
         shares_memory: bool = True,
+        owner: object = None,
         listed: bool = True,
     ) -> Session:
-        """Begins a session; one that is not listed is the daemon's own, for the length of one call. Raises
+        """Begins a session of ``owner``; one that is not listed is the daemon's own, for the length of one call. Raises
         NamespaceMismatch."""
         expected = keys.namespace_id(descriptor)
         if namespace != expected:
@@ -179,7 +187,9 @@ class ChunkStore:
             raise NamespaceMismatch(
                 f"format_version is {descriptor.format_version}; this daemon stores {keys.FORMAT_VERSION}"
             )
-        session = Session(name, namespace, descriptor, Staging(self._staging_bytes) if shares_memory else None)
+        allowed = None if shares_memory else self.sessions.allowance(owner, self._staging_bytes)
+        staging = Staging(self._staging_bytes, allowed)
+        session = Session(name, namespace, descriptor, staging, shares_memory, owner=owner)
         if listed:
             self.sessions.add(session)
         return session
@@ -210,10 +220,17 @@ class ChunkStore:
         return self._lookup.probe(root, ids)
 
     async def match(
-        self, session: Session, tenant_salt: bytes, ids: bytes, contents: Sequence[tuple[int, int]] = ()
+        self,
+        session: Session,
+        tenant_salt: bytes,
+        ids: bytes,
+        contents: Stretches = (),
+        window: int = 0,
+        until: float = inf,
     ) -> MatchResult:
         """See ``Lookup.match``."""
-        result = await self._lookup.match(session, keys.tenant_root(session.namespace, tenant_salt), ids, contents)
+        root = keys.tenant_root(session.namespace, tenant_salt)
+        result = await self._lookup.match(session, root, ids, contents, window, until)
         if self._persistence is not None:
             self._persistence.seen_again(m.chunk for m in result.matches)
         if self.remote is not None:
@@ -230,35 +247,19 @@ class ChunkStore:
                 released += 1
         return released
 
-    def reserve(self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader]) -> list[Reserved]:
-        """See ``Writing.reserve``."""
-        return self._writing.reserve(session, tenant_salt, headers)
-
-    async def commit(
-        self, session: Session, epoch: int, items: Sequence[tuple[bytes, int]]
-    ) -> list[CommitOutcome.ValueType]:
-        """See ``Writing.commit``."""
-        return await self._writing.commit(session, epoch, items)
-
-    def abort(self, session: Session, reservation_ids: Iterable[bytes]) -> int:
-        """See ``Writing.abort``."""
-        return self._writing.abort(session, reservation_ids)
-
-    def staged(self, session: Session, tenant_salt: bytes, header: ChunkHeader) -> AbstractContextManager[Reserved]:
-        """See ``Writing.staged``."""
-        return self._writing.staged(session, tenant_salt, header)
-
     @contextlib.asynccontextmanager
     async def reading(self, chunk: Chunk) -> AsyncIterator[memoryview]:
         """A chunk's payload, kept in the arena meanwhile. Raises ArenaFull when it cannot be brought in."""
         hold = await self._lookup.hold(chunk)
         if hold is None or chunk.slot is None:
             raise ArenaFull("the chunk is stored, but could not be brought into the arena; try again later")
-        slot = chunk.slot
-        try:
-            yield await asyncio.get_running_loop().run_in_executor(self._copying, self.arena.read, slot)
-        finally:
-            hold.give_back()
+        with hold:
+            yield await self.read(chunk)
+
+    async def read(self, chunk: Chunk) -> memoryview:
+        """The payload of a chunk that is in the arena, and is held there."""
+        assert chunk.slot is not None, "a chunk that is held has a slot"
+        return await asyncio.get_running_loop().run_in_executor(self._copying, self.arena.read, chunk.slot)
 
     def find(self, root: bytes, prefix_hash: bytes) -> Chunk:
         """Raises ChunkNotFound."""
@@ -294,7 +295,7 @@ class ChunkStore:
     def staging_of(self, session_id: bytes) -> int:
         """The file descriptor of a session's staging. Raises KeyError when there is no such session, or it has none."""
         session = self.sessions.find(session_id)
-        if session is None or session.staging is None:
+        if session is None or session.staging is None or not session.shares_memory:
             raise KeyError(session_id)
         return session.staging.descriptor
 
@@ -315,6 +316,8 @@ class ChunkStore:
                     self._persistence.retry()
                     if tick % _RECENCY_TICKS == 0:
                         self._persistence.write_recency()
+                        self.terms.write_down()
+                self.sessions.end_leases()
                 if tick % _SWEEP_TICKS == 0:
                     await self.sweep()
             except Exception:
@@ -384,6 +387,7 @@ class ChunkStore:
         """Raises AssertionError unless every slot and byte is accounted for exactly once, and every lease is kept."""
         tiers = self.tiers
         tiers.check_integrity()
+        self.terms.check_integrity()
         if self._persistence is not None:
             self._persistence.check_integrity()
         chunks = [*tiers.index, *tiers.detached]

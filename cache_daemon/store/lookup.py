@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED
@@ -17,6 +19,7 @@ from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.index import Found
 from cache_daemon.store.sessions import Hold, Session
+from cache_daemon.store.terms import Terms
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.turns import Turns
 
@@ -27,12 +30,20 @@ _SLICE = 128
 # Uses are counted when the answer is on its way, so few at a time that the next request hardly waits.
 _TOUCH_AFTER_SECONDS, _TOUCHES = 0.002, 32
 
+# Windows that are looked for in one prompt.
+_WINDOWS = 4
+
+# Parts of a prompt, each ``(start, tokens)``.
+Stretches = Sequence[tuple[int, int]]
+
 
 @dataclass(frozen=True)
 class MatchResult:
-    """The longest stored prefix, and chunks found by content, each with its place in the prompt; under one lease."""
+    """The longest stored prefix, behind ``passed_tokens`` that are not wanted, and chunks found by content, each with
+    its place in the prompt; under one lease."""
 
     matches: tuple[Found, ...]
+    passed_tokens: int = 0
     contents: tuple[tuple[int, Found], ...] = ()
     promoted_tokens: int = 0
     promote_ms: float = 0.0
@@ -45,11 +56,13 @@ class Lookup:
     def __init__(
         self,
         tiers: Tiers,
+        terms: Terms,
         durable: DurableTier | None,
         in_thread: Callable[[Callable[[], list[ReadResult]]], Awaitable[list[ReadResult]]],
         progress: Callable[[float], Awaitable[bool]],
     ) -> None:
-        self._tiers, self._durable, self._in_thread, self._progress = tiers, durable, in_thread, progress
+        self._tiers, self._terms, self._durable = tiers, terms, durable
+        self._in_thread, self._progress = in_thread, progress
         self._touched: deque[Chunk] = deque()
 
     def probe(self, root: bytes, ids: bytes) -> list[Found]:
@@ -57,16 +70,47 @@ class Lookup:
         return self._fresh(self._tiers.index.match(root, ids))
 
     async def match(
-        self, session: Session, root: bytes, ids: bytes, contents: Sequence[tuple[int, int]] = ()
+        self,
+        session: Session,
+        root: bytes,
+        ids: bytes,
+        contents: Stretches = (),
+        window: int = 0,
+        until: float = inf,
     ) -> MatchResult:
         """Leases the longest stored prefix of ``ids`` (uint32 little-endian), bringing it into the arena where it is
         not, and chunks whose tokens are those of a stretch ``(start, tokens)`` of ``contents`` that reaches beyond it.
+        With a ``window``, of the prefix only what has one of the last so many tokens. All that is found is kept
+        ``until`` then, on the store's clock.
 
         What cannot be brought in (corrupt, no room) ends the prefix; that is never an error. Raises UnknownSession when
         the session ended meanwhile. Whoever is cancelled holds nothing.
         """
-        prefix = self._fresh(self._tiers.index.match(root, ids))
-        covered = sum(n for _, n in prefix)
+        limit: int | None = None  # where it ends was not there: another window is wanted, and then none
+        for _ in range(_WINDOWS):
+            result, limit = await self._match(session, root, ids, contents, window, until, limit)
+            if result is not None:
+                return result
+        result, _ = await self._match(session, root, ids, contents, 0, until, 0)
+        assert result is not None
+        return result
+
+    async def _match(
+        self,
+        session: Session,
+        root: bytes,
+        ids: bytes,
+        contents: Stretches,
+        window: int,
+        until: float,
+        limit: int | None,
+    ) -> tuple[MatchResult | None, int]:
+        """The same of a prefix of at most ``limit`` tokens, and where it ends; None when that is earlier than the
+        window was taken for."""
+        known = ids if limit is None else ids[: limit * keys.TOKEN_BYTES]
+        found = self._fresh(self._tiers.index.match(root, known))
+        covered, passed = sum(n for _, n in found), _passed(found, window)
+        prefix, behind = found[passed:], sum(n for _, n in found[:passed])
         hold = Hold([c for c, _ in prefix], self._tiers.unused)
         try:
             if len(prefix) > _SLICE:
@@ -87,14 +131,21 @@ class Lookup:
             hold.give_back()
             raise
         matches = self._usable(prefix)
+        end = behind + sum(m.tokens for m in matches)
+        if passed and len(matches) < len(prefix):
+            hold.give_back()
+            return None, end
         placed = tuple((start, Found(c, n)) for start, c, n in elsewhere if _readable(c))
         hold.keep([*(m.chunk for m in matches), *(m.chunk for _, m in placed)])
         lease_id = session.lease(hold) if hold.chunks else b""
         fresh = set(map(id, missing))
         promoted = sum(m.tokens for m in matches if id(m.chunk) in fresh) if fresh else 0
-        self._count(ids, matches, placed, promoted)
-        self._touch_later([m.chunk for m in matches], [m.chunk for _, m in placed])
-        return MatchResult(matches, placed, promoted, promote_ms, lease_id)
+        self._count(ids, behind, matches, placed, promoted)
+        used = [*(c for c, _ in found[:passed] if c.listed), *(m.chunk for m in matches)]
+        self._touch_later(used, [m.chunk for _, m in placed])
+        for chunk in (*used[-1:], *(m.chunk for _, m in placed)):
+            self._terms.keep(chunk, until)
+        return MatchResult(matches, behind, placed, promoted, promote_ms, lease_id), end
 
     async def hold(self, chunk: Chunk) -> Hold | None:
         """Keeps one chunk in the arena; None when it cannot be brought in."""
@@ -115,17 +166,17 @@ class Lookup:
 
     def _fresh(self, found: list[Found]) -> list[Found]:
         """What is found, without chunks whose time to live has passed; those go."""
-        if not found or found[0][0].tenant.limits.ttl_seconds is None:
+        if not found or (found[0][0].tenant.limits.ttl_seconds is None and found[-1][0].kept_until == inf):
             return found
         now = self._tiers.clock()
         for i, (chunk, _) in enumerate(found):
-            if not chunk.pins and chunk.tenant.expired(now - chunk.used_at):
+            if chunk.expired(now):
                 self._tiers.counts.expired_chunks += self._tiers.drop(chunk, EVENT_TYPE_EVICTED)
                 return found[:i]
         return found
 
     async def _by_content(
-        self, root: bytes, ids: bytes, contents: Sequence[tuple[int, int]], covered: int
+        self, root: bytes, ids: bytes, contents: Stretches, covered: int
     ) -> list[tuple[int, Chunk, int]]:
         turns = Turns()
         found = []
@@ -221,11 +272,13 @@ class Lookup:
         if arrival is not None and not arrival.done():
             arrival.set_result(None)
 
-    def _count(self, ids: bytes, matches: Sequence[Found], placed: Sequence[tuple[int, Found]], promoted: int) -> None:
+    def _count(
+        self, ids: bytes, behind: int, matches: Sequence[Found], placed: Sequence[tuple[int, Found]], promoted: int
+    ) -> None:
         counts = self._tiers.counts
         counts.matches += 1
         counts.requested_tokens += len(ids) // keys.TOKEN_BYTES
-        counts.matched_tokens += sum(m.tokens for m in matches)
+        counts.matched_tokens += behind + sum(m.tokens for m in matches)
         counts.promoted_tokens += promoted
         counts.content_tokens += sum(m.tokens for _, m in placed)
 
@@ -253,6 +306,15 @@ class Lookup:
     def _touch(self, most: int) -> None:
         for _ in range(min(most, len(self._touched))):
             self._tiers.touch(self._touched.popleft())
+
+
+def _passed(found: Sequence[Found], window: int) -> int:
+    """How many leading chunks end before the last ``window`` tokens of those that are found whole."""
+    if not window:
+        return 0
+    ends = list(accumulate(n for _, n in found))
+    whole = [end for end, (chunk, n) in zip(ends, found, strict=True) if n == chunk.tokens]
+    return sum(end <= whole[-1] - window for end in ends) if whole else 0
 
 
 def _readable(chunk: Chunk) -> bool:

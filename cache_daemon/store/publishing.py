@@ -11,6 +11,7 @@ from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
 from cache_daemon.store.sessions import Hold
 from cache_daemon.store.tenants import Tenant
+from cache_daemon.store.terms import Terms
 from cache_daemon.store.tiers import Tiers
 
 
@@ -21,6 +22,7 @@ class Publishing:
     tiers: Tiers
     persistence: Persistence | None
     pins: Pins
+    terms: Terms
 
     def continues(self, root: bytes, parent_key: bytes, start: int) -> bool:
         """Whether what a chunk that begins at ``start`` continues is here, and will stay: it may have been evicted
@@ -46,6 +48,7 @@ class Publishing:
         tiers.list_chunk(chunk)
         for old in tiers.index.superseded_by(chunk):
             self.pins.move(old, chunk)
+            self.terms.keep(chunk, old.kept_until)
             if self.persistence is not None:
                 self.persistence.supersede(chunk, old)
             else:

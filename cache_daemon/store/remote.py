@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import inf
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
@@ -14,10 +15,11 @@ from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 from cache_daemon.remote.tier import RemoteTier
 from cache_daemon.remote.watch import Watch
 from cache_daemon.store.bringing import Bringing, Brought, Wanted
+from cache_daemon.store.carrying import Carrying
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.publishing import Publishing
 from cache_daemon.store.sending import NOTE_PREFIX, RemoteWrite, Sending
-from cache_daemon.store.sessions import Session
+from cache_daemon.store.sessions import Hold, Session
 from cache_daemon.store.tiers import Tiers
 
 _THREADS = 2
@@ -45,8 +47,11 @@ class Remote:
         tiers: Tiers,
         publishing: Publishing,
         note: Callable[[bytes, bytes | None], None],
+        hold: Callable[[Chunk], Awaitable[Hold | None]],
+        progress: Callable[[float], Awaitable[bool]],
         around: Callable[[str], contextlib.AbstractContextManager[object]] = lambda _: contextlib.nullcontext(),
     ) -> None:
+        """``hold`` and ``progress`` are as for ``Carrying``."""
         self._around = around
         self._tier, self._threads = settings.tier, ThreadPoolExecutor(_THREADS, "remote")
         in_thread = asyncio.get_running_loop().run_in_executor
@@ -58,6 +63,7 @@ class Remote:
             tiers, publishing, settings.tier, lambda work: in_thread(self._threads, work),
             self._sending.seen, self._sending.is_there, self._sending.closed,
         )  # fmt: skip
+        self.carrying = Carrying(tiers, settings.tier, self._sending, self._bringing, hold, progress)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -77,13 +83,21 @@ class Remote:
         await asyncio.get_running_loop().run_in_executor(None, self._threads.shutdown)
 
     async def bring(
-        self, session: Session, tenant_salt: bytes, ids: bytes, cuts: Sequence[int], price: float, patience: float
+        self,
+        session: Session,
+        tenant_salt: bytes,
+        ids: bytes,
+        cuts: Sequence[int],
+        price: float,
+        patience: float,
+        until: float = inf,
     ) -> Brought:
         """Adds to the prefix of a session's prompt what the tier has of it, as ``Bringing`` and ``Wanted`` say. To be
         called right before ``ChunkStore.match``, so that nothing goes in between."""
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
         with self._around("remote read"):
-            brought = await self._bringing.bring(Wanted(root, tenant, session.geometry, ids, cuts, price, patience))
+            wanted = Wanted(root, tenant, session.geometry, ids, cuts, price, patience, until)
+            brought = await self._bringing.bring(wanted)
         self._sending.stir()
         return brought
 

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import ceil, inf
 from typing import Literal
 
 import structlog
@@ -49,7 +50,6 @@ class SendingCounts:
     """Since the start."""
 
     dropped: int = 0  # chunks that the queue had no room for, or that could not be sent in their turn
-    forgotten: int = 0  # deletions that are done
 
 
 class Sending:
@@ -68,12 +68,12 @@ class Sending:
         self._tiers, self._tier, self._policy, self._ttl, self._compress = tiers, tier, policy, ttl_seconds, compress
         self._in_thread, self._note = in_thread, note
         self._queue: OrderedDict[bytes, tuple[Chunk, int]] = OrderedDict()  # by prefix hash; and how often it was tried
-        self._known: OrderedDict[bytes, float] = OrderedDict()  # what is there already, and until when (monotonic)
+        self._known: OrderedDict[bytes, float] = OrderedDict()  # what is there, and when it ends (monotonic)
         # What tenants' marks were when last seen, and when they changed (monotonic; 0: not since they are known).
         self._marks: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
         self._deletions = Deletions()
         self._generation, self._on_their_way = tier.generation, 0
-        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self._wake, self._idle, self._turn = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._idle.set()
         self.counts = SendingCounts()
         tiers.on_unlisted.append(self._unlisted)
@@ -96,10 +96,10 @@ class Sending:
             for chunk in chunks:
                 self._offer(chunk)
 
-    def is_there(self, chunk: Chunk) -> None:
-        """The engine has the chunk: it was just brought from there."""
+    def is_there(self, chunk: Chunk, seconds: float) -> None:
+        """The engine has the chunk for so many seconds still: it was just brought from there."""
         self._queue.pop(chunk.key, None)
-        self._know([chunk.key], self._ttl_of(chunk))
+        self._know(chunk.key, seconds)
 
     def seen(self, root: bytes, mark: bytes | None) -> bool:
         """Hears a tenant's mark in the engine, None for none. Returns whether it is another than before: somebody has
@@ -119,8 +119,7 @@ class Sending:
         return True
 
     def _offer(self, chunk: Chunk) -> None:
-        until = self._known.get(chunk.key)
-        if chunk.key in self._queue or (until is not None and until > time.monotonic()):
+        if chunk.key in self._queue or self._lasts(chunk):
             return
         if self._is_old(chunk):
             return
@@ -134,18 +133,27 @@ class Sending:
         """Whether somebody has deleted the tenant elsewhere since the chunk was listed here."""
         return chunk.made_at <= self._marks.get(chunk.root, (b"", 0.0))[1]
 
-    def _know(self, found: Iterable[bytes], ttl_seconds: int | None) -> None:
-        # At half its time a chunk that is still in use is written once more.
-        until = float("inf") if ttl_seconds is None else time.monotonic() + ttl_seconds / 2
-        for key in found:
-            self._known[key] = until
-            self._known.move_to_end(key)
-        while len(self._known) > _MOST_KNOWN:
+    def _lasts(self, chunk: Chunk) -> bool:
+        """Whether the engine is known to have a chunk. At half its time one that is still in use is written once more,
+        and so is one that is to be kept for longer now than it was."""
+        ends = self._known.get(chunk.key)
+        if ends is None:
+            return False
+        ttl = self._ttl_of(chunk)
+        return ends == inf or (ttl is not None and ends - time.monotonic() > ttl / 2)
+
+    def _know(self, key: bytes, seconds: float) -> None:
+        self._known[key] = time.monotonic() + seconds
+        self._known.move_to_end(key)
+        if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
     def _ttl_of(self, chunk: Chunk) -> int | None:
+        """The least of the tier's own, the tenant's, and what is left of the time that requests asked for."""
         limits = [n for n in (self._ttl, chunk.tenant.limits.ttl_seconds) if n is not None]
-        return max(1, int(min(limits))) if limits else None
+        if chunk.kept_until < inf:
+            limits.append(chunk.kept_until - self._tiers.clock())
+        return max(1, ceil(min(limits))) if limits else None
 
     def _unlisted(self, chunk: Chunk) -> None:
         self._queue.pop(chunk.key, None)
@@ -199,7 +207,8 @@ class Sending:
                 continue
             self._idle.clear()
             try:
-                await self._step()
+                async with self._turn:
+                    await self._step()
             except RemoteFailed:
                 await asyncio.sleep(_PAUSE_SECONDS)
             except Exception:
@@ -247,7 +256,6 @@ class Sending:
             self._known.clear()
         if self._deletions.finished(deletion, gone):
             self._note(NOTE_PREFIX + root + key, None)
-        self.counts.forgotten += 1
 
     def _batch(self) -> list[Chunk]:
         """The next chunks of one tenant, taken from the queue."""
@@ -277,7 +285,18 @@ class Sending:
         finally:
             self._on_their_way = 0
 
-    async def _write(self, batch: Sequence[Chunk]) -> None:
+    async def push(self, batch: Sequence[Chunk]) -> tuple[list[Chunk], int]:
+        """Writes chunks of one tenant now, whatever the policy; they are held. Returns those that were written, and how
+        many were there. Raises RemoteFailed."""
+        async with self._turn:
+            if self.closed(batch[0].root):
+                raise RemoteFailed("a deletion of this tenant is not done there yet")
+            for chunk in batch:
+                self._queue.pop(chunk.key, None)
+            return await self._write(batch)
+
+    async def _write(self, batch: Sequence[Chunk]) -> tuple[list[Chunk], int]:
+        """Returns those that were written, and how many were there."""
         root = batch[0].root
         parents = [c.parent_key for c in batch if not c.is_first]
         asked = list(dict.fromkeys([*(c.key for c in batch), *parents]))
@@ -289,29 +308,31 @@ class Sending:
             raise RemoteFailed("it does not keep what it is given")
         if self.seen(root, found.mark):
             self.counts.dropped += len(batch)
-            return
+            return [], 0
         entries = {key: entry for key, entry in zip(asked, found.entries, strict=True) if entry is not None}
         there = set(entries)
-        fresh: list[Chunk] = []
+        fresh, known = list[Chunk](), 0
         for chunk in batch:
             entry = entries.get(chunk.key)
             if entry is not None and self._tier.lasts(entry, self._ttl_of(chunk)):
-                self._know([chunk.key], self._ttl_of(chunk))
+                self._know(chunk.key, self._tier.left(entry))
+                known += 1
             elif self._sendable(chunk) and (chunk.is_first or chunk.parent_key in there):
                 fresh.append(chunk)
                 there.add(chunk.key)
             else:
                 self.counts.dropped += 1
         if not fresh:
-            return
+            return [], known
         hold = Hold(fresh, self._tiers.unused)
         try:
             outgoing = await self._in_thread(self._packing(fresh, found.mark))
         finally:
             hold.give_back()
         await self._tier.store(outgoing)
-        for chunk in fresh:
-            self._know([chunk.key], self._ttl_of(chunk))
+        for out in outgoing:
+            self._know(out.header.prefix_hash, inf if out.ttl_seconds is None else out.ttl_seconds)
+        return fresh, known
 
     def _sendable(self, chunk: Chunk) -> bool:
         return chunk.listed and chunk.in_arena is Residency.PRESENT and not self._is_old(chunk)

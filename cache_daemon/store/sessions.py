@@ -6,16 +6,20 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
-from kvsidecar.errors import UnknownSession
+from kvsidecar.errors import UnknownLease, UnknownSession
 from kvsidecar.layout import Geometry
 
 from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.handing_out import ID_BYTES
-from cache_daemon.memory.staging import Staging
+from cache_daemon.memory.staging import Allowance, Staging
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.tenants import Tenant
+
+# Where no memory is shared.
+LEASE_SECONDS = 60.0
 
 
 class Hold:
@@ -26,8 +30,15 @@ class Hold:
 
     def __init__(self, chunks: Sequence[Chunk], unused: Callable[[Chunk], None]) -> None:
         self.chunks: list[Chunk] = []
+        self.since = time.monotonic()
         self._unused = unused
         self.add(chunks)
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Keeps these, too."""
@@ -63,6 +74,7 @@ class Reservation:
     ids: bytes
     tenant: Tenant
     staged: Slot
+    kept_until: float  # on the store's clock
 
 
 @dataclass(eq=False)
@@ -72,7 +84,8 @@ class Session:
     name: str
     namespace: bytes
     descriptor: NamespaceDescriptor
-    staging: Staging | None  # None: a caller that shares no memory
+    staging: Staging | None  # None once the session has ended
+    shares_memory: bool = True  # its caller maps the arena and its staging; if not, it is sent and sends bytes
     id: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     opened_at: float = field(default_factory=time.monotonic)
     leases: dict[bytes, Hold] = field(default_factory=dict)
@@ -91,6 +104,15 @@ class Session:
         self.leases[lease_id] = hold
         return lease_id
 
+    def leased(self, lease_id: bytes, prefix_hashes: Sequence[bytes]) -> list[Chunk]:
+        """Chunks that a lease holds, by their names. Raises UnknownLease."""
+        hold = self.leases.get(lease_id)
+        there = {} if hold is None else {chunk.key: chunk for chunk in hold.chunks}
+        found = [there[key] for key in prefix_hashes if key in there]
+        if len(found) < len(prefix_hashes):
+            raise UnknownLease("the lease has ended, or holds no such chunk; match the prompt again")
+        return found
+
     def close_staging(self) -> None:
         """Gives the staging memory up once the session has ended and nothing is copied from it."""
         if self.closed and not self.committing and self.staging is not None:
@@ -103,6 +125,23 @@ class Sessions:
 
     def __init__(self) -> None:
         self._open: dict[bytes, Session] = {}
+        self._allowances: WeakValueDictionary[object, Allowance] = WeakValueDictionary()
+
+    def allowance(self, owner: object, size_bytes: int) -> Allowance:
+        """What an owner's sessions that share no memory may reserve together. Kept while one of them has it."""
+        found = self._allowances.get(owner)
+        if found is None:
+            found = self._allowances[owner] = Allowance(size_bytes)
+        return found
+
+    def end_leases(self, older_than_seconds: float = LEASE_SECONDS) -> None:
+        """Gives back what sessions that share no memory have leased for longer: nobody reads by it, but for calls that
+        hold what they send, and those who forget leases, or mean to, are not this machine's user."""
+        before = time.monotonic() - older_than_seconds
+        for session in self:
+            if not session.shares_memory:
+                for lease_id in [key for key, hold in session.leases.items() if hold.since < before]:
+                    session.leases.pop(lease_id).give_back()
 
     def __len__(self) -> int:
         return len(self._open)

@@ -47,6 +47,7 @@ class Tiers:
     counts: StatsResponse
     clock: Callable[[], float]
     detached: set[Chunk] = field(default_factory=set)  # not listed, but in use
+    on_listed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_unlisted: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_committed: list[Callable[[Chunk], None]] = field(default_factory=list)
     promised: dict[Slot, Tenant] = field(default_factory=dict)  # slots that no chunk has yet
@@ -66,6 +67,8 @@ class Tiers:
             self.cold.insert(chunk, chunk.stored_bytes, self._durable(parent))
         if parent is not None:
             self.reconsider(parent)
+        for told in self.on_listed:
+            told(chunk)
 
     def arrived_in_arena(self, chunk: Chunk, slot: Slot) -> None:
         """The slot holds the chunk's payload."""

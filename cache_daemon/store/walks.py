@@ -9,6 +9,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED, EventType, StatsResponse
 
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.terms import Terms
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.turns import Turns
 
@@ -18,8 +19,8 @@ _PAGE = 256
 class Walks:
     """Over a store's index."""
 
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
+    def __init__(self, tiers: Tiers, terms: Terms) -> None:
+        self._tiers, self._terms = tiers, terms
 
     async def delete(self, root: bytes, chunk: Chunk | None) -> int:
         """Removes a chunk with all that continues it, without one a tenant's chunks, with no root everything. Returns
@@ -27,25 +28,29 @@ class Walks:
         if chunk is not None:
             return await self._drop_branch(chunk, EVENT_TYPE_DELETED, Turns())
         dropped, turns = 0, Turns()
-        async for found in self._all(root):
+        async for found in self.all_of(root):
             if found.listed:
                 dropped += await self._drop_branch(found, EVENT_TYPE_DELETED, turns)
         return dropped
 
     async def expire(self) -> int:
-        """Drops what has passed its time to live. Returns how many."""
+        """Drops what has passed the time that requests asked for, or its tenant's. Returns how many."""
+        dropped, turns = 0, Turns()
+        for chunk in self._terms.past():
+            if chunk.listed and chunk.expired(self._tiers.clock()):  # not asked for meanwhile
+                dropped += await self._drop_branch(chunk, EVENT_TYPE_EVICTED, turns)
         if not self._tiers.accounts.any_ttl:
-            return 0
-        dropped, now, turns = 0, self._tiers.clock(), Turns()
-        async for chunk in self._all(b""):
-            if chunk.listed and not chunk.pins and chunk.tenant.expired(now - chunk.used_at):
+            return dropped
+        now = self._tiers.clock()
+        async for chunk in self.all_of(b""):
+            if chunk.listed and chunk.expired(now):
                 dropped += await self._drop_branch(chunk, EVENT_TYPE_EVICTED, turns)
         return dropped
 
     async def count(self, root: bytes) -> StatsResponse:
         """What a tenant has in a namespace."""
         out = StatsResponse()
-        async for chunk in self._all(root):
+        async for chunk in self.all_of(root):
             resident, durable = chunk.in_arena is Residency.PRESENT, chunk.on_disk is Residency.PRESENT
             out.chunks += 1
             out.tokens += chunk.tokens
@@ -70,7 +75,8 @@ class Walks:
                 break
         return out
 
-    async def _all(self, root: bytes) -> AsyncIterator[Chunk]:
+    async def all_of(self, root: bytes) -> AsyncIterator[Chunk]:
+        """A tenant's chunks, with no root all; those that come or go meanwhile may be among them or not."""
         after, turns = b"", Turns()
         while page := self.page(root, after, _PAGE):
             after = page[-1].root + page[-1].key

@@ -11,6 +11,7 @@ import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import (
@@ -40,6 +41,7 @@ from cache_daemon.store.pins import Pins
 from cache_daemon.store.publishing import Publishing
 from cache_daemon.store.sessions import Reservation, Session
 from cache_daemon.store.tenants import Tenant
+from cache_daemon.store.terms import Terms
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.turns import Turns
 
@@ -75,25 +77,28 @@ class Writing:
         tiers: Tiers,
         persistence: Persistence | None,
         pins: Pins,
+        terms: Terms,
         epoch: int,
         in_thread: Callable[[Callable[[], list[bool]]], Awaitable[list[bool]]],
     ) -> None:
-        self._tiers, self._persistence = tiers, persistence
-        self._publishing = Publishing(tiers, persistence, pins)
+        self._tiers, self._persistence, self._terms = tiers, persistence, terms
+        self._publishing = Publishing(tiers, persistence, pins, terms)
         self._epoch, self._in_thread = epoch, in_thread
-        self._in_progress: dict[bytes, tuple[Session, ChunkHeader]] = {}
+        self._in_progress: dict[bytes, tuple[Session, Reservation]] = {}
         self._running: set[asyncio.Future[list[CommitOutcome.ValueType]]] = set()
 
     # ---- reserve --------------------------------------------------------------------------------------------
 
-    def reserve(self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader]) -> list[Reserved]:
-        """Takes room in staging for new chunks, parents before children. Raises InvalidRequest for a malformed header,
-        with nothing reserved."""
+    def reserve(
+        self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader], until: float = inf
+    ) -> list[Reserved]:
+        """Takes room in staging for new chunks, parents before children; they are kept ``until`` then, on the store's
+        clock, and so are those that are there. Raises InvalidRequest for a malformed header, with nothing reserved."""
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
         for header in headers:
             self._check_header(header, session.geometry)
         account = self._tiers.accounts.of(tenant)
-        return [self._reserve_one(session, root, tenant, account, header) for header in headers]
+        return [self._reserve_one(session, root, tenant, account, header, until) for header in headers]
 
     @staticmethod
     def _check_header(header: ChunkHeader, expected: Geometry) -> None:
@@ -109,14 +114,18 @@ class Writing:
             raise InvalidRequest(f"prefill_seconds is {header.prefill_seconds}; a number from 0 is needed")
 
     def _reserve_one(
-        self, session: Session, root: bytes, tenant: bytes, account: Tenant, header: ChunkHeader
+        self, session: Session, root: bytes, tenant: bytes, account: Tenant, header: ChunkHeader, until: float
     ) -> Reserved:
         parent = header.parent_prefix_hash or root
         ids = keys.token_bytes(header.token_ids)
         key = keys.prefix_hash(parent, ids)
-        if self._tiers.index.get(key) is not None:
+        stored = self._tiers.index.get(key)
+        if stored is not None:
+            self._terms.keep(stored, until)
             return Reserved(RESERVE_OUTCOME_ALREADY_STORED, key)
         if key in self._in_progress:
+            other = self._in_progress[key][1]
+            other.kept_until = max(other.kept_until, until)
             return Reserved(RESERVE_OUTCOME_IN_PROGRESS, key)
         if not self._parent_known(session, root, parent, header.start_position):
             return Reserved(RESERVE_OUTCOME_PARENT_MISSING, key)
@@ -133,8 +142,9 @@ class Writing:
         kept.root, kept.tenant, kept.parent_prefix_hash, kept.prefix_hash = root, tenant, parent, key
         kept.content_hash = keys.content_hash(root, ids)
         reservation_id = secrets.token_bytes(ID_BYTES)
-        session.reservations[reservation_id] = Reservation(kept, ids, account, staged)
-        self._in_progress[key] = session, kept
+        session.reservations[reservation_id] = made = Reservation(kept, ids, account, staged, until)
+        self._in_progress[key] = session, made
+        self._terms.keep(self._tiers.index.get(parent), until)
         return Reserved(RESERVE_OUTCOME_GRANTED, key, reservation_id, staged)
 
     def _too_large(self, staging_bytes: int, tenant: Tenant, size_bytes: int) -> bool:
@@ -146,9 +156,10 @@ class Writing:
         """The parent is the root, stored, or being written by this session, and ends where the chunk begins."""
         if parent == root or self._tiers.index.get(parent) is not None:
             return self._publishing.continues(root, parent, start)
-        writer, header = self._in_progress.get(parent, (None, None))
-        if writer is not session or header is None:
+        writer, reservation = self._in_progress.get(parent, (None, None))
+        if writer is not session or reservation is None:
             return False
+        header = reservation.header
         return header.root == root and header.start_position + header.token_count == start
 
     # ---- commit ---------------------------------------------------------------------------------------------
@@ -270,6 +281,7 @@ class Writing:
             copy.slot,
             in_arena=Residency.PRESENT,
             used_at=tiers.clock(),
+            kept_until=copy.reservation.kept_until,
         )
         self._publishing.publish(chunk)
         return outcome

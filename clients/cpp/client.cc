@@ -66,8 +66,15 @@ Error::Error(const grpc::Status& status)
 }
 
 std::string default_target() {
-  const char* base = std::getenv("XDG_RUNTIME_DIR");
-  const std::string folder = base ? std::string(base) + "/kvsidecar" : "/tmp/kvsidecar-" + std::to_string(getuid());
+  const auto set = [](const char* name) -> std::string {
+    const char* value = std::getenv(name);
+    return value ? value : "";
+  };
+  std::string folder = set("KVSIDECAR_RUNTIME_DIR");
+  if (folder.empty()) {
+    const std::string base = set("XDG_RUNTIME_DIR");
+    folder = base.empty() ? "/tmp/kvsidecar-" + std::to_string(getuid()) : base + "/kvsidecar";
+  }
   return "unix:" + folder + "/worker-0.sock";
 }
 

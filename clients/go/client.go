@@ -33,7 +33,9 @@ type Client struct {
 // DefaultTarget is the first worker of `kvsidecar serve`.
 func DefaultTarget() string {
 	folder := fmt.Sprintf("/tmp/kvsidecar-%d", os.Getuid())
-	if base := os.Getenv("XDG_RUNTIME_DIR"); base != "" {
+	if chosen := os.Getenv("KVSIDECAR_RUNTIME_DIR"); chosen != "" {
+		folder = chosen
+	} else if base := os.Getenv("XDG_RUNTIME_DIR"); base != "" {
 		folder = filepath.Join(base, "kvsidecar")
 	}
 	return "unix:" + filepath.Join(folder, "worker-0.sock")

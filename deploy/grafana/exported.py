@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import httpx
+
 from cache_daemon.observe.names import COUNTERS, GAUGES
 from inference_svc import metrics as worker
+from inference_svc.gateway.fleet.members import Members
+from inference_svc.gateway.fleet.metrics import FleetMetrics
 from inference_svc.gateway.metrics import Metrics
 from inference_svc.gateway.router import Router
 
@@ -23,6 +27,9 @@ def exported() -> dict[str, str]:
     found |= {f"kvsidecar_cache_{name}": kind for name, kind in _FURTHER.items()}
     found |= {f"kvsidecar_worker_{name}": "gauge" for name in worker._GAUGES}
     found |= {f"kvsidecar_worker_{name}_total": "counter" for name in worker._COUNTERS}
-    for family in Metrics(Router([])).registry.collect():
-        found[family.name + ("_total" if family.type == "counter" else "")] = family.type
+    of_fleet = FleetMetrics()
+    of_fleet.watch(Members([], httpx.AsyncClient(), 1.0))
+    for registry in (Metrics(Router([])).registry, of_fleet.registry):
+        for family in registry.collect():
+            found[family.name + ("_total" if family.type == "counter" else "")] = family.type
     return found

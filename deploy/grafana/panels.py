@@ -31,6 +31,7 @@ def quantile(q: float, histogram: str) -> str:
 
 PROMPT = "kvsidecar_cache_prompt_tokens_total"
 FIRST = "vllm:time_to_first_token_seconds"
+FIRST_OF_FLEET = "kvsidecar_gateway_ttft_seconds"
 
 ROWS: dict[str, tuple[Panel, ...]] = {
     "What reuse gives": (
@@ -42,6 +43,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                ("in another context", share("kvsidecar_cache_content_tokens_total", PROMPT))),
               "Falls while the traffic stays what it was: see the runbook, hit ratio."),
         Panel("Time to first token", "s", tuple((f"p{round(q * 100)}", quantile(q, FIRST)) for q in (0.5, 0.95, 0.99))),
+        Panel("Time to first token, of a fleet", "s",
+              tuple((f"p{round(q * 100)}", quantile(q, FIRST_OF_FLEET)) for q in (0.5, 0.95, 0.99))),
         Panel("Tokens per second", "short",
               (("prompt", rate("kvsidecar_worker_prompt_tokens_total")),
                ("of these cached", rate("kvsidecar_worker_cached_tokens_total")),
@@ -52,11 +55,20 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Requests that wait", "short", (("{{instance}}", "kvsidecar_worker_waiting"),),
               "What the autoscaler goes by."),
         Panel("Workers that answer", "short", (("{{instance}}", "kvsidecar_gateway_workers_up"),)),
+        Panel("Nodes of a fleet", "short",
+              (("{{instance}}: named", "kvsidecar_gateway_nodes"), ("{{instance}}: up", "kvsidecar_gateway_nodes_up"))),
+        Panel("Time to ask a fleet's nodes", "s",
+              tuple((f"p{round(q * 100)}", quantile(q, "kvsidecar_gateway_asking_seconds")) for q in (0.5, 0.99))),
         Panel("Answers by code", "reqps", (("{{code}}", rate("kvsidecar_gateway_requests_total", "code")),)),
         Panel("Free pages of the pool", "percentunit",
               (("{{instance}}", "kvsidecar_worker_pool_free_pages / kvsidecar_worker_pool_pages"),)),
+        Panel("Contexts that the pool does not hold", "percentunit",
+              (("{{instance}}: pages taken",
+                "1 - kvsidecar_worker_overflow_free_pages / (kvsidecar_worker_overflow_pages > 0)"),),
+              "Full: long prompts are refused until one of them ends."),
         Panel("Preemptions, retries, cancelled", "cps",
               (("preemptions", rate("kvsidecar_worker_preemptions_total")),
+               ("contexts beyond the pool", rate("kvsidecar_worker_overflowed_total")),
                ("second workers", rate("kvsidecar_gateway_retries_total")),
                ("cancelled", rate("kvsidecar_worker_cancelled_total")))),
     ),

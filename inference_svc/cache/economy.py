@@ -10,6 +10,8 @@ _SHORT_LOAD = 256
 _SHORT_PREFILL = 32
 # A wrong decision must cost this much before it is worth skipping the cache.
 _MARGIN_SECONDS = 0.01
+# A load that takes so much longer than computing is given up, but none before this.
+_PATIENCE, _LEAST_PATIENCE_SECONDS = 2.0, 1.0
 
 
 class Economy:
@@ -22,11 +24,19 @@ class Economy:
         self._skipped = 0
 
     def loaded(self, tokens: int, seconds: float) -> None:
-        """Records a load."""
+        """Records a load. Of one that was tried again although loads had not paid, what it found now is what counts."""
+        stale = not self.pays(tokens)
         if 0 < tokens < _SHORT_LOAD:
-            self._load_fixed = _mean(self._load_fixed, seconds)
+            self._load_fixed = _mean(None if stale else self._load_fixed, seconds)
         elif tokens:
-            self._load_per_token = _mean(self._load_per_token, seconds / tokens)
+            self._load_per_token = _mean(None if stale else self._load_per_token, seconds / tokens)
+
+    def gave_up(self, tokens: int, seconds: float) -> None:
+        """Records a load that was not complete after so long: it takes at least that."""
+        if 0 < tokens < _SHORT_LOAD:
+            self._load_fixed = max(self._load_fixed or 0.0, seconds)
+        elif tokens:
+            self._load_per_token = max(self._load_per_token or 0.0, seconds / tokens)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Records a prefill."""
@@ -45,12 +55,22 @@ class Economy:
         """Seconds that computing a token takes; 0 as long as nothing is known."""
         return self._prefill_per_token or 0.0
 
-    def worth_loading(self, tokens: int) -> bool:
-        """Whether to look a prompt of this length up."""
+    def patience(self, tokens: int) -> float:
+        """Seconds after which loading so much is given up for computing it."""
+        if self._prefill_per_token is None:
+            return float("inf")
+        return max(_LEAST_PATIENCE_SECONDS, _PATIENCE * self._prefill_per_token * tokens)
+
+    def pays(self, tokens: int) -> bool:
+        """Whether loading so much is not clearly slower than computing it, as far as is known."""
         if self._prefill_per_token is None:
             return True
         load = (self._load_fixed or 0.0) + (self._load_per_token or 0.0) * tokens
-        if load <= self._prefill_per_token * tokens + _MARGIN_SECONDS:
+        return load <= self._prefill_per_token * tokens + _MARGIN_SECONDS
+
+    def worth_loading(self, tokens: int) -> bool:
+        """Whether to look a prompt of this length up."""
+        if self.pays(tokens):
             return True
         self._skipped += 1
         return self._skipped % _RETRY_EVERY == 0

@@ -1,14 +1,17 @@
 """The engine's cache over a daemon: loads sequences before they run, and stores finished ones.
 
-One thread does both, in order: what a finished request stores is there for the next turn of its conversation.
+One thread does both, in order: what a finished request stores is there for the next turn of its conversation. Where
+chunks are streamed to another host, storing has a thread of its own, for which nobody waits who loads, and stores only
+what the link takes.
 Nothing here fails a request: whatever goes wrong is counted, logged once, and the prompt is computed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import grpc
 import structlog
@@ -18,12 +21,15 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import KVSidecarError, from_rpc
 from kvsidecar.layout import Geometry, new_header
+from kvsidecar.paged.failing import REFUSALS
 from kvsidecar.paged.link import DaemonLink
 from kvsidecar.paged.session import Session
 
 from inference_svc.cache.economy import Economy
 from inference_svc.cache.loading import Loading
-from inference_svc.cache.storing import CacheStats, Storing
+from inference_svc.cache.stats import CacheStats
+from inference_svc.cache.storing import Part, Storing
+from inference_svc.engine.block_table import BlockTable
 from inference_svc.engine.cache_port import LoadDone, ProbeDone, Restored, SaveDone
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sequence import Sequence, State, StoredPrefix
@@ -33,6 +39,8 @@ log = structlog.get_logger("cache")
 
 # With a prefix in the pool already, the daemon is asked only when at least this many tokens are missing.
 _LEAST_MISSING = 64
+# Finished sequences that are to be sent to another host.
+_MOST_QUEUED = 4
 
 
 class CacheLink:
@@ -51,9 +59,12 @@ class CacheLink:
         self.stats = CacheStats()
         self._daemons, self._geometry, self._timeout = daemons, geometry, timeout
         self._economy = Economy()
-        self._loading = Loading(geometry, policy, self._economy, projection_share, timeout)
+        self._loading = Loading(geometry, policy, self._economy, self.stats, projection_share, timeout)
         self._storing = Storing(geometry, policy, self._economy, self.stats, timeout)
         self._thread = ThreadPoolExecutor(1, "kv-io")
+        self._sending = ThreadPoolExecutor(1, "kv-send")  # begins with the first that is sent
+        self._queued: set[Future[None]] = set()  # what is to be sent
+        self._counting = threading.Lock()
 
     @property
     def attached(self) -> bool:
@@ -62,6 +73,7 @@ class CacheLink:
     def close(self) -> None:
         """Finishes what is queued and ends the sessions. Blocks."""
         self._thread.shutdown()
+        self._sending.shutdown()
         with ThreadPoolExecutor(len(self._daemons)) as threads:  # a daemon that hangs is waited for once
             list(threads.map(DaemonLink.close, self._daemons.values()))
 
@@ -120,9 +132,30 @@ class CacheLink:
         if sequence.plan is None:
             computed = sequence.prompt_tokens - sequence.cached_tokens
             self._economy.prefilled(computed, sequence.timings.prefill_ms / 1e3)
-        if self._daemon(sequence).session is None or sequence.reusable <= sequence.stored.covered:
+        session = self._daemon(sequence).session
+        if session is None or sequence.reusable <= sequence.stored.covered:
             return False
-        self._thread.submit(self._guarded_save, sequence, pool, done)
+        tokens = sequence.reusable - sequence.stored.covered
+        return self._queue(session, tokens, lambda: self._guarded_save(sequence, pool, done))
+
+    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
+        session = self._daemon(sequence).session
+        if session is None:
+            return False
+        part = Part.of(sequence, pool, table, tokens)
+        return self._queue(session, tokens, lambda: self._guarded_save_part(sequence, part, done))
+
+    def _queue(self, session: Session, tokens: int, save: Callable[[], None]) -> bool:
+        """Has so many tokens stored, if they are to be."""
+        if session.carrier.at_once:
+            self._thread.submit(save)
+            return True
+        # The pages are kept until they are sent; what would hardly be loaded again is not worth that.
+        if len(self._queued) >= _MOST_QUEUED or not self._economy.pays(tokens):
+            return False
+        sent = self._sending.submit(save)
+        self._queued.add(sent)
+        sent.add_done_callback(self._queued.discard)
         return True
 
     # ---- failing --------------------------------------------------------------------------------------------
@@ -148,18 +181,26 @@ class CacheLink:
                 stored = self._storing.save(session, self._root(sequence), sequence, pool)
         done(sequence, stored)
 
+    def _guarded_save_part(self, sequence: Sequence, part: Part, done: SaveDone) -> None:
+        stored: StoredPrefix | None = None
+        with self._guard(sequence) as session:
+            if session is not None:
+                stored = self._storing.save_part(session, self._root(sequence), sequence, part)
+        done(sequence, stored)
+
     @contextlib.contextmanager
     def _guard(self, sequence: Sequence) -> Iterator[Session | None]:
         """The session, if there is one; any failure with it counts, and the request goes on without. A call that was
-        not answered in time is undone by the daemon; any other failure ends the session."""
+        not answered in time is undone by the daemon, one that was refused changed nothing; any other failure ends the
+        session."""
         session = self._daemon(sequence).session
         try:
             yield session
         except grpc.RpcError as error:
-            self.stats.failures += 1
+            self._count()
             if session is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 session.doubt()
-            elif session is not None:
+            elif session is not None and error.code() not in REFUSALS:
                 self._daemon(sequence).drop(session)
             log.warning("cache failed, computing instead", request=sequence.id, error=str(from_rpc(error)))
         except (KVSidecarError, ConnectionError, ValueError) as error:
@@ -170,6 +211,10 @@ class CacheLink:
             log.exception("cache failed, computing instead", request=sequence.id)
 
     def _give_up(self, sequence: Sequence, session: Session | None) -> None:
-        self.stats.failures += 1
+        self._count()
         if session is not None:
             self._daemon(sequence).drop(session)
+
+    def _count(self) -> None:
+        with self._counting:
+            self.stats.failures += 1

@@ -1,15 +1,17 @@
-"""Loading: from the daemon's arena into the pool, what of a prompt was read before."""
+"""Loading: from the daemon into the pool, what of a prompt was read before."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import grpc
 import torch
-from kvkernels import Piece, unpack_chunks
+from kvkernels import Piece
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.layout import MAX_CUTS, SINK_TOKENS, Geometry
 from kvsidecar.paged.matching import header_of
@@ -17,9 +19,12 @@ from kvsidecar.paged.session import Session
 from torch import Tensor
 
 from inference_svc.cache.economy import Economy
+from inference_svc.cache.needed import Needed, load_layers, needed
+from inference_svc.cache.stats import CacheStats
+from inference_svc.engine.block_table import NOWHERE
 from inference_svc.engine.cache_port import Restored
 from inference_svc.engine.gate import LayerGate
-from inference_svc.engine.pool import KVPool
+from inference_svc.engine.pool import WINDOW_STEP, KVPool
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.reuse.chunking import Marks
 from inference_svc.reuse.placement import Rotation
@@ -38,13 +43,35 @@ _SLOW_BYTES_PER_SECOND = 200e6
 _MOST_AFAR_SECONDS = 10.0
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A leased chunk, the slots of its leading tokens, and by how much its keys are turned. Of a ``far`` one, only
+    layers without a window get them."""
+
+    match: pb.ChunkMatch
+    slots: Tensor
+    rotation: Rotation | None = None
+    far: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its payload, what belongs to these tokens."""
+        return self.match.payload_bytes * len(self.slots) // self.match.tokens
+
+
 class Loading:
     """``timeout`` is in seconds, for a prompt of no length."""
 
     def __init__(
-        self, geometry: Geometry, policy: ReusePolicy, economy: Economy, projection_share: float, timeout: float
+        self,
+        geometry: Geometry,
+        policy: ReusePolicy,
+        economy: Economy,
+        stats: CacheStats,
+        projection_share: float,
+        timeout: float,
     ) -> None:
-        self._geometry, self._policy, self._economy = geometry, policy, economy
+        self._geometry, self._policy, self._economy, self._stats = geometry, policy, economy, stats
         self._projection_share, self._timeout = projection_share, timeout
         g = geometry
         self._token_bytes = 4 * g.layers * g.kv_heads * g.head_dim * g.bits / 8  # roughly: keys and values
@@ -59,7 +86,9 @@ class Loading:
         return True
 
     def places(self, session: Session, sequence: Sequence) -> bool:
-        """Whether what was read in another context may be reused."""
+        """Whether what was read in another context may be reused. Not where a window's pages do not reach so far."""
+        if sequence.table is not None and sequence.table.tokens < len(sequence.tokens):
+            return False
         return not sequence.cache.exact_only and self._policy.repair_for(session.verdict) is not None
 
     def load(self, session: Session, root: bytes, sequence: Sequence, pool: KVPool, done: Done) -> None:
@@ -78,6 +107,8 @@ class Loading:
             contents=contents,
             cuts=cuts,
             seconds_per_token=self._economy.price,
+            ttl_seconds=sequence.cache.ttl_seconds,
+            window=0 if session.remote or not pool.window else pool.window + WINDOW_STEP,
         )
         with sequence.trace.part("lookup", sequence.admitted_at):
             found = session.stub.Match(request, timeout=self._patience(session, len(sequence.tokens)))
@@ -85,38 +116,49 @@ class Loading:
         if found.epoch != session.epoch:
             raise ValueError(f"an answer of epoch {found.epoch:x} in a session of epoch {session.epoch:x}")
         gate: LayerGate | None = None
+        copied = 0
         try:
-            pieces, tokens = self._prefix_pieces(session, sequence, pool, found.matches)
-            exact = max(tokens, sequence.computed)
+            # The prompt's own end is no cut.
+            stored = _stored_prefix(found.passed_tokens, found.matches, cuts[:-1] if session.remote else None)
+            use = self._needed(sequence, pool, found, stored)
+            parts = self._prefix_parts(sequence, pool, found.matches, use)
+            exact = max(use.tokens, sequence.computed)
             repair = self._policy.repair_for(session.verdict)
             placed, stretches = (
-                self._content_pieces(session, sequence, pool, found.contents, exact)
+                self._content_parts(sequence, pool, found.contents, exact)
                 if repair is not None and self._pays(repair)
                 else ([], [])
             )
-            pieces += placed
+            parts += placed
             restored = Restored(
-                tokens=tokens,
+                tokens=use.tokens,
+                table=use.table,
                 plan=Plan(len(sequence.tokens), exact, tuple(stretches)) if stretches else None,
                 repair=repair if stretches else None,
-                # The prompt's own end is no cut.
-                stored=_stored_prefix(found.matches, cuts[:-1] if session.remote else None),
+                stored=stored,
                 lookup_ms=(looked_up - began) * 1e3,
                 transfer_ms=found.promote_ms,
                 looked_up_at=looked_up,
             )
             layers = self._geometry.layers
-            copied = sum(len(piece.slots) for piece in pieces)
-            if copied >= _LAYERWISE_TOKENS:
+            shares = [len(pool.wide_layers) / layers if part.far else 1.0 for part in parts]
+            copied = int(sum(len(part.slots) * share for part, share in zip(parts, shares, strict=True)))
+            if copied >= _LAYERWISE_TOKENS and session.carrier.at_once:
                 gate = LayerGate(layers)
                 done(sequence, replace(restored, gate=gate))
             group = _LAYER_GROUP if gate else layers
             groups = [range(first, min(first + group, layers)) for first in range(0, layers, group)]
-            for part in unpack_chunks(pool.keys, pool.values, pieces, groups):
-                if not session.trusted:
-                    raise ConnectionError("the session ended while chunks were copied")
-                if gate:
-                    gate.open(part.stop)
+            with closing(self._pieces(session, found.lease_id, parts, self._economy.patience(copied))) as arriving:
+                for pieces, far in arriving:
+                    for there in load_layers(pool, pieces, far, groups):
+                        if not session.trusted:
+                            raise ConnectionError("the session ended while chunks were copied")
+                        if gate:
+                            gate.open(there.stop)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._economy.gave_up(copied, time.perf_counter() - looked_up)
+            raise
         finally:
             if gate:
                 gate.fail()
@@ -124,35 +166,52 @@ class Loading:
         ended = time.perf_counter()
         # What the remote tier takes, the daemon weighs: it knows what that has, and was told what computing takes.
         self._economy.loaded(copied, ended - began - found.remote_ms / 1e3)
+        self._stats.loaded_bytes += int(sum(p.size_bytes * share for p, share in zip(parts, shares, strict=True)))
         if not gate:
             done(sequence, replace(restored, restore_ms=(ended - looked_up) * 1e3))
 
-    def _prefix_pieces(
-        self, session: Session, sequence: Sequence, pool: KVPool, matches: Any
-    ) -> tuple[list[Piece], int]:
-        """The chunks of the longest stored prefix, and how many tokens it has."""
-        # The last token is always computed: its logits are wanted.
-        most = len(sequence.tokens) - 1
-        out: list[Piece] = []
-        tokens = 0
-        assert sequence.table is not None
-        for match in matches:
-            take = min(match.matched_tokens, most - tokens)
-            if take <= 0:
-                break
+    def _pieces(
+        self, session: Session, lease_id: bytes, parts: list[_Part], most: float
+    ) -> Generator[tuple[list[Piece], list[Piece]], None, None]:
+        """Parts with their payloads, those that all layers get and the far ones: all at once where they are in memory,
+        so that layers can be copied in order; else one by one, as they come, for ``most`` seconds."""
+        payloads = session.read(lease_id, [part.match for part in parts], self._timeout, most)
+        with closing(payloads):
+            pieces = (
+                (part.far, Piece(header_of(part.match, self._geometry), payload, part.slots, part.rotation))
+                for part, payload in zip(parts, payloads, strict=True)
+            )
+            for some in [list(pieces)] if session.carrier.at_once else ([one] for one in pieces):
+                yield [piece for far, piece in some if not far], [piece for far, piece in some if far]
+
+    @staticmethod
+    def _needed(sequence: Sequence, pool: KVPool, answer: pb.MatchResponse, stored: StoredPrefix) -> Needed:
+        """What of the longest stored prefix is used, and how much of it is loaded."""
+        tokens = passed = answer.passed_tokens
+        for match in answer.matches:
             if match.start_position != tokens:
                 raise ValueError(f"a chunk at {match.start_position} does not continue {tokens} tokens")
-            if tokens + take > sequence.computed:
-                slots = torch.from_numpy(sequence.table.slots(tokens, tokens + take))
-                # What the pool has already stays as it is; others may be reading it.
-                slots[: max(0, sequence.computed - tokens)] = pool.padding_slot
-                out.append(self._piece(session, match, slots, None))
-            tokens += take
-        return out, tokens
+            tokens += match.matched_tokens
+        assert sequence.table is not None
+        # The last token is always computed: its logits are wanted.
+        found, goes_on = min(tokens, len(sequence.tokens) - 1), stored.tokens if sequence.cache.write else None
+        return needed(pool, sequence.table, sequence.computed, found, goes_on, passed)
 
-    def _piece(self, session: Session, match: pb.ChunkMatch, slots: Tensor, rotation: Rotation | None) -> Piece:
-        header = header_of(match, self._geometry)
-        return Piece(header, session.payload(match), slots, rotation)
+    @staticmethod
+    def _prefix_parts(sequence: Sequence, pool: KVPool, matches: Any, use: Needed) -> list[_Part]:
+        """The chunks that all layers get, and those that only layers without a window do."""
+        out: list[_Part] = []
+        for match in matches:
+            start = match.start_position
+            end = min(start + match.matched_tokens, use.tokens)
+            whole = end > use.start
+            if end > max(start, sequence.computed) and (whole or pool.wide_layers):
+                slots = torch.from_numpy(use.table.slots(start, end))
+                # What the pool has already stays as it is; others may be reading it.
+                slots[: max(0, sequence.computed - start)] = pool.padding_slot
+                slots[slots == NOWHERE] = pool.padding_slot
+                out.append(_Part(match, slots, far=not whole))
+        return out
 
     def _probes(self, session: Session, root: bytes, sequence: Sequence) -> list[pb.ContentProbe]:
         """The chunks of a prompt that might have been read elsewhere, where such may be reused."""
@@ -168,12 +227,12 @@ class Loading:
             and session.may_hold_content(root, tokens[a:b])
         ]
 
-    def _content_pieces(
-        self, session: Session, sequence: Sequence, pool: KVPool, contents: Any, exact: int
-    ) -> tuple[list[Piece], list[Stretch]]:
+    def _content_parts(
+        self, sequence: Sequence, pool: KVPool, contents: Any, exact: int
+    ) -> tuple[list[_Part], list[Stretch]]:
         """Chunks that were found by content, keys turned to where the prompt has them."""
         assert sequence.table is not None
-        out: list[Piece] = []
+        out: list[_Part] = []
         stretches: list[Stretch] = []
         for found in contents:
             match = found.match
@@ -187,7 +246,7 @@ class Loading:
             delta = found.start - match.start_position
             assert self._policy.rotary is not None
             rotation = self._policy.rotary.by(delta) if delta else None
-            out.append(self._piece(session, match, slots, rotation))
+            out.append(_Part(match, slots, rotation))
             stretches.append(Stretch(start, end))
         return out, stretches
 
@@ -227,11 +286,11 @@ def marks_of(sequence: Sequence) -> Marks:
     return replace(marks, segment_ends=(*marks.segment_ends, sequence.prompt_tokens))
 
 
-def _stored_prefix(matches: Any, cuts: list[int] | None) -> StoredPrefix:
+def _stored_prefix(passed: int, matches: Any, cuts: list[int] | None) -> StoredPrefix:
     """Where storing goes on: after the last chunk that matched wholly. Where nodes share chunks, which they know by
     their ``cuts``, after the last one up to which all are cut so: a tail in between would be unknown to others, with
-    what follows it, so the chunk that takes its place is stored anew."""
-    tokens, last, covered, shared = 0, b"", 0, True
+    what follows it, so the chunk that takes its place is stored anew. ``matches`` come after ``passed`` tokens."""
+    tokens, last, covered, shared = 0, b"", passed, True
     for n, match in enumerate(matches):
         covered += match.matched_tokens
         shared = shared and (cuts is None or cuts[n : n + 1] == [covered])

@@ -1,32 +1,60 @@
-"""Storing: from the pool into staging, and from there into the daemon's arena by Commit."""
+"""Storing: from the pool to the daemon, which makes chunks visible by Commit."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
 from kvkernels import pack_chunk
-from kvsidecar import keys
-from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import Geometry, new_header
+from kvsidecar.paged.carrier import Fill
 from kvsidecar.paged.session import Session
-from kvsidecar.paged.writing import group_length
+from kvsidecar.paged.writing import linked_groups, write
 
 from inference_svc.cache.economy import Economy
 from inference_svc.cache.loading import marks_of
+from inference_svc.cache.stats import CacheStats
+from inference_svc.engine.block_table import BlockTable
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.reuse.policy import ReusePolicy
 
 
-@dataclass
-class CacheStats:
-    """Counters since the start."""
+@dataclass(frozen=True)
+class Part:
+    """The first ``tokens`` tokens of a running sequence, of which ``stored`` is stored. ``table`` holds the pages
+    behind that, ``known`` are all of its tokens so far, ``prefill`` what was computed of them in how many seconds."""
 
-    failures: int = 0
-    stored_chunks: int = 0
-    refused_chunks: int = 0
+    pool: KVPool
+    table: BlockTable
+    tokens: int
+    stored: StoredPrefix
+    known: list[int]
+    prefill: tuple[int, float]
+
+    @classmethod
+    def of(cls, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int) -> Part:
+        """As the engine's thread sees it now."""
+        fresh, seconds = _prefill(sequence)
+        if not sequence.first_token_at:
+            fresh, seconds = sequence.computed - sequence.cached_tokens, time.perf_counter() - sequence.started_at
+        return cls(pool, table, tokens, sequence.stored, list(sequence.tokens), (fresh, seconds))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is stored: of the tokens ``known``, the chunks that end at ``end`` or before, from ``table``'s pages."""
+
+    session: Session
+    root: bytes
+    sequence: Sequence
+    pool: KVPool
+    table: BlockTable
+    known: list[int]
+    end: int
+    prefill: tuple[int, float]
 
 
 class Storing:
@@ -40,95 +68,80 @@ class Storing:
 
     def save(self, session: Session, root: bytes, sequence: Sequence, pool: KVPool) -> StoredPrefix:
         """Stores what of a finished sequence is not stored yet. Returns what is stored then."""
-        stored = self._save_from(session, root, sequence, pool, sequence.stored)
-        if stored is None:  # the parent was evicted or superseded meanwhile: the pool still has it all
-            stored = self._save_from(session, root, sequence, pool, StoredPrefix())
+        assert sequence.table is not None
+        known = sequence.tokens[: sequence.reusable]
+        job = _Job(session, root, sequence, pool, sequence.table, known, len(known), _prefill(sequence))
+        return self._save(job, sequence.stored)
+
+    def save_part(self, session: Session, root: bytes, sequence: Sequence, part: Part) -> StoredPrefix | None:
+        """Stores the chunks of a running sequence that end within a part of it. Returns what is stored then; None for
+        values that are not finite, of which no answer has told yet."""
+        table, pool = part.table, part.pool
+        if part.stored.tokens < table.since:  # nobody could find it without what comes before
+            return part.stored
+        slots = torch.from_numpy(table.slots(part.stored.tokens, part.tokens))
+        if not pool.values[-1].index_select(1, slots.to(pool.values.device)).isfinite().all():
+            return None
+        job = _Job(session, root, sequence, pool, table, part.known, part.tokens, part.prefill)
+        return self._save(job, part.stored)
+
+    def _save(self, job: _Job, before: StoredPrefix) -> StoredPrefix:
+        stored = self._save_from(job, before) if job.table.since <= before.tokens else before
+        if stored is None and not job.table.since:  # the parent is gone meanwhile: the pool still has it all
+            stored = self._save_from(job, StoredPrefix())
         return stored or StoredPrefix()
 
-    def _save_from(
-        self, session: Session, root: bytes, sequence: Sequence, pool: KVPool, prefix: StoredPrefix
-    ) -> StoredPrefix | None:
+    def _save_from(self, job: _Job, prefix: StoredPrefix) -> StoredPrefix | None:
         """Stores the tokens after ``prefix``. Returns what is stored, or None when its last chunk is gone."""
-        headers = self._headers(sequence, prefix, session.max_chunk_tokens)
-        parent, stored = prefix.prefix_hash, prefix
-        first = True
-        while headers:
-            group = headers[: group_length(session, headers)]
-            headers, hashes = headers[len(group) :], []
-            for header in group:
-                header.parent_prefix_hash = parent
-                parent = keys.prefix_hash(parent or root, header.token_ids)
-                hashes.append(parent)
-            request = pb.ReserveRequest(session_id=session.id, tenant_salt=sequence.cache.tenant_salt, headers=group)
-            reserved = session.stub.Reserve(request, timeout=self._timeout * 4).reservations
-            if first and reserved[0].outcome == pb.RESERVE_OUTCOME_PARENT_MISSING:
+        session, root, sequence = job.session, job.root, job.sequence
+        headers, stored, first = self._headers(job, prefix), prefix, True
+        for group, hashes in linked_groups(session, headers, prefix.prefix_hash, root):
+            filler = _filler(job, group)
+            cache = sequence.cache
+            written = write(session, cache.tenant_salt, group, filler, self._timeout, cache.ttl_seconds)
+            if first and written.parent_missing:
                 return None
             first = False
-            chunks = self._write(session, sequence, pool, group, list(reserved))
+            self._stats.stored_chunks += sum(written.fresh)
+            self._stats.refused_chunks += written.there.count(False)
+            chunks = written.leading
             if chunks:
                 tokens = stored.tokens + sum(h.token_count for h in group[:chunks])
                 before, stored = stored, StoredPrefix(tokens, hashes[chunks - 1], tokens)
-                if session.remote and not headers and chunks == len(group):
+                if session.remote and chunks == len(group) and tokens == len(job.known):
                     stored = _without_tail(before, group, hashes)
             if chunks < len(group):
                 break
         return stored
 
-    def _headers(self, sequence: Sequence, prefix: StoredPrefix, most_tokens: int) -> list[ChunkHeader]:
+    def _headers(self, job: _Job, prefix: StoredPrefix) -> list[ChunkHeader]:
         """Headers of the chunks to store after ``prefix``, with the tail; none longer than the daemon takes."""
-        fresh = sequence.prompt_tokens - sequence.cached_tokens
-        per_token = self._economy.seconds_per_token(fresh, sequence.timings.prefill_ms / 1e3)
+        per_token = self._economy.seconds_per_token(*job.prefill)
         headers, start = list[ChunkHeader](), prefix.tokens
-        for end in self._policy.chunker.ends(sequence.tokens[: sequence.reusable], marks_of(sequence)):
-            while start < end:
-                stop = min(end, start + most_tokens)
-                header = new_header(self._geometry, sequence.tokens[start:stop], start)
+        for end in self._policy.chunker.ends(job.known, marks_of(job.sequence)):
+            while start < end <= job.end:
+                stop = min(end, start + job.session.max_chunk_tokens)
+                header = new_header(self._geometry, job.known[start:stop], start)
                 header.prefill_seconds = per_token * (stop - start)
                 headers.append(header)
                 start = stop
         return headers
 
-    def _write(
-        self,
-        session: Session,
-        sequence: Sequence,
-        pool: KVPool,
-        headers: list[ChunkHeader],
-        reserved: list[pb.Reservation],
-    ) -> int:
-        """Fills what was granted and commits it. Returns how many leading chunks of the group are stored."""
-        granted = {r.reservation_id: h for h, r in zip(headers, reserved, strict=True) if r.reservation_id}
-        try:
-            items = [
-                self._fill(session, sequence, pool, granted[r.reservation_id], r) for r in reserved if r.reservation_id
-            ]
-        except Exception:
-            session.stub.Abort(pb.AbortRequest(session_id=session.id, reservation_ids=granted), timeout=self._timeout)
-            raise
-        outcomes: dict[bytes, int] = {}
-        if items:
-            request = pb.CommitRequest(session_id=session.id, epoch=session.epoch, items=items)
-            answer = session.stub.Commit(request, timeout=self._timeout * 10)
-            outcomes = {item.reservation_id: o for item, o in zip(items, answer.outcomes, strict=True)}
-        stored, unbroken = 0, True
-        for reservation in reserved:
-            fresh = outcomes.get(reservation.reservation_id) == pb.COMMIT_OUTCOME_COMMITTED
-            known = reservation.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED
-            self._stats.stored_chunks += fresh
-            self._stats.refused_chunks += not (fresh or known)
-            unbroken = unbroken and (fresh or known)
-            stored += unbroken
-        return stored
 
-    @staticmethod
-    def _fill(
-        session: Session, sequence: Sequence, pool: KVPool, header: ChunkHeader, reservation: pb.Reservation
-    ) -> pb.CommitItem:
-        assert sequence.table is not None
-        payload, start = session.staged(reservation.staging), header.start_position
-        slots = torch.from_numpy(sequence.table.slots(start, start + header.token_count))
-        pack_chunk(pool.keys, pool.values, slots, header, payload)
-        return pb.CommitItem(reservation_id=reservation.reservation_id, checksum=keys.checksum(payload))
+def _filler(job: _Job, headers: list[ChunkHeader]) -> Fill:
+    """Writes the payloads of a sequence's chunks from the pool."""
+
+    def fill(i: int, payload: memoryview) -> None:
+        start = headers[i].start_position
+        slots = torch.from_numpy(job.table.slots(start, start + headers[i].token_count))
+        pack_chunk(job.pool.keys, job.pool.values, slots, headers[i], payload)
+
+    return fill
+
+
+def _prefill(sequence: Sequence) -> tuple[int, float]:
+    """How many tokens of its prompt were computed, in how many seconds."""
+    return sequence.prompt_tokens - sequence.cached_tokens, sequence.timings.prefill_ms / 1e3
 
 
 def _without_tail(before: StoredPrefix, group: list[ChunkHeader], hashes: list[bytes]) -> StoredPrefix:

@@ -7,9 +7,9 @@ from pathlib import Path
 import grpc
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
+from kvsidecar.connecting import Address
 from kvsidecar.errors import Unavailable, from_rpc
 from kvsidecar.paged.link import DaemonLink
-from kvsidecar.runtime import socket_target
 
 _WAIT_SECONDS = 3.0
 
@@ -19,7 +19,7 @@ def store_verdict(socket: Path, descriptor: NamespaceDescriptor, verdict: pb.Reu
 
     Raises Unavailable, and what the daemon refuses.
     """
-    link = DaemonLink(socket_target(socket), "verify", descriptor)
+    link = DaemonLink(Address(socket), "verify", descriptor)
     try:
         session = link.session if link.wait(_WAIT_SECONDS) else None
         if session is None:

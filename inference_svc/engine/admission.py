@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from inference_svc.engine import scheduler
-from inference_svc.engine.pool import PAGE_TOKENS, BlockTable, KVPool
+from inference_svc.engine.block_table import PAGE_TOKENS, BlockTable
+from inference_svc.engine.pool import WINDOW_STEP, KVPool
 from inference_svc.engine.residents import LEAST_SHARED, Resident, Residents, Tokens, common_prefix
+from inference_svc.engine.room import outgrows
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 
 # Waiting requests that are compared with each other; the others wait their turn.
 _WINDOW = 16
 # Pages are taken ahead for a new sequence's answer, so that it stays in one piece, while a quarter of the pool is free.
 _SPARE_TOKENS, _SPARE_SHARE = 256, 4
+# Copied at once.
+_COPIED_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -38,18 +43,20 @@ def as_array(tokens: list[int]) -> Tokens:
 
 
 class Admission:
-    """Chooses among waiting sequences and gives them pages."""
+    """Chooses among waiting sequences and gives them pages. ``piece``: tokens of one that are computed at once;
+    ``longest``: most tokens of one with its answer."""
 
-    def __init__(self, pool: KVPool, residents: Residents) -> None:
-        self._pool, self._residents = pool, residents
+    def __init__(self, pool: KVPool, residents: Residents, piece: int, longest: int) -> None:
+        self._pool, self._residents, self._piece, self._longest = pool, residents, piece, longest
 
     def next(self, waiting: deque[Sequence], live: Iterable[Sequence]) -> tuple[Sequence, Source] | None:
         """The sequence to admit now, with what the pool has of it; None when all are held back.
 
-        ``live`` are the sequences with pages. A preempted sequence, at the queue's front, goes first.
+        ``live`` are the sequences with pages. A preempted sequence, at the queue's front, goes first. Who waits for
+        the overflow stands in nobody's way.
         """
         now, live = time.perf_counter(), list(live)
-        sequences = list(waiting)[:_WINDOW]
+        sequences = list(islice(self._in_turn(waiting), _WINDOW))
         found = [self._source(s, live) for s in sequences]
         chosen = scheduler.choose(
             [
@@ -78,32 +85,118 @@ class Admission:
                 continue
             shared = common_prefix(tokens, other.prompt_ids)
             loaded = other.gate is None or other.gate.complete
-            if loaded and min(shared, other.reusable) > source.tokens:
-                source = Source(min(shared, other.reusable), running=other)
-            coming = max(coming, min(shared, other.prompt_tokens if other.plan is None else other.plan.exact))
+            ready, table = min(shared, other.reusable), other.table
+            reached = table is not None and self._pool.reaches(table, ready)
+            if loaded and reached and ready > source.tokens:
+                source = Source(ready, running=other)
+            if reached:
+                coming = max(coming, min(shared, other.prompt_tokens if other.plan is None else other.plan.exact))
         return source, coming >= source.tokens + LEAST_SHARED
 
     def allocate(self, sequence: Sequence, source: Source, free_pages: int, leave: int) -> bool:
         """Gives a sequence its pages, the first ``sequence.computed`` tokens of them filled from the source. False,
-        with nothing changed, when of ``free_pages``, those of residents included, it would not ``leave`` so many."""
-        needed, pages = len(sequence.tokens) + 1, -(-(len(sequence.tokens) + 1) // PAGE_TOKENS)
-        own = pages - (source.tokens // PAGE_TOKENS if source.running is not None else 0)
+        with nothing changed, when of ``free_pages``, those of residents included, it would not ``leave`` so many.
+        Raises OverflowFailed; the sequence may have pages then."""
+        if self._pool.overflow_pages and source.tokens and _left(source):
+            source = Source()
+        if self.outgrows(sequence):
+            return self._apart(sequence, source)
+        needed = self._at_first(len(sequence.tokens) + 1, source)
+        pages = -(-needed // PAGE_TOKENS)
+        crosses = source.tokens > 0 and _table(source).apart
+        own = pages - (0 if crosses else _in_place(source) // PAGE_TOKENS)
         if free_pages - own < leave:
-            return False
+            if source.resident is None or leave:
+                return False
+            # Nobody else would ever give pages back: rather without the source, whose own may be what is lacking.
+            return self.allocate(sequence, Source(), free_pages, leave)
         plenty = self._pool.pages // _SPARE_SHARE
         ahead = min(sequence.max_tokens - sequence.generated, _SPARE_TOKENS)
         spare = ahead if free_pages - own - ahead // PAGE_TOKENS >= max(leave, plenty) else 0
-        if self._adopt(sequence, source, needed + spare):
+        if not crosses and self._adopt(sequence, source, needed + spare):
             return True
         if not self._pool.read_by_pages and self._copy(sequence, source, needed + spare):
             return True
-        if source.tokens and self._share(sequence, source, needed):
+        if source.tokens and not crosses and self._share(sequence, source, needed):
             return True
         table = self._pool.allocate(needed, spare)
         while table is None and self._residents.evict():
             table = self._pool.allocate(needed, spare)
         sequence.table = table
+        if table is not None and crosses:
+            self._bring(table, sequence, source)
         return table is not None
+
+    # ---- the overflow ---------------------------------------------------------------------------------------
+
+    def outgrows(self, sequence: Sequence) -> bool:
+        """Whether a sequence, with the next tokens of its answer, needs more than all of the pool, and the overflow
+        therefore."""
+        if not self._pool.overflow_pages:
+            return False
+        soon = min(sequence.max_tokens - sequence.generated, _SPARE_TOKENS)
+        return outgrows(self._pool, self._piece, min(len(sequence.tokens) + soon, self._longest))
+
+    def _in_turn(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Those that may be admitted by what the overflow has: who does not need it, and the first of those who do, if
+        there is room for it."""
+        served = False
+        for sequence in waiting:
+            if not self.outgrows(sequence):
+                yield sequence
+            elif not served:
+                served = True
+                kept = sum(t.tokens for t in self._residents.tables if t.apart)
+                if self._at_most(sequence) <= self._pool.free_overflow_pages * PAGE_TOKENS + kept:
+                    yield sequence
+
+    def _at_most(self, sequence: Sequence) -> int:
+        """How many tokens it has at its end."""
+        return min(sequence.prompt_tokens + sequence.max_tokens, self._longest)
+
+    def _apart(self, sequence: Sequence, source: Source) -> bool:
+        """Gives a sequence all pages that it will ever need, in the overflow. False when too few are free."""
+        wanted, resident = self._at_most(sequence), source.resident
+        goes_on = resident is not None and resident.table.apart and sequence.cache.write
+        if resident is not None and goes_on and source.tokens + PAGE_TOKENS >= len(resident.tokens):
+            sequence.table = table = self._residents.take(resident)
+            while not self._pool.grow(table, wanted) and self._residents.evict(apart=True):
+                pass
+            if table.tokens < wanted:
+                self._pool.free(table)
+                sequence.table = None
+                return False
+            self._pool.back(table, source.tokens, len(sequence.tokens) + 1)
+            self._begin(sequence, source)
+            return True
+        if resident is not None:
+            self._residents.touch(resident)  # it goes last
+        found = self._pool.allocate_apart(wanted)
+        while found is None and self._residents.evict(apart=True):
+            found = self._pool.allocate_apart(wanted)
+        if found is None:
+            return False
+        sequence.table = found  # from here on whoever fails frees it
+        self._pool.back(found, 0, len(sequence.tokens) + 1)
+        if source.tokens and _table(source).ranges:  # it may have gone to make room
+            self._bring(found, sequence, source)
+        return True
+
+    def _bring(self, table: BlockTable, sequence: Sequence, source: Source) -> None:
+        """Copies what the source has into a sequence's pages, from the pool into its overflow or back."""
+        for at in range(0, source.tokens, _COPIED_TOKENS):
+            self._pool.copy(_table(source), table, at, min(at + _COPIED_TOKENS, source.tokens))
+        if source.resident is not None:
+            self._residents.touch(source.resident)
+        self._begin(sequence, source)
+
+    # ---- the pool -------------------------------------------------------------------------------------------
+
+    def _at_first(self, tokens: int, source: Source) -> int:
+        """For how many of so many tokens a sequence gets pages at first."""
+        if not self._pool.moves:
+            return tokens
+        return min(tokens, source.tokens + self._pool.window + self._piece + WINDOW_STEP + PAGE_TOKENS)
 
     def _adopt(self, sequence: Sequence, source: Source, wanted: int) -> bool:
         """Goes on in a resident's own pages, when the prompt continues it and there is room behind it. Not for a
@@ -122,11 +215,13 @@ class Admission:
         """Copies what is shared into pages in one piece, for attention that would have to gather pages."""
         if not source.tokens:
             return False
-        table = self._pool.allocate_contiguous(wanted)
+        left = _left(source)
+        table = self._pool.allocate_contiguous(wanted - left)
         if table is None:
             return False
-        sequence.table = table  # from here on whoever fails frees it
-        self._pool.copy(_table(source), table, 0, source.tokens)
+        sequence.table = table = table.spread(0, left) if left else table  # from here on whoever fails frees it
+        table.since = _table(source).since
+        self._pool.copy(_table(source), table, left, source.tokens)
         if source.resident is not None:
             self._residents.touch(source.resident)
         self._begin(sequence, source)
@@ -146,6 +241,9 @@ class Admission:
         source_table = _table(source)
         kept = bool(source_table.ranges)
         end = source.tokens if kept else shared
+        if not self._pool.reaches(table, end):  # the begun page is gone, and so is what is seen from before it
+            self._pool.free(table)
+            return False
         sequence.table = table  # from here on whoever fails frees it
         self._pool.copy(source_table, table, shared, end)
         self._begin(sequence, Source(end, source.resident, source.running))
@@ -156,6 +254,16 @@ class Admission:
         stored = source.resident.stored if source.resident else source.running.stored if source.running else None
         if stored is not None and stored.tokens <= source.tokens:
             sequence.stored = StoredPrefix(stored.tokens, stored.prefix_hash, min(stored.covered, source.tokens))
+
+
+def _in_place(source: Source) -> int:
+    """Of a source's tokens, those that need no pages of their own beside it."""
+    return source.tokens if source.running is not None else _left(source)
+
+
+def _left(source: Source) -> int:
+    """Leading tokens of a source whose pages it does not hold."""
+    return _table(source).left if source.tokens else 0
 
 
 def _table(source: Source) -> BlockTable:

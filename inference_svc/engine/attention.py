@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kvsidecar.errors import ModelUnsupported
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -34,10 +35,13 @@ class Projected(Exception):
 def _keys_values(batch: Batch, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
     """Keys and values ``[kv_heads, padded, head_dim]`` of a segment: a view when they lie in one piece."""
     keys, values = batch.pool.keys[layer], batch.pool.values[layer]
-    if segment.first_slot is not None:
+    if segment.first_slot is not None and not segment.left:
         end = segment.first_slot + segment.padded
         return keys[:, segment.first_slot : end], values[:, segment.first_slot : end]
-    assert segment.slots is not None
+    if segment.slots is None:
+        assert segment.first_slot is not None
+        segment.slots = torch.arange(segment.padded, device=keys.device) + segment.first_slot
+        segment.slots[: segment.left] = batch.pool.padding_slot  # hidden by every mask, and finite
     return keys.index_select(1, segment.slots), values.index_select(1, segment.slots)
 
 
@@ -139,6 +143,11 @@ def attend_rows(
 ) -> tuple[Tensor, None]:
     """``query [1, heads, rows, dim]``, ``key``/``value [1, kv_heads, rows, dim]`` to ``[1, rows, heads, dim]``."""
     batch, layer = attention_mask, module.layer_idx
+    windows = batch.pool.windows
+    if windows and windows[layer] != sliding_window:
+        raise ModelUnsupported(
+            f"layer {layer} attends over {sliding_window or 'all'} keys, where {windows[layer] or 'all'} were expected"
+        )
     _scatter(batch, batch.pool.keys[layer], key[0])
     _scatter(batch, batch.pool.values[layer], value[0])
     if batch.project_only:
@@ -190,6 +199,9 @@ def _scatter(batch: Batch, pool: Tensor, rows: Tensor) -> None:
         pool[:, first : first + count] = rows[:, :count]
     else:
         pool.index_copy_(1, batch.slots, rows)
+    if batch.copies is not None:
+        copied, slots = batch.copies.flat
+        pool.index_copy_(1, slots, rows.index_select(1, copied))
 
 
 def register() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from inference_svc.engine.block_table import BlockTable
 from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sequence import Sequence, StoredPrefix
@@ -16,8 +17,9 @@ from inference_svc.reuse.policy import RepairSetting
 class Restored:
     """What the cache found of a prompt, handed over when the engine may go on. Times in milliseconds.
 
-    ``tokens`` leading tokens are in the sequence's pages; with a ``gate``, the layers that it has opened. A ``plan``,
-    carried out by ``repair``, where more was found that had been read in another context.
+    ``tokens`` leading tokens are in the sequence's pages, or behind the window of layers that have one; with a
+    ``gate``, the layers that it has opened. ``table`` has the same pages, where they stand for other tokens now. A
+    ``plan``, carried out by ``repair``, where more was found that had been read in another context.
     """
 
     tokens: int = 0
@@ -25,6 +27,7 @@ class Restored:
     plan: Plan | None = None
     repair: RepairSetting | None = None
     stored: StoredPrefix | None = None  # what the cache holds of the prompt; None when it did not say
+    table: BlockTable | None = None
     lookup_ms: float = 0.0
     transfer_ms: float = 0.0
     looked_up_at: float = 0.0  # when the look-up was over (time.perf_counter); 0 where there was none
@@ -32,15 +35,15 @@ class Restored:
 
 
 class LoadDone(Protocol):
-    def __call__(self, sequence: Sequence, restored: Restored) -> None: ...
+    def __call__(self, sequence: Sequence, restored: Restored) -> object: ...
 
 
 class SaveDone(Protocol):
-    def __call__(self, sequence: Sequence, stored: StoredPrefix | None) -> None: ...
+    def __call__(self, sequence: Sequence, stored: StoredPrefix | None) -> object: ...
 
 
 class ProbeDone(Protocol):
-    def __call__(self, sequence: Sequence, tokens: int) -> None: ...
+    def __call__(self, sequence: Sequence, tokens: int) -> object: ...
 
 
 class Cache(Protocol):
@@ -64,6 +67,12 @@ class Cache(Protocol):
         then, None when that failed."""
         ...
 
+    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
+        """Begins to store what of the first ``tokens`` tokens of a running sequence are whole chunks. ``table`` holds
+        their pages until the callback, which is as ``save``'s; so the sequence may end meanwhile. False when nothing is
+        stored at all."""
+        ...
+
 
 class NoCache:
     """No daemon: only what the pool still holds is reused."""
@@ -75,4 +84,7 @@ class NoCache:
         pass
 
     def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
+        return False
+
+    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
         return False

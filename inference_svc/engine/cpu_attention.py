@@ -9,7 +9,7 @@ from kvkernels.cpu.attention import Attention
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.engine.pool import PAGE_TOKENS
+from inference_svc.engine.block_table import PAGE_TOKENS
 from inference_svc.engine.rows import Batch, Segment
 
 assert PAGE_TOKENS == cpu_attention.PAGE
@@ -50,6 +50,7 @@ def _pages(segment: Segment, beyond: int) -> NDArray[np.int64]:
     if segment.first_slot is not None:
         pages = np.arange(segment.first_slot, segment.first_slot + tokens, PAGE_TOKENS)
         pages[-(-segment.keys // PAGE_TOKENS) :] = beyond
+        pages[: segment.left // PAGE_TOKENS] = beyond
         return pages
     assert segment.slots is not None
     return segment.slots.numpy()[:tokens:PAGE_TOKENS]

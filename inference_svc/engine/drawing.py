@@ -56,6 +56,13 @@ def _likeliest(logits: Tensor) -> tuple[list[int], list[float]]:
     return found.tolist(), values[np.arange(len(values)), found].tolist()
 
 
+def likeliest_beside(logits: Tensor, tokens: Sequence[int]) -> list[int]:
+    """Of each row of ``logits [rows, vocabulary]`` the likeliest token but for one."""
+    others = logits.to(torch.float32, copy=True)
+    others[range(len(tokens)), tokens] = _LEAST
+    return _likeliest(others)[0]
+
+
 def _checked(token: int, peak: float) -> Outcome:
     return Drawn(token) if np.isfinite(peak) else _not_finite()
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Many
 
 import structlog
 import torch
-from kvsidecar.errors import ModelUnsupported, Overloaded, PromptTooLong, Unavailable
+from kvsidecar.errors import ModelUnsupported, Overloaded, Unavailable
 
 from inference_svc.engine import rows
 from inference_svc.engine.cache_port import Cache
@@ -19,8 +19,9 @@ from inference_svc.engine.decode_graphs import decode_graphs
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.loop import Loop
 from inference_svc.engine.mailbox import CancelAsked, Mailbox, Submitted
-from inference_svc.engine.pool import PAGE_TOKENS, KVPool
+from inference_svc.engine.pool import KVPool
 from inference_svc.engine.residents import Resident
+from inference_svc.engine.room import Room
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.speculation.calibration import once, timed
 from inference_svc.engine.speculation.costs import Costs
@@ -63,7 +64,8 @@ class Engine:
         if draft is not None:
             proposers[Speculation.DRAFT] = draft
         self._draft, self._speculates = draft, speculates
-        self.speculator = Speculator(proposers, Costs(graphs is not None), self._limits.draft_tokens)
+        limits = self._limits
+        self.speculator = Speculator(proposers, Costs(graphs is not None), limits.draft_tokens, limits.draft_branches)
         self._mail = Mailbox()
         self._loop = Loop(
             self.decoder,
@@ -76,7 +78,7 @@ class Engine:
             self.stats,
             self._mail.post,
         )
-        self._free_pages = pool.pages
+        self._free_pages, self._free_overflow_pages = pool.pages, pool.overflow_pages
         self._stepping = threading.Lock()
         self._threads = threads
         self._ready = threading.Event()
@@ -94,15 +96,16 @@ class Engine:
     @property
     def context_length(self) -> int:
         """Most tokens of prompt and answer together: the model's, or the pool's if that is less."""
-        return min(self.loaded.context_length, self.pool.pages * PAGE_TOKENS)
+        return self.room.longest
+
+    @property
+    def room(self) -> Room:
+        """What a prompt and its answer may have."""
+        return Room.of(self.pool, self._limits.batch_tokens, self.loaded.context_length)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queues a sequence. Raises PromptTooLong, Overloaded, Unavailable."""
-        if sequence.prompt_tokens + 1 > self.context_length:
-            raise PromptTooLong(
-                f"the prompt has {sequence.prompt_tokens} tokens; with one token of answer at most "
-                f"{self.context_length} are allowed"
-            )
+        """Queues a sequence. Raises PromptTooLong, PromptExceedsPool, Overloaded, Unavailable."""
+        self.room.check(sequence.prompt_tokens)
         if self._mail.submitted + len(self._loop.waiting) >= self._limits.waiting:
             raise Overloaded(f"{self._limits.waiting} requests wait already; try again later")
         if not self._mail.post(Submitted(sequence)):
@@ -117,8 +120,8 @@ class Engine:
     def load(self) -> tuple[int, int, int]:
         """Sequences running, waiting, being saved."""
         loop = self._loop
-        waiting = self._mail.submitted + len(loop.waiting)
-        return len(loop.running) + len(loop.loading), waiting, len(loop.saving)
+        waiting = self._mail.submitted + len(loop.waiting) + len(loop.leaving.sequences)
+        return len(loop.running) + len(loop.loading), waiting, len(loop.saving) + loop.passing.orphans
 
     def stop(self) -> None:
         """Ends the thread after the current step; unfinished sequences fail. Blocks."""
@@ -129,7 +132,7 @@ class Engine:
         """Raises AssertionError unless every page is held by live sequences and residents only."""
         with self._stepping:
             self.pool.check_integrity()
-            tables = [s.table for s in self._loop.live() if s.table] + self._loop.residents.tables
+            tables = self._loop.tables() + self._loop.residents.tables
             assert self.pool.held_by(tables), "pages are held by nobody, or by more than are counted"
             if self._draft is not None:
                 held = tables if self._draft.copies else self._draft.tables()
@@ -139,6 +142,11 @@ class Engine:
     def free_pages(self) -> int:
         """Pages that a new sequence could have, as of the last step: free, or only kept for reuse."""
         return self._free_pages
+
+    @property
+    def free_overflow_pages(self) -> int:
+        """The same of the pool's overflow."""
+        return self._free_overflow_pages
 
     @property
     def resident_sequences(self) -> int:
@@ -171,6 +179,7 @@ class Engine:
                     log.exception("step failed")
                     self._loop.fail_all(error)
                 self._free_pages = self._loop.count_free()
+                self._free_overflow_pages = self._loop.count_free_overflow()
         self._mail.take(self._loop.read)
         self._loop.shut_down()
 

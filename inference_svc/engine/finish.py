@@ -18,6 +18,9 @@ from inference_svc.reuse.parts import parts_of
 
 log = structlog.get_logger("engine")
 
+# The next turn of a conversation may tell the end of an answer differently, by so many tokens.
+_RETOLD_TOKENS = 64
+
 
 def take_token(sequence: Sequence, drawn: Drawn, longest: int) -> Finish | None:
     """Adds a token to an answer, tells the sink, and says whether the answer ends with it. ``longest`` bounds prompt
@@ -99,10 +102,7 @@ class Endings:
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence that nobody waits for; what it computed stays as long as there is room."""
         self._stats.cancelled += 1
-        if sequence.gate is None or sequence.gate.complete:
-            self._keep(sequence)
-        else:
-            self.release(sequence)
+        self.set_aside(sequence)
         sequence.state = State.DONE
         _tell(sequence, Output(finish=Finish.CANCELLED, error=Cancelled("the request was cancelled")))
 
@@ -128,13 +128,24 @@ class Endings:
             self._pool.free(sequence.table)
             sequence.table = None
 
+    def set_aside(self, sequence: Sequence) -> None:
+        """Keeps what a sequence that has not ended computed, as long as there is room, if it was wholly loaded."""
+        if sequence.gate is None or sequence.gate.complete:
+            self._keep(sequence)
+        else:
+            self.release(sequence)
+
     def _keep(self, sequence: Sequence) -> None:
         table = sequence.table
-        if table is None or not sequence.cache.write or not sequence.reusable:
+        reusable = sequence.reusable
+        reached = table is not None and self._pool.reaches(table, reusable)
+        if table is None or not sequence.cache.write or not reusable or not reached:
             self.release(sequence)
             return
         sequence.table = sequence.gate = None
-        self._pool.trim(table, sequence.reusable)
+        self._pool.trim(table, reusable)
+        if self._pool.window:
+            self._pool.leave(table, self._pool.first_seen(max(0, reusable - _RETOLD_TOKENS)))
         tokens = as_array(sequence.tokens[: sequence.reusable])
         self._residents.keep(Resident(tokens, table, sequence.realm, sequence.stored))
 

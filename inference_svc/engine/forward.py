@@ -16,9 +16,8 @@ from inference_svc.engine.attention import Projected
 from inference_svc.engine.rows import Batch
 from inference_svc.lora.adapter import Adapter, placed
 from inference_svc.lora.weights import AdapterWeights
-from inference_svc.model.dense_linear import DenseLinear, narrow
+from inference_svc.model.dense_linear import DenseLinear, fit_linears
 from inference_svc.model.loader import LoadedModel
-from inference_svc.model.packed_linear import pack_linears
 from inference_svc.model.quantized_linear import QuantizedLinear
 from inference_svc.model.streaming.source import RESIDENT, LayerSource
 
@@ -54,8 +53,7 @@ class Decoder:
         elif fused.suits(loaded.model):
             self._fused = fused.FusedLayers(loaded.model)
         if loaded.device.type == "cpu" and loaded.streamed is None:
-            pack_linears(loaded.model)
-            narrow(loaded.model)
+            fit_linears(loaded.model)
             self._embed = inner.embed_tokens
         self._head: Any = loaded.model.lm_head
         self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)

@@ -8,22 +8,27 @@ serves models whose layers have Llama's structure (Llama, Mistral, Qwen2, Qwen3)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from kvkernels.cpu import attention as kernel
 from kvkernels.cpu import rows as cpu_rows
+from kvkernels.cpu.library import Call
 from torch import Tensor, nn
 
-from inference_svc.engine import cpu_attention
+from inference_svc.engine import chained, cpu_attention
+from inference_svc.engine.chained import ChainedLayers
+from inference_svc.engine.layer import Layer, Product, Widths
+from inference_svc.engine.pool import KVPool
 from inference_svc.engine.rows import Batch, only_wanted
 from inference_svc.model.dense_linear import DenseLinear, product_of
 from inference_svc.model.packed_linear import PackedLinear
 from inference_svc.model.plain_linear import PlainLinear
 from inference_svc.model.quantized_linear import QuantizedLinear, fit_together, joined
 from inference_svc.model.streaming.source import RESIDENT, LayerSource
+from inference_svc.model.windows import window_of
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 # The last layer is cut to the rows that want logits where they are at most one in so many.
@@ -35,7 +40,6 @@ TOGETHER = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-Product = Callable[[Tensor], Tensor]
 Joined = PackedLinear | QuantizedLinear | DenseLinear | PlainLinear
 
 
@@ -47,13 +51,17 @@ def suits(model: Any) -> bool:
 
 def fits(layer: Any, config: Any) -> bool:
     """Whether one layer can be."""
+    return alike(layer, config) and layer.input_layernorm.weight.device.type == "cpu"
+
+
+def alike(layer: Any, config: Any) -> bool:
+    """Whether one layer can be when it is on a CPU."""
     if type(layer).__name__ not in _LAYERS:
         return False
     weight = layer.input_layernorm.weight
     rope = getattr(config, "rope_parameters", None) or {}
     return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16)
+        weight.dtype in (torch.float32, torch.bfloat16)
         and config.hidden_act == "silu"
         and kernel.serves(weight.dtype, _head_dim(config))
         and float(rope.get("partial_rotary_factor", 1.0)) == 1.0
@@ -79,31 +87,8 @@ def _join(parts: list[Any]) -> Joined:
     return product_of(weight, bias)
 
 
-@dataclass
-class Layer:
-    """The weights of one layer, as the kernels want them."""
-
-    qkv: Product
-    o: Product
-    gate_up: Product
-    down: Product
-    input_norm: Tensor
-    post_norm: Tensor
-    head_norms: tuple[Tensor | None, Tensor | None]
-    epsilon: float
-    scale: float
-    window: int | None
-
-
 def _weight(norm: Any) -> Tensor:
     return norm.weight.detach().float().contiguous()  # type: ignore[no-any-return]
-
-
-def _window(attention: Any) -> int | None:
-    """Mistral's attention reads its window from the configuration, the others' from the module."""
-    if hasattr(attention, "sliding_window"):
-        return attention.sliding_window  # type: ignore[no-any-return]
-    return getattr(attention.config, "sliding_window", None) if "Mistral" in type(attention).__name__ else None
 
 
 def gathered(layer: Any) -> tuple[dict[str, Joined], dict[str, Tensor]]:
@@ -134,7 +119,7 @@ def made(layer: Any, products: Mapping[str, Product], norms: Mapping[str, Tensor
         head_norms=(norms.get("q_norm"), norms.get("k_norm")),
         epsilon=float(layer.input_layernorm.variance_epsilon),
         scale=float(a.scaling),
-        window=_window(a),
+        window=window_of(a),
     )
 
 
@@ -146,12 +131,12 @@ class _Work:
         self.batch, self.real, self.hidden = batch, batch.real, hidden
         self.angles = layers.angles(batch.positions, hidden)
         self.normed = torch.zeros_like(hidden)
-        self.queries = hidden.new_zeros(rows, layers.heads, layers.dim)
-        self.attended = hidden.new_zeros(rows, layers.heads, layers.dim)
-        self.attention = cpu_attention.attention_of(batch, layers.heads)
+        self.queries = hidden.new_zeros(rows, layers.widths.heads, layers.widths.dim)
+        self.attended = hidden.new_zeros(rows, layers.widths.heads, layers.widths.dim)
+        self.attention = cpu_attention.attention_of(batch, layers.widths.heads)
         self.attention.bind(self.queries, self.attended)
         self.flat = self.attended.view(rows, -1)
-        self.gated = hidden.new_zeros(rows, layers.width)
+        self.gated = hidden.new_zeros(rows, layers.widths.inner)
 
     def product(self, i: int, name: str, of: Product, x: Tensor) -> Tensor:
         """A product of layer ``i`` over ``x [rows, in]``, with what adapters add to some of its rows."""
@@ -166,16 +151,17 @@ class FusedLayers:
 
     def __init__(self, model: Any, given: Sequence[Layer] | None = None, source: LayerSource = RESIDENT) -> None:
         config = model.config
-        self.heads = int(config.num_attention_heads)
-        self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
-        self.dim = _head_dim(config)
-        self.width = int(config.intermediate_size)
+        heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        self.widths = Widths(heads, kv_heads, _head_dim(config), int(config.intermediate_size))
         self._rotary = model.model.rotary_emb
-        self._cos = self._sin = torch.empty(0, self.dim)
+        self._cos = self._sin = torch.empty(0, self.widths.dim)
         self._layers = given or [made(layer, *gathered(layer)) for layer in model.model.layers]
         self._source = source
         self._final_norm = _weight(model.model.norm)
         self._final_epsilon = float(model.model.norm.variance_epsilon)
+        # By pool, whose thread alone runs them, and by capacity.
+        self._chains: WeakKeyDictionary[KVPool, dict[int, ChainedLayers | None]] = WeakKeyDictionary()
 
     def run(self, hidden: Tensor, batch: Batch, first: int, end: int) -> Tensor | None:
         """Layers ``first`` to ``end`` over ``hidden [rows, hidden]``, changed in place. What the last one still adds
@@ -187,6 +173,9 @@ class FusedLayers:
 
         Of the last layer, rows that want none compute their keys and values only.
         """
+        if first == 0 and batch.wanted and chained.suits(batch) and (chain := self._chain(hidden, batch)) is not None:
+            states = chain.run(hidden, batch, self.angles(batch.positions, hidden))
+            return states.index_select(0, batch.logit_rows)
         last = len(self._layers) - 1
         if batch.wanted <= batch.real // _FEW and first <= last and batch.observer is None:
             work = _Work(self, hidden, batch)
@@ -202,7 +191,7 @@ class FusedLayers:
         if not batch.wanted:
             return None
         normed = torch.zeros_like(hidden)
-        self._last_norm(hidden, batch, delta, normed)
+        cpu_rows.run(self.last_norm(batch.real, hidden, delta, normed), batch.real)
         return normed.index_select(0, batch.logit_rows)
 
     def _run(self, work: _Work, first: int, end: int) -> Tensor | None:
@@ -213,8 +202,10 @@ class FusedLayers:
                 self._project(work, i, delta)
                 cpu_attention.attend_in_place(work.attention, work.batch, i, layer.scale, layer.window)
                 delta = work.product(i, "o", layer.o, work.flat)
-                cpu_rows.norm_rows(work.real, work.hidden, delta, layer.post_norm, layer.epsilon, work.normed)
-                cpu_rows.gate_rows(work.real, work.product(i, "gate_up", layer.gate_up, work.normed), work.gated)
+                rows, norm = work.real, layer.post_norm
+                cpu_rows.run(cpu_rows.norm(rows, work.hidden, delta, norm, layer.epsilon, work.normed), rows)
+                gate_up = work.product(i, "gate_up", layer.gate_up, work.normed)
+                cpu_rows.run(cpu_rows.gate(rows, gate_up, work.gated), rows)
                 delta = work.product(i, "down", layer.down, work.gated)
         return delta
 
@@ -226,28 +217,46 @@ class FusedLayers:
     def settle(self, hidden: Tensor, batch: Batch, delta: Tensor | None) -> None:
         """Adds what ``run`` left over, as the next layer would."""
         if delta is not None:
-            self._last_norm(hidden, batch, delta, torch.empty_like(hidden))
+            last = self.last_norm(batch.real, hidden, delta, torch.empty_like(hidden))
+            cpu_rows.run(last, batch.real)
 
-    def _last_norm(self, hidden: Tensor, batch: Batch, delta: Tensor | None, out: Tensor) -> None:
-        cpu_rows.norm_rows(batch.real, hidden, delta, self._final_norm, self._final_epsilon, out)
+    def last_norm(self, rows: int, hidden: Tensor, delta: Tensor | None, out: Tensor) -> Call:
+        """After the last layer, as ``kvkernels.cpu.rows.norm``."""
+        return cpu_rows.norm(rows, hidden, delta, self._final_norm, self._final_epsilon, out)
 
     def _project(self, work: _Work, i: int, delta: Tensor | None) -> None:
         """Up to the rotated queries of layer ``i``, with its keys and values in the pool: after what is being loaded of
         it, which a repair's rows replace."""
         work.batch.pass_layer(i)
-        layer, pool = self._layers[i], work.batch.pool
-        cpu_rows.norm_rows(work.real, work.hidden, delta, layer.input_norm, layer.epsilon, work.normed)
-        cpu_rows.rotate_rows(
-            work.real,
+        layer, rows = self._layers[i], work.real
+        norm = cpu_rows.norm(rows, work.hidden, delta, layer.input_norm, layer.epsilon, work.normed)
+        cpu_rows.run(norm, rows)
+        rotate = cpu_rows.rotate(
+            rows,
             work.product(i, "qkv", layer.qkv, work.normed),
-            self.kv_heads,
+            self.widths.kv_heads,
             work.angles,
             layer.head_norms,
             layer.epsilon,
             work.batch.slots,
-            pool.layers[i],
+            work.batch.pool.layers[i],
             work.queries,
+            None if work.batch.copies is None else work.batch.copies.lines,
         )
+        cpu_rows.run(rotate, rows)
+
+    def _chain(self, hidden: Tensor, batch: Batch) -> ChainedLayers | None:
+        """What runs such a batch in one call; None where some product is no kernel of ours."""
+        if self._source is not RESIDENT:
+            return None
+        capacity = next(most for most in chained.CAPACITIES if batch.real <= most)
+        made = self._chains.setdefault(batch.pool, {})
+        if capacity not in made:
+            try:
+                made[capacity] = ChainedLayers(self._layers, self.widths, self.last_norm, batch.pool, capacity, hidden)
+            except chained.NotChained:
+                made[capacity] = None
+        return made[capacity]
 
     def angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[rows, dim]`` from a table that the model's own rotary module filled."""

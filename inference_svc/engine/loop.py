@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from itertools import accumulate
 
 import structlog
 import torch
@@ -18,21 +17,25 @@ from kvsidecar.errors import GenerationFailed, Unavailable
 
 from inference_svc.engine import rows, scheduler
 from inference_svc.engine.admission import Admission
-from inference_svc.engine.cache_port import Cache, Restored
+from inference_svc.engine.block_table import BlockTable
+from inference_svc.engine.cache_port import Cache, LoadDone, ProbeDone, Restored, SaveDone
 from inference_svc.engine.decode_graphs import DecodeGraphs
 from inference_svc.engine.drawing import Outcome, draw
 from inference_svc.engine.finish import Endings, take_token
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.gate import RestoreFailed
-from inference_svc.engine.mailbox import CancelAsked, Letter, Loaded, Probed, Saved, Submitted
-from inference_svc.engine.pool import PAGE_TOKENS, BlockTable, KVPool
+from inference_svc.engine.leaving import Leaving
+from inference_svc.engine.mailbox import CancelAsked, Left, Letter, Loaded, PartSaved, Probed, Saved, Submitted
+from inference_svc.engine.passing import Passing
+from inference_svc.engine.planner import Planner
+from inference_svc.engine.pool import KVPool
 from inference_svc.engine.repair import Repairs
 from inference_svc.engine.residents import Residents
-from inference_svc.engine.scoring import rows_due, shares, take_scores
-from inference_svc.engine.sequence import Finish, Output, Sequence, State, StoredPrefix
+from inference_svc.engine.scoring import take_scores
+from inference_svc.engine.sequence import Finish, Output, Sequence, State
 from inference_svc.engine.speculation.speculator import Speculator
 from inference_svc.engine.stats import EngineLimits, EngineStats
-from inference_svc.engine.work import work_of
+from inference_svc.engine.walk import Walk
 
 log = structlog.get_logger("engine")
 
@@ -59,11 +62,29 @@ class Loop:
         self.running: list[Sequence] = []
         self.saving: set[Sequence] = set()
         self._decoder, self._cache, self._limits, self._longest = decoder, cache, limits, longest
-        self._graphs, self._speculator, self._stats, self._post = graphs, speculator, stats, post
+        self._graphs, self._speculator, self._stats = graphs, speculator, stats
+        # What the cache's thread says.
+        self._on_loaded: LoadDone = lambda sequence, restored: post(Loaded(sequence, restored))
+        self._on_saved: SaveDone = lambda sequence, stored: post(Saved(sequence, stored))
+        self._on_probed: ProbeDone = lambda sequence, tokens: post(Probed(sequence, tokens))
         self._device = pool.keys.device
-        self._admission = Admission(pool, self.residents)
+        self._admission = Admission(pool, self.residents, limits.batch_tokens, longest)
+        self.passing = Passing(pool, cache, lambda sequence, stored: post(PartSaved(sequence, stored)))
+        self.leaving = Leaving(pool, cache, lambda sequence, stored: post(Left(sequence, stored)))
         self._endings = Endings(pool, self.residents, cache, stats)
         self._repairs = Repairs(decoder, pool, limits.batch_tokens)
+        self._planner = Planner(
+            pool,
+            self.residents,
+            self.passing,
+            self.leaving,
+            speculator,
+            limits.batch_tokens,
+            longest,
+            self.count_free,
+            self._preempt,
+            self._fail,
+        )
         self._stuck = False
 
     @property
@@ -71,15 +92,25 @@ class Loop:
         """There is something to do without any further letter."""
         if self._stuck:
             return False
-        return bool(self.running) or (bool(self.waiting) and not self.loading and not self.saving)
+        away = self.loading or self.saving or self.passing.busy or self.leaving.sequences
+        return bool(self.running) or bool(self.waiting and not away)
 
     def live(self) -> list[Sequence]:
         """The sequences with pages."""
-        return [*self.running, *self.loading, *self.saving]
+        return [*self.running, *self.loading, *self.saving, *self.leaving.sequences]
 
     def count_free(self) -> int:
         """Pages that are free, or only kept for reuse."""
-        return self.pool.pages - self.pool.distinct_pages([s.table for s in self.live() if s.table])
+        return self.pool.pages - self.pool.distinct_pages(self.tables())
+
+    def count_free_overflow(self) -> int:
+        """The same of the overflow."""
+        held = sum(pages for table in self.tables() if table.apart for _, pages in table.held)
+        return self.pool.overflow_pages - held
+
+    def tables(self) -> list[BlockTable]:
+        """What is held of the pool, but for residents."""
+        return [*(s.table for s in self.live() if s.table), *self.passing.tables, *self._planner.forks.tables]
 
     # ---- letters --------------------------------------------------------------------------------------------
 
@@ -96,6 +127,11 @@ class Loop:
             case Saved(sequence, stored):
                 self._endings.retire(sequence, stored)
                 self.saving.discard(sequence)
+            case PartSaved(sequence, stored):
+                self.passing.stored(sequence, stored)
+            case Left(sequence, stored):
+                self.leaving.end(sequence, stored)
+                self._wait_again(sequence)
             case Probed(sequence, tokens):
                 sequence.expected_cached = tokens
             case CancelAsked(sequence):
@@ -105,7 +141,7 @@ class Loop:
     def shut_down(self) -> None:
         """Fails all that is not finished. Other workers may take it over."""
         error = Unavailable("the worker is shutting down; send the request to another one")
-        for sequence in [*self.waiting, *self.running, *self.loading]:
+        for sequence in [*self.waiting, *self.running, *self.loading, *self.leaving.sequences]:
             sequence.sink(Output(finish=Finish.FAILED, error=error))
 
     def fail_all(self, error: Exception) -> None:
@@ -119,17 +155,28 @@ class Loop:
         """One forward, and what comes with it."""
         for sequence in [s for s in self.running if s.gate is not None and s.gate.failed]:
             self._read_again(sequence)
+        for sequence in [s for s in self.running if s.table is not None and not s.table.apart]:
+            if self._admission.outgrows(sequence):
+                self._preempt(sequence)
         self._admit()
         repair = self._repairs.next(self.running)
         preemptions = self._stats.preemptions
-        spans = self._plan(decoding_only=repair is not None)
-        if spans:
-            self._forward(spans)
+        able = [s for s in self.running if s not in self._repairs and not (repair is not None and s.missing > 1)]
+        try:
+            spans = self._planner.plan(able)
+            if spans:
+                self._forward(spans)
+        finally:
+            self._planner.forks.release()
         if repair is not None and repair in self._repairs and not (spans and repair.gated):
             self._repair_piece(repair)
         # Pages that were given back let somebody else go on.
         given_back = self._stats.preemptions > preemptions
-        self._stuck = not spans and repair is None and not given_back and bool(self.running)
+        idle = not spans and repair is None and not given_back
+        gated = min((s for s in self.running if s.gated), key=lambda s: s.arrived, default=None)
+        if idle and gated is not None and gated.gate is not None:
+            gated.gate.wait_done()  # of which there is no letter
+        self._stuck = idle and gated is None and bool(self.running)
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) + len(self.loading) < self._limits.batch_sequences:
@@ -138,12 +185,14 @@ class Loop:
                 break
             sequence, source = found
             try:
-                leave = scheduler.reserve(self.pool.pages, len(self.live()))
+                inside = [s for s in self.live() if s.table is not None and not s.table.apart]
+                leave = scheduler.reserve(self.pool.pages, len(inside))
                 if not self._admission.allocate(sequence, source, self.count_free(), leave):
                     break
             except Exception as error:
                 self._fail(sequence, error)
                 continue
+            self._stats.overflowed += sequence.table is not None and sequence.table.apart
             self.loading.add(sequence)
             self.waiting.remove(sequence)
             sequence.state = State.LOADING
@@ -170,6 +219,7 @@ class Loop:
 
     def _start(self, sequence: Sequence, restored: Restored) -> None:
         """Takes over what the cache found; the sequence is in the batch from now on."""
+        sequence.table = restored.table or sequence.table
         sequence.computed = max(sequence.computed, restored.tokens)
         sequence.gate, sequence.plan, sequence.repair = restored.gate, restored.plan, restored.repair
         if restored.stored is not None and restored.stored.covered >= sequence.stored.covered:
@@ -196,46 +246,6 @@ class Loop:
             except Exception as error:
                 self._fail(sequence, error)
 
-    def _plan(self, decoding_only: bool) -> list[tuple[Sequence, rows.Span]]:
-        """The spans of the next forward, with room for their keys and values."""
-        able = [s for s in self.running if s not in self._repairs and not (decoding_only and s.missing > 1)]
-        due = min(sum(s.missing for s in able), self._limits.batch_tokens)
-        guessed = self._speculator.prepare([s for s in able if s.missing == 1 and not s.gated], due, self._longest)
-        scoring = shares(able)
-        able = [s for s in able if scoring.get(s, 1)]
-        works = [work_of(s, self.pool, len(guessed.get(s, ())), scoring.get(s)) for s in able]
-        step = scheduler.plan(works, self._limits.batch_tokens, self.count_free(), PAGE_TOKENS)
-        for i in step.preempted:
-            self._preempt(able[i])
-        spans, verified = [], dict(step.guesses)
-        for sequence in able:
-            sequence.passed_over += 1
-        for i, count in step.rows:
-            sequence = able[i]
-            assert sequence.table is not None
-            end, scored = sequence.computed + count, rows_due(sequence, count)
-            if not self._grow(sequence.table, end):  # fewer pages than were counted
-                self._preempt(sequence)
-                continue
-            sequence.passed_over = 0
-            at, piece, last = sequence.computed, sequence.tokens[sequence.computed : end], end == len(sequence.tokens)
-            span = rows.Span(
-                piece, at, sequence.table, last, gate=sequence.gate, adapter=sequence.adapter, scored=scored
-            )
-            guesses = guessed.get(sequence, [])[: verified.get(i, 0)]
-            if guesses and self._grow(sequence.table, end + len(guesses)):
-                span = replace(span, tokens=piece + guesses, drafted=len(guesses))
-            spans.append((sequence, span))
-        spans.sort(key=lambda one: one[0].realm.adapter)  # an adapter's rows are one piece then
-        return spans
-
-    def _grow(self, table: BlockTable, tokens: int) -> bool:
-        """Makes room for so many tokens in all, if need be where residents were. False when there is none."""
-        while not self.pool.grow(table, tokens):
-            if not self.residents.evict():
-                return False
-        return True
-
     # ---- computing ------------------------------------------------------------------------------------------
 
     def _forward(self, spans: list[tuple[Sequence, rows.Span]]) -> None:
@@ -249,7 +259,7 @@ class Loop:
                 self._read_again(sequence)
             return
         except Exception as error:
-            if any(span.drafted for _, span in spans):
+            if any(span.guessed for _, span in spans):
                 log.warning("a forward with guesses failed; it is computed without", error=str(error))
                 self._forward([(s, span.without_guesses()) for s, span in spans])
                 return
@@ -263,10 +273,11 @@ class Loop:
         self._stats.steps += 1
         for sequence, span in spans:
             sequence.computed += len(span.tokens) - span.drafted
-            sequence.draft_tokens += span.drafted
+            sequence.draft_tokens += span.guessed
+            self.passing.move(sequence)
         self._advance([one for one in spans if one[1].wants_logits], logits)
         if all(span.wants_logits and len(span.tokens) == 1 + span.drafted for _, span in spans):
-            guessed = sum(span.drafted for _, span in spans)
+            guessed = sum(span.guessed for _, span in spans)
             self._speculator.passed(len(spans) + guessed, guessed, time.perf_counter() - began)
 
     def compute(self, spans: list[rows.Span]) -> torch.Tensor:
@@ -280,25 +291,17 @@ class Loop:
     def _advance(self, spans: list[tuple[Sequence, rows.Span]], logits: torch.Tensor) -> None:
         """Draws a token of each sequence, and goes on as long as what was drawn is what had been guessed: so every
         token is drawn as it is without guesses, from the same distribution by the same random number."""
-        known = [len(sequence.tokens) for sequence, _ in spans]
-        first = list(accumulate((1 + span.drafted for _, span in spans), initial=0))
-        going, depth = list(range(len(spans))), 0
-        while going:
-            some = [spans[i] for i in going]
-            guesses = [span.guesses[depth] if depth < span.drafted else None for _, span in some]
-            chosen = logits if len(going) == len(logits) else logits[[first[i] + depth for i in going]]
-            right = self._draw([s for s, _ in some], chosen, guesses)
-            going, depth = [i for i, goes_on in zip(going, right, strict=True) if goes_on], depth + 1
-            for i in going:  # its keys and values were computed in this pass
-                spans[i][0].computed += 1
-        for (sequence, span), before in zip(spans, known, strict=True):
-            self._speculator.judge(sequence, span.drafted, sequence.tokens[before:])
+        known, walk = [len(sequence.tokens) for sequence, _ in spans], Walk(spans, logits, self._planner.forks)
+        while walk.sequences:
+            walk.go_on(self._draw(walk.sequences, walk.logits, walk.guesses))
+        for i, (sequence, _) in enumerate(spans):
+            self._speculator.judge(sequence, walk.verified(i), sequence.tokens[known[i] :])
             if sequence.state is not State.RUNNING:
                 self._speculator.forget(sequence)
 
-    def _draw(self, sequences: list[Sequence], logits: torch.Tensor, guesses: list[int | None]) -> list[bool]:
-        """Advances sequences by what is drawn from their rows of logits, and says which go on because it was what had
-        been guessed."""
+    def _draw(self, sequences: list[Sequence], logits: torch.Tensor, guesses: list[Collection[int]]) -> list[bool]:
+        """Advances sequences by what is drawn from their rows of logits, and says which go on because it was among
+        what had been guessed."""
         try:
             found = draw(logits, [s.sampler for s in sequences])
         except Exception as error:
@@ -309,12 +312,12 @@ class Loop:
             return [part for (part,) in parts]
         return [self._take(s, drawn, guess) for s, drawn, guess in zip(sequences, found, guesses, strict=True)]
 
-    def _take(self, sequence: Sequence, drawn: Outcome, guess: int | None) -> bool:
+    def _take(self, sequence: Sequence, drawn: Outcome, guesses: Collection[int]) -> bool:
         """Adds what was drawn to an answer. True when that was guessed and the answer goes on."""
         if isinstance(drawn, GenerationFailed):
             self._fail(sequence, drawn)
             return False
-        right = drawn.token == guess
+        right = drawn.token in guesses
         sequence.accepted_tokens += right
         try:
             finish = take_token(sequence, drawn, self._longest)
@@ -343,22 +346,27 @@ class Loop:
             return
         if logits is not None:
             self._stats.steps += 1
-            self._draw([sequence], logits, [None])
+            self._draw([sequence], logits, [()])
 
     # ---- leaving the batch ----------------------------------------------------------------------------------
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Sends a sequence back to the queue's front without its pages."""
+        """Sends a sequence back to the queue's front without its pages, once what it computed is stored."""
         self._take_out(sequence)
-        self._endings.release(sequence)
-        sequence.computed, sequence.plan = 0, None
-        if not sequence.first_token_at:
-            sequence.trace.phase("prefill", sequence.started_at, time.perf_counter())
-            sequence.cached_tokens = sequence.approximate_tokens = sequence.recomputed_tokens = 0
-        sequence.preempted = True
-        sequence.state, sequence.queued_at = State.WAITING, time.perf_counter()
-        self.waiting.appendleft(sequence)
         self._stats.preemptions += 1
+        if not self.leaving.begin(sequence):
+            self._wait_again(sequence)
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        if self._admission.outgrows(sequence):
+            self._endings.set_aside(sequence)  # the overflow gets it from there
+        else:
+            self._endings.release(sequence)
+        sequence.restart()
+        self.waiting.appendleft(sequence)
+        if sequence.cancelled.is_set():  # while it was being stored
+            self.waiting.remove(sequence)
+            self._endings.cancel(sequence)
 
     def _read_again(self, sequence: Sequence) -> None:
         """Sends a sequence whose loading failed back to the queue, to be computed without the cache."""
@@ -368,6 +376,7 @@ class Loop:
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         self._take_out(sequence)
         self.loading.discard(sequence)
+        self._planner.forks.erase(sequence)
         self._endings.fail(sequence, error)
 
     def _take_out(self, sequence: Sequence) -> bool:
@@ -379,14 +388,3 @@ class Loop:
                 place.remove(sequence)
                 return True
         return False
-
-    # ---- from the cache's thread ----------------------------------------------------------------------------
-
-    def _on_loaded(self, sequence: Sequence, restored: Restored) -> None:
-        self._post(Loaded(sequence, restored))
-
-    def _on_saved(self, sequence: Sequence, stored: StoredPrefix | None) -> None:
-        self._post(Saved(sequence, stored))
-
-    def _on_probed(self, sequence: Sequence, tokens: int) -> None:
-        self._post(Probed(sequence, tokens))

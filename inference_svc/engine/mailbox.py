@@ -34,12 +34,28 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class PartSaved:
+    """Of a sequence that goes on."""
+
+    sequence: Sequence
+    stored: StoredPrefix | None
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a preempted sequence computed is stored, or could not be."""
+
+    sequence: Sequence
+    stored: StoredPrefix | None
+
+
+@dataclass(frozen=True)
 class Probed:
     sequence: Sequence
     tokens: int
 
 
-Letter = Submitted | CancelAsked | Loaded | Saved | Probed
+Letter = Submitted | CancelAsked | Loaded | Saved | PartSaved | Left | Probed
 
 
 class Mailbox:

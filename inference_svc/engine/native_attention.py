@@ -19,7 +19,8 @@ from torch import Tensor
 
 from inference_svc.engine import rows
 from inference_svc.engine.attention import attend_segments
-from inference_svc.engine.pool import PAGE_TOKENS, KVPool
+from inference_svc.engine.block_table import PAGE_TOKENS
+from inference_svc.engine.pool import KVPool
 from inference_svc.engine.rows import Batch, Index
 
 Way = Callable[[Tensor, Batch, int, float, int | None, float | None], Tensor]
@@ -91,7 +92,8 @@ def index_of(batch: Batch) -> Index:
         if segment.slots is not None:
             line[: segment.keys] = segment.slots[: segment.keys]
         elif segment.first_slot is not None:
-            line[: segment.keys] = torch.arange(segment.first_slot, segment.first_slot + segment.keys, device=device)
+            there = torch.arange(segment.first_slot, segment.first_slot + segment.keys, device=device)
+            line[: segment.keys] = there.clamp_min(0)  # what a window has left behind is not read
     return Index(at, None, pages)
 
 

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.engine import rows
+from inference_svc.engine.block_table import BlockTable
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.gate import LayerGate
-from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sequence import Sequence
 from inference_svc.lora.adapter import Adapter
 from inference_svc.reuse.plan import Plan, Positions

@@ -13,7 +13,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_svc.engine.pool import PAGE_TOKENS, BlockTable, KVPool
+from inference_svc.engine.block_table import PAGE_TOKENS, BlockTable
+from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sequence import Realm, StoredPrefix
 
 Tokens = NDArray[np.uint32]
@@ -69,7 +70,7 @@ class Residents:
         for resident in self._held.values():
             if resident.realm == realm and resident.head == head:
                 n = common_prefix(resident.tokens, tokens)
-                if n > longest:
+                if n > longest and self._pool.reaches(resident.table, n):
                     found, longest = resident, n
         return found, longest
 
@@ -79,12 +80,12 @@ class Residents:
             self._pool.free(resident.table)
             return
         for key, old in list(self._held.items()):
-            same = old.realm == resident.realm
+            same = old.realm == resident.realm and self._pool.reaches(resident.table, len(old.tokens))
             if same and common_prefix(old.tokens, resident.tokens) == len(old.tokens):
                 self._drop(key)
         self._held[id(resident)] = resident
         while len(self._held) > self._most:
-            self.evict()
+            self._drop(next(iter(self._held)))
 
     def touch(self, resident: Resident) -> None:
         """It was of use."""
@@ -94,11 +95,12 @@ class Residents:
         """Hands its pages over."""
         return self._held.pop(id(resident)).table
 
-    def evict(self) -> bool:
-        """Frees the least recently used one; False when there is none."""
-        if not self._held:
+    def evict(self, apart: bool = False) -> bool:
+        """Frees the least recently used one in the pool, or in its overflow; False when there is none."""
+        key = next((key for key, resident in self._held.items() if resident.table.apart == apart), None)
+        if key is None:
             return False
-        self._drop(next(iter(self._held)))
+        self._drop(key)
         return True
 
     def _drop(self, key: int) -> None:

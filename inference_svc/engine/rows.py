@@ -8,6 +8,8 @@ verification of guessed tokens and the repair of scattered ones are the same for
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -16,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.engine.adapted import AdaptedRows
+from inference_svc.engine.block_table import KEY_BLOCK, NOWHERE, BlockTable
 from inference_svc.engine.gate import LayerGate
-from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
+from inference_svc.engine.pool import KVPool
 from inference_svc.lora.adapter import Adapter
 
 if TYPE_CHECKING:
@@ -31,12 +34,36 @@ SEGMENT_ROWS = 128
 
 
 @dataclass(frozen=True)
+class Branch:
+    """Other guesses for a sequence than those of its span: ``tokens`` at the positions from ``start`` on.
+
+    The rows of a span that are drawn from are numbered: 0 that of its last true token, then those of its guesses, then
+    those of its branches; these are the rows from ``first`` on, and come behind the row ``behind``. ``table`` has the
+    pages of all that they see. Those from the one on in which they begin are a branch's own, and what other rows of the
+    pass compute for them is written there as well: of the ``copied`` rows, at these slots.
+    """
+
+    tokens: list[int]
+    start: int
+    behind: int
+    first: int
+    table: BlockTable
+    copied: tuple[tuple[int, int], ...] = ()
+    adapter: Adapter | None = None
+
+    @property
+    def end(self) -> int:
+        """One more than its last row."""
+        return self.first + len(self.tokens)
+
+
+@dataclass(frozen=True)
 class Span:
     """Tokens of one sequence to be computed: at positions from ``start`` on, or at rising ``positions``.
 
     Keys and values of all earlier positions must lie in ``table``'s pages. Logits are wanted of the first ``scored``
     tokens, and behind them with ``wants_logits`` of the last token or, when the last ``drafted`` ones are guesses, of
-    these and the one before them.
+    these and the one before them, and of all those of its ``branches``.
     """
 
     tokens: list[int]
@@ -48,6 +75,7 @@ class Span:
     drafted: int = 0
     adapter: Adapter | None = None  # what is added to the model's own products
     scored: int = 0
+    branches: tuple[Branch, ...] = ()
 
     @property
     def end(self) -> int:
@@ -55,12 +83,28 @@ class Span:
         return self.start + len(self.tokens) if self.positions is None else int(self.positions[-1]) + 1
 
     @property
-    def guesses(self) -> list[int]:
-        """The drafted tokens."""
-        return self.tokens[len(self.tokens) - self.drafted :]
+    def guessed(self) -> int:
+        """Guesses, those of branches too."""
+        return self.drafted + sum(len(branch.tokens) for branch in self.branches)
+
+    def following(self, row: int) -> dict[int, int]:
+        """What is guessed behind one of the rows that are drawn from, and the row of each such token."""
+        found: dict[int, int] = {}
+        if row < self.drafted:
+            found[self.tokens[len(self.tokens) - self.drafted + row]] = row + 1
+        for branch in self.branches:
+            if branch.behind == row:
+                found[branch.tokens[0]] = branch.first
+            elif branch.first <= row < branch.end - 1:
+                found[branch.tokens[row + 1 - branch.first]] = row + 1
+        return found
+
+    def branch_of(self, row: int) -> Branch | None:
+        """The branch that a row belongs to; None for the span's own guesses."""
+        return next((branch for branch in self.branches if branch.first <= row < branch.end), None)
 
     def without_guesses(self) -> Span:
-        return replace(self, tokens=self.tokens[: len(self.tokens) - self.drafted], drafted=0)
+        return replace(self, tokens=self.tokens[: len(self.tokens) - self.drafted], drafted=0, branches=())
 
     def all_positions(self) -> NDArray[np.int64]:
         return np.arange(self.start, self.end) if self.positions is None else self.positions
@@ -84,6 +128,7 @@ class Segment:
     padded: int
     first_slot: int | None
     slots: Tensor | None  # [padded] when the keys do not lie in one piece
+    left: int = 0  # leading keys that nobody sees, and that are not where they would be
     adapter: Adapter | None = None
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
@@ -95,6 +140,19 @@ class Index:
     rows: Rows
     first_slot: Tensor | None
     pages: Tensor | None
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Rows whose keys and values are written to other slots as well: ``lines [copies, rows]``, NOWHERE for none."""
+
+    lines: Tensor
+
+    @cached_property
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """The rows and the slots, one by one."""
+        found = (self.lines != NOWHERE).nonzero()
+        return found[:, 1], self.lines[found[:, 0], found[:, 1]]
 
 
 @dataclass(eq=False)
@@ -117,6 +175,7 @@ class Batch:
     attention: Attention | None = None
     gates: tuple[LayerGate, ...] = ()
     adapted: tuple[AdaptedRows, ...] = ()
+    copies: Copies | None = None
 
     def pass_layer(self, layer: int) -> None:
         """Waits for what is still being loaded of a layer. Raises RestoreFailed."""
@@ -133,10 +192,11 @@ class Observer(Protocol):
 
 
 def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
-    """Packs spans into a batch. Each span's pages must hold its tokens."""
+    """Packs spans into a batch. Each span's pages must hold its tokens, and what its rows see."""
     tokens: list[int] = []
     slots, positions, segments = [], [], []
     logit_rows: list[int] = []
+    copied: list[tuple[int, int]] = []
     for span in spans:
         segments.extend(_segments(span, len(tokens), pool, device))
         slots.append(span.slots())
@@ -144,7 +204,15 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
         logit_rows.extend(range(len(tokens), len(tokens) + span.scored))
         tokens.extend(span.tokens)
         if span.wants_logits:
-            logit_rows.extend(range(len(tokens) - 1 - span.drafted, len(tokens)))
+            drawn_from = len(tokens) - 1 - span.drafted
+            for branch in span.branches:
+                part = Span(branch.tokens, branch.start, branch.table, True, adapter=branch.adapter)
+                segments.extend(_segments(part, len(tokens), pool, device))
+                slots.append(part.slots())
+                positions.append(part.all_positions())
+                tokens.extend(branch.tokens)
+                copied.extend((drawn_from + row, slot) for row, slot in branch.copied)
+            logit_rows.extend(range(drawn_from, len(tokens)))
     real = len(tokens)
     padding = -real % ROW_MULTIPLE
     tokens.extend([0] * padding)
@@ -152,7 +220,8 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
     positions.append(np.zeros(padding, np.int64))
     wanted = len(logit_rows)
     logit_rows.extend([0] * (-wanted % ROW_MULTIPLE))
-    piece = spans[0].table.first_slot if len(spans) == 1 and spans[0].positions is None else None
+    alone = len(spans) == 1 and spans[0].positions is None and not spans[0].branches
+    piece = spans[0].table.first_slot if alone else None
     return Batch(
         tokens=torch.tensor(tokens, device=device),
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
@@ -165,7 +234,21 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
         contiguous_slots=None if piece is None else (piece + spans[0].start, real),
         gates=tuple(span.gate for span in spans if span.gate is not None and not span.gate.complete),
         adapted=_adapted(segments, real),
+        copies=_copies(copied, len(tokens), device),
     )
+
+
+def _copies(copied: list[tuple[int, int]], rows: int, device: torch.device) -> Copies | None:
+    """``copied`` are rows and slots; a row may come more than once."""
+    if not copied:
+        return None
+    ordered, line, lines = sorted(copied), 0, [[NOWHERE] * rows]
+    for (before, _), (row, slot) in pairwise([(-1, NOWHERE), *ordered]):
+        line = line + 1 if row == before else 0
+        if line == len(lines):
+            lines.append([NOWHERE] * rows)
+        lines[line][row] = slot
+    return Copies(torch.tensor(lines, dtype=torch.int64, device=device))
 
 
 def only_wanted(batch: Batch) -> Batch:
@@ -176,7 +259,10 @@ def only_wanted(batch: Batch) -> Batch:
         position = int(batch.positions[row])
         padded = _padded(position + 1)
         slots = None if whole.slots is None else whole.slots[:padded]
-        segments.append(Segment(at, 1, position, None, position + 1, padded, whole.first_slot, slots, whole.adapter))
+        end, first = position + 1, whole.first_slot
+        segments.append(
+            Segment(at, 1, position, None, end, padded, first, slots, left=whole.left, adapter=whole.adapter)
+        )
     return replace(
         batch,
         tokens=batch.tokens[batch.logit_rows],
@@ -186,6 +272,7 @@ def only_wanted(batch: Batch) -> Batch:
         logit_rows=torch.arange(len(batch.logit_rows), device=batch.logit_rows.device),
         real=batch.wanted,
         contiguous_slots=None,
+        copies=None,  # they have been written
         index=None,
         attention=None,
         adapted=_adapted(segments, batch.wanted),
@@ -224,7 +311,10 @@ def _segments(span: Span, first_row: int, pool: KVPool, device: torch.device) ->
         if first is None or first + padded > pool.keys.shape[2]:
             first = None
             padding = np.full(padded - keys, pool.padding_slot)
-            slots = torch.from_numpy(np.concatenate((span.table.slots(0, keys), padding))).to(device)
+            there = span.table.slots(0, keys)
+            there[there == NOWHERE] = pool.padding_slot
+            slots = torch.from_numpy(np.concatenate((there, padding))).to(device)
         positions = None if part is None else torch.from_numpy(part).to(device)
-        out.append(Segment(first_row + at, count, span.start + at, positions, keys, padded, first, slots, span.adapter))
+        row, start, left = first_row + at, span.start + at, span.table.left
+        out.append(Segment(row, count, start, positions, keys, padded, first, slots, left, span.adapter))
     return out

@@ -51,6 +51,7 @@ class Work:
     passed_over: int = 0  # forwards since it last had a row
     gated: bool = False  # layers are still being loaded
     guesses: int = 0  # tokens that it would verify behind those it has
+    apart: bool = False  # its pages are others than those that everybody wants
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,9 @@ def reserve(pages: int, running: int) -> int:
     return max(running, pages // _RESERVE_SHARE) if running else 0
 
 
-def plan(works: Sequence[Work], budget: int, free_pages: int, page_tokens: int) -> Step:
-    """Rows for the next forward, ``budget`` at most. ``free_pages`` are those that nobody in need of them holds."""
+def plan(works: Sequence[Work], budget: int, free_pages: int, page_tokens: int, coming: int = 0) -> Step:
+    """Rows for the next forward, ``budget`` at most. ``free_pages`` are those that nobody in need of them holds;
+    while others are ``coming``, nobody is preempted, and whoever needs more than there are waits."""
     order = sorted(range(len(works)), key=lambda i: works[i].arrived)
     ready = [i for i in order if not works[i].gated] or order[:1]
     counts = _share(works, ready, budget)
@@ -94,8 +96,8 @@ def plan(works: Sequence[Work], budget: int, free_pages: int, page_tokens: int) 
         if i in preempted:
             continue
         needed = -(-(counts[i] - works[i].room) // page_tokens)
-        while needed > free_pages:
-            left = [v for v in order if v not in preempted]
+        while needed > free_pages and not coming:
+            left = [v for v in order if v not in preempted and not works[v].apart]
             younger = left[left.index(i) + 1 :]
             # Who is being loaded gives its pages back only when that is over.
             victim = max(younger, key=lambda v: (not works[v].gated, works[v].arrived), default=i)
@@ -108,6 +110,8 @@ def plan(works: Sequence[Work], budget: int, free_pages: int, page_tokens: int) 
         if i not in preempted and needed <= free_pages:
             rows[i] = counts[i]
             free_pages -= max(0, needed)
+        elif coming:
+            free_pages = 0  # for it, with those that come
     guesses = _guesses(works, rows, budget - sum(rows.values()), free_pages, page_tokens)
     return Step(tuple(rows.items()), tuple(preempted), guesses)
 

@@ -54,7 +54,7 @@ def take_scores(spans: list[tuple[Sequence, Span]], logits: Tensor) -> Tensor:
                 rows = logits[at + first : at + first + len(some)]
                 sequence.prompt_scores += _scores(rows, some, sequence.prompt_logprobs or 0)
         at += span.scored
-        wanted = 1 + span.drafted if span.wants_logits else 0
+        wanted = 1 + span.guessed if span.wants_logits else 0
         kept += range(at, at + wanted)
         at += wanted
     return logits[kept]

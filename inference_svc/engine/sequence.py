@@ -14,9 +14,9 @@ from kvsidecar.errors import KVSidecarError
 from kvsidecar.tracing import NOT_TRACED, Span
 from numpy.typing import NDArray
 
+from inference_svc.engine.block_table import BlockTable
 from inference_svc.engine.gate import LayerGate
 from inference_svc.engine.grammar import Steering
-from inference_svc.engine.pool import BlockTable
 from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams, Scored
 from inference_svc.engine.speculation.mode import Speculation
 from inference_svc.engine.text import TextStream
@@ -48,13 +48,15 @@ class Finish(enum.Enum):
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What a request may do with the cache."""
+    """What a request may do with the cache. What it uses and stores is kept for ``ttl_seconds``, 0 for as long as there
+    is room."""
 
     read: bool = True
     write: bool = True
     tenant_salt: bytes = b""
     exact_only: bool = False
     marks: Marks = field(default_factory=Marks)
+    ttl_seconds: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Sequence:
     logprobs: int | None = None
     steering: Steering | None = None  # what keeps the answer to a grammar
     speculation: Speculation = Speculation.OFF  # by whom its tokens are guessed
+    branches: int | None = None  # how many ways of going on are guessed at once at most, if that is said
     adapter: Adapter | None = None  # what is added to the model for it
     own_stops: frozenset[int] = frozenset()  # of stop_tokens, those that only this request has
     keeps_stop: bool = False  # the text of what ends the answer belongs to it
@@ -152,6 +155,7 @@ class Sequence:
     first_token_at: float = 0.0
     started_at: float = 0.0
     preempted: bool = False
+    parted: int = 0  # tokens that were given to the cache, or offered, before the end
     probed: bool = False
     passed_over: int = 0  # forwards since it last had a row
 
@@ -168,6 +172,16 @@ class Sequence:
     def prompt_ids(self) -> NDArray[np.uint32]:
         """The prompt as an array, for comparing."""
         return np.asarray(self.tokens[: self.prompt_tokens], np.uint32)
+
+    def restart(self) -> None:
+        """It waits again, without pages: all is found, or computed, anew."""
+        self.computed = self.parted = 0
+        self.plan = None
+        if not self.first_token_at:
+            self.trace.phase("prefill", self.started_at, time.perf_counter())
+            self.cached_tokens = self.approximate_tokens = self.recomputed_tokens = 0
+        self.preempted = True
+        self.state, self.queued_at = State.WAITING, time.perf_counter()
 
     @property
     def generated(self) -> int:

@@ -19,7 +19,21 @@ class EngineStats:
     recomputed_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    overflowed: int = 0  # times that a sequence got pages of the overflow
     steps: int = 0
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What became of a sequence's guesses in a pass: ``drafted`` of them at up to ``depth`` places were verified, in so
+    many ``branches`` beside the first, and ``accepted`` became part of the answer, ``branched`` of these from another
+    branch than the first."""
+
+    drafted: int
+    depth: int
+    accepted: int
+    branches: int = 0
+    branched: int = 0
 
 
 @dataclass
@@ -31,16 +45,20 @@ class SpeculationStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
+    branches: int = 0  # that were verified beside the first of a draft
+    branched_tokens: int = 0  # of accepted_tokens, those of such a branch
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0  # of passes with guesses in them
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """A pass verified so many of a sequence's tokens."""
+    def count(self, verified: Verified) -> None:
+        """A pass verified some tokens of a sequence."""
         self.drafts += 1
-        self.draft_tokens += drafted
-        self.accepted_tokens += accepted
-        self.accepted_at.extend([0] * (drafted - len(self.accepted_at)))
-        for i in range(accepted):
+        self.draft_tokens += verified.drafted
+        self.accepted_tokens += verified.accepted
+        self.branches += verified.branches
+        self.branched_tokens += verified.branched
+        self.accepted_at.extend([0] * (verified.depth - len(self.accepted_at)))
+        for i in range(verified.accepted):
             self.accepted_at[i] += 1
 
 
@@ -52,4 +70,5 @@ class EngineLimits:
     batch_sequences: int = 64
     waiting: int = 1024
     residents: int = 64
-    draft_tokens: int = 16  # most guesses of a sequence in one pass
+    draft_tokens: int = 16  # most guesses of a sequence one behind the other
+    draft_branches: int = 2  # most of their branches

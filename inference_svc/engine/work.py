@@ -19,4 +19,5 @@ def work_of(sequence: Sequence, pool: KVPool, guesses: int, most: int | None = N
         passed_over=sequence.passed_over,
         gated=sequence.gated,
         guesses=guesses,
+        apart=sequence.table.apart,
     )

@@ -11,6 +11,7 @@ from starlette.types import Scope
 
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.peer import user_of
+from inference_svc.gateway.tenants import load_tenants, tenant_of
 
 _HERE = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _HANDED_ON = frozenset({"forwarded", "via", "x-real-ip"})
@@ -21,21 +22,45 @@ class Keys:
     all tenants use."""
 
     def __init__(self, config: GatewayConfig) -> None:
+        """Raises ConfigurationError for a tenants file that cannot be used."""
         self._api, self._operator = config.api_key.get_secret_value(), config.operator_key.get_secret_value()
-        self._by_place = config.local_operator and config.for_this_machine and not (self._api or self._operator)
+        self._tenants = {} if config.tenants is None else load_tenants(config.tenants)
+        self._any = bool(self._api or self._operator or self._tenants)
+        self._by_place = config.local_operator and config.for_this_machine and not self._any
+
+    @property
+    def has_tenants(self) -> bool:
+        return bool(self._tenants)
 
     def lets_in(self, scope: Scope) -> bool:
         """Whether an HTTP request comes with a key that is asked for, or none is."""
         given = _given(Headers(scope=scope))
-        return not self._api or _equal(given, self._api) or self._is_operators(given)
+        if not (self._api or self._tenants):
+            return True
+        guest = bool(self._api) and _equal(given, self._api)
+        return guest or self._is_operators(given) or tenant_of(self._tenants, given) is not None
+
+    def salt(self, scope: Scope, asked: str) -> str:
+        """The salt of an HTTP request that names one, or none: a tenant's own. Raises PermissionDenied,
+        InvalidRequest."""
+        found = tenant_of(self._tenants, _given(Headers(scope=scope)))
+        return asked if found is None else found.salt(asked)
 
     def of_operator(self, scope: Scope) -> bool:
         """Whether an operator sent an HTTP request. Asks the kernel where that decides; so it is for few paths."""
         headers = Headers(scope=scope)
         return self._is_operators(_given(headers)) or (self._by_place and _from_here(scope, headers))
 
+    def of_fleet(self, scope: Scope) -> bool:
+        """Whether whoever sent an HTTP request may know how busy all together are: an operator, and everybody where no
+        key keeps anybody apart."""
+        return self._is_operators(_given(Headers(scope=scope))) or not self._any
+
     def _is_operators(self, given: str) -> bool:
-        return bool(self._operator) and _equal(given, self._operator)
+        if self._operator and _equal(given, self._operator):
+            return True
+        tenant = tenant_of(self._tenants, given)
+        return tenant is not None and tenant.operator
 
 
 def _given(headers: Headers) -> str:
@@ -48,10 +73,13 @@ def _equal(given: str, key: str) -> bool:
 
 def _from_here(scope: Scope, headers: Headers) -> bool:
     """Whether a process of this one's user sent a request, to this machine by name: not a proxy that runs as a user of
-    its own or says that it hands something on, nor a page of another site whose name was made to lead here."""
+    its own or says that it hands something on, nor a page of another site, even one whose name was made to
+    lead here."""
     if any(name in _HANDED_ON or name.startswith("x-forwarded-") for name in headers):
         return False
     host = headers.get("host", "").lower()
+    if headers.get("origin", f"//{host}").lower().partition("//")[2] != host:  # a page of another site
+        return False
     if (host if host.endswith("]") else host.rsplit(":", 1)[0]) not in _HERE:
         return False
     peer, here = scope.get("client"), scope.get("server")

@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from secrets import token_hex
-from typing import Any
-from urllib.parse import unquote_to_bytes
+from typing import Any, TypeVar
+from urllib.parse import unquote, unquote_to_bytes
 
 import grpc
 import structlog
@@ -22,7 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from inference_svc.gateway import answers
 from inference_svc.gateway.access import Keys
-from inference_svc.gateway.application import new_application
+from inference_svc.gateway.application import allow_origins, new_application
 from inference_svc.gateway.body import read_json
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.config import GatewayConfig
@@ -31,13 +31,14 @@ from inference_svc.gateway.guard import NODE, Guard
 from inference_svc.gateway.metrics import Metrics
 from inference_svc.gateway.node import NodeView
 from inference_svc.gateway.openapi import document
-from inference_svc.gateway.pieces import Piece
+from inference_svc.gateway.pieces import Piece, about, first_of
 from inference_svc.gateway.responses.memory import Memory
 from inference_svc.gateway.responses.schema import ResponsesRequest
 from inference_svc.gateway.responses.writing import ResponseWriter
 from inference_svc.gateway.router import Router, Worker, retryable
 from inference_svc.gateway.schema import MAX_ANSWERS, ChatRequest, CompletionRequest
-from inference_svc.gateway.standing import HELD, SERVING, WARM, WarmBody, held, serving, warm
+from inference_svc.gateway.scored import ask_once, handed_on
+from inference_svc.gateway.standing import HELD, SERVING, WARM, WarmBody, busy, held, serving, warm
 from inference_svc.gateway.static import Page
 from inference_svc.gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from inference_svc.gateway.tracing import FIRST_TOKEN, GENERATE_STREAM, Traced, current
@@ -46,6 +47,7 @@ from inference_svc.gateway.writing import Writer
 log = structlog.get_logger("gateway")
 
 _MOST_WAITING, _LOOK_SECONDS = 1024, 0.05
+Salted = TypeVar("Salted", ChatRequest, CompletionRequest, ResponsesRequest, WarmBody)
 
 
 class Gateway:
@@ -99,36 +101,44 @@ class Gateway:
         return PlainTextResponse(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def show_node(self, request: Request) -> Response:
-        salt = unquote_to_bytes(request.headers.get("x-cache-salt", ""))
+        asked = request.headers.get("x-cache-salt", "")
+        salt = unquote_to_bytes(asked)
+        if self.keys.has_tenants:
+            salt = self.keys.salt(request.scope, unquote(asked)).encode()
         shown = await self.node.show(salt, self.keys.of_operator(request.scope))
         return JSONResponse(shown, headers={"Cache-Control": "no-store"})
 
     async def serving(self, request: Request) -> Response:
-        return JSONResponse(serving(self.router))
+        return JSONResponse(serving(self.router) | self._load(request))
+
+    def _load(self, request: Request) -> dict[str, int]:
+        """How busy the node is, for whoever may know: that tells one tenant of the others."""
+        return {"busy": busy(self.router)} if self.keys.of_fleet(request.scope) else {}
 
     async def held_of_chat(self, request: Request) -> Response:
-        return await self._held(parse(ChatRequest, await self._body(request)))
+        return await self._held(request, await self._salted(ChatRequest, request))
 
     async def held_of_completion(self, request: Request) -> Response:
-        return await self._held(parse(CompletionRequest, await self._body(request)))
+        return await self._held(request, await self._salted(CompletionRequest, request))
 
     async def held_of_response(self, request: Request) -> Response:
-        parsed = parse(ResponsesRequest, await self._body(request))
-        return await self._held(parsed.chat(self._memory.messages(parsed.previous_response_id)))
+        parsed = await self._salted(ResponsesRequest, request)
+        return await self._held(request, parsed.chat(self._memory.messages(parsed.previous_response_id)))
 
     async def held_of_warming(self, request: Request) -> Response:
-        body = parse(WarmBody, await self._body(request))
-        return await self._said(body.model, body.to_grpc().prompt, body.cache_salt)
+        body = await self._salted(WarmBody, request)
+        return await self._said(request, body.model, body.to_grpc().prompt, body.cache_salt)
 
-    async def _held(self, parsed: ChatRequest | CompletionRequest) -> Response:
-        return await self._said(parsed.model, parsed.prompts()[0], parsed.cache_salt)
+    async def _held(self, request: Request, parsed: ChatRequest | CompletionRequest) -> Response:
+        return await self._said(request, parsed.model, parsed.prompts()[0], parsed.cache_salt)
 
-    async def _said(self, model: str, prompt: pb.Prompt, salt: str) -> Response:
+    async def _said(self, request: Request, model: str, prompt: pb.Prompt, salt: str) -> Response:
         worker = self._worker(model)
-        return JSONResponse(await held(self.router, worker, model, self.node.daemon, prompt, salt.encode()))
+        found = await held(worker, model, self.node.daemon, prompt, salt.encode())
+        return JSONResponse(found | self._load(request))
 
     async def warm(self, request: Request) -> Response:
-        body = parse(WarmBody, await self._body(request))
+        body = await self._salted(WarmBody, request)
         self._check_model(body.model)
         able = [w for w in self.router.alive if w.serves(body.model)]
         if not able:
@@ -136,15 +146,15 @@ class Gateway:
         return JSONResponse(await while_there(request, warm(min(able, key=lambda w: w.in_flight), body)))
 
     async def chat(self, request: Request) -> Response:
-        parsed = parse(ChatRequest, await self._body(request))
+        parsed = await self._salted(ChatRequest, request)
         return await self._answer(request, parsed, chat=True)
 
     async def complete(self, request: Request) -> Response:
-        parsed = parse(CompletionRequest, await self._body(request))
+        parsed = await self._salted(CompletionRequest, request)
         return await self._answer(request, parsed, chat=False)
 
     async def respond(self, request: Request) -> Response:
-        parsed = parse(ResponsesRequest, await self._body(request))
+        parsed = await self._salted(ResponsesRequest, request)
         self._check_model(parsed.model)
         before = self._memory.messages(parsed.previous_response_id)
         chat = parsed.chat(before)
@@ -152,9 +162,9 @@ class Gateway:
         writer = ResponseWriter(parsed, model, self._memory, [*before, *parsed.messages()])
         asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
         asked.model = model
-        pieces = _about("text.format", self._merge([asked], not parsed.stream))
+        pieces = about("text.format", self._merge([asked], not parsed.stream))
         if parsed.stream:
-            return _events(writer.stream(await while_there(request, _next(pieces)), pieces))
+            return _events(writer.stream(await while_there(request, first_of(pieces)), pieces))
         return JSONResponse(await while_there(request, writer.whole(pieces)))
 
     async def response(self, request: Request) -> Response:
@@ -167,8 +177,14 @@ class Gateway:
 
     # ---- answering ------------------------------------------------------------------------------------------
 
+    async def _salted(self, kind: type[Salted], request: Request) -> Salted:
+        """A body with the salt that its sender may use."""
+        parsed = parse(kind, await self._body(request))
+        parsed.cache_salt = self.keys.salt(request.scope, parsed.cache_salt)
+        return parsed
+
     async def _body(self, request: Request) -> Any:
-        return (await read_json(request, self._config.max_body_bytes))[1]
+        return (await read_json(request, self._config.max_body_bytes, self._config.receive_seconds))[1]
 
     async def _answer(self, request: Request, parsed: ChatRequest | CompletionRequest, chat: bool) -> Response:
         self._check_model(parsed.model)
@@ -190,10 +206,13 @@ class Gateway:
         for one in requests:
             one.model = model
         writer = Writer(answer_id, model, chat, parsed)
-        pieces = _about(parsed.grammar[0], self._merge(requests, not parsed.stream))
+        shared = ask_once(requests, parsed.choices)
+        pieces = about(parsed.grammar[0], self._merge(requests, not parsed.stream))
+        if shared:
+            pieces = handed_on(pieces, parsed.choices)
         if parsed.stream:
             # The first piece is awaited here, so that a refused request gets its status code.
-            return _events(writer.stream(await while_there(request, _next(pieces)), pieces))
+            return _events(writer.stream(await while_there(request, first_of(pieces)), pieces))
         found = await while_there(request, writer.whole(pieces, len(requests)))
         if requests[0].HasField("prompt_logprobs"):  # megabytes, perhaps
             return await asyncio.to_thread(JSONResponse, found)
@@ -294,7 +313,7 @@ class Gateway:
         except Unavailable:
             if not self.router.may_return or self._waiting >= _MOST_WAITING:
                 raise
-        until = time.monotonic() + self._config.worker_wait_seconds
+        began, until = time.perf_counter(), time.monotonic() + self._config.worker_wait_seconds
         self._waiting += 1
         try:
             while True:
@@ -306,6 +325,7 @@ class Gateway:
                         raise
         finally:
             self._waiting -= 1
+            current().phase("wait for a worker", began, time.perf_counter())
 
     async def _call(self, worker: Worker, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateStreamResponse]:
         worker.in_flight += 1
@@ -325,24 +345,9 @@ class Gateway:
                 worker.in_flight -= 1
 
 
-async def _next(pieces: AsyncIterator[Piece]) -> Piece:
-    return await anext(pieces)
-
-
 def _events(events: AsyncIterator[bytes]) -> StreamingResponse:
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-
-
-async def _about(option: str, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-    """The pieces; errors about the grammar name the option that it came by."""
-    try:
-        async for piece in pieces:
-            yield piece
-    except KVSidecarError as error:
-        if error.param == "grammar":
-            error.param = option
-        raise
 
 
 def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
@@ -359,7 +364,8 @@ def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
 
     app = new_application(lifespan)
     app.add_middleware(Traced, tracer=tracer)
-    app.add_middleware(Guard, keys=gateway.keys, metrics=gateway.metrics)  # the outermost: it asks for the key first
+    app.add_middleware(Guard, keys=gateway.keys, metrics=gateway.metrics)  # before all else it asks for the key
+    allow_origins(app, config.origins)
     app.add_api_route("/v1/models", gateway.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
     app.add_api_route("/v1/chat/completions", gateway.chat, methods=["POST"])

@@ -9,6 +9,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from kvsidecar.errors import KVSidecarError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 
 from inference_svc.gateway.gone import ClientGone
 from inference_svc.gateway.writing import error_response, unknown_path
@@ -24,10 +26,20 @@ def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
 
     @app.exception_handler(HTTPException)
     async def not_here(request: Request, error: HTTPException) -> JSONResponse:
-        return unknown_path(request.method, request.url.path, error.status_code, error.headers)
+        known = {path for route in app.routes if "{" not in (path := getattr(route, "path", "{"))}
+        return unknown_path(request.method, request.url.path, error.status_code, error.headers, known)
 
     @app.exception_handler(ClientGone)
-    async def gone(_: Request, error: ClientGone) -> Response:
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
     return app
+
+
+def allow_origins(app: FastAPI, origins: list[str]) -> None:
+    """Lets pages of these origins use the API from a browser (https://fetch.spec.whatwg.org/#http-cors-protocol); to be
+    called last, because browsers ask before they send a key."""
+    if origins:
+        methods = ["GET", "POST", "DELETE"]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])

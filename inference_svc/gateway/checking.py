@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar, get_args
 
+from kvsidecar.cli.flags import meant
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from pydantic import BaseModel, ValidationError
 
@@ -91,12 +93,42 @@ def parse(kind: type[B], body: Any) -> B:
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
-        first = error.errors()[0]
-        name, *inside = first["loc"] or ("the body",)
-        where = ".".join([str(name), *(str(part) for part in inside if not _ALTERNATIVE.match(str(part)))])
-        if first["type"] == "extra_forbidden":
-            raise UnsupportedOption(f"{where} is not an option of this server; leave it out", param=where) from error
-        if first["type"] == "missing":
-            raise InvalidRequest(f"{where} is missing", param=where) from error
-        shown = repr(first["input"])
-        raise InvalidRequest(f"{where} is {shown[:80]}: {first['msg'].lower()}", param=where) from error
+        raise _sentence(kind, error) from error
+
+
+def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
+    """What is wrong with the first field that something is wrong with. Of a value that may be of several kinds each
+    kind complains: what lies deepest was written for the kind that the client meant."""
+    errors = error.errors()
+    of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
+    found = max(of_field, key=lambda one: len(one["loc"]))
+    name, *inside = found["loc"] or ("the body",)
+    where = ".".join([str(name), *(str(part) for part in inside if not _ALTERNATIVE.match(str(part)))])
+    where = where.removesuffix(".[key]")
+    if found["type"] == "extra_forbidden":
+        known = _options(kind, found["loc"][:-1])
+        asked = meant(str(found["loc"][-1]), known)
+        return UnsupportedOption(f"{where} is not an option of this server{asked}; leave it out", param=where)
+    if found["type"] == "missing":
+        return InvalidRequest(f"{where} is missing", param=where)
+    return InvalidRequest(f"{where} is {repr(found['input'])[:80]}: {found['msg'].lower()}", param=where)
+
+
+def _options(kind: type[BaseModel], place: Sequence[int | str]) -> set[str]:
+    """What may be set at a place in a body of this kind: all of them where there are several kinds."""
+    kinds = [kind]
+    for step in place:
+        inner = [f for k in kinds for name, f in k.model_fields.items() if step in (name, f.alias)]
+        if inner:
+            kinds = [k for field in inner for k in _models(field.annotation)]
+        else:  # which of several it is, perhaps
+            kinds = [k for k in kinds if k.__name__ == step] or kinds
+    return {field.alias or name for k in kinds for name, field in k.model_fields.items()}
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The kinds of objects in an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -13,9 +14,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from inference_svc.gateway.fleet.addresses import Place, parse_places
 
+_ORIGIN = re.compile(r"https?://[^\s/?#@,]+", re.ASCII)
+
 
 class GatewayConfig(BaseSettings):
-    """Everything that the gateway can be told."""
+    """The HTTP gateway: OpenAI's API in front of a node's workers or, with --nodes, of a fleet."""
 
     model_config = SettingsConfigDict(env_prefix="KVSIDECAR_GATEWAY_", extra="forbid", frozen=True)
 
@@ -47,6 +50,8 @@ class GatewayConfig(BaseSettings):
     """PEM file of an authority: only clients with a certificate of it are let in, probes among them."""
     api_key: SecretStr = SecretStr("")
     """Clients must send it as a bearer token; empty for none. Better given by environment than by flag."""
+    tenants: Path | None = None
+    """The daemon's tenants file: its tokens are API keys, each for the salts of its tenant alone."""
     operator_key: SecretStr = SecretStr("")
     """Who sends this one also sees what all tenants use. Behind any proxy an operator needs one."""
     local_operator: bool = True
@@ -57,6 +62,11 @@ class GatewayConfig(BaseSettings):
     """Private socket of the cache daemon, of which the page tells; none to tell nothing of it."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     """Larger requests are refused."""
+    receive_seconds: float = Field(default=60.0, gt=0)
+    """A request's head, and then its body, must have come within this time; connections without are closed."""
+    allow_origins: str = ""
+    """Origins of pages that may use the API from a browser, such as https://chat.example.com, separated by commas; *
+    for all. Without, a browser lets only this server's own page do that."""
     request_seconds: float = Field(default=600.0, gt=0)
     """A request ends after this time."""
     worker_wait_seconds: float = Field(default=15.0, ge=0)
@@ -71,8 +81,16 @@ class GatewayConfig(BaseSettings):
     @field_validator("workers")
     @classmethod
     def _some(cls, value: str) -> str:
-        if not [w for w in value.split(",") if w.strip()]:
+        if not _parts(value):
             raise ValueError("name at least one worker")
+        return value
+
+    @field_validator("allow_origins")
+    @classmethod
+    def _origins(cls, value: str) -> str:
+        for origin in _parts(value):
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin[:80]!r} is no origin; write http://HOST, https://HOST:PORT, or *")
         return value
 
     @field_validator("otlp_endpoint")
@@ -90,6 +108,13 @@ class GatewayConfig(BaseSettings):
             own = cls.model_fields["workers"].get_default(call_default_factory=True)
             if info.data.get("workers", own) != own:
                 raise ValueError("a gateway has workers or nodes; leave out one of the two")
+        return value
+
+    @field_validator("tenants")
+    @classmethod
+    def _of_one_node(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("nodes"):
+            raise ValueError("tenants are for the gateway of one node; give the file to the gateways of the nodes")
         return value
 
     @field_validator("node_cert_key", "tls_key")
@@ -122,4 +147,12 @@ class GatewayConfig(BaseSettings):
 
     @property
     def targets(self) -> list[str]:
-        return [w.strip() for w in self.workers.split(",") if w.strip()]
+        return _parts(self.workers)
+
+    @property
+    def origins(self) -> list[str]:
+        return _parts(self.allow_origins)
+
+
+def _parts(value: str) -> list[str]:
+    return [part.strip() for part in value.split(",") if part.strip()]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from kvsidecar.errors import InvalidRequest
+from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo
+
+# The kinds of parts that are text, in chats and in responses.
+_TEXTS = frozenset(("text", "input_text", "output_text"))
 
 
 class TextPart(BaseModel):
@@ -69,6 +72,25 @@ class Message(BaseModel):
             tool_call_id=self.tool_call_id or "",
             name=self.name or "",
         )
+
+
+def _refuse_pictures(messages: Any, info: ValidationInfo) -> Any:
+    """The same, otherwise unchecked. Raises UnsupportedOption for a part that is no text, such as a picture."""
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in _TEXTS:
+                where = f"{info.field_name}.{i}.content.{j}"
+                raise UnsupportedOption(
+                    f"{where} is of the type {kind[:40]!r}; the models of this server read text alone", param=where
+                )
+    return messages
+
+
+TextAlone = BeforeValidator(_refuse_pictures)
+"""Beside a list of messages: one sentence for a picture, instead of what is wrong with it as a text."""
+Messages = Annotated[list[Message], TextAlone]
 
 
 def answer_start(generation_prompt: bool, goes_on: bool) -> pb.AnswerStart.ValueType:

@@ -57,6 +57,8 @@ _COUNTERS: dict[str, tuple[str, _Reading]] = {
     "spec_decode_num_drafts": ("Times that a request's guesses were verified", lambda s: s.drafts),
     "spec_decode_num_draft_tokens": ("Guessed tokens that were verified", lambda s: s.draft_tokens),
     "spec_decode_num_accepted_tokens": ("Of these, tokens of answers", lambda s: s.accepted_tokens),
+    "spec_decode_num_branches": ("Branches verified beside the first of a draft", lambda s: s.draft_branches),
+    "spec_decode_num_branched_tokens": ("Accepted tokens of such a branch", lambda s: s.branched_tokens),
 }
 _LABELS = ("model_name", "engine")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from kvsidecar.errors import KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import add_calls
 
@@ -33,3 +35,18 @@ class Choice:
         if self.first is None:
             self.first = part
         self.last = part
+
+
+async def first_of(pieces: AsyncIterator[Piece]) -> Piece:
+    return await anext(pieces)
+
+
+async def about(option: str, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    """The pieces; errors about the grammar name the option that it came by."""
+    try:
+        async for piece in pieces:
+            yield piece
+    except KVSidecarError as error:
+        if error.param == "grammar":
+            error.param = option
+        raise

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.requests import speculation_of
+from kvsidecar.layout import MAX_TTL_SECONDS
+from kvsidecar.requests import speculation_of, truncation_of
 from pydantic import BaseModel, ConfigDict, Field
 
-from inference_svc.gateway.messages import Message, answer_start
+from inference_svc.gateway.messages import Messages, answer_start
 from inference_svc.gateway.structured import ResponseFormat, StructuredOutputs, one_grammar
 from inference_svc.gateway.tools import NamedTool, Tool, to_chat, tool_use
 
@@ -20,6 +21,7 @@ MAX_ANSWERS = 512
 MAX_LOGPROBS = 20
 _LARGEST = 2**31 - 1
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+CacheTtl = Annotated[int, Field(ge=1, le=MAX_TTL_SECONDS)] | None
 
 
 class StreamOptions(BaseModel):
@@ -60,9 +62,13 @@ class Common(BaseModel):
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=_LARGEST)
     """Reads the prompt's last tokens only; -1 for as many as there is room for."""
+    truncate: Literal["left", "middle"] | None = None
+    """Where a prompt that is too long loses tokens; without truncate_prompt_tokens, those that there is no room for."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     cache_salt: str = ""
     """Separates tenants: requests with different salts never share cached text."""
+    cache_ttl_seconds: CacheTtl = None
+    """For how long what is used and stored is to be kept; without it, as long as there is room."""
     document_separator: str | None = Field(default=None, max_length=64)
     """Text before which the prompt's documents begin; each is found again wherever it stands."""
     segment_ends: list[Annotated[int, Field(ge=1, le=_LARGEST)]] = Field(default_factory=list)
@@ -71,6 +77,8 @@ class Common(BaseModel):
     """Reuse nothing that was read in another context."""
     speculation: Literal["off", "ngram", "draft", "auto"] | None = None
     """Who guesses tokens that the model then verifies; answers stay the same. As the worker is set to when left out."""
+    speculation_branches: int = Field(default=0, ge=0, le=_LARGEST)
+    """How many ways of going on are guessed at once at most; 0, and never more: as the worker is set to."""
     skip_cache: bool = False
     """Reuse nothing and store nothing."""
     explain: bool = False
@@ -129,6 +137,7 @@ class Common(BaseModel):
             include_stop=self.include_stop_str_in_output,
             show_special_tokens=not self.skip_special_tokens,
             truncate_prompt_tokens=self.tokens_kept(),
+            truncation=truncation_of(self.truncate),
             prompt_logprobs=self.prompt_logprobs,
             logprobs=self.top_logprobs_wanted(),
             sampling=pb.Sampling(
@@ -150,10 +159,12 @@ class Common(BaseModel):
                 document_separator=self.document_separator,
                 segment_ends=self.segment_ends,
                 exact_only=self.exact_only,
+                ttl_seconds=self.cache_ttl_seconds,
             ),
             request_id=request_id,
             grammar=self.grammar[1],
             speculation=speculation_of(self.speculation),
+            speculation_branches=self.speculation_branches,
             explain=self.explain,
         )
 
@@ -161,7 +172,7 @@ class Common(BaseModel):
 class ChatRequest(Common):
     """Body of ``/v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_LARGEST)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import structlog
 import uvicorn
@@ -16,6 +20,7 @@ from kvsidecar.tracing import NO_TRACER
 
 from inference_svc.gateway.app import create_app
 from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.connections import bounded
 from inference_svc.gateway.fleet.app import create_app as create_fleet_app
 from inference_svc.gateway.tracing import SERVICE_NAME
 
@@ -32,24 +37,42 @@ async def serve(config: GatewayConfig) -> None:
         raise ConfigurationError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --host or --port"
         ) from error
-    if not config.for_this_machine and not config.api_key.get_secret_value():
+    if not (config.for_this_machine or config.api_key.get_secret_value() or config.tenants):
         log.warning("listening beyond this machine without an API key", host=config.host)
     raise_descriptor_limit()
     url = f"{'http' if config.tls_cert is None else 'https'}://{TcpAddress(config.host, listener.getsockname()[1])}/v1"
-    if config.nodes:
-        log.info("listening; it answers as soon as a node is ready", url=url, nodes=config.nodes)
-    else:
-        log.info("listening; it answers as soon as a worker is ready", url=url, workers=config.targets)
     async with sending(SERVICE_NAME, config.otlp_endpoint) as providers:
         tracer = NO_TRACER if providers is None else providers.tracer("inference_svc.gateway")
         app = create_fleet_app(config) if config.nodes else create_app(config, tracer)
-        await uvicorn.Server(configured(app, config)).serve(sockets=[listener])
+        server = _Server(configured(app, config))
+        server.hear_signals()
+        await asyncio.sleep(0)  # a signal that came until now cancels here, where nothing has begun
+        if config.nodes:
+            log.info("listening; it answers as soon as a node is ready", url=url, nodes=config.nodes)
+        else:
+            log.info("listening; it answers as soon as a worker is ready", url=url, workers=config.targets)
+        await server.serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Hears signals through the loop, from before it starts: uvicorn's own way hears them only while it runs, and one
+    that comes before would end it with a traceback."""
+
+    def hear_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 def configured(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
     """Raises ConfigurationError for certificates that cannot be used."""
     found = uvicorn.Config(
         app,
+        http=bounded(config.receive_seconds),
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=10,

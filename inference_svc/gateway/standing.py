@@ -11,9 +11,10 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import BaseModel, ConfigDict, Field
 
 from inference_svc.gateway import answers
-from inference_svc.gateway.messages import Message
+from inference_svc.gateway.messages import Messages
 from inference_svc.gateway.router import Router, Worker
-from inference_svc.gateway.tools import Tool
+from inference_svc.gateway.schema import CacheTtl
+from inference_svc.gateway.tools import Tool, to_chat
 
 SERVING, HELD, WARM = "/kvsidecar/v1/serving", "/kvsidecar/v1/held", "/kvsidecar/v1/warm"
 _PATIENCE_SECONDS = 2.0
@@ -26,9 +27,10 @@ class WarmBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
     model: str = ""
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     tools: list[Tool] | None = None
     cache_salt: str = ""
+    cache_ttl_seconds: CacheTtl = None
     within_seconds: float = Field(default=600.0, gt=0, le=MOST_WARMING_SECONDS)
 
     def to_grpc(self) -> pb.WarmRequest:
@@ -38,27 +40,25 @@ class WarmBody(BaseModel):
         if self.prompt is not None:
             prompt = pb.Prompt(text=self.prompt)
         else:
-            messages = [m.to_grpc(i) for i, m in enumerate(self.messages or ())]
-            prompt = pb.Prompt(chat=pb.Chat(messages=messages, tools=[tool.to_grpc() for tool in self.tools or ()]))
-        return pb.WarmRequest(
-            prompt=prompt, model=self.model, cache=pb.CacheOptions(tenant_salt=self.cache_salt.encode())
-        )
+            chat = to_chat(self.messages or [], self.tools, None, pb.ANSWER_START_UNSPECIFIED)
+            prompt = pb.Prompt(chat=chat)
+        cache = pb.CacheOptions(tenant_salt=self.cache_salt.encode(), ttl_seconds=self.cache_ttl_seconds)
+        return pb.WarmRequest(prompt=prompt, model=self.model, cache=cache)
 
 
 def serving(router: Router) -> dict[str, Any]:
-    """What is served, by how many workers, and how many requests they have."""
+    """What is served, and by how many workers."""
     alive = [worker for worker in router.workers if worker.alive]
     models = {name: answers.model(worker.model, name) for worker in alive for name in worker.names}
-    return {"models": list(models.values()), "workers": len(alive), "busy": _busy(router)}
+    return {"models": list(models.values()), "workers": len(alive)}
 
 
-def _busy(router: Router) -> int:
+def busy(router: Router) -> int:
+    """How many requests the workers have."""
     return sum(worker.in_flight for worker in router.workers)
 
 
-async def held(
-    router: Router, worker: Worker, model: str, daemon: Any, prompt: pb.Prompt, salt: bytes
-) -> dict[str, Any]:
+async def held(worker: Worker, model: str, daemon: Any, prompt: pb.Prompt, salt: bytes) -> dict[str, Any]:
     """How many tokens a prompt has for a model or an adapter, and how many of them the daemon has keys and values of.
     Leases nothing and counts as no use. Raises KVSidecarError."""
     try:
@@ -72,7 +72,7 @@ async def held(
             found = (await daemon.Match(match, timeout=_PATIENCE_SECONDS)).matched_tokens
     except grpc.RpcError as error:
         raise from_rpc(error) from error
-    return {"prompt_tokens": len(tokens), "held_tokens": found, "busy": _busy(router)}
+    return {"prompt_tokens": len(tokens), "held_tokens": found}
 
 
 async def warm(worker: Worker, body: WarmBody) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from kvsidecar.errors import InvalidRequest, UnsupportedOption, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import BaseModel, ConfigDict, Field
 
-from inference_svc.gateway.messages import Message, answer_start
+from inference_svc.gateway.messages import Messages, answer_start
 from inference_svc.gateway.router import Worker
 from inference_svc.gateway.tools import Tool, to_chat
 
@@ -22,7 +22,7 @@ class TokenizeBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
     model: str = ""
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from kvsidecar.cli.flags import meant
 from kvsidecar.errors import KVSidecarError, status_of
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
@@ -17,6 +18,9 @@ from inference_svc.gateway.echoing import echoing
 from inference_svc.gateway.pieces import Choice, Piece
 from inference_svc.gateway.schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.tools import call_deltas, whole_calls
+
+# A path that is longer is nobody's mistake in writing.
+_LONGEST_PATH = 100
 
 
 def error_response(error: KVSidecarError) -> JSONResponse:
@@ -27,9 +31,10 @@ def error_response(error: KVSidecarError) -> JSONResponse:
     return JSONResponse(body, status_code=code)
 
 
-def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] | None) -> JSONResponse:
-    """What is not served, in OpenAI's format."""
-    text = f"{path} is not served here" if code == 404 else f"{path} takes no {method}"
+def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] | None, known: set[str]) -> JSONResponse:
+    """What is not served, in OpenAI's format; ``known`` are paths that are."""
+    asked = meant(path[:_LONGEST_PATH], known)
+    text = f"{path[:_LONGEST_PATH]} is not served here{asked}" if code == 404 else f"{path} takes no {method}"
     error = {"message": text, "type": "invalid_request_error", "param": None, "code": "not_found"}
     return JSONResponse({"error": error}, status_code=code, headers=headers)
 

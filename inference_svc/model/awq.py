@@ -1,4 +1,5 @@
-"""Models with AutoAWQ's 4-bit weights (AWQ, Lin et al., MLSys 2024, arXiv:2306.00978), in its GEMM format.
+"""Models with AutoAWQ's 4-bit weights (AWQ, Lin et al., MLSys 2024, arXiv:2306.00978), in its GEMM format, and those of
+compressed-tensors, which are read as if they were such (``compressed``).
 
 A layer keeps its 4 bits, repacked once for our kernels on a CUDA device or a CPU. Layers that they do not take are
 written out, and so is everything where there are none, or where 16 bits are asked for.
@@ -16,13 +17,15 @@ from kvkernels.cpu import quantized
 from kvkernels.cuda import awq
 from kvsidecar.errors import ModelUnsupported
 from rich.progress import Progress
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from inference_svc.model import compressed
 from inference_svc.model.quantized_linear import QuantizedLinear
 from inference_svc.model.skeleton import skeleton
 
+METHODS = ("awq", compressed.METHOD)
 _PARTS = ("qweight", "qzeros", "scales")
 # Of a layer's parts and its bias, the layer that keeps its 4 bits; None for a shape that the kernels do not take.
 Keep = Callable[[list[Tensor], Tensor | None], nn.Module | None]
@@ -55,8 +58,11 @@ def method_of(config: Any) -> str:
 
 
 def check(config: Any) -> None:
-    """Raises ModelUnsupported unless the weights are 4-bit AWQ in the GEMM format."""
+    """Raises ModelUnsupported unless the weights have 4 bits as AWQ's GEMM format or compressed-tensors pack them."""
     settings = config.quantization_config
+    if method_of(config) == compressed.METHOD:
+        compressed.check(settings)
+        return
     for name, wanted, given in (
         ("quant_method", "awq", method_of(config)),
         ("bits", 4, settings.get("bits", settings.get("w_bit"))),
@@ -66,7 +72,7 @@ def check(config: Any) -> None:
         if given != wanted:
             raise ModelUnsupported(
                 f"quantization_config says {name} {given!r}; allowed are AWQ models with {name} {wanted!r}, "
-                "and models that are not quantized"
+                f"models of {compressed.METHOD} with 4 bits, packed, and models that are not quantized"
             )
 
 
@@ -86,6 +92,8 @@ def on_cpu(dtype: torch.dtype) -> Keep:
     def keep(parts: list[Tensor], bias: Tensor | None) -> nn.Module | None:
         codes, zeros = (awq.unpack_columns(part).t().contiguous() for part in parts[:2])
         scales = parts[2].t()
+        if not torch.equal(scales.half().to(scales.dtype), scales):
+            return None  # of a type with a wider range
         if not quantized.serves(codes.shape[1], codes.shape[0], codes.shape[1] // scales.shape[1]):
             return None
         return QuantizedLinear(quantized.pack(codes, scales, zeros, 4), None if bias is None else bias.to(dtype))
@@ -103,7 +111,7 @@ def load(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep: Ke
     model, rotary = skeleton(config, dtype, attention)
     model.model.rotary_emb = rotary
     where = where_in(folder)
-    linears = sorted(name.removesuffix(".qweight") for name in where if name.endswith(".qweight"))
+    linears = sorted(found for found in map(_linear_of, where) if found)
     state: dict[str, Tensor] = {}
     with Progress(transient=True) as progress:
         for name, parts in progress.track(
@@ -133,8 +141,11 @@ def where_in(folder: Path) -> dict[str, Path]:
 
 
 def _names(file: Path) -> list[str]:
-    with safe_open(file, "pt") as data:
-        return list(data.keys())
+    try:
+        with safe_open(file, "pt") as data:
+            return list(data.keys())
+    except SafetensorError as error:
+        raise ModelUnsupported(f"{file} is damaged: {error}") from error
 
 
 def tensor_in(where: dict[str, Path], name: str) -> Tensor:
@@ -164,8 +175,47 @@ def rows_in(where: dict[str, Path], name: str, first: int, end: int) -> Tensor:
 
 
 def parts_in(where: dict[str, Path], linear: str) -> list[Tensor]:
-    """The parts of a linear layer's weight. Raises ModelUnsupported when one is missing."""
+    """The parts of a linear layer's weight. Raises ModelUnsupported when one is missing, or does not fit."""
+    if f"{linear}.{compressed.PACKED}" in where:
+        return _of_compressed(where, linear)
     return [tensor_in(where, f"{linear}.{part}") for part in _PARTS]
+
+
+def is_packed(where: dict[str, Path], linear: str) -> bool:
+    """Whether a linear layer's weight has 4 bits."""
+    return f"{linear}.qweight" in where or f"{linear}.{compressed.PACKED}" in where
+
+
+def group_in(where: dict[str, Path], linear: str) -> int:
+    """Inputs that share a scale in a linear layer for our CPU kernels; 0 for one that they do not take."""
+    if f"{linear}.{compressed.PACKED}" in where:
+        outputs, inputs = (int(n) for n in tensor_in(where, f"{linear}.{compressed.SHAPE}"))
+        groups = shape_in(where, f"{linear}.{compressed.SCALE}")[-1]
+    else:
+        inputs, outputs = shape_in(where, f"{linear}.qweight")[0], 8 * shape_in(where, f"{linear}.qweight")[1]
+        groups = shape_in(where, f"{linear}.scales")[0]
+    return inputs // groups if quantized.serves(inputs, outputs, inputs // groups) else 0
+
+
+def _linear_of(name: str) -> str:
+    """The linear layer whose codes a tensor holds, or nothing."""
+    linear, _, part = name.rpartition(".")
+    return linear if part in ("qweight", compressed.PACKED) else ""
+
+
+def _of_compressed(where: dict[str, Path], linear: str) -> list[Tensor]:
+    packed, scales, shape = (
+        tensor_in(where, f"{linear}.{part}") for part in (compressed.PACKED, compressed.SCALE, compressed.SHAPE)
+    )
+    if f"{linear}.{compressed.ORDER}" in where:
+        raise ModelUnsupported(
+            f"{linear} has {compressed.ORDER}, an order of inputs (actorder), which is not supported"
+        )
+    zeros = f"{linear}.{compressed.ZEROS}"
+    try:
+        return compressed.parts(packed, scales, tensor_in(where, zeros) if zeros in where else None, shape)
+    except ValueError as error:
+        raise ModelUnsupported(f"{linear}: {error}") from error
 
 
 def bias_in(where: dict[str, Path], linear: str) -> Tensor | None:

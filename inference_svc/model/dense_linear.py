@@ -1,8 +1,8 @@
-"""Linear layers that compute in float32 on a CPU, with weights at the 16 bits in which they came.
+"""Linear layers that compute in float32 on a CPU, with weights as narrow as they came.
 
 CPUs without native bfloat16 run 16-bit models in float32. What decoding takes is bytes, and torch would read four for
-each weight, at a fraction of what memory gives: ``kvkernels.cpu.dense`` reads two, at nearly all of it. The numbers are
-the same ones, and no bit of a row depends on its batch.
+each weight, at a fraction of what memory gives: ``kvkernels.cpu.dense`` reads two, or the one or half a one that a
+quantized file has, at nearly all of it. The numbers are the same ones, and no bit of a row depends on its batch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from kvkernels.cpu import dense
+from kvkernels.cpu.library import Call
 from torch import Tensor, nn
 
 from inference_svc.model.packed_linear import PackedLinear
@@ -18,11 +19,11 @@ from inference_svc.model.plain_linear import PlainLinear
 
 def serves(weight: Tensor) -> bool:
     """Whether a layer with this weight can be one."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and dense.kernel() is not None
+    return weight.device.type == "cpu" and dense.serves(weight.dtype)
 
 
 def becomes_dense(module: nn.Module) -> bool:
-    """Whether ``narrow`` replaces this layer, whose own product never runs then."""
+    """Whether ``fit_linears`` makes a DenseLinear of this layer, whose own product never runs then."""
     return type(module) is nn.Linear and serves(module.weight)
 
 
@@ -37,7 +38,7 @@ class DenseLinear(nn.Module):
     @classmethod
     def shell(cls, outputs: int, inputs: int, bias: Tensor | None) -> DenseLinear:
         """One without a weight, until it is pointed at one."""
-        return cls(dense.Dense(torch.empty(0, inputs, dense.OUTPUTS), outputs), bias)
+        return cls(dense.Dense(torch.empty(0), inputs, outputs, "float32"), bias)
 
     @property
     def bias(self) -> Tensor | None:
@@ -46,6 +47,10 @@ class DenseLinear(nn.Module):
     def point(self, weight: dense.Dense) -> None:
         """Computes with another weight of the same shape from now on, which is not copied."""
         self.dense = weight
+
+    def call(self, x: Tensor, y: Tensor) -> Call:
+        """The product of contiguous ``x [rows, in]`` into ``y [rows, out]``, for a chain."""
+        return dense.call(x, self.dense, self._bias, y)
 
     def forward(self, x: Tensor) -> Tensor:
         out = dense.product(x.reshape(-1, self.in_features), self.dense, self._bias)
@@ -57,7 +62,7 @@ class NarrowEmbedding(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight.detach().to(dense.narrowest(weight)), requires_grad=False)
+        self.weight = nn.Parameter(weight.detach().to(getattr(torch, dense.narrowest(weight))), requires_grad=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight).float()
@@ -71,11 +76,12 @@ def product_of(weight: Tensor, bias: Tensor | None) -> PackedLinear | DenseLinea
     return DenseLinear(dense.pack(weight), bias) if serves(weight) else PlainLinear(weight, bias)
 
 
-def narrow(model: nn.Module) -> None:
-    """Replaces the float32 linear layers and embeddings of a model on a CPU where the kernel runs."""
+def fit_linears(model: nn.Module) -> None:
+    """Replaces the linear layers of a model by those of ``product_of``, and its float32 embeddings on a CPU where the
+    kernel runs. What is quantized stays."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear) and becomes_dense(child):
-                setattr(module, name, DenseLinear(dense.pack(child.weight.detach()), child.bias))
+            if type(child) is nn.Linear:
+                setattr(module, name, product_of(child.weight.detach(), child.bias))
             elif type(child) is nn.Embedding and serves(child.weight):
                 setattr(module, name, NarrowEmbedding(child.weight))

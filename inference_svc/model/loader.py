@@ -39,6 +39,7 @@ from inference_svc.model.gguf.convert import SAMPLING, converted, open_source
 from inference_svc.model.gguf.geometry import config_of
 from inference_svc.model.numerics import make_reproducible
 from inference_svc.model.preflight import check_device, check_folder
+from inference_svc.model.progress import bars_on_terminals_only
 from inference_svc.model.quantized_linear import fingerprint as quantized_fingerprint
 from inference_svc.model.quantized_linear import pick_width, quantize_linears
 from inference_svc.model.resolve import DEMO_MODEL, resolve
@@ -49,6 +50,7 @@ from inference_svc.model.streaming.building import Recipe
 from inference_svc.model.streaming.loading import Streamed, is_needed, load_streamed
 from inference_svc.model.streaming.materials import Checkpoint, Drawn, draw
 from inference_svc.model.streaming.plan import OFF, Asked, reserved
+from inference_svc.model.windows import windows_of
 
 # What computes keys and values, and the version of its numerics: raise it when a kernel's bits change, so that chunks
 # of before are not mixed with those of after.
@@ -96,6 +98,11 @@ class LoadedModel:
     @property
     def head_dim(self) -> int:
         return _heads(self.config)[2]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer, how many of the last keys its rows see; None for all."""
+        return windows_of(self.model) if self.streamed is None else self.streamed.windows
 
     @property
     def projection_share(self) -> float:
@@ -248,7 +255,7 @@ def load(
     architecture = (config.architectures or ["(none named)"])[0]
     check_architecture(architecture, config, strict)
     chosen = pick_dtype(dtype, getattr(config, "dtype", None), place)
-    packed = bool(quantized.method_of(config)) and (strict or quantized.method_of(config) == "awq")
+    packed = bool(quantized.method_of(config)) and (strict or quantized.method_of(config) in quantized.METHODS)
     width = pick_width(weights, 4 if packed else 16, place)
     keep = None
     if packed and width < 16 and has_cuda_kernels(place, chosen):
@@ -315,6 +322,11 @@ def _is_needed(folder: Path, recipe: Recipe, width: int, stream: Asked) -> bool:
     return most + reserved(stream) > free_bytes(stream.memory_bytes) and is_needed(recipe, width, stream)
 
 
+def recipe_of_shape(name: str, dtype: torch.dtype, width: int) -> Recipe:
+    """What ``shape:NAME`` is made of, its linear weights at ``width`` bits."""
+    return Recipe(config_of_shape(name), ATTENTION, dtype, width, partial(Drawn, _SHAPE_SEED, dtype), name, name)
+
+
 def _load_shape(
     name: str, device: torch.device, dtype: str, weights: str | int, served_name: str, stream: Asked
 ) -> LoadedModel:
@@ -325,7 +337,7 @@ def _load_shape(
     identity = fingerprint.of_random(name.removeprefix("shape:"), _SHAPE_SEED)
     if width < 16:
         identity = quantized_fingerprint(identity, width)
-    recipe = Recipe(config, ATTENTION, chosen, width, partial(Drawn, _SHAPE_SEED, chosen), name, name)
+    recipe = recipe_of_shape(name, chosen, width)
     stream = _with_pool_of(config, chosen, 0, stream)
     if stream.wish != "off" and (stream.wish != "auto" or is_needed(recipe, width, stream)):
         model, streamed = load_streamed(recipe, identity, stream)
@@ -380,5 +392,6 @@ def _as_list(value: Any) -> list[int]:
 
 
 def quiet_transformers() -> None:
-    """Keeps the library's own warnings out of the log; loading progress stays."""
+    """Keeps the library's own warnings out of the log; loading progress stays on a terminal."""
     transformers.logging.set_verbosity_error()
+    bars_on_terminals_only()

@@ -9,6 +9,7 @@ which reaches nearly all of it. The results are bit-equal to the plain ones for 
 from __future__ import annotations
 
 import torch
+from kvkernels.cpu.library import Call
 from kvkernels.cpu.products import MOST_ROWS, ROWS, StreamedProduct, streamed
 from torch import Tensor, nn
 
@@ -44,30 +45,25 @@ class PackedLinear(nn.Module):
         """Forgets what was found out about oneDNN's order: the next forward finds it out for its own thread."""
         self._tried, self._streamed = False, None
 
+    def call(self, x: Tensor, y: Tensor) -> Call | None:
+        """The product of contiguous ``x [rows, in]`` into ``y [rows, out]``, for a chain; None where oneDNN serves."""
+        own = self._own() if x.shape[0] <= MOST_ROWS else None
+        return None if own is None else own.call(x, y)
+
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // self.in_features
         if rows > MOST_ROWS or rows % ROWS or not x.is_contiguous():
             return self.by_onednn(x)
+        own = self._own()
+        return self.by_onednn(x) if own is None else own(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
+
+    def _own(self) -> StreamedProduct | None:
+        """Our kernel for few rows, where it gives oneDNN's bits."""
         if not self._tried:
             # Not before: oneDNN's order may depend on the number of threads, which is this thread's.
             self._tried, self._streamed = True, streamed(self.packed, self._bias)
-        if self._streamed is None:
-            return self.by_onednn(x)
-        return self._streamed(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
+        return self._streamed
 
     def by_onednn(self, x: Tensor) -> Tensor:
         """The same, with the same bits, by oneDNN whatever the number of rows."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")  # type: ignore[no-any-return]
-
-
-def pack_linears(model: nn.Module) -> int:
-    """Replaces the bfloat16 linear layers of a model where oneDNN has native bfloat16. Returns how many."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return 0
-    packed = 0
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
-                setattr(module, name, PackedLinear(child.weight, child.bias))
-                packed += 1
-    return packed

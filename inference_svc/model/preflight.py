@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 from pathlib import Path
 from typing import TypeVar
@@ -32,11 +33,14 @@ def settled(settings: M) -> M:
     ModelUnsupported for what would certainly be refused later."""
     check_device(settings.device)
     check_dtype(settings.dtype, settings.device)
-    if not settings.model:
-        settings = settings.model_copy(update={"model": default_model()})
-    check_model(settings.model, settings.strict)
-    check_draft(settings.speculate, settings.draft_model, settings.strict)
-    open_adapters(settings)
+    try:
+        check_draft(settings.speculate, settings.draft_model, settings.strict)
+        if not settings.model:
+            settings = settings.model_copy(update={"model": default_model()})
+        check_model(settings.model, settings.strict)
+        open_adapters(settings)
+    except PermissionError as error:  # a folder that this user may not look into
+        raise ConfigurationError(f"cannot read {error.filename}: {error.strerror}") from error
     return settings
 
 
@@ -80,6 +84,9 @@ def check_model(name: str, strict: bool) -> None:
         _check_gguf(found)
         return
     check_folder(found)
+    for file in found.glob("*.safetensors"):
+        if not os.access(file, os.R_OK):
+            raise ModelUnsupported(f"cannot read {file}: permission denied")
     try:
         kinds = json.loads((found / "config.json").read_text(encoding="utf-8")).get("architectures")
     except (OSError, ValueError, AttributeError) as error:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from inference_svc.engine.rows import ROW_MULTIPLE
-from inference_svc.model.dense_linear import DenseLinear, narrow
+from inference_svc.model.dense_linear import DenseLinear, fit_linears
 from inference_svc.model.numerics import SETTING, make_reproducible, wanted_setting
-from inference_svc.model.packed_linear import PackedLinear, pack_linears
+from inference_svc.model.packed_linear import PackedLinear
 from inference_svc.model.plain_linear import PlainLinear
 
 # Inputs and outputs of layers of models of 0.1 to 8 billion parameters, and an odd one.
@@ -57,8 +57,7 @@ def _usual(dtype: torch.dtype) -> list[Product]:
     for parameter in layers.parameters():
         parameter.data.normal_(0.0, 0.02, generator=generator)
     layers.to(dtype).requires_grad_(False)
-    pack_linears(layers)
-    narrow(layers)
+    fit_linears(layers)
     return products_of(layers)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import structlog
+import transformers
 from rich.console import Console
 from rich.progress import Progress as Bar
 
@@ -27,6 +28,12 @@ def shown(what: str) -> Iterator[Progress]:
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def bars_on_terminals_only() -> None:
+    """Ends transformers' own bars elsewhere: they would stand among the log's lines."""
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
 
 
 class _Sayer:

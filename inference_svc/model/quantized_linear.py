@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from kvkernels.cpu import quantized
-from kvkernels.cpu.library import found
+from kvkernels.cpu.library import Call, found
 from kvsidecar.errors import ConfigurationError
 from rich.progress import Progress
 from torch import Tensor, nn
@@ -48,6 +48,10 @@ class QuantizedLinear(nn.Module):
     def point(self, weight: quantized.Quantized) -> None:
         """Computes with another weight of the same shape from now on, which is not copied."""
         self.quantized = weight
+
+    def call(self, x: Tensor, y: Tensor) -> Call:
+        """The product of contiguous ``x [rows, in]`` into ``y [rows, out]``, for a chain."""
+        return quantized.call(x, self.quantized, self._bias, y)
 
     def forward(self, x: Tensor) -> Tensor:
         out = quantized.product(x.reshape(-1, self.in_features), self.quantized, self._bias)

@@ -26,7 +26,8 @@ class Thresholds:
 class Finding:
     """What one arm did. ``first_divergence`` is the mean number of equal greedy tokens, of 16; ``control_kl`` the mean
     divergence where nothing but one document is needed; ``cost`` rows times layers as a share of a prefill. ``why`` it
-    does not pass; empty when it does."""
+    does not pass; empty when it does. All over ``prompts`` prompts: fewer than there are where no other one could have
+    changed that it fails."""
 
     arm: str
     bits: int
@@ -39,6 +40,7 @@ class Finding:
     control_kl: float
     cost: float
     why: str = ""
+    prompts: int = 0
 
     @property
     def passed(self) -> bool:
@@ -103,7 +105,9 @@ class Report:
                 f"{known}, and so is text that was read in another context, repaired by {c.strategy}, which computes "
                 f"{c.ratio:.0%} of its tokens again (KL {c.kl_mean:.2g}, agreement {c.top1_agreement:.1%})."
             )
-        why = self.too_little or f"no repair passed, and {c.strategy} at {c.ratio:g}, the closest, does not: {c.why}"
+        sooner = f" after {c.prompts} of them, which no other could make good" if 0 < c.prompts < self.prompts else ""
+        closest = f"no repair passed, and {c.strategy} at {c.ratio:g}, the closest, does not: {c.why}{sooner}"
+        why = self.too_little or closest
         return f"{known}; text that was read in another context is not reused: {why}."
 
     def verdict(self) -> ReuseVerdict:
@@ -115,7 +119,7 @@ class Report:
             passed=self.passed,
             kl_mean=c.kl_mean,
             top1_agreement=c.top1_agreement,
-            prompts=self.prompts,
+            prompts=c.prompts or self.prompts,
             measured_at=int(time.time()),
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -20,8 +21,9 @@ from kvsidecar.layout import new_header
 from torch import Tensor
 
 from inference_svc.engine import rows
+from inference_svc.engine.block_table import KEY_BLOCK, BlockTable
 from inference_svc.engine.forward import Decoder
-from inference_svc.engine.pool import KEY_BLOCK, BlockTable, KVPool
+from inference_svc.engine.pool import KVPool
 from inference_svc.engine.repair import Repairing
 from inference_svc.model.loader import LoadedModel
 from inference_svc.reuse.placement import rotary_of
@@ -98,6 +100,10 @@ class Documents:
         by_document, starts = dict(zip(order, chunks, strict=True)), self._ends(range(len(self.parts)))
         return [head], [(starts[i], by_document[i]) for i in range(len(self.parts))]
 
+    def read_once(self, bits: int, longest: int) -> ReadOnce:
+        """Reads them, in their order, for several texts of up to ``longest`` tokens behind them. For a ``with``."""
+        return ReadOnce(self.lab, self.tokens, self._ends(range(len(self.parts))), bits, longest)
+
     def _ends(self, order: Sequence[int]) -> list[int]:
         return list(accumulate([len(self.head), *(len(self.parts[i]) for i in order)]))
 
@@ -145,9 +151,10 @@ class Laboratory:
         """The same at several widths, 2 bits last: they are prefilled once."""
         with self.pages(len(tokens)) as table:
             self.prefill(tokens, table, np.asarray([len(tokens) - 1]))
-            return [self._chunks(table, tokens, ends, bits) for bits in widths]
+            return [self.chunks(table, tokens, ends, bits) for bits in widths]
 
-    def _chunks(self, table: BlockTable, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
+    def chunks(self, table: BlockTable, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
+        """What was prefilled into a table's pages, as chunks that end at ``ends``. Rounds it coarsely for 2 bits."""
         out = []
         if bits == _COARSE:
             self._round_coarsely(table, len(tokens))
@@ -266,6 +273,36 @@ class Laboratory:
     def pages(self, tokens: int) -> _Pages:
         """Pages for one prompt, for a ``with``. Raises ValueError for more than the pool holds."""
         return _Pages(self.pool, tokens)
+
+
+class ReadOnce:
+    """Text that is read once, as chunks at a storage width and as what other text stands behind. A row's bits do not
+    depend on what is computed with it where ``numerics`` says so: there it is as if all were read anew."""
+
+    def __init__(self, lab: Laboratory, tokens: Sequence[int], ends: Sequence[int], bits: int, longest: int) -> None:
+        self._lab, self._tokens, self._ends, self._bits = lab, tokens, ends, bits
+        self._longest = longest
+
+    def __enter__(self) -> ReadOnce:
+        with ExitStack() as stack:
+            self._table = stack.enter_context(self._lab.pages(len(self._tokens) + self._longest))
+            self._lab.prefill(self._tokens, self._table, np.asarray([len(self._tokens) - 1]))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def stored(self) -> list[StoredChunk]:
+        return self._lab.chunks(self._table, self._tokens, self._ends, self._bits)
+
+    def then(self, tail: Sequence[int], judged: int, go_on: int = 0) -> Outcome:
+        """A prefill of what stands behind it: logits at the last ``judged`` tokens, and ``go_on`` greedy ones."""
+        began, start = time.perf_counter(), len(self._tokens)
+        span = rows.Span(list(tail), start, self._table, False)
+        logits = self._lab.logits(span, np.arange(len(tail) - judged, len(tail))).float()
+        seconds = time.perf_counter() - began
+        return Outcome(logits, seconds, *self._lab.after(self._table, start + len(tail), logits, go_on, ()))
 
 
 class _Pages:

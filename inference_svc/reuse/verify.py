@@ -91,8 +91,12 @@ class Verifier:
         others = [Candidate("none", 0.0), *(Candidate(name, first) for name in compare)]
         arms = {c: _Divergence() for c in dict.fromkeys((*candidates, *others))}
         exact, noise = _Divergence(), _Divergence()
+        total = sum(self._positions(question) for question in questions)
         for number, question in enumerate(questions):
-            self._measure(question, number, arms, exact, noise)
+            going = self._open(arms, others[0], total)
+            if not going:
+                break
+            self._measure(question, number, going, exact, noise)
             progress()
         none = self._finding(Candidate("none", 0.0), arms[others[0]])
         found = [self._finding(c, d) for c, d in arms.items()]
@@ -107,6 +111,21 @@ class Verifier:
         noise_kl = float(np.mean(noise.kl))
         return Report(self._lab.loaded.id, len(questions), noise_kl, (prefix, *found), chosen, self._thresholds)
 
+    def _positions(self, question: Question) -> int:
+        """How many predictions of a question and its answer are judged."""
+        return len(self._asked(question)) + _ANSWER - 1
+
+    def _asked(self, question: Question) -> list[int]:
+        ids: list[int] = self._lab.loaded.tokenizer(question.question, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _open(self, arms: dict[Candidate, _Divergence], none: Candidate, total: int) -> dict[Candidate, _Divergence]:
+        """The arms that further prompts can tell something of: a divergence is never negative, so one whose sum is too
+        large for all ``total`` predictions has failed. Reuse without repair is needed beside those that may pass."""
+        undecided = {c for c, d in arms.items() if not d.hopeless(self._thresholds, total)}
+        judged = undecided | {none} if undecided - {none} else undecided
+        return {c: d for c, d in arms.items() if c in judged}
+
     def _measure(
         self,
         question: Question,
@@ -119,14 +138,17 @@ class Verifier:
         head = tokenizer("", add_special_tokens=True)["input_ids"] or [tokenizer.bos_token_id or 0]
         parts = [tokenizer(d + "\n\n", add_special_tokens=False)["input_ids"] for d in question.documents]
         read = lab.documents(head, parts)
-        asked = _Tail(read, tokenizer(question.question, add_special_tokens=False)["input_ids"])
-        full = lab.full(asked.tokens, asked.at, go_on=_ANSWER)
-        noise.add(full, lab.full(asked.tokens, asked.at, piece=_NOISE_PIECE, go_on=_ANSWER))
-        none, answer = STRATEGIES["none"], full.following
-        exact.add(full, lab.reuse(asked.tokens, read.stored(self._bits), [], none, 0.0, asked.at, answer=answer))
-        first, placed = read.stored_in(another_order(len(parts), rng), self._bits)
+        asked, order = _Tail(read, self._asked(question)), another_order(len(parts), rng)
         quoted = _Tail(read, _quote(parts, rng), _JUDGED)
-        alone = lab.full(quoted.tokens, quoted.at)
+        longest = max(len(asked.tokens) + _ANSWER, len(quoted.tokens)) - len(read.tokens)
+        with read.read_once(self._bits, longest) as once:
+            stored = once.stored()
+            full = once.then(asked.tail, len(asked.tail), go_on=_ANSWER)
+            alone = once.then(quoted.tail, len(quoted.at))
+        none, answer = STRATEGIES["none"], full.following
+        noise.add(full, lab.full(asked.tokens, asked.at, piece=_NOISE_PIECE, answer=answer))
+        exact.add(full, lab.reuse(asked.tokens, stored, [], none, 0.0, asked.at, answer=answer))
+        first, placed = read.stored_in(order, self._bits)
         for arm, divergence in arms.items():
             repair = STRATEGIES[arm.strategy]
             got = lab.reuse(asked.tokens, first, placed, repair, arm.ratio, asked.at, answer=answer)
@@ -145,6 +167,7 @@ class Verifier:
             first_divergence=float(np.mean(d.equal)),
             control_kl=float(np.mean(d.control_kl)) if d.control_kl else 0.0,
             cost=float(np.mean(d.costs)),
+            prompts=len(d.costs),
         )
 
 
@@ -152,7 +175,8 @@ class _Tail:
     """What follows documents, and the positions whose logits are judged: all of it, or the ``last`` so many."""
 
     def __init__(self, read: Documents, tail: Sequence[int], last: int | None = None) -> None:
-        self.tokens = read.tokens + list(tail)
+        self.tail = list(tail)
+        self.tokens = read.tokens + self.tail
         self.at = np.arange(len(self.tokens) - (last or len(tail)), len(self.tokens))
 
 
@@ -195,6 +219,11 @@ class _Divergence:
         likeliest = got.answer.argmax(-1).tolist()
         pairs = enumerate(zip(full.following, likeliest, strict=True))
         self.equal.append(next((i for i, (a, b) in pairs if a != b), len(full.following)))
+
+    def hopeless(self, limits: Thresholds, total: int) -> bool:
+        """Whether it fails whatever else is measured, of ``total`` predictions in all."""
+        right = total - len(self.same) + sum(self.same)
+        return sum(self.kl) > limits.max_kl * total or right / total < limits.min_agreement
 
     def control(self, full: Outcome, got: Outcome) -> None:
         self.control_kl += divergence(full, got)[0]

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.grammars import with_whitespace
+from inference_svc.schemas import plain
 from inference_svc.tools.dialects import Dialect, schema_of
 from inference_svc.tools.parsing import FUNCTION, FUNCTION_END, HERMES, HERMES_END, LLAMA, MISTRAL, first_keys
-from inference_svc.tools.tagged import rules_of_parameters
+from inference_svc.tools.tagged import ending, opening_of, rules_of_parameters
+from inference_svc.unique.within import From, Opening
 
 # The one token that a marker is, where text cannot spell it.
 Special = Callable[[str], int | None]
@@ -22,21 +27,42 @@ _MOST_CALLS = 16
 _WRAPPER = '{"tool_calls": ['
 
 
-def lark_of_calls(dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special, instead: str = "") -> str:
+@dataclass(frozen=True)
+class Calls:
+    """A grammar in Lark's form, and what it leaves out: where arguments begin that must have no duplicates. ``marker``
+    is the token that calls begin with, where it is one."""
+
+    lark: str
+    openings: Sequence[Opening]
+    marker: int | None
+
+
+def grammar_of_calls(
+    dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special, instead: str = ""
+) -> Calls:
     """An answer that calls at least one of the tools, or is as the rule ``instead`` says. Raises InvalidRequest."""
-    rules, calls = _rules(dialect, list(tools)), _calls(dialect, single, special)
+    rules, unique = _rules(dialect, list(tools))
+    calls = _calls(dialect, single, special)
     rules.append(f"calls: {calls}")
     if instead:
         rules.append(f"other: {instead}")
-    return "\n".join([f"start: calls{' | other' if instead else ''}", *rules])
+    lark = "\n".join([f"start: calls{' | other' if instead else ''}", *rules])
+    return Calls(lark, _openings(dialect, unique, special), _marker_token(dialect, special))
 
 
-def lark_of_free_calls(
+def grammar_of_free_calls(
     dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special, specials: Sequence[int]
-) -> str:
+) -> Calls:
     """An answer of text and calls as the model likes, where a call that has begun is one of a tool. ``specials`` are
     the tokens that text cannot spell and that may stand in it. Raises InvalidRequest."""
-    rules = [*_rules(dialect, list(tools)), "TEXT: /(?s:.*)/"]
+    found, unique = _rules(dialect, list(tools))
+    lark = _lark_of_free_calls(dialect, [*found, "TEXT: /(?s:.*)/"], single, special, specials)
+    return Calls(lark, _openings(dialect, unique, special), _marker_token(dialect, special))
+
+
+def _lark_of_free_calls(
+    dialect: Dialect, rules: list[str], single: bool, special: Special, specials: Sequence[int]
+) -> str:
     if dialect in ("json", "llama3_json"):  # a call is the whole answer
         keys = "|".join(first_keys(dialect, exact=True))
         opening = r"[ \t\r\n]*(" + _escaped(LLAMA) + r")?(```)?(json)?[ \t\r\n\[]*\{[ \t\r\n,]*"
@@ -80,19 +106,63 @@ def _escaped(text: str) -> str:
     return text.replace("|", r"\|")
 
 
-def _rules(dialect: Dialect, tools: list[pb.Tool]) -> list[str]:
-    """What each tool's call looks like."""
-    rules = []
+def _marker_token(dialect: Dialect, special: Special) -> int | None:
+    markers: dict[Dialect, str] = {"hermes": HERMES, "mistral": MISTRAL, "llama3_json": LLAMA}
+    return special(markers[dialect]) if dialect in markers else None
+
+
+def _openings(dialect: Dialect, unique: list[tuple[str, dict[str, Any]]], special: Special) -> list[Opening]:
+    """Where values begin of which it is known what stands right before them in a call."""
+    marked = _marker_token(dialect, special) is not None
+    places: list[tuple[From, str]]
+    if dialect == "hermes":
+        places = [("marker", "\n") if marked else ("anywhere", f"{HERMES}\n")]
+    elif dialect == "mistral":
+        places = [("marker", "[") if marked else ("anywhere", f"{MISTRAL}["), ("value", "}, ")]
+    elif dialect == "llama3_json":
+        places = [("answer", ""), ("value", "}; "), *([("marker", "")] if marked else [])]  # type: ignore[list-item]
+    elif dialect == "json":
+        places = [("answer", _WRAPPER), ("value", "}, ")]
+    else:
+        places = [("anywhere", "\n")]
+    return [Opening(since, (before + text).encode(), schema) for text, schema in unique for since, before in places]
+
+
+def _rules(dialect: Dialect, tools: list[pb.Tool]) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
+    """What each tool's call looks like, and the values with ``uniqueItems``, which are not kept to, by what stands
+    before them."""
+    rules, unique = [], list[tuple[str, dict[str, Any]]]()
     key = "parameters" if dialect == "llama3_json" else "arguments"
     for i, tool in enumerate(tools):
         if dialect == "qwen3_coder":
-            rules += rules_of_parameters(i, tool.name, schema_of(tool))
+            of_tool, more = rules_of_parameters(i, tool.name, schema_of(tool))
+            rules += of_tool
+            unique += more
             continue
-        opening = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
-        rules.append(f'call_{i}: {opening} arguments_{i} "}}"')
-        rules.append(f"arguments_{i}: %json {json.dumps(with_whitespace(schema_of(tool)))}")
+        opening = f'{{"name": {json.dumps(tool.name)}, "{key}": '
+        schema = with_whitespace(schema_of(tool))
+        bare = plain(schema, unique=False)
+        if bare != schema:
+            unique.append((opening, ending(schema, tool.name)))
+        rules.append(f'call_{i}: {json.dumps(opening)} arguments_{i} "}}"')
+        rules.append(f"arguments_{i}: %json {json.dumps(bare)}")
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
-    return rules
+    if dialect == "qwen3_coder":
+        _check_names(tools, {text for text, _ in unique})
+    return rules, unique
+
+
+def _check_names(tools: list[pb.Tool], unique: set[str]) -> None:
+    """Raises InvalidRequest where what stands before a value with ``uniqueItems`` stands before others, too."""
+    known: dict[str, Any] = {}
+    for tool in tools:
+        for key, schema in (schema_of(tool).get("properties") or {}).items():
+            if opening_of(key) in unique and known.setdefault(key, schema) != schema:
+                raise InvalidRequest(
+                    f"two tools have an argument {key[:80]!r}, one of them with uniqueItems, and different schemas of "
+                    f"it, which calls in this model's form (qwen3_coder) do not tell apart",
+                    param="tools",
+                )
 
 
 def _several(item: str, between: str, single: bool) -> str:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from inference_svc.engine.grammar import Steering
 from inference_svc.grammars import Grammars, lark_of
-from inference_svc.tools.calling import lark_of_calls, lark_of_free_calls
+from inference_svc.tools.calling import Calls, grammar_of_calls, grammar_of_free_calls
 from inference_svc.tools.dialects import MARKERS, Dialect, dialect_of, knows_tools, schema_of
 from inference_svc.tools.parsing import CallParser
 from inference_svc.tools.rendering import (
@@ -98,15 +98,16 @@ class Conversations:
 
     def _calling(self, tools: list[pb.Tool], single: bool, instead: str, about: str) -> Steering:
         special = self._grammars.special_token
-        return self._compiled(lambda: lark_of_calls(self._dialect, tools, single, special, instead), about)
+        return self._compiled(lambda: grammar_of_calls(self._dialect, tools, single, special, instead), about)
 
     def _free_calls(self, tools: list[pb.Tool], single: bool) -> Steering:
         special, specials = self._grammars.special_token, self._grammars.special_tokens()
-        return self._compiled(lambda: lark_of_free_calls(self._dialect, tools, single, special, specials), "tools")
+        return self._compiled(lambda: grammar_of_free_calls(self._dialect, tools, single, special, specials), "tools")
 
-    def _compiled(self, lark: Callable[[], str], about: str) -> Steering:
+    def _compiled(self, calls: Callable[[], Calls], about: str) -> Steering:
         try:
-            return self._grammars.of_lark(lark())
+            found = calls()
+            return self._grammars.of_lark(found.lark, found.openings, found.marker)
         except RecursionError as error:
             raise InvalidRequest(f"the grammar of these {about} is nested too deeply", param=about) from error
         except InvalidRequest as error:

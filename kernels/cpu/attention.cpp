@@ -145,16 +145,16 @@ template <class T> class Tile {
 
  public:
   Tile(const AttentionJob& job, float* scratch, const AttentionUnit& unit, int64_t head)
-      : job_(job), unit_(unit), head_(head), dim_(job.dim), places_(unit.rows * job.per_kv) {
+      : job_(job), batch_(*job.batch), unit_(unit), head_(head), dim_(batch_.dim), places_(unit.rows * batch_.per_kv) {
     query_ = scratch, keys_ = query_ + PLACES * dim_, values_ = keys_ + KEYS * dim_, weights_ = values_ + KEYS * dim_;
     total_ = {weights_ + ROWS * KEYS, dim_}, piece_ = {total_.first + PLACES * state_floats(dim_), dim_};
     const int64_t groups = (places_ + ROWS - 1) / ROWS;
-    const int64_t* positions = job.positions + unit.first_row;
+    const int64_t* positions = batch_.positions + unit.first_row;
     for (int64_t at = 0; at < groups * ROWS; at++) {
       const int64_t place = at < places_ ? at : places_ - 1;  // the last one again where there are no four left
-      const int64_t row = place / job.per_kv, of_kv = place % job.per_kv;
-      const int64_t element = (((unit.first_row + row) * job.kv_heads + head) * job.per_kv + of_kv) * dim_;
-      place_[at] = {prepared((const T*)job.query + element, at), (T*)job.out + element, (int32_t)positions[row], of_kv};
+      const int64_t row = place / batch_.per_kv, of_kv = place % batch_.per_kv;
+      const int64_t element = (((unit.first_row + row) * batch_.kv_heads + head) * batch_.per_kv + of_kv) * dim_;
+      place_[at] = {prepared((const T*)batch_.query + element, at), (T*)batch_.out + element, (int32_t)positions[row], of_kv};
     }
     groups_ = groups;
     const int64_t oldest = positions[0] + 1 - job.window;
@@ -170,7 +170,7 @@ template <class T> class Tile {
       total_.merge(piece_, places_);
     }
     finish(total_);
-    if (job_.looks) look();
+    if (batch_.looks) look();
   }
 
  private:
@@ -192,12 +192,13 @@ template <class T> class Tile {
   // One piece of a split tile; whoever ends the last one merges them all.
   void run_piece() {
     const int64_t size = places_ * state_floats(dim_);
-    const int64_t rows_before = unit_.partial * job_.kv_heads * job_.per_kv + head_ * unit_.pieces * places_;
-    float* first = job_.partial + rows_before * state_floats(dim_);
+    const int64_t rows_before = unit_.partial * batch_.kv_heads * batch_.per_kv + head_ * unit_.pieces * places_;
+    float* first = batch_.partial + rows_before * state_floats(dim_);
     sum(unit_.piece, piece_);
     memcpy(first + unit_.piece * size, piece_.first, size * sizeof(float));
-    int64_t* ended = job_.ended + unit_.tile * job_.kv_heads + head_;
+    int64_t* ended = batch_.ended + unit_.tile * batch_.kv_heads + head_;
     if (__atomic_fetch_add(ended, 1, __ATOMIC_ACQ_REL) != unit_.pieces - 1) return;
+    *ended = 0;  // for the next layer
     memcpy(total_.first, first, size * sizeof(float));
     for (int64_t piece = 1; piece < unit_.pieces; piece++) total_.merge({first + piece * size, dim_}, places_);
     finish(total_);
@@ -217,11 +218,11 @@ template <class T> class Tile {
   // `work` for every group of rows that sees a key of the blocks between two keys.
   template <class Work> void each_block(int64_t from, int64_t to, bool with_values, Work work) {
     const int64_t oldest_block = oldest_ / KEYS * KEYS;
-    const T* keys = (const T*)job_.keys + head_ * job_.head_size;
-    const T* values = (const T*)job_.values + head_ * job_.head_size;
+    const T* keys = (const T*)job_.keys + head_ * batch_.head_size;
+    const T* values = (const T*)job_.values + head_ * batch_.head_size;
     first_key_ = from > oldest_block ? from : oldest_block;
     for (; first_key_ < to && first_key_ <= last_; first_key_ += KEYS) {
-      const int64_t* pages = job_.pages + unit_.first_page + first_key_ / PAGE;
+      const int64_t* pages = batch_.pages + unit_.first_page + first_key_ / PAGE;
       const bool whole = first_key_ >= oldest_ && first_key_ + KEYS - 1 <= last_;
       in_place_ = whole && !PAIRED && (sizeof(T) == sizeof(float) || groups_ <= FEW_GROUPS);
       for (int page = 0; page < KEYS / PAGE; page++) {
@@ -253,7 +254,7 @@ template <class T> class Tile {
       for (int i = 0; i < ROWS; i++)
         for (int p = 0; p < PARTS; p++) scores[i][part + p] = sums[i][p] * job_.scale;
     }
-    if (job_.capped)
+    if (batch_.capped)
       for (int i = 0; i < ROWS; i++)
         for (int p = 0; p < SCORES; p++) scores[i][p] = capped(scores[i][p]);
     if (place[0].position < first_key_ + KEYS - 1 || place[ROWS - 1].position - job_.window >= first_key_)
@@ -263,7 +264,7 @@ template <class T> class Tile {
   // cap * tanh(x), where exp2(scaled) is exp(2 x): 1 - 2 / (exp(2 x) + 1). Far out it is 1 to the last bit.
   KVK_INLINE Floats capped(Floats scaled) {
     const Floats near = smaller(splat(60.f), larger(splat(-60.f), scaled));
-    return job_.cap * (1.f - 2.f / (exp2(near) + 1.f));
+    return batch_.cap * (1.f - 2.f / (exp2(near) + 1.f));
   }
 
   KVK_INLINE void mask(const Place* place, Floats (&scores)[ROWS][SCORES]) {
@@ -336,8 +337,8 @@ template <class T> class Tile {
     for (int i = 0; i < ROWS; i++) {
       const int64_t row = group * ROWS + i;
       const Floats most = load<Floats>(total_.maximum(row)), inverse = load<Floats>(total_.weights(row));
-      const int64_t head = (unit_.tile * job_.kv_heads + head_) * job_.per_kv + place_[row].head;
-      float* to = job_.looks + head * job_.look_size + first_key_;
+      const int64_t head = (unit_.tile * batch_.kv_heads + head_) * batch_.per_kv + place_[row].head;
+      float* to = batch_.looks + head * batch_.look_size + first_key_;
       for (int p = 0; p < SCORES; p++) {
         const Floats found = exp2(scores[i][p] - most) * inverse, kept = load<Floats>(to + p * LANES);
         store(to + p * LANES, kept == kept ? larger(kept, found) : kept);
@@ -358,6 +359,7 @@ template <class T> class Tile {
   }
 
   const AttentionJob& job_;
+  const AttentionBatch& batch_;
   const AttentionUnit& unit_;
   const int64_t head_, dim_, places_;
   int64_t groups_, oldest_, last_, first_key_;
@@ -371,16 +373,18 @@ template <class T> class Tile {
 }  // namespace
 
 KVK_JOB(attention, AttentionJob)
+KVK_JOB(attention_batch, AttentionBatch)
 KVK_EXPORT int64_t kvk_attention_scratch(int64_t dim) { return scratch_floats(dim); }
 KVK_EXPORT int64_t kvk_attention_state(int64_t dim) { return state_floats(dim); }
 
 // For every thread of a team.
 KVK_EXPORT void kvk_attention(AttentionJob* job) {
-  float* scratch = job->scratch + take(&job->joined) * scratch_floats(job->dim);
-  for (int64_t item; (item = take(&job->taken)) < job->units * job->kv_heads;) {
-    const AttentionUnit& unit = job->unit[item / job->kv_heads];
-    const int64_t head = item % job->kv_heads;
-    if (job->of_bf16) Tile<bf16>(*job, scratch, unit, head).run();
+  const AttentionBatch& batch = *job->batch;
+  float* scratch = batch.scratch + take(&job->joined) * scratch_floats(batch.dim);
+  for (int64_t item; (item = take(&job->taken)) < batch.units * batch.kv_heads;) {
+    const AttentionUnit& unit = batch.unit[item / batch.kv_heads];
+    const int64_t head = item % batch.kv_heads;
+    if (batch.of_bf16) Tile<bf16>(*job, scratch, unit, head).run();
     else Tile<float>(*job, scratch, unit, head).run();
   }
 }

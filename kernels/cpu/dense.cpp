@@ -1,9 +1,11 @@
 // Products of any number of float32 rows with dense weights, at the speed of memory for few rows: weights lie at 16 bits
-// where those hold them exactly, and are widened on the way. A sum per block of inputs, each product fused into it, one
+// where those hold them exactly, or as codes of 4 or 8 bits, and are widened on the way. A sum per block of inputs, each product fused into it, one
 // input after the other; the blocks' sums added up; then the bias. So a row's bits depend neither on other rows, nor on
 // threads, nor on the instruction set.
 //
-// In memory, 32 outputs at a time: [outputs / 32, inputs, 32], zeros behind the last output.
+// In memory, 32 outputs at a time: [outputs / 32, inputs, 32], zeros behind the last output. Codes lie in groups of 32
+// inputs, two inputs of 4 bits to a byte, behind them a scale and a base of each output as halves: a weight is
+// code * scale + base, rounded once.
 #include "bytes.h"
 #include "jobs.h"
 #include "team.h"
@@ -28,36 +30,92 @@ int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Rows as they come, each a line; and turned over, MOST_ROWS side by side.
 struct Lines {
+  static constexpr bool FROM_MEMORY = true;
   const float* x;
   int64_t inputs;
   KVK_INLINE float at(int row, int64_t input) const { return x[row * inputs + input]; }
   Lines from(int64_t row) const { return {x + row * inputs, inputs}; }
 };
 struct Turned {
+  static constexpr bool FROM_MEMORY = false;
   const float* x;
   KVK_INLINE float at(int row, int64_t input) const { return x[input * MOST_ROWS + row]; }
   Turned from(int64_t row) const { return {x + row}; }
 };
 
+// The weights of some neighbouring outputs, a vector each: `work(i, weights)` for one input after the other.
+template <class W> struct Plain {
+  static constexpr int64_t STRIDE = OUTPUTS * sizeof(W);  // bytes of an input
+  const char* at;
+  static Plain of(const void* weight, int64_t strip, int64_t inputs, int64_t input) {
+    return {(const char*)weight + (strip * inputs + input) * STRIDE};
+  }
+  Plain from(int output) const { return {at + output * sizeof(W)}; }
+  template <bool AHEAD, class Work> KVK_INLINE void each(int64_t inputs, Work work) const {
+    const char* line = at;
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < inputs; i++, line += STRIDE) {
+      if constexpr (AHEAD)
+        for (int64_t byte = 0; byte < STRIDE; byte += 64) KVK_FETCH_AHEAD(line + byte);
+      Floats w[VECTORS];
+#pragma GCC unroll 16
+      for (int n = 0; n < VECTORS; n++) w[n] = widened((const W*)line + n * LANES);
+      work(i, w);
+    }
+  }
+};
+
+template <int BITS> struct Coded {
+  static constexpr int GROUP = 32;
+  static constexpr int64_t CODES = GROUP * OUTPUTS * BITS / 8, BYTES = CODES + 2 * OUTPUTS * sizeof(half);
+  const uint8_t* at;
+  int output = 0;
+  static Coded of(const void* weight, int64_t strip, int64_t inputs, int64_t input) {
+    return {(const uint8_t*)weight + (strip * inputs + input) / GROUP * BYTES};
+  }
+  Coded from(int first) const { return {at, first}; }
+  template <bool AHEAD, class Work> KVK_INLINE void each(int64_t inputs, Work work) const {
+    const uint8_t* group = at;
+    for (int64_t first = 0; first < inputs; first += GROUP, group += BYTES) {
+      Floats scale[VECTORS], base[VECTORS];
+      for (int n = 0; n < VECTORS; n++) {
+        const half* from = (const half*)(group + CODES) + output + n * LANES;
+        scale[n] = widened(from), base[n] = widened(from + OUTPUTS);
+      }
+      const uint8_t* line = group + output;
+      for (int i = 0; i < GROUP; i += 8 / BITS, line += OUTPUTS) {
+        if constexpr (AHEAD) KVK_FETCH_AHEAD(line);
+        Words codes[VECTORS];
+        for (int n = 0; n < VECTORS; n++) codes[n] = extended(load<Bytes>(line + n * LANES));
+        Floats w[VECTORS];
+        for (int n = 0; n < VECTORS; n++) w[n] = decoded(codes[n] & (BITS == 4 ? 15 : 255), scale[n], base[n]);
+        work(first + i, w);
+        if constexpr (BITS == 8) continue;
+        for (int n = 0; n < VECTORS; n++) w[n] = decoded(codes[n] >> 4, scale[n], base[n]);
+        work(first + i + 1, w);
+      }
+    }
+  }
+  static KVK_INLINE Floats decoded(Words code, Floats scale, Floats base) {
+    return fma(__builtin_convertvector(code, Floats), scale, base);
+  }
+};
+
 // One block of inputs: its sums, added to what the blocks before gave. `y` is the first row's first output.
-template <int ROWS, class Rows, class W>
-void multiply(const DenseJob& job, Rows rows, const W* weight, int64_t inputs, int64_t column, int64_t block, float* y) {
+template <int ROWS, class Rows, class Weights>
+void multiply(const DenseJob& job, Rows rows, Weights weights, int64_t inputs, int64_t column, int64_t block, float* y) {
   Floats sums[ROWS][VECTORS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
     for (int n = 0; n < VECTORS; n++) sums[r][n] = Floats{};
-#pragma GCC unroll 2
-  for (int64_t i = 0; i < inputs; i++, weight += OUTPUTS) {
-    Floats w[VECTORS];
-#pragma GCC unroll 16
-    for (int n = 0; n < VECTORS; n++) w[n] = widened(weight + n * LANES);
+  weights.template each<Rows::FROM_MEMORY>(inputs, [&](int64_t i, const Floats(&w)[VECTORS]) __attribute__((always_inline)) {
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
       const Floats number = splat(rows.at(r, i));
 #pragma GCC unroll 16
       for (int n = 0; n < VECTORS; n++) sums[r][n] = fma(w[n], number, sums[r][n]);
     }
-  }
+  });
   const bool first = block == 0, last = block + BLOCK >= job.inputs;
   for (int n = 0; n < VECTORS; n++, column += LANES) {
     const int64_t count = job.outputs - column;
@@ -73,17 +131,17 @@ void multiply(const DenseJob& job, Rows rows, const W* weight, int64_t inputs, i
   }
 }
 
-// A strip's block, which begins at `weight`, times MOST_ROWS rows at most.
-template <class Rows, class W>
-void multiply_rows(const DenseJob& job, Rows rows, int64_t count, const W* weight, int64_t strip, int64_t block, float* y) {
+// A strip's block times MOST_ROWS rows at most.
+template <class Rows, class Weights>
+void multiply_rows(const DenseJob& job, Rows rows, int64_t count, Weights weights, int64_t strip, int64_t block, float* y) {
   const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
-  for (int part = 0; part < OUTPUTS; part += VECTORS * LANES, weight += VECTORS * LANES) {
+  for (int part = 0; part < OUTPUTS; part += VECTORS * LANES) {
     const int64_t column = strip * OUTPUTS + part;
     int64_t row = 0;
     const auto some = [&](auto number) __attribute__((always_inline)) {
       constexpr int ROWS = decltype(number)::count;
       if (count - row < ROWS) return;
-      multiply<ROWS>(job, rows.from(row), weight, inputs, column, block, y + row * job.outputs + column);
+      multiply<ROWS>(job, rows.from(row), weights.from(part), inputs, column, block, y + row * job.outputs + column);
       row += ROWS;
     };
     some(Fixed<MOST_ROWS>());
@@ -109,7 +167,7 @@ void turn_over(const float* from, int64_t line, int64_t rows, int64_t inputs, fl
 }
 
 // Many rows: what registers meet together lies together, and a weight is widened once.
-template <class W> void multiply_tile(const DenseJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
+template <class Weights> void multiply_tile(const DenseJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
   alignas(64) float turned[TILE * BLOCK + LANES], wide[BLOCK * OUTPUTS];
   for (int64_t block = 0; block < job.inputs; block += BLOCK) {
     const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
@@ -117,27 +175,30 @@ template <class W> void multiply_tile(const DenseJob& job, int64_t first, int64_
       turn_over(job.x + row * job.inputs + block, job.inputs, smaller_of(MOST_ROWS, end - row), inputs,
                 turned + (row - first) * BLOCK);
     for (int64_t s = strip; s < last; s++) {
-      const W* weight = (const W*)job.weight + (s * job.inputs + block) * OUTPUTS;
-      for (int64_t i = 0; i < inputs * OUTPUTS; i += LANES) store(wide + i, widened(weight + i));
+      const Weights weights = Weights::of(job.weight, s, job.inputs, block);
+      for (int part = 0; part < OUTPUTS; part += VECTORS * LANES)
+        weights.from(part).template each<true>(inputs, [&](int64_t i, const Floats(&w)[VECTORS]) {
+          for (int n = 0; n < VECTORS; n++) store(wide + i * OUTPUTS + part + n * LANES, w[n]);
+        });
       for (int64_t row = first; row < end; row += MOST_ROWS)
-        multiply_rows(job, Turned{turned + (row - first) * BLOCK}, smaller_of(MOST_ROWS, end - row), wide, s,
-                      block, job.y + row * job.outputs);
+        multiply_rows(job, Turned{turned + (row - first) * BLOCK}, smaller_of(MOST_ROWS, end - row),
+                      Plain<float>{(const char*)wide}, s, block, job.y + row * job.outputs);
     }
   }
 }
 
-template <class W> void run(DenseJob& job) {
+template <class Weights> void run(DenseJob& job) {
   const int64_t tiles = (job.rows + TILE - 1) / TILE, strips = (job.outputs + OUTPUTS - 1) / OUTPUTS;
   for (int64_t unit; (unit = take(&job.taken)) < tiles * job.parts;) {
     const int64_t tile = unit % tiles, part = unit / tiles;
     const int64_t first = tile * TILE, end = smaller_of(first + TILE, job.rows);
     const int64_t strip = strips * part / job.parts, last = strips * (part + 1) / job.parts;
-    if (end - first > MOST_ROWS) multiply_tile<W>(job, first, end, strip, last);
+    if (end - first > MOST_ROWS) multiply_tile<Weights>(job, first, end, strip, last);
     else
       for (int64_t s = strip; s < last; s++)
         for (int64_t block = 0; block < job.inputs; block += BLOCK)
           multiply_rows(job, Lines{job.x + first * job.inputs + block, job.inputs}, end - first,
-                        (const W*)job.weight + (s * job.inputs + block) * OUTPUTS, s, block, job.y + first * job.outputs);
+                        Weights::of(job.weight, s, job.inputs, block), s, block, job.y + first * job.outputs);
   }
 }
 
@@ -148,8 +209,10 @@ KVK_JOB(dense, DenseJob)
 // For every thread of a team.
 KVK_EXPORT void kvk_dense(DenseJob* job) {
   switch (job->kept) {
-    case DENSE_BF16: return run<bf16>(*job);
-    case DENSE_HALF: return run<half>(*job);
-    default: return run<float>(*job);
+    case DENSE_BF16: return run<Plain<bf16>>(*job);
+    case DENSE_HALF: return run<Plain<half>>(*job);
+    case DENSE_CODED4: return run<Coded<4>>(*job);
+    case DENSE_CODED8: return run<Coded<8>>(*job);
+    default: return run<Plain<float>>(*job);
   }
 }

@@ -7,29 +7,35 @@ namespace kvk {
 
 // ---- attention.cpp --------------------------------------------------------------------------------------------------
 
-struct AttentionJob {
-  int64_t taken;   // units that threads have taken
-  int64_t joined;  // threads that have begun
-  int64_t units;   // times key heads
+// Rows and where their keys are; the same for all layers.
+struct AttentionBatch {
+  int64_t units;             // times key heads
   const void* query;         // [rows, heads, dim]
-  const void* keys;          // [kv_heads, slots, dim]
-  const void* values;        // likewise
   void* out;                 // [rows, heads, dim]
   const int64_t* positions;  // [rows]
   const int64_t* pages;      // first slots of the sequences' pages
   const struct AttentionUnit* unit;  // [units]
   float* scratch;            // [threads, scratch_floats(dim)]
   float* partial;            // sums of the pieces of split tiles: [.., kv_heads, per_kv rows, state_floats(dim)]
-  int64_t* ended;            // [split tiles, kv_heads] of zeros: pieces that are done
+  int64_t* ended;            // [split tiles, kv_heads] of zeros, and again when a layer is done: pieces that are done
   float* looks;              // [tiles, heads, look_size] of zeros, or null
   int64_t look_size;         // keys to the end of the last block
   int64_t kv_heads, per_kv, dim;
   int64_t head_size;  // elements from one key head to the next
-  int64_t window;     // keys that a row sees, or more than there are
   int64_t of_bf16;    // else float32
   int64_t capped;
+  float cap;  // in units of log 2
+};
+
+// A layer's.
+struct AttentionJob {
+  int64_t taken;   // units that threads have taken
+  int64_t joined;  // threads that have begun
+  const AttentionBatch* batch;
+  const void* keys;    // [kv_heads, slots, dim]
+  const void* values;  // likewise
+  int64_t window;      // keys that a row sees, or more than there are
   float scale;  // of scores, in units of log 2; with a cap, what the score is multiplied with inside it
-  float cap;    // in units of log 2
 };
 
 // What a thread takes: a tile, or one piece of a tile that is split.
@@ -86,6 +92,8 @@ struct RotateJob {
   const float* q_weight;  // [dim] of a norm of each head; or null
   const float* k_weight;
   const int64_t* slots;  // [rows]
+  const int64_t* again;  // [copies, copy_rows] slots that a row's keys and values are written to as well; below 0 none
+  int64_t copies, copy_rows;
   void* keys;            // [kv_heads, slots, dim]
   void* values;          // likewise
   int64_t head_size;     // elements from one key head to the next
@@ -132,12 +140,12 @@ struct ProductJob {
 // ---- dense.cpp ------------------------------------------------------------------------------------------------------
 
 // What a weight is kept as.
-constexpr int64_t DENSE_FLOAT = 0, DENSE_BF16 = 1, DENSE_HALF = 2;
+constexpr int64_t DENSE_FLOAT = 0, DENSE_BF16 = 1, DENSE_HALF = 2, DENSE_CODED4 = 3, DENSE_CODED8 = 4;
 
 struct DenseJob {
   int64_t taken;  // parts of the outputs, times tiles of rows, that threads have taken
   int64_t parts;
-  const void* weight;  // [outputs / 32, inputs, 32]
+  const void* weight;  // [outputs / 32, inputs, 32], or codes
   const float* x;      // [rows, inputs]
   const float* bias;   // [outputs], or null
   float* y;            // [rows, outputs]
@@ -163,6 +171,23 @@ struct QuantizedJob {
   int64_t rows, inputs, outputs, group, bits, of_bf16;
 };
 
+// ---- chain.cpp ------------------------------------------------------------------------------------------------------
+
+// A kernel and its job, one after another.
+struct alignas(64) Link {
+  int64_t inside;  // threads that work on it, or CLOSED
+  void (*run)(void*);
+  int64_t* job;
+  int64_t counters;    // the job's first fields, which are zero when it begins
+  int64_t* rows;       // a field of the job, or null
+  int64_t multiple;    // that this is rounded up to
+};
+
+struct ChainJob {
+  Link* links;
+  int64_t count, rows;
+};
+
 }  // namespace kvk
 
 // Each for every thread that takes part; and the size of its job.
@@ -180,9 +205,13 @@ KVK_KERNEL(gate, kvk::GateJob)
 KVK_KERNEL(product, kvk::ProductJob)
 KVK_KERNEL(dense, kvk::DenseJob)
 KVK_KERNEL(quantized, kvk::QuantizedJob)
+KVK_KERNEL(chain, kvk::ChainJob)
 #undef KVK_KERNEL
 
 KVK_EXPORT int64_t kvk_chunk_bytes();
+KVK_EXPORT int64_t kvk_link_bytes();
+// Before a chain's threads begin.
+KVK_EXPORT void kvk_chain_begin(kvk::ChainJob*);
 // Floats of a thread's scratch, and of the sums that are kept for a row and head.
 KVK_EXPORT int64_t kvk_attention_scratch(int64_t dim);
 KVK_EXPORT int64_t kvk_attention_state(int64_t dim);

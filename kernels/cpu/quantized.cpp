@@ -71,11 +71,15 @@ template <int BITS> KVK_INLINE void read(const uint8_t* from, Words (&codes)[QUA
   constexpr int LINE = OUTPUTS * 4;
   if constexpr (BITS == 4)
     for (int i = 0; i < QUADS; i += 2) {
+      KVK_FETCH_AHEAD(from + i / 2 * LINE);
       const Words both = load<Words>(from + i / 2 * LINE);
       codes[i] = both & 0x0F0F0F0F, codes[i + 1] = both >> 4 & 0x0F0F0F0F;
     }
   else
-    for (int i = 0; i < QUADS; i++) codes[i] = load<Words>(from + i * LINE) ^ (BYTE_SHIFT ? (int32_t)0x80808080 : 0);
+    for (int i = 0; i < QUADS; i++) {
+      KVK_FETCH_AHEAD(from + i * LINE);
+      codes[i] = load<Words>(from + i * LINE) ^ (BYTE_SHIFT ? (int32_t)0x80808080 : 0);
+    }
 }
 
 template <int BITS, int ROWS, class T> void multiply(const QuantizedJob& job, int64_t strip, int64_t row) {
@@ -133,12 +137,6 @@ void multiply_tile(const QuantizedJob& job, int64_t strip, int64_t row, int64_t 
 
 // ---- threads --------------------------------------------------------------------------------------------------------
 
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
 // Rows up to the last that is not all zeros: what fills a batch up costs nothing.
 int64_t live_rows(const QuantizedJob& job) {
   const int64_t blocks = job.inputs / block_of(job);
@@ -154,7 +152,7 @@ template <class T> void run(QuantizedJob& job) {
     __atomic_fetch_add(&job.quantized, 1, __ATOMIC_RELEASE);
   }
   // Whoever took a tile is at it.
-  while (__atomic_load_n(&job.quantized, __ATOMIC_ACQUIRE) < tiles) pause();
+  wait_until([&] { return __atomic_load_n(&job.quantized, __ATOMIC_ACQUIRE) >= tiles; });
   const int64_t live = live_rows(job);
   for (int64_t unit; (unit = take(&job.taken)) < tiles * job.parts;) {
     const int64_t tile = unit % tiles, part = unit / tiles, padded = smaller_of((tile + 1) * TILE, job.rows);

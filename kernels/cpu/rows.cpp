@@ -73,6 +73,12 @@ template <class T> void rotate(const RotateJob& job, int64_t row) {
     const int64_t to = h * job.head_size + job.slots[row] * dim;
     turn((T*)job.keys + to, from + (heads + h) * dim, job.k_weight, cosine, sine, job);
     memcpy((T*)job.values + to, from + (heads + kv_heads + h) * dim, dim * sizeof(T));
+    for (int64_t copy = 0; copy < job.copies; copy++) {
+      const int64_t slot = job.again[copy * job.copy_rows + row], other = h * job.head_size + slot * dim;
+      if (slot < 0) continue;
+      memcpy((T*)job.keys + other, (T*)job.keys + to, dim * sizeof(T));
+      memcpy((T*)job.values + other, (T*)job.values + to, dim * sizeof(T));
+    }
   }
 }
 

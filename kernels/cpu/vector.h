@@ -28,6 +28,7 @@ constexpr int LANES = 4, PARTS = 4;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 struct bf16 {
   uint16_t bits;
@@ -159,6 +160,14 @@ KVK_INLINE Floats dot(Words a, Words b, Floats total) {
 KVK_INLINE Words extended(Halves x) {
 #if defined(__AVX512F__)  // as one instruction, which GCC does not find
   return (Words)_mm512_cvtepu16_epi32((__m256i)x);
+#else
+  return __builtin_convertvector(x, Words);
+#endif
+}
+
+KVK_INLINE Words extended(Bytes x) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepu8_epi32((__m128i)x);
 #else
   return __builtin_convertvector(x, Words);
 #endif

@@ -10,6 +10,7 @@ from kvsidecar import Completion
 
 from benchmarks import demo, demo_document
 from benchmarks.demo_document import Asked, document, verdict
+from benchmarks.node import Node
 
 
 def test_without_the_wheel_it_says_so(
@@ -40,3 +41,11 @@ def test_the_verdict_asks_for_equal_answers_and_for_reuse(ids: list[int], cached
 def test_the_document_is_the_text_alone() -> None:
     assert document().startswith("Python's steering council")
     assert "public domain" in demo_document.DOCUMENT.read_text()[:300]
+
+
+def test_a_node_that_does_not_come_up_leaves_nothing_behind() -> None:
+    node = Node("nosuch", arena_bytes="64MiB", durable=False)
+    with pytest.raises(RuntimeError, match="worker-0 ended with code 1"):
+        node.__enter__()
+    assert [process.poll() for process in node._processes.values()] == [0, 1]
+    assert not node.folder.exists()

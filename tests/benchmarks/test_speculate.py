@@ -15,7 +15,7 @@ def test_every_arm_answers_alike_and_is_counted(tmp_path: Path) -> None:
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["summary"]["identical"]
     rows = {(row["workload"], row["arm"]): row for row in found["rows"]}
-    assert set(rows) == {("edits", arm) for arm in ("plain", "suffix", "draft")}
+    assert set(rows) == {("edits", arm) for arm in ("plain", "suffix", "trees", "draft")}
     for (_, arm), row in rows.items():
         assert row["tokens_per_s"] > 0
         assert row["expected_tokens_per_s"] > 0

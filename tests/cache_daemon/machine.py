@@ -43,6 +43,7 @@ LIMITS = {
 BY_TENANT = {keys.tenant_id(salt): limits for salt, limits in LIMITS.items()}
 salts = st.sampled_from(list(LIMITS))
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=8)
+ttls = st.sampled_from([0, 0, 0, 30, 200])
 who = st.integers(0, 1)
 few = st.sampled_from([frozenset[int]()] * 3 + [frozenset({0}), frozenset({1, 2})])
 rarely = st.sampled_from([False] * 4 + [True])

@@ -11,8 +11,8 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.carrying import Carried, Tenant, carry
 from kvsidecar.errors import InvalidRequest
 
+from benchmarks.authority import Authority
 from benchmarks.node import Node, free_port
-from tests.cache_daemon.access.authority import Authority
 from tests.cache_daemon.conftest import Peer, descriptor
 from tests.cache_daemon.operators import cache
 

@@ -15,7 +15,7 @@ from cache_daemon.store.events import EventLog
 
 
 def of_root(root: bytes) -> ChunkState:
-    return ChunkState(ChunkHeader(root=root), b"", True, False, False, 0, 0, 0, 0.0)
+    return ChunkState(ChunkHeader(root=root), b"", True, False, False, 0, 0, 0, 0.0, 0.0)
 
 
 async def test_a_watcher_of_a_tenant_that_was_forgotten_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

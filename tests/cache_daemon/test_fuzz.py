@@ -22,6 +22,8 @@ from benchmarks.node import Node
 from benchmarks.peer import Peer
 from benchmarks.report import p99
 
+pytestmark = pytest.mark.alone
+
 SECONDS = float(os.environ.get("KVSIDECAR_FUZZ_SECONDS", "60"))
 SEED = int(os.environ.get("KVSIDECAR_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
 BASELINE_SECONDS = 5.0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from kvsidecar import keys
@@ -15,10 +17,20 @@ from kvsidecar.errors import ConfigurationError, InvalidRequest, KVSidecarError,
 from benchmarks.node import Node
 from benchmarks.remote_servers import S3Server, why_no_s3
 from cache_daemon import offline
+from cache_daemon.remote.address import Credentials
+from cache_daemon.remote.archives import uploaded
 from tests.cache_daemon.conftest import Peer, descriptor, store_file
 from tests.cache_daemon.operators import COMMAND, on_store
 
 THIRD = [9, 9, 9]
+
+
+class Usage(NamedTuple):
+    """Of a disk, as ``shutil`` tells it."""
+
+    total: int
+    used: int
+    free: int
 
 
 def stored(start: Callable[..., Node], count: int = 30, **flags: Any) -> tuple[Node, list[list[int]]]:
@@ -166,6 +178,16 @@ def test_an_archive_goes_through_s3(
         assert "exported 31 chunks" in on_store("export", url, "--all", "--store", node.folder / "store")
         other = tmp_path / "other"
         assert "imported 31 chunks" in on_store("import", url, "--store", other)
+        staging = tmp_path / "staging"
+        with pytest.raises(ConfigurationError, match=f"cannot be staged in {staging}: No such file"):
+            on_store("import", url, "--store", other, "--staging-dir", staging)
+        staging.mkdir()
+        with monkeypatch.context() as full:
+            full.setattr(shutil, "disk_usage", lambda _: Usage(1 << 30, 1 << 30, 512))
+            with pytest.raises(StoreUnavailable, match=f"an archive of .* does not fit into {staging}, .*are free"):
+                on_store("import", url, "--store", other, "--staging-dir", staging)
+        assert "imported 31 chunks" in on_store("import", url, "--store", other, "--staging-dir", staging)
+        assert list(staging.iterdir()) == []
         with pytest.raises(StoreUnavailable, match="there is no archive") as caught:
             on_store("import", url.replace("warm", "cold"), "--store", other)
         assert server.secret not in str(caught.value)
@@ -173,6 +195,24 @@ def test_an_archive_goes_through_s3(
     peer = Peer(fresh)
     assert all(peer.read(ids) == len(ids) for ids in prompts)
     peer.close()
+
+
+def test_a_folder_without_room_for_an_archive_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    url = "s3://key@bucket/warm.kv?endpoint=http://127.0.0.1:1"
+
+    def write() -> None:
+        with uploaded(url, lambda: Credentials("secret"), tmp_path) as file:
+            file.write_bytes(bytes(2000))
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(StoreUnavailable, match=f"the archive does not fit into {tmp_path}, where it is staged"):
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_archive_on_s3_has_a_name(start: Callable[..., Node]) -> None:

@@ -39,11 +39,12 @@ from cache_daemon.store.facade import ChunkStore
 from cache_daemon.store.summary import SUMMARY_BYTES, SummaryWriter
 from cache_daemon.store.tenants import Accounts
 
+pytestmark = pytest.mark.alone
+
 ALLOWED_MS = 50.0
 CHUNKS = 100_000
 # A pure Python loop that takes so long on the machine that the limit was set on.
 REFERENCE_SECONDS = 0.05
-TRIES = 4
 
 
 def slowness() -> float:
@@ -159,7 +160,8 @@ async def stall_of(bench: Bench, method: str, request: Any) -> tuple[float, Any]
 
 
 MILLION = list(range(limits.MAX_TOKENS))
-Case = tuple[Callable[[Bench], Any], str, Callable[[Bench, Any], Any]]
+# A call and its request, of the store and what was made in it.
+Asked = tuple[str, Callable[[Bench, Any], Any]]
 
 
 def prefix(bench: Bench, key: bytes = b"") -> pb.PrefixRef:
@@ -185,100 +187,102 @@ def watched(bench: Bench) -> Chunk:
     return first
 
 
-CASES: dict[str, Case] = {
-    "a prompt of 2^20 tokens that is stored": (
+# What is stored, and what is asked of it, one after the other.
+CASES: dict[str, tuple[Callable[[Bench], Any], dict[str, Asked]]] = {
+    "a prompt of 2^20 tokens": (
         lambda b: b.chain(limits.MAX_TOKENS, 128),
-        "Match",
-        lambda b, _: pb.MatchRequest(session_id=b.session.id, token_ids=MILLION),
+        {
+            "matching it": ("Match", lambda b, _: pb.MatchRequest(session_id=b.session.id, token_ids=MILLION)),
+            "matching another": (
+                "Match",
+                lambda b, _: pb.MatchRequest(session_id=b.session.id, token_ids=MILLION[::-1]),
+            ),
+            "a probe": ("Match", lambda b, _: pb.MatchRequest(namespace=b.session.namespace, token_ids=MILLION)),
+        },
+    ),
+    "a prompt of 2^20 tokens in larger chunks": (
+        lambda b: b.chain(limits.MAX_TOKENS, 256),
+        {"4096 content probes": ("Match", probes)},
     ),
     "a prompt that is stored one token at a time": (
         lambda b: b.chain(CHUNKS, 1),
-        "Match",
-        lambda b, _: pb.MatchRequest(session_id=b.session.id, token_ids=MILLION),
+        {
+            "matching it": ("Match", lambda b, _: pb.MatchRequest(session_id=b.session.id, token_ids=MILLION)),
+            "deleting it": ("Delete", lambda b, _: pb.DeleteRequest()),
+        },
     ),
-    "a prompt of 2^20 tokens that is not stored": (
-        lambda b: b.star(1000),
-        "Match",
-        lambda b, _: pb.MatchRequest(session_id=b.session.id, token_ids=MILLION[::-1]),
-    ),
-    "a probe of 2^20 tokens": (
-        lambda b: b.chain(limits.MAX_TOKENS, 128),
-        "Match",
-        lambda b, _: pb.MatchRequest(namespace=b.session.namespace, token_ids=MILLION),
-    ),
-    "4096 content probes": (lambda b: b.chain(limits.MAX_TOKENS, 256), "Match", probes),
-    "deleting a chunk that 100,000 continue": (
+    "a chunk that 100,000 continue": (
         lambda b: b.star(CHUNKS),
-        "Delete",
-        lambda b, first: pb.DeleteRequest(prefix=prefix(b, first.key)),
+        {
+            "a page": ("List", lambda b, _: pb.ListRequest(page_size=1000)),
+            "a tenant's statistics": ("Stats", lambda b, _: pb.StatsRequest(namespace=b.session.namespace)),
+            "all statistics": ("Stats", lambda b, _: pb.StatsRequest()),
+            "a verdict": (
+                "SetVerdict",
+                lambda b, _: pb.SetVerdictRequest(
+                    session_id=b.session.id, verdict=pb.ReuseVerdict(strategy="x" * 4000, passed=True)
+                ),
+            ),
+            "deleting it": ("Delete", lambda b, first: pb.DeleteRequest(prefix=prefix(b, first.key))),
+        },
     ),
-    "deleting a tenant of 100,000 chunks": (
+    "a tenant of 100,000 chunks": (
         lambda b: b.star(CHUNKS),
-        "Delete",
-        lambda b, _: pb.DeleteRequest(prefix=prefix(b)),
+        {"deleting it": ("Delete", lambda b, _: pb.DeleteRequest(prefix=prefix(b)))},
     ),
-    "deleting one prompt of 100,000 chunks": (
-        lambda b: b.chain(CHUNKS, 1),
-        "Delete",
-        lambda b, _: pb.DeleteRequest(),
-    ),
-    "a page of 100,000 chunks": (lambda b: b.star(CHUNKS), "List", lambda b, _: pb.ListRequest(page_size=1000)),
-    "a page of 25,000 tenants": (many_tenants, "List", lambda b, _: pb.ListRequest(page_size=1000)),
-    "a tenant's statistics over 100,000 chunks": (
-        lambda b: b.star(CHUNKS),
-        "Stats",
-        lambda b, _: pb.StatsRequest(namespace=b.session.namespace),
-    ),
-    "all statistics of 100,000 chunks": (lambda b: b.star(CHUNKS), "Stats", lambda b, _: pb.StatsRequest()),
-    "1024 headers": (
+    "25,000 tenants": (many_tenants, {"a page": ("List", lambda b, _: pb.ListRequest(page_size=1000))}),
+    "nothing": (
         lambda b: None,
-        "Reserve",
-        lambda b, _: pb.ReserveRequest(
-            session_id=b.session.id, headers=[new_header(GEOMETRY, [n] * 1024, 0) for n in range(limits.MAX_ITEMS)]
-        ),
-    ),
-    "a verdict": (
-        lambda b: b.star(1000),
-        "SetVerdict",
-        lambda b, _: pb.SetVerdictRequest(
-            session_id=b.session.id, verdict=pb.ReuseVerdict(strategy="x" * 4000, passed=True)
-        ),
+        {
+            "reserving 1024 headers": (
+                "Reserve",
+                lambda b, _: pb.ReserveRequest(
+                    session_id=b.session.id,
+                    headers=[new_header(GEOMETRY, [n] * 1024, 0) for n in range(limits.MAX_ITEMS)],
+                ),
+            )
+        },
     ),
 }
 
 
-async def quietest(folder: Path, work: Callable[[Path], Awaitable[float]]) -> None:
-    """Asserts that a piece of work keeps the loop no longer than allowed. Other processes may be in the way: a stall of
+async def quietest(folder: Path, work: Callable[[Path], Awaitable[dict[str, float]]]) -> None:
+    """Asserts that no piece of work keeps the loop longer than allowed. Other processes may be in the way: a stall of
     the work's own is there every time."""
-    stalls = []
+    best: dict[str, float] = {}
     for attempt in range(3):
         place = folder / str(attempt)
         place.mkdir()
-        stalls.append(await work(place))
-        if stalls[-1] <= ALLOWED_MS * slowness():
+        found = await work(place)
+        allowed = ALLOWED_MS * slowness()
+        best = {what: min(ms / allowed, best.get(what, 99.0)) for what, ms in found.items()}
+        if all(share <= 1 for share in best.values()):
             return
-    raise AssertionError(f"the loop was kept for {', '.join(f'{ms:.0f}' for ms in stalls)} ms")
+    too_long = [f"{what}: {share:.1f} times as long as is allowed" for what, share in best.items() if share > 1]
+    raise AssertionError(f"the loop was kept by {'; '.join(too_long)}")
 
 
-@pytest.mark.parametrize("case", CASES)
-async def test_no_request_keeps_the_loop_for_long(tmp_path: Path, case: str) -> None:
-    prepare, method, request = CASES[case]
+@pytest.mark.parametrize("stored", CASES)
+async def test_no_request_keeps_the_loop_for_long(tmp_path: Path, stored: str) -> None:
+    prepare, asked = CASES[stored]
 
-    async def work(folder: Path) -> float:
+    async def work(folder: Path) -> dict[str, float]:
         async with opened(folder) as bench:
             made = prepare(bench)
             gc.freeze()  # what was made here is not the request's to look through
             try:
-                stall_ms, _ = await stall_of(bench, method, request(bench, made))
+                return {
+                    what: (await stall_of(bench, method, request(bench, made)))[0]
+                    for what, (method, request) in asked.items()
+                }
             finally:
                 gc.unfreeze()
-        return stall_ms
 
     await quietest(tmp_path, work)
 
 
 async def test_a_commit_of_1024_chunks_does_not_keep_the_loop(tmp_path: Path) -> None:
-    async def work(folder: Path) -> float:
+    async def work(folder: Path) -> dict[str, float]:
         async with opened(folder) as bench:
             headers = [new_header(GEOMETRY, [n], 0) for n in range(limits.MAX_ITEMS)]
             reserved = bench.store.reserve(bench.session, b"", headers)
@@ -287,13 +291,13 @@ async def test_a_commit_of_1024_chunks_does_not_keep_the_loop(tmp_path: Path) ->
             request = pb.CommitRequest(session_id=bench.session.id, epoch=bench.store.epoch, items=items)
             stall_ms, answer = await stall_of(bench, "Commit", request)
             assert answer.committed == limits.MAX_ITEMS
-        return stall_ms
+        return {"a commit": stall_ms}
 
     await quietest(tmp_path, work)
 
 
 async def test_a_sweep_of_100_000_expired_chunks_does_not_keep_the_loop(tmp_path: Path) -> None:
-    async def work(folder: Path) -> float:
+    async def work(folder: Path) -> dict[str, float]:
         async with opened(folder) as bench:
             bench.ttl = 100.0
             bench.star(CHUNKS)
@@ -301,7 +305,7 @@ async def test_a_sweep_of_100_000_expired_chunks_does_not_keep_the_loop(tmp_path
             async with measured() as turns:
                 await bench.store.sweep()
             assert len(bench.store.tiers.index) == 0
-        return max(turns)
+        return {"a sweep": max(turns)}
 
     await quietest(tmp_path, work)
 

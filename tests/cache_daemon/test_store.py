@@ -11,70 +11,12 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import ChunkNotFound, InvalidRequest, QuotaExceeded
 
 from cache_daemon.durable.memory import MemoryTier
-from cache_daemon.durable.tier import ReadResult
 from cache_daemon.limits import TenantLimits
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.tiers import Clock
-from tests.cache_daemon.stores import Bench, FakeClock, opened
+from tests.cache_daemon.stores import FakeClock, opened
 
 SLOT = 4096
-
-
-async def cool(bench: Bench, ids: list[int]) -> None:
-    """Leaves a durable chunk on disk only."""
-    await bench.store.settle()
-    chunk = bench.store.probe(bench.root(), keys.token_bytes(ids))[0][0]
-    assert chunk.on_disk is Residency.PRESENT
-    bench.store.tiers._free_slot(chunk)
-
-
-# ---- reading ------------------------------------------------------------------------------------------------
-
-
-async def test_a_read_that_fails_leaves_nothing_loading_and_can_be_tried_again() -> None:
-    async with opened() as bench:
-        await bench.put([1, 2, 3])
-        await cool(bench, [1, 2, 3])
-        bench.tier.fault_reads(1, ReadResult.FAILED)
-        assert await bench.found([1, 2, 3]) == 0
-        bench.store.check_integrity()
-        assert await bench.found([1, 2, 3]) == 3, "the disk's trouble is over"
-        assert bench.store.stats().corrupt_chunks == 0
-
-
-async def test_a_corrupt_chunk_goes_with_all_that_continues_it() -> None:
-    async with opened() as bench:
-        parent, _ = await bench.put([1, 2])
-        await bench.put([3], start=2, parent=parent)
-        await cool(bench, [1, 2])
-        bench.tier.fault_reads(1, ReadResult.CORRUPT)
-        assert await bench.found([1, 2, 3]) == 0
-        stats = bench.store.stats()
-        assert (stats.corrupt_chunks, stats.chunks, stats.arena_used_bytes) == (1, 0, 0)
-
-
-async def test_whoever_is_cancelled_while_a_chunk_is_read_holds_nothing() -> None:
-    async with opened() as bench:
-        await bench.put([1, 2, 3])
-        await cool(bench, [1, 2, 3])
-        bench.tier.hold()
-        asked = asyncio.create_task(bench.store.match(bench.session, b"", keys.token_bytes([1, 2, 3])))
-        await asyncio.to_thread(bench.tier.wait_until_held)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        bench.tier.let_go()
-        assert await bench.found([1, 2, 3]) == 3
-        assert bench.store.stats().leases == 0
-
-
-async def test_two_who_want_a_cold_chunk_read_it_once() -> None:
-    async with opened() as bench:
-        await bench.put([1, 2, 3])
-        await cool(bench, [1, 2, 3])
-        found = await asyncio.gather(*(bench.found([1, 2, 3]) for _ in range(5)))
-        assert found == [3] * 5
-        assert bench.store.stats().arena_used_bytes == SLOT
 
 
 # ---- writing ------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from tests.cache_daemon.machine import (
     prompts,
     rarely,
     salts,
+    ttls,
     who,
 )
 
@@ -45,9 +46,9 @@ class StoreMachine(Ground):
 
     # ---- writing --------------------------------------------------------------------------------------------
 
-    @rule(n=who, salt=salts, ids=prompts, cut=st.integers(1, 8))
-    def reserve(self, n: int, salt: bytes, ids: list[int], cut: int) -> None:
-        """Reserves what is missing of a prompt, in two chunks if it is cut."""
+    @rule(n=who, salt=salts, ids=prompts, cut=st.integers(1, 8), ttl=ttls)
+    def reserve(self, n: int, salt: bytes, ids: list[int], cut: int, ttl: int = 0) -> None:
+        """Reserves what is missing of a prompt, in two chunks if it is cut, to be kept for so long."""
         session, root = self.sessions[n], self.root(salt)
         whole = [(c, t) for c, t in self.store.probe(root, keys.token_bytes(ids)) if t == c.tokens]
         at = sum(t for _, t in whole)
@@ -60,7 +61,8 @@ class StoreMachine(Ground):
             headers.append(header)
             ends.append(end)
             at = end
-        for end, got in zip(ends, self.store.reserve(session, salt, headers), strict=True):
+        until = self.store.terms.until(ttl)
+        for end, got in zip(ends, self.store.reserve(session, salt, headers, until), strict=True):
             if got.staged is not None:
                 assert session.staging is not None
                 view = session.staging.view(got.staged)
@@ -125,16 +127,17 @@ class StoreMachine(Ground):
 
     # ---- reading --------------------------------------------------------------------------------------------
 
-    @rule(n=who, salt=salts, ids=prompts, elsewhere=st.booleans(), wait=st.booleans())
-    def match(self, n: int, salt: bytes, ids: list[int], elsewhere: bool, wait: bool) -> None:
-        session, root = self.sessions[n], self.root(salt)
+    @rule(n=who, salt=salts, ids=prompts, elsewhere=st.booleans(), wait=st.booleans(), ttl=ttls)
+    def match(self, n: int, salt: bytes, ids: list[int], elsewhere: bool, wait: bool, ttl: int = 0) -> None:
+        session, root, until = self.sessions[n], self.root(salt), self.store.terms.until(ttl)
         halves = [(0, len(ids)), (len(ids) // 2, len(ids) - len(ids) // 2)] if elsewhere else []
 
         def done(result: MatchResult) -> None:
             self._check_match(session, root, ids, result)
 
         async def begin() -> None:
-            call = self.call(session, self.store.match(session, salt, keys.token_bytes(ids), halves), done)
+            asked = self.store.match(session, salt, keys.token_bytes(ids), halves, until=until)
+            call = self.call(session, asked, done)
             if wait and not self.tier_is_held:
                 self.calls.remove(call)
                 done(await call.task)
@@ -389,11 +392,9 @@ def _a_second_is_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "_STEP_SECONDS", 0.005)
 
 
-@pytest.mark.usefixtures("_a_second_is_a_millisecond")
 class TestStore(StoreMachine.TestCase):
     pass
 
 
-@pytest.mark.usefixtures("_a_second_is_a_millisecond")
 class TestDeviceStore(DeviceStoreMachine.TestCase):
     pass

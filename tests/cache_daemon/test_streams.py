@@ -50,6 +50,7 @@ def test_a_store_that_was_not_committed_is_no_success(start: Callable[..., Node]
     peer.close()
 
 
+@pytest.mark.alone  # others may keep the disk for longer than a commit waits
 def test_storing_at_full_speed_waits_for_the_disk_instead_of_failing(start: Callable[..., Node]) -> None:
     """Nothing was leased, and yet the arena was full: of chunks that were being written."""
     peer = Peer(start(arena_bytes="1MiB"))

@@ -16,8 +16,8 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.connecting import channel
 
+from benchmarks.authority import Authority
 from benchmarks.node import Node, free_port
-from tests.cache_daemon.access.authority import Authority
 from tests.cache_daemon.conftest import Peer, code_of, descriptor, payload_of
 
 NAMESPACE = keys.namespace_id(descriptor())
@@ -127,6 +127,7 @@ def test_a_guest_sees_what_its_salts_open_and_nothing_else(node: Any) -> None:
             lambda: guest.Stats(pb.StatsRequest()),
             lambda: list(guest.Watch(pb.WatchRequest())),
             lambda: guest.Delete(pb.DeleteRequest()),
+            lambda: list(guest.Carry(pb.CarryRequest(namespace=NAMESPACE, tenant_salt=b"secret", direction=1))),
             lambda: guest.Delete(pb.DeleteRequest(prefix=pb.PrefixRef(root=root))),
             lambda: guest.Pin(pb.PinRequest(prefix=pb.PrefixRef(root=root, prefix_hash=key))),
         ):

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-_START_SECONDS = 150.0
+_START_SECONDS = 400.0
 _ROOT = Path(__file__).parents[2]
 # The interpreter of the environment that has the server.
 _PYTHON = os.environ.get("KVSIDECAR_TEST_PYTHON", sys.executable)

@@ -21,6 +21,7 @@ from inference_svc.engine.pool import KVPool
 from inference_svc.model import awq as awq_models
 from inference_svc.model.loader import DEMO_MODEL, LoadedModel, load
 from inference_svc.model.quantized_linear import QuantizedLinear
+from tests.inference_svc.streaming.test_estimating import agrees, streamed
 
 GROUP = 64
 SETTINGS = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
@@ -85,6 +86,17 @@ def test_a_cpu_writes_the_weights_out_where_16_bits_are_asked_for(folders: tuple
     got = logits(load(str(quantized), device="cpu", dtype="float32", weights=16))
     expected = logits(load(str(dense), device="cpu", dtype="float32"))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(quantized_product.kernel() is None, reason="no CPU kernels run here")
+def test_streaming_expects_what_it_writes(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    model, want = streamed(monkeypatch, str(folders[0]))
+    agrees(model, want)
+    assert model.streamed is not None
+    model.streamed.close()
 
 
 @pytest.mark.skipif(quantized_product.kernel() is None, reason="no CPU kernels run here")

@@ -49,7 +49,11 @@ def test_a_missing_prompt_is_named(node: Node) -> None:
 
 
 def test_malformed_and_oversized_messages(node: Node) -> None:
-    raw = node.client()._channel.unary_unary("/kvsidecar.inference.v1.InferenceService/Generate")
+    raw = (
+        node.client()
+        ._workers.channels[node.client()._workers.now]
+        .unary_unary("/kvsidecar.inference.v1.InferenceService/Generate")
+    )
     with pytest.raises(grpc.RpcError):
         raw(b"\x0a\x03\x0a\x01\xff", timeout=5)  # a string that is not UTF-8
     with pytest.raises(grpc.RpcError):
@@ -57,7 +61,7 @@ def test_malformed_and_oversized_messages(node: Node) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         raw(b"\0" * (17 << 20), timeout=30)
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert node.client().generate("still there", max_tokens=2).generated_tokens == 2
+    assert node.client().generate("still there", max_tokens=2, ignore_eos=True).generated_tokens == 2
 
 
 def test_a_deadline_ends_the_request_at_the_worker_too(node: Node) -> None:
@@ -86,7 +90,7 @@ def run_worker(*flags: str) -> subprocess.CompletedProcess[str]:
     ("flags", "code", "named"),
     [
         (["--model", "shape:nothing"], 1, "the shape 'nothing' is not known"),
-        (["--storage-bits", "5"], 2, "storage_bits is 5: Input should be 16, 8 or 4"),
+        (["--storage-bits", "5"], 2, "storage_bits is 5: input should be 16, 8 or 4"),
         (["--dtype", "int8"], 2, "dtype is 'int8'"),
         (["--device", "cuda"], 2, "has no CUDA device"),
         (["--pool-bytes", "1000"], 2, "pool_bytes is 1000"),

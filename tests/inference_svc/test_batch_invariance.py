@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from kvkernels.cpu import attention as cpu_attention
+from kvkernels.cpu import dense
 
-from inference_svc.engine import rows
+from inference_svc.engine import chained, rows
+from inference_svc.engine.block_table import BlockTable
 from inference_svc.engine.forward import Decoder
-from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.engine.pool import KVPool
 from inference_svc.model.packed_linear import PackedLinear
+from inference_svc.model.quantized_linear import quantize_linears
 from inference_svc.model.supported import SUPPORTED
 from tests.inference_svc.test_architectures import build
 
@@ -117,3 +122,52 @@ def test_rows_that_want_nothing_change_nothing(name: str, dtype: torch.dtype, wa
     some, *same_keys = forward(wanted)
     assert all(torch.equal(a, b) for a, b in zip(keys, same_keys, strict=True))
     assert torch.equal(some, every[wanted]) if wanted else not some.numel()
+
+
+@pytest.mark.parametrize("name", [name for name in SUPPORTED if name.startswith(("Llama", "Qwen3F"))])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_pass_in_one_call_gives_the_bits_of_single_ones(
+    name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, _, pool = build(name, torch.float32)
+    if bits == 8:
+        quantize_linears(loaded.model, 8, shown=False)
+    decoder, rng = Decoder(loaded), random.Random(5)
+    tables = [_scattered(pool, 96) for _ in range(5)]
+    found: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    few = chained.suits
+    for at_once in (True, False):
+        monkeypatch.setattr(chained, "suits", few if at_once else lambda batch: False)
+        rng.seed(5)
+        for at, counts in ((0, (20,)), (0, (31, 1)), (31, (1, 1, 1, 1)), (32, (5, 1, 20)), (52, (1, 1))):
+            spans = [
+                rows.Span([rng.randrange(500) for _ in range(n)], at, table, True)
+                for n, table in zip(counts, tables, strict=False)
+            ]
+            found[at_once].append(decoder(rows.build(spans, pool, loaded.device)).clone())
+    assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
+    assert dense.kernel() is None or (decoder._fused is not None and decoder._fused._chains), "none was made"
+
+
+@pytest.mark.skipif(dense.kernel() is None, reason="no variant of the kernels runs here")
+def test_two_pools_have_a_pass_of_their_own_and_take_it_along() -> None:
+    loaded, _, pool = build("LlamaForCausalLM", torch.float32)
+    decoder = Decoder(loaded)
+    other: KVPool | None = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 256, loaded.dtype, loaded.device)
+
+    def forward(where: KVPool) -> torch.Tensor:
+        table = where.allocate(8)
+        assert table is not None
+        logits = decoder(rows.build([rows.Span([5, 6, 7], 0, table, True)], where, loaded.device)).clone()
+        where.free(table)
+        return logits
+
+    assert other is not None
+    want = forward(pool)
+    for where in (other, pool, other):
+        assert torch.equal(forward(where), want)
+    gone = weakref.ref(other)
+    del where, other
+    gc.collect()
+    assert gone() is None, "a pool that nobody uses any more is given back"
+    assert torch.equal(forward(pool), want)

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_svc.engine import rows
+from inference_svc.engine.block_table import BlockTable
 from inference_svc.engine.cache_port import NoCache
 from inference_svc.engine.decode_graphs import DecodeGraphs, decode_graphs
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.native_attention import NativeAttention
-from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sampling import SamplingParams
 from inference_svc.engine.sequence import Output, Sequence
 from inference_svc.model.loader import LoadedModel

@@ -178,6 +178,7 @@ def test_the_same_grammar_is_compiled_once_and_shares_no_state() -> None:
         (pb.Grammar(json_schema="[]"), "must be an object"),
         (pb.Grammar(json_schema='{"a": ' * 3000), "the JSON schema is not JSON|recursion"),
         (pb.Grammar(json_schema='{"$ref": "http://elsewhere/x"}'), "http://elsewhere/x"),
+        (pb.Grammar(json_schema='{"$ref": "#"}'), "no text begins as it says"),
         (pb.Grammar(json_schema='{"type": "string", "format": "iri"}'), "Unknown format: iri"),
         (pb.Grammar(json_schema=json.dumps({"enum": ["x" * MAX_GRAMMAR_BYTES]})), "at most 65536 are allowed"),
         (pb.Grammar(regex="a(?=b)"), "look-around"),

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
-from kvsidecar.errors import Overloaded, PromptTooLong
+from kvsidecar.errors import Overloaded, PromptExceedsPool, PromptTooLong, status_of
 
 from benchmarks.node import Node
 from inference_svc.engine.cache_port import NoCache
@@ -145,13 +146,19 @@ def test_cancelling_frees_pages_at_once() -> None:
 
 def test_what_cannot_run_is_refused() -> None:
     engine = small_engine(256, waiting=1, batch_sequences=1)
-    with pytest.raises(PromptTooLong, match="256 are allowed"):
-        engine.submit(Request(prompt(0, 256), 1).sequence)
     running = Request(prompt(0, 100), 150)
     engine.submit(running.sequence)
     while not running.outputs:
         time.sleep(0.001)
+    context = engine.loaded.context_length
+    with pytest.raises(PromptTooLong, match=f"at most {context} are allowed"):
+        engine.submit(Request(prompt(0, context), 1).sequence)
+    numbers = rf"256 tokens, which .* need 9 pages of 32 tokens; .* pool has 8, .* 256 .* \(of the {context} "
+    with pytest.raises(PromptExceedsPool, match=numbers) as refused:
+        engine.submit(Request(prompt(0, 256), 1).sequence)
+    assert status_of(refused.value) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 413)
     engine.submit(Request(prompt(1, 10), 1).sequence)
     with pytest.raises(Overloaded, match="1 requests wait"):
         engine.submit(Request(prompt(2, 10), 1).sequence)
+    assert len(running.tokens()) == 150  # undisturbed
     engine.stop()

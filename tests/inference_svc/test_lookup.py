@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from kvsidecar.connecting import Address
 from kvsidecar.paged.link import DaemonLink
-from kvsidecar.runtime import socket_target
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
@@ -54,7 +54,7 @@ def test_a_worker_that_cannot_map_the_summary_asks(pair: Node, monkeypatch: pyte
         raise PermissionError("not in this container")
 
     monkeypatch.setattr("kvsidecar.paged.link.map_summary", refuse)
-    link = DaemonLink(socket_target(pair.cache_socket), "blind", descriptor())
+    link = DaemonLink(Address(pair.cache_socket), "blind", descriptor())
     assert link.wait(5)
     session = link.session
     assert session is not None

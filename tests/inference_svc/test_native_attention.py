@@ -7,9 +7,10 @@ import transformers as t
 
 from inference_svc.engine import rows
 from inference_svc.engine.attention import ATTENTION, register
+from inference_svc.engine.block_table import NOWHERE, BlockTable
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.native_attention import NativeAttention, measured
-from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.engine.pool import KVPool
 from inference_svc.model.loader import LoadedModel
 from tests.kvkernels.emulated.conftest import Emulated, library
 
@@ -18,6 +19,7 @@ CONFIGS = {
     "Qwen3ForCausalLM": t.Qwen3Config(num_hidden_layers=2, intermediate_size=128, **SIZES),
     # A soft cap on scores, and a window in every other layer.
     "Gemma2ForCausalLM": t.Gemma2Config(num_hidden_layers=2, intermediate_size=128, sliding_window=16, **SIZES),
+    "MistralForCausalLM": t.MistralConfig(num_hidden_layers=2, intermediate_size=128, sliding_window=40, **SIZES),
 }
 
 
@@ -63,6 +65,36 @@ def test_both_attentions_give_the_same_logits(emulated: Emulated, name: str, mon
     ours, torch_s = logits(decoder, model, emulated), logits(decoder, model, None)
     assert (ours - torch_s).abs().max() <= 0.02 * torch_s.abs().max()
     assert torch.equal(ours.argmax(-1), torch_s.argmax(-1))
+
+
+@pytest.mark.parametrize("pages", [[(0, 4)], [(5, 1), (2, 2), (7, 1)]])
+def test_what_a_window_has_left_is_not_read(
+    emulated: Emulated, pages: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one piece the first token would lie before the pool; in several its place is nowhere."""
+    monkeypatch.setattr("inference_svc.engine.fused.suits", lambda model: False)
+    model = loaded("MistralForCausalLM")
+    decoder, ids = Decoder(model), torch.randint(0, 300, (201,), generator=torch.Generator().manual_seed(2)).tolist()
+
+    def pool() -> KVPool:
+        shape = model.layers, model.kv_heads, model.head_dim
+        made = KVPool(*shape, 512, torch.bfloat16, model.device, model.windows)
+        made.native = NativeAttention(emulated)
+        return made
+
+    whole, part = pool(), pool()
+    table, left = whole.allocate(256), BlockTable([(NOWHERE, 4), *pages], since=128)
+    assert table is not None
+    decoder(rows.build([rows.Span(ids[:200], 0, table, True)], whole, model.device))
+    for mine, theirs in ((whole.keys, part.keys), (whole.values, part.values)):
+        theirs[:, :, : theirs.shape[2] - 512] = float("nan")
+        theirs[:, :, torch.from_numpy(left.slots(128, 256))] = mine[:, :, torch.from_numpy(table.slots(128, 256))]
+    assert whole.first_seen(200) == 128
+    want, got = (
+        decoder(rows.build([rows.Span(ids[200:], 200, at, True)], there, model.device))
+        for at, there in ((table, whole), (left, part))
+    )
+    assert torch.equal(want, got)
 
 
 def test_torch_serves_where_it_is_faster(emulated: Emulated) -> None:

@@ -1,8 +1,10 @@
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.engine.pool import PAGE_TOKENS, BlockTable, KVPool
+from inference_svc.engine.block_table import NOWHERE, PAGE_TOKENS, BlockTable
+from inference_svc.engine.pool import KVPool
 
 STEPS = st.lists(st.tuples(st.sampled_from(["new", "grow", "share", "trim", "free"]), st.integers(1, 400)), max_size=50)
 
@@ -78,3 +80,54 @@ def test_copies_reach_exactly_the_tokens_asked_for() -> None:
         assert torch.equal(pool.keys[:, :, there], before[:, :, here])
         untouched = [i for i in range(pool.keys.shape[2]) if i not in set(there.tolist())]
         assert torch.equal(pool.keys[:, :, untouched], before[:, :, untouched])
+
+
+def test_what_is_moved_twice_lies_behind_one_gap() -> None:
+    table = BlockTable([(3, 1)]).spread(0, 64).spread(64, 192)
+    assert table.ranges == [(NOWHERE, 6), (3, 1)]
+    assert table.left == 192
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["new", "leave", "grow", "share", "spread", "free"]), st.integers(1, 700)),
+        max_size=40,
+    )
+)
+def test_what_a_window_has_left_is_free_and_the_rest_stays_where_it_was(steps: list[tuple[str, int]]) -> None:
+    pool = KVPool(1, 1, 2, 32 * PAGE_TOKENS, torch.float32, torch.device("cpu"), [100])
+    tables: list[BlockTable] = []
+    for what, n in steps:
+        if what == "new" and (table := pool.allocate(n)) is not None:
+            tables.append(table)
+        elif what == "new" or not tables:
+            continue
+        table = tables[n % len(tables)]
+        before, left = table.slots(0, table.tokens), pool.first_whole(n)
+        if what == "leave":
+            pool.leave(table, left)
+            gone = max(table.left, 0)
+            assert gone >= min(left, len(before))
+            assert (table.slots(0, gone) == NOWHERE).all()
+            assert np.array_equal(table.slots(gone, len(before)), before[gone:])
+        elif what == "grow" and pool.grow(table, n):
+            assert np.array_equal(table.slots(0, len(before)), before)
+            assert (table.slots(len(before), table.tokens) != NOWHERE).all()
+        elif what == "share":
+            tables.append(pool.share(table, min(n, len(before))))
+            assert np.array_equal(tables[-1].slots(0, tables[-1].tokens), before[: tables[-1].tokens])
+        elif what == "spread" and table.left < len(before):
+            at = table.left
+            moved = table.spread(at, at + left)
+            assert np.array_equal(moved.slots(at + left, moved.tokens), before[at:])
+            tables[n % len(tables)] = moved
+        elif what == "free":
+            pool.free(tables.pop(n % len(tables)))
+        if table.first_slot is not None and table.left < table.tokens:
+            assert table.first_slot + table.left == table.slots(table.left, table.left + 1)[0]
+        pool.check_integrity()
+        assert pool.held_by(tables)
+    for table in tables:
+        pool.free(table)
+    assert pool.free_pages == pool.pages

@@ -229,6 +229,20 @@ def test_names_stand_for_what_they_say(
     assert resolve("./tiny") == Path("tiny")
 
 
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(library: Library) -> None:
+    target = library.folder_of("tiny")
+
+    def build() -> None:
+        with library.building(target) as folder:
+            assert folder is not None
+            (folder / "part").symlink_to("/dev/full")
+            (folder / "part").write_text("of a model")
+
+    with pytest.raises(ConfigurationError, match=f"cannot write to {target.parent}: No space left on device"):
+        build()
+    assert [f for f in target.parent.iterdir() if f.is_dir()] == []
+
+
 # ---- listing and removing ----------------------------------------------------------------------------------------
 
 

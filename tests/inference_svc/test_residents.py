@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.node import Node
-from inference_svc.engine.pool import PAGE_TOKENS
+from inference_svc.engine.block_table import PAGE_TOKENS
 from inference_svc.engine.residents import LEAST_SHARED
 from inference_svc.engine.sequence import CacheUse, Output
 from tests.inference_svc.test_exactness import prompt

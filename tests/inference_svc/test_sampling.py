@@ -22,6 +22,7 @@ from inference_svc.engine.drawing import draw
 from inference_svc.engine.sampling import Counts, Drawn, Sampler, SamplingParams
 from inference_svc.engine.sequence import Sequence
 from inference_svc.model.loader import DEMO_MODEL, load
+from inference_svc.options import DEFAULT_MAX_TOKENS
 from inference_svc.prompts import Prompter
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])
@@ -271,3 +272,48 @@ def test_of_a_prompt_that_is_too_long_the_end_is_read_on_request() -> None:
     assert read(0).cache.marks.segment_ends == (20, 50)
     with pytest.raises(PromptTooLong, match="the prompt has 500 tokens"):
         read(1000)
+
+
+def test_what_is_read_of_a_long_prompt_leaves_room_for_the_usual_answer() -> None:
+    longer = Prompter(load("demo"), 300)
+    asked = to_request([7] * 500, truncate_prompt_tokens=0)
+    found = longer.sequence(asked, lambda _: None, 0.0)
+    assert (len(found.tokens), found.max_tokens) == (300 - DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
+    shorter = Prompter(load("demo"), DEFAULT_MAX_TOKENS)
+    for answer in ({}, {"max_tokens": 256}, {"max_tokens": 1, "min_tokens": 300}):
+        asked = to_request([7] * 500, truncate_prompt_tokens=0, **answer)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="a context of 256 has none for the prompt then") as caught:
+            shorter.sequence(asked, lambda _: None, 0.0)
+        assert caught.value.param == "truncate_prompt_tokens"
+
+
+def test_a_text_far_too_long_is_not_read_for_its_end() -> None:
+    prompter = Prompter(load("demo"), 300)
+    with pytest.raises(PromptTooLong, match="too many to be read for its end"):
+        prompter.sequence(to_request("a " * 5000, max_tokens=5, truncate_prompt_tokens=10), lambda _: None, 0.0)
+
+
+def test_of_a_prompt_that_is_too_long_beginning_and_end_are_read_on_request() -> None:
+    prompter = Prompter(load("demo"), 100)
+    ids = [7 + i % 5 for i in range(500)]
+
+    def read(ids: list[int] = ids, **options: Any) -> Sequence:
+        marks = [end for end in (10, 100, 480) if end < len(ids)]
+        asked = to_request(ids, max_tokens=30, segment_ends=marks, **options)
+        return prompter.sequence(asked, lambda _: None, 0.0)
+
+    both = read(truncate="middle")
+    assert (both.tokens, both.max_tokens) == (ids[:35] + ids[-35:], 30), "with room for the answer"
+    assert both.cache.marks.segment_ends == (10, 50)
+    assert read(truncate="middle", truncate_prompt_tokens=5).tokens == ids[:2] + ids[-3:]
+    assert read(truncate="middle", truncate_prompt_tokens=1).tokens == ids[-1:]
+    assert read(truncate="left").tokens == ids[-70:]
+    assert read(ids[:70], truncate="middle").tokens == ids[:70], "what fits is read whole"
+    with pytest.raises(PromptTooLong, match="the prompt has 500 tokens"):
+        read()
+    with pytest.raises(InvalidRequest, match="truncate is 'right'; allowed are left, middle"):
+        read(truncate="right")
+    asked = to_request(ids)
+    asked.truncation = 9  # type: ignore[assignment]
+    with pytest.raises(InvalidRequest, match="truncation is 9"):
+        prompter.sequence(asked, lambda _: None, 0.0)

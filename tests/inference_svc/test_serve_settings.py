@@ -6,15 +6,18 @@ Nothing is started here: ``serve`` is called in this process, and ends or would 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kvsidecar.cli.flags import describe_fields
 from kvsidecar.cli.main import app
-from kvsidecar.cli.settings import describe_fields
 from kvsidecar.sizes import parse_size
 from typer.testing import CliRunner
 
@@ -22,6 +25,7 @@ from benchmarks.node import free_port
 from cache_daemon.config import DaemonConfig
 from inference_svc import supervisor
 from inference_svc.config import WorkerConfig
+from inference_svc.model.resolve import DEMO_MODEL
 from inference_svc.supervisor import ServeConfig, Supervisor
 
 
@@ -34,8 +38,6 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("KVSIDECAR_PORT", str(free_port()))
-
-    monkeypatch.setattr(supervisor, "configure_logging", lambda level: None)  # it would hold pytest's stderr
 
     async def started(self: Supervisor) -> int:
         pytest.fail("it would have started")
@@ -79,6 +81,19 @@ def test_the_model_may_come_without_its_flag(children: Any) -> None:
         assert "--model=demo" in children(*flags)[0]
 
 
+def test_nothing_overflows_to_disk_where_texts_are_to_stay_off_it(
+    children: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*flags: str) -> list[str]:
+        return [part for part in children("demo", *flags)[0] if part.startswith("--overflow-bytes")]
+
+    assert told() == []
+    assert told("--store", "none") == ["--overflow-bytes=0"]
+    assert told("--store", "none", "--overflow-bytes", "1GiB") == [f"--overflow-bytes={1 << 30}"]
+    monkeypatch.setenv("KVSIDECAR_CACHE_STORE_KEY", "x" * 64)
+    assert told() == ["--overflow-bytes=0"]
+
+
 def test_two_models_are_refused(serve: Any) -> None:
     with pytest.raises(SystemExit):
         serve("demo", "--model", "shape:tiny")
@@ -106,8 +121,8 @@ def test_without_a_model_and_an_index_one_sentence_says_what_to_do(serve: Any, m
         (["demo", "--device", "cuda:900"], "device is 'cuda:900'"),
         (["demo", "--dtype", "int8"], "dtype is 'int8'"),
         (["demo", "--dtype", "float16", "--device", "cpu"], "dtype is 'float16'"),
-        (["demo", "--storage-bits", "5"], "storage_bits is 5: Input should be 16, 8 or 4"),
-        (["demo", "--weights", "5"], "weights is 5: Input should be 'auto', 16, 8 or 4"),
+        (["demo", "--storage-bits", "5"], "storage_bits is 5: input should be 16, 8 or 4"),
+        (["demo", "--weights", "5"], "weights is 5: input should be 'auto', 16, 8 or 4"),
         (["demo", "--pool-bytes", "much"], "pool_bytes is 'much'"),
         (["demo", "--speculate", "draft"], "speculate is draft, and no draft_model is named"),
         (["demo", "--draft-model", "nothing-of-that-name"], "'nothing-of-that-name' is neither 'demo'"),
@@ -137,6 +152,38 @@ def test_folders_and_files_that_are_no_model_are_refused(serve: Any, tmp_path: P
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGML")
     assert f"{file} is no GGUF file" in serve(str(file))
+
+
+_AS_ANOTHER_USER = """
+import os, sys
+from kvsidecar.errors import KVSidecarError
+from inference_svc.config import WorkerConfig
+from inference_svc.model.preflight import settled
+if os.getuid() == 0:  # who may read everything
+    os.setuid(65534)
+for model in sys.argv[1:]:
+    try:
+        settled(WorkerConfig(model=model))
+    except KVSidecarError as error:
+        print(error)
+"""
+
+
+def test_what_this_user_may_not_read_is_a_sentence() -> None:
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to others
+        locked, weights = Path(name) / "locked", Path(name) / "weights"
+        for folder in (locked, weights):
+            shutil.copytree(DEMO_MODEL, folder)
+        Path(name).chmod(0o755)
+        locked.chmod(0)
+        (weights / "model.safetensors").chmod(0)
+        command = [sys.executable, "-c", _AS_ANOTHER_USER, str(locked), str(weights)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        locked.chmod(0o700)
+    assert done.stdout.splitlines() == [
+        f"cannot read {locked / 'config.json'}: Permission denied",
+        f"cannot read {weights / 'model.safetensors'}: permission denied",
+    ]
 
 
 def test_what_was_never_verified_is_tried_when_the_user_insists(children: Any, serve: Any, tmp_path: Path) -> None:

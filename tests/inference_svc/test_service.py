@@ -77,6 +77,13 @@ async def test_guesses_are_counted_for_a_request_and_for_the_worker(runtime: Run
     assert sum(sample.value for sample in places) == usage.accepted_tokens
     with pytest.raises(InvalidRequest, match="this worker has no draft model; start it with --draft-model"):
         await generated(service, to_request(ids, speculation="draft"))
+    branches = runtime.engine.speculator.stats.branches
+    chain = to_request(ids, max_tokens=40, temperature=0, ignore_eos=True, speculation="ngram", speculation_branches=1)
+    await generated(service, chain)
+    assert runtime.engine.speculator.stats.branches == branches
+    assert found["kvsidecar_worker_spec_decode_num_branches"].samples[0].value == branches
+    with pytest.raises(InvalidRequest, match="speculation_branches is 5; allowed are 1 to 4"):
+        await generated(service, to_request(ids, speculation_branches=5))
     with pytest.raises(InvalidRequest, match="speculation is 'never'; allowed are off, ngram, draft, auto"):
         to_request(ids, speculation="never")
 
@@ -123,6 +130,9 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["fine", "\udfff"]}, r"prompt\.1 has the lone surrogate U\+DFFF"),
     ({"stop": ["\ud800"]}, r"stop\.0 has the lone surrogate"),
     ({"cache_salt": "\ud800"}, "cache_salt has the lone surrogate"),
+    ({"cache_ttl_seconds": 0}, "cache_ttl_seconds is 0"),
+    ({"cache_ttl_seconds": 2_592_001}, "cache_ttl_seconds is 2592001"),
+    ({"cache_ttl_seconds": 1.5}, "cache_ttl_seconds is 1.5"),
     ({"\ud800": 1}, r"\\ud800 has the lone surrogate"),
     ({"model": "\ud800"}, "model has the lone surrogate"),
 ]

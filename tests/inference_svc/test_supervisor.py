@@ -125,6 +125,22 @@ def test_errors_of_the_command_line_are_one_line(served: Served) -> None:
         assert "Traceback" not in done.stderr
 
 
+def test_pythons_example_needs_no_address(served: Served) -> None:
+    example = Path(__file__).parents[2] / "clients" / "python" / "example.py"
+    assert len(example.read_text().splitlines()) < 60
+    command = [sys.executable, str(example)]
+    done = subprocess.run(command, env=served.environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    counts = [line for line in done.stdout.splitlines() if line.endswith("from the cache]")]
+    assert len(counts) == 2
+    assert " 0 from" not in counts[1]
+    done = subprocess.run(
+        [*command, "127.0.0.1:1"], env=served.environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert "no worker is there; start one with: kvsidecar serve" in done.stderr
+
+
 def test_the_page_shows_the_whole_node_without_any_setting(served: Served) -> None:
     url = f"http://127.0.0.1:{served.port}"
     assert "<title>KVSidecar</title>" in httpx.get(url).text

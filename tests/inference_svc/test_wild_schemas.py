@@ -22,7 +22,7 @@ from tests.inference_svc.test_text import END, TOKENIZER
 
 GRAMMARS = Grammars(TOKENIZER, 4096, END)
 WILD = [json.loads(line) for line in (Path(__file__).parent / "schemas" / "wild.jsonl").read_text().splitlines()]
-SERVED_AT_LEAST = 500
+SERVED_AT_LEAST = 590
 # After so many tokens the model hurries: of what it may draw it draws what ends something.
 _PATIENCE = 60
 _TEXTS = [TOKENIZER.decode([token]) for token in range(len(TOKENIZER))]
@@ -67,7 +67,7 @@ def check(schema: Any, seed: int) -> bool:
     return True
 
 
-def test_500_are_valid() -> None:
+def test_those_that_are_served_are_valid() -> None:
     assert sum(check(one["schema"], i) for i, one in enumerate(WILD)) >= SERVED_AT_LEAST
 
 
@@ -91,7 +91,9 @@ def test_what_goes_changes_nothing_and_names_and_values_stay() -> None:
         "$defs": {"x": clean},
         "examples": [value],
     }
-    assert plain({"uniqueItems": True, "format": "iri"}) == {"uniqueItems": True, "format": "iri"}
+    kept = {"items": {"uniqueItems": True}, "format": "iri", "not": {"uniqueItems": True}}
+    assert plain(kept) == kept
+    assert plain(kept, unique=False) == {"items": {}, "format": "iri", "not": {"uniqueItems": True}}
 
 
 def test_whose_they_are_is_said() -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from kvsidecar.connecting import Address
 from kvsidecar.integrations.vllm.messages import Step
 from kvsidecar.integrations.vllm.scheduling import SchedulerHalf
 from kvsidecar.integrations.vllm.settings import Settings
@@ -16,7 +17,6 @@ from kvsidecar.integrations.vllm.working import WorkerHalf
 from kvsidecar.layout import Geometry, new_header
 from kvsidecar.paged.copying import BlockCopier, slots_of
 from kvsidecar.paged.link import DaemonLink
-from kvsidecar.runtime import socket_target
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
@@ -71,7 +71,7 @@ class Vllm:
             cache, write = apart("bhct") if transposed else packed()
             described = descriptor(name, geometry(torch.bfloat16))
             described.tensor_parallel_rank, described.tensor_parallel_size = rank, ranks
-            link = DaemonLink(socket_target(node.cache_socket), f"{name}-{rank}", described)
+            link = DaemonLink(Address(node.cache_socket), f"{name}-{rank}", described)
             assert link.wait(10)
             self.caches.append(cache)
             self.writes.append(write)

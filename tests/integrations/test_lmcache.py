@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from kvsidecar.connecting import Address
 from kvsidecar.integrations.lmcache.objects import GEOMETRY, TOKEN_BYTES, Name, ObjectKeeper
 from kvsidecar.paged.link import DaemonLink
-from kvsidecar.runtime import socket_target
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
@@ -30,7 +30,7 @@ def node() -> Iterator[Node]:
 
 
 def keeper(node: Node, name: str) -> ObjectKeeper:
-    link = DaemonLink(socket_target(node.cache_socket), name, descriptor(name, GEOMETRY))
+    link = DaemonLink(Address(node.cache_socket), name, descriptor(name, GEOMETRY))
     assert link.wait(10)
     return ObjectKeeper(link, timeout=5.0)
 

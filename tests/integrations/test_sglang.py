@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from kvsidecar.connecting import Address
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.integrations.sglang.keeping import PageKeeper
 from kvsidecar.integrations.sglang.pool import cache_of
 from kvsidecar.paged.link import DaemonLink
-from kvsidecar.runtime import socket_target
 from safetensors.torch import save_file
 
 from benchmarks.node import Node
@@ -43,7 +43,7 @@ def node() -> Iterator[Node]:
 
 def keeper(node: Node, name: str, pool: MHATokenToKVPoolHost, bits: int = 16) -> PageKeeper:
     cache = cache_of(pool, bits)
-    link = DaemonLink(socket_target(node.cache_socket), name, descriptor(name, cache.geometry))
+    link = DaemonLink(Address(node.cache_socket), name, descriptor(name, cache.geometry))
     assert link.wait(10)
     return PageKeeper(cache, link, timeout=5.0)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from kvsidecar.integrations.vllm import scheduling
+from kvsidecar.paged.carrier import NoCarrier
 from kvsidecar.paged.copying import BlockCopier
 from kvsidecar.paged.matching import Matcher
 
@@ -247,7 +248,7 @@ def test_the_scheduler_maps_no_payloads(node: Node, engines: ExitStack) -> None:
     (session,) = one.scheduler._sessions()
     assert session is not None
     assert session.summary is not None
-    assert len(session.arena) == len(session.staging) == 0
+    assert isinstance(session.carrier, NoCarrier)
 
 
 def test_a_lookup_that_fails_finds_nothing(

@@ -89,7 +89,7 @@ def test_a_cpu_layout_that_is_not_in_one_piece_is_refused() -> None:
 def test_settings_say_what_is_wrong() -> None:
     assert read_settings({"bits": 4, "socket": "/s"}) == Settings(socket="/s", bits=4)
     for given, what in (
-        ({"bit": 4}, r"kv_connector_extra_config has 'bit'; allowed are socket, bits"),
+        ({"bit": 4}, r"kv_connector_extra_config has 'bit'; allowed are socket, token_file"),
         ({"bits": 5}, "bits is 5; allowed are 16, 8 and 4"),
         ({"bits": "4"}, "bits is '4'; it must be a whole number"),
         ({"timeout_ms": 0}, "timeout_ms is 0; it must be at least 1"),

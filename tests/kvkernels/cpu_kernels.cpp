@@ -65,21 +65,21 @@ template <class T> void attention(int64_t dim, int64_t keys, int64_t rows, int64
   Buffer<float> scratch(kvk_attention_scratch(dim)), partial(pieces * rows * heads * kvk_attention_state(dim)), looks(heads * pages * 32 - shortened);
   Buffer<int64_t> ended(kv_heads);
   Buffer<AttentionUnit> units(pieces);
-  AttentionJob job = {};
-  job.query = q.at, job.keys = k.at, job.values = v.at, job.out = out.at, job.positions = positions.at, job.pages = page.at;
-  job.unit = units.at, job.scratch = scratch.at, job.partial = partial.at, job.ended = ended.at, job.looks = looks.at;
-  job.look_size = pages * 32, job.kv_heads = kv_heads, job.per_kv = per_kv, job.dim = dim, job.head_size = slots * dim;
-  job.window = window, job.of_bf16 = sizeof(T) == 2, job.units = 1;
+  AttentionBatch batch = {};
+  batch.query = q.at, batch.out = out.at, batch.positions = positions.at, batch.pages = page.at;
+  batch.unit = units.at, batch.scratch = scratch.at, batch.partial = partial.at, batch.ended = ended.at, batch.looks = looks.at;
+  batch.look_size = pages * 32, batch.kv_heads = kv_heads, batch.per_kv = per_kv, batch.dim = dim, batch.head_size = slots * dim;
+  batch.of_bf16 = sizeof(T) == 2, batch.units = 1;
+  AttentionJob job = {0, 0, &batch, k.at, v.at, window};
   const double scale = 1 / sqrt((double)dim);
   job.scale = (float)(scale * 1.4426950408889634);
   units[0] = {0, rows, 0, 0, -1, pieces, 0};
   kvk_attention(&job);
 
-  // The same in pieces, the last first.
+  // The same in pieces, the last first; twice, for what the first leaves behind.
   for (int64_t i = 0; i < pieces; i++) units[i] = {0, rows, 0, 0, pieces - 1 - i, pieces, 0};
-  AttentionJob split = job;
-  split.out = again.at, split.looks = nullptr, split.taken = split.joined = 0, split.units = pieces;
-  kvk_attention(&split);
+  batch.out = again.at, batch.looks = nullptr, batch.units = pieces;
+  for (int time = 0; time < 2; time++) job.taken = job.joined = 0, kvk_attention(&job);
   if (memcmp(out.at, again.at, rows * heads * dim * sizeof(T))) expect(1, 0, 0, "attention: bits of pieces", 0);
 
   const double tolerance = sizeof(T) == 2 ? 2e-2 : 1e-5;
@@ -106,6 +106,79 @@ template <class T> void attention(int64_t dim, int64_t keys, int64_t rows, int64
     const int64_t key = i % (pages * 32);
     expect(looks[i], key < keys ? most[i / (pages * 32) * keys + key] : 0, 1e-3, "looks", i);
   }
+}
+
+// ---- dense ----------------------------------------------------------------------------------------------------------
+
+// A number that a half holds, and its bits.
+static float coarse(uint16_t* bits) {
+  float x = number();
+  if (fabsf(x) < 1e-3f) x = 1;  // no denormal half
+  uint32_t whole;
+  memcpy(&whole, &x, 4);
+  whole &= 0xFFFFE000;
+  *bits = (uint16_t)((whole >> 16 & 0x8000) | (((whole >> 23 & 255) - 112) << 10) | (whole >> 13 & 0x3FF));
+  float out;
+  memcpy(&out, &whole, 4);
+  return out;
+}
+
+static void dense(int64_t kept, int64_t outputs, int64_t inputs, int64_t rows) {
+  const int64_t strips = (outputs + 31) / 32, bits = kept == DENSE_CODED4 ? 4 : kept == DENSE_CODED8 ? 8 : 0;
+  const int64_t group = bits * 128 + 128, size = kept == DENSE_FLOAT ? 4 : 2;
+  Buffer<uint8_t> weight(bits ? strips * inputs / 32 * group : strips * inputs * 32 * size);
+  Buffer<float> plain(strips * 32 * inputs), x(rows * inputs), bias(outputs), y(rows * outputs);
+  fill(x, rows * inputs), fill(bias, outputs);
+  for (int64_t out = 0; out < outputs; out++) {
+    float scale = 0, base = 0;
+    for (int64_t i = 0; i < inputs; i++) {
+      float& to = plain[out * inputs + i];
+      if (bits) {
+        uint8_t* at = weight.at + (out / 32 * inputs + i) / 32 * group;
+        uint16_t* both = (uint16_t*)(at + bits * 128) + out % 32;
+        if (i % 32 == 0) scale = coarse(both), base = coarse(both + 32);
+        const int code = (int)(number() * 1000 + 50000) & (bits == 4 ? 15 : 255);
+        if (bits == 4) at[i % 32 / 2 * 32 + out % 32] |= (uint8_t)(code << i % 2 * 4);
+        else at[i % 32 * 32 + out % 32] = (uint8_t)code;
+        to = fmaf((float)code, scale, base);
+      } else {
+        uint8_t* at = weight.at + ((out / 32 * inputs + i) * 32 + out % 32) * size;
+        if (kept == DENSE_FLOAT) to = number(), memcpy(at, &to, 4);
+        if (kept == DENSE_HALF) to = coarse((uint16_t*)at);
+        if (kept == DENSE_BF16) put(*(bf16*)at, number()), to = value(*(bf16*)at);
+      }
+    }
+  }
+  DenseJob job = {0, 3, weight.at, x.at, bias.at, y.at, rows, inputs, outputs, kept};
+  kvk_dense(&job);
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t out = 0; out < outputs; out++) {
+      float total = 0;
+      for (int64_t first = 0; first < inputs; first += 128) {
+        float sum = 0;
+        for (int64_t i = first; i < first + 128 && i < inputs; i++) sum = fmaf(plain[out * inputs + i], x[row * inputs + i], sum);
+        total = first ? total + sum : sum;
+      }
+      expect(y[row * outputs + out], total + bias[out], 0, "dense", row * outputs + out);
+    }
+}
+
+// ---- chains ---------------------------------------------------------------------------------------------------------
+
+static void chains() {
+  const int64_t rows = 3, width = 20;
+  Buffer<float> hidden(rows * width), weight(width), normed(rows * width), gate_up(rows * width), out(rows * width / 2);
+  fill(hidden, rows * width), fill(weight, width);
+  Buffer<float> wanted(rows * width / 2);
+  NormJob norm = {7, rows, 0, width, hidden.at, nullptr, weight.at, normed.at, 1e-5};
+  GateJob gate = {9, 1, 0, width / 2, normed.at, out.at};
+  alignas(64) Link links[2] = {{5, (void (*)(void*))kvk_norm, &norm.taken, 1, nullptr, 1},
+                               {5, (void (*)(void*))kvk_gate, &gate.taken, 1, &gate.rows, rows}};
+  ChainJob job = {links, 2, 1};
+  for (int time = 0; time < 2; time++) kvk_chain_begin(&job), kvk_chain(&job);
+  norm.taken = gate.taken = 0, gate.out = wanted.at;
+  kvk_norm(&norm), kvk_gate(&gate);
+  if (gate.rows != rows || memcmp(out.at, wanted.at, rows * width / 2 * sizeof(float))) expect(1, 0, 0, "chain", 0);
 }
 
 // ---- chunks ---------------------------------------------------------------------------------------------------------
@@ -188,12 +261,17 @@ template <class T> void rows(int64_t width) {
     const double g = value(gate_up[i / width * 2 * width + i % width]), u = value(gate_up[i / width * 2 * width + width + i % width]);
     expect(value(out[i]), g / (1 + exp(-g)) * u, tolerance, "gate", i);
   }
-  Buffer<T> qkv(count * 4 * dim), queries(count * 2 * dim), keys(count * dim), values(count * dim);
-  Buffer<int64_t> slots(count);
+  Buffer<T> qkv(count * 4 * dim), queries(count * 2 * dim), keys((count + 2) * dim), values((count + 2) * dim);
+  Buffer<int64_t> slots(count), again(2 * count);
   fill(qkv, count * 4 * dim);
   for (int64_t i = 0; i < count; i++) slots[i] = count - 1 - i;
-  RotateJob rotate = {0, count, sizeof(T) == 2, 2, 1, dim, qkv.at, cosine.at, sine.at, nullptr, nullptr, slots.at, keys.at, values.at, count * dim, queries.at, 1e-6};
+  for (int64_t i = 0; i < 2 * count; i++) again[i] = i % count ? -1 : count + i / count;  // the first row to two more
+  RotateJob rotate = {0, count, sizeof(T) == 2, 2, 1, dim, qkv.at, cosine.at, sine.at, nullptr, nullptr, slots.at, again.at, 2, count, keys.at, values.at, (count + 2) * dim, queries.at, 1e-6};
   kvk_rotate(&rotate);
+  for (int64_t i = 0; i < 2 * dim; i++) {
+    expect(value(keys[count * dim + i]), value(keys[(count - 1) * dim + i % dim]), 0, "key written again", i);
+    expect(value(values[count * dim + i]), value(values[(count - 1) * dim + i % dim]), 0, "value written again", i);
+  }
   for (int64_t row = 0; row < count; row++)
     for (int64_t i = 0; i < 4 * dim; i++) {
       const int64_t h = i / dim, d = i % dim, to = (count - 1 - row) * dim + d;
@@ -272,6 +350,9 @@ int main(int arguments, char**) {
     for (int turned = 0; turned < 2; turned++) chunks<float>(bits, 70, turned), chunks<bf16>(bits, 81, turned);
   rows<float>(75), rows<bf16>(75), rows<bf16>(64);
   product();
+  for (int64_t kept = DENSE_FLOAT; kept <= DENSE_CODED8; kept++)
+    for (int64_t rows = 1; rows < 300; rows += rows * rows + 3) dense(kept, 70, 160, rows);
+  chains();
   quantized<float>(4, 32, 96, 7), quantized<bf16>(4, 128, 256, 70), quantized<bf16>(8, 32, 96, 5), quantized<float>(8, 64, 192, 15);
   printf("all kernels agree with plain loops\n");
 }

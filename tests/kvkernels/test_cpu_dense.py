@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gguf
 import pytest
 import torch
 import torch.nn.functional as F
-from kvkernels.cpu import dense, library
+from gguf import GGMLQuantizationType
+from kvkernels.cpu import codes, dense, library
 
 pytestmark = pytest.mark.skipif(not library.usable(), reason="no variant of the kernels runs here")
 # outputs, inputs: less than a strip, one, several; less than a block of inputs, one, several, and some more
 LAYERS = [(7, 20), (32, 128), (70, 300), (328, 320), (96, 640)]
+NUMBERS = ("float32", "bfloat16", "float16")
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 24, 37, 191, 192, 193, 230)
 
 
@@ -21,11 +24,11 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("shape", LAYERS)
-@pytest.mark.parametrize("kept", dense.KEPT)
-def test_bits_are_the_references_in_every_batch(shape: tuple[int, int], kept: torch.dtype) -> None:
+@pytest.mark.parametrize("kept", NUMBERS)
+def test_bits_are_the_references_in_every_batch(shape: tuple[int, int], kept: str) -> None:
     torch.manual_seed(1)
-    weight = dense.pack(torch.randn(shape).to(kept).float())
-    assert weight.data.dtype == kept
+    weight = dense.pack(torch.randn(shape).to(getattr(torch, kept)).float())
+    assert weight.kept == kept
     assert weight.data.nbytes == dense.size_bytes(shape[1], shape[0], kept)
     x, bias = torch.randn(max(ROWS), shape[1]), torch.randn(shape[0])
     want = dense.reference(x, weight, bias)
@@ -54,10 +57,10 @@ def test_damage_stays_in_its_row(bad: float) -> None:
     assert torch.equal(got[others], want[others])
 
 
-@pytest.mark.parametrize("kept", dense.KEPT)
-def test_a_weight_is_kept_as_narrow_as_it_came(kept: torch.dtype) -> None:
-    weight = torch.randn(2100, 40).to(kept).float()  # more than a slice
-    weight[2099, 39] = {torch.float32: 1 + 2**-20, torch.bfloat16: 2.0**100, torch.float16: 1 + 2**-10}[kept]
+@pytest.mark.parametrize("kept", NUMBERS)
+def test_a_weight_is_kept_as_narrow_as_it_came(kept: str) -> None:
+    weight = torch.randn(2100, 40).to(getattr(torch, kept)).float()  # more than a slice
+    weight[2099, 39] = {"float32": 1 + 2**-20, "bfloat16": 2.0**100, "float16": 1 + 2**-10}[kept]
     assert dense.narrowest(weight) == kept
     assert torch.equal(dense.unpack(dense.pack(weight)), weight)
 
@@ -65,7 +68,7 @@ def test_a_weight_is_kept_as_narrow_as_it_came(kept: torch.dtype) -> None:
 def test_numbers_are_never_rounded() -> None:
     weight = torch.randn(64, 40).bfloat16().float()
     weight[63, 39] = 2.0**-130 + 2.0**-149  # below what 16 bits hold
-    assert dense.narrowest(weight) == torch.float32
+    assert dense.narrowest(weight) == "float32"
     assert torch.equal(dense.unpack(dense.pack(weight)), weight)
 
 
@@ -78,3 +81,82 @@ def test_threads_change_no_bit(threads: int) -> None:
         assert torch.equal(dense.product(x, weight, None), want)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("shape", [(70, 320), (33, 32), (2100, 64)])
+def test_what_was_quantized_is_kept_as_its_codes(kind: str, shape: tuple[int, int]) -> None:
+    weight = written_out(torch.randn(shape), kind)
+    weight[3] = weight[5] = 0
+    packed = dense.pack(weight)
+    assert packed.kept == ("coded4" if kind.startswith("Q4") else "coded8")
+    assert torch.equal(dense.unpack(packed), weight), "not one number is rounded"
+    assert packed.data.nbytes == dense.size_bytes(shape[1], shape[0], packed.kept)
+    again = dense.of_bytes(packed.data.view(-1), *reversed(shape), packed.kept)
+    x, bias = torch.randn(max(ROWS), shape[1]), torch.randn(shape[0])
+    want = dense.product(x, dense.pack(weight, "float32"), bias)
+    for rows in ROWS:
+        assert torch.equal(dense.product(x[:rows], again, bias), want[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_the_scales_are_found_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each guess is a pass over the weight, and what no guess is right for is passed again and again."""
+    passed = 0
+
+    def counted(guess: codes.Guess) -> codes.Guess:
+        def guessing(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal passed
+            passed += len(low)
+            return guess(low, high)
+
+        return guessing
+
+    monkeypatch.setattr(codes, "_TRIED", 16)
+    for bits, guesses in codes._GUESSES.items():
+        monkeypatch.setitem(codes._GUESSES, bits, [counted(guess) for guess in guesses])
+    weight = written_out(torch.randn(1030, 256), kind)
+    found = codes.find(weight)
+    assert found is not None
+    assert torch.equal(codes.numbers(found), weight + 0.0)
+    assert passed < 1.5 * weight.numel() / codes.GROUP
+
+
+@pytest.mark.parametrize(("steps", "zero", "kept"), [(7, 8, "coded4"), (15, 16, "coded8")])
+def test_scales_that_an_importance_matrix_made_smaller_are_found_too(steps: int, zero: int, kept: str) -> None:
+    """llama.cpp's quantizer with one (``make_qx_quants``) may give the strongest number the code next to the last."""
+    drawn = torch.randint(zero - steps, zero + steps + 1, (64, 8, codes.GROUP))
+    drawn[:, :, 0] = zero - steps
+    scales = torch.rand(64, 8, 1).half().float()
+    weight = ((drawn - zero) * scales).view(64, -1)
+    packed = dense.pack(weight)
+    assert packed.kept == kept
+    assert torch.equal(dense.unpack(packed), weight + 0.0)
+
+
+def test_what_is_joined_of_codes_of_4_and_8_bits_is_kept_at_8() -> None:
+    weight = torch.cat([written_out(torch.randn(64, 64), kind) for kind in ("Q4_0", "Q8_0", "Q4_1")])
+    packed = dense.pack(weight)
+    assert packed.kept == "coded8"
+    assert torch.equal(dense.unpack(packed), weight + 0.0)
+
+
+def test_one_number_without_a_code_keeps_them_all_wide() -> None:
+    weight = written_out(torch.randn(2100, 64), "Q4_1")
+    weight[2099, 63] = weight[2099, 63].nextafter(torch.tensor(1.0))
+    packed = dense.pack(weight)
+    assert packed.kept == "float32"
+    assert torch.equal(dense.unpack(packed), weight)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e30])
+def test_numbers_beyond_all_codes_stay_themselves(number: float) -> None:
+    weight = written_out(torch.randn(64, 64), "Q4_0")
+    weight[40, 7] = number
+    assert torch.equal(dense.unpack(dense.pack(weight)).nan_to_num(7), weight.nan_to_num(7))
+
+
+def written_out(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    """A weight as its GGUF file gives it, by ggml's own reference."""
+    kinds = GGMLQuantizationType[kind]
+    return torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), kinds), kinds))

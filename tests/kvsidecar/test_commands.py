@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 from kvsidecar.cli.main import app
+from kvsidecar.errors import Unavailable
 from typer.testing import CliRunner
+
+from cache_daemon.config import DaemonConfig
+from inference_svc.supervisor import ServeConfig
 
 CLI = [sys.executable, "-m", "kvsidecar.cli.main"]
 COMMANDS = [str(command.name or command.callback.__name__) for command in app.registered_commands if command.callback]
@@ -17,7 +21,7 @@ GROUPS = [str(group.name) for group in app.registered_groups]
 
 
 @pytest.mark.parametrize(
-    "command", [c for c in COMMANDS if c not in ("serve", "daemon", "worker", "verify", "gateway")]
+    "command", [c for c in COMMANDS if c not in ("serve", "daemon", "worker", "verify", "quantize", "gateway")]
 )
 def test_every_command_has_help(command: str) -> None:
     for flag in ("-h", "--help"):
@@ -27,7 +31,7 @@ def test_every_command_has_help(command: str) -> None:
 
 
 def test_groups_have_help() -> None:
-    assert GROUPS == ["cache", "models"]
+    assert sorted(GROUPS) == ["cache", "models"]
     for group in GROUPS:
         assert CliRunner().invoke(app, [group, "-h"]).exit_code == 0
 
@@ -49,3 +53,24 @@ def test_a_shell_completes_commands_and_the_flags_of_services(tmp_path: Path) ->
     assert completed("kvsidecar daemon --remote-t", tmp_path) == ["--remote-ttl"]
     assert "--api-key" in completed("kvsidecar gateway --a", tmp_path)
     assert completed("kvsidecar bench --prefix-", tmp_path) == ["--prefix-words"]
+
+
+@pytest.mark.parametrize("command", [["cache", "stats"], ["cache", "top"], ["cache", "list"], ["cost"]])
+def test_without_a_daemon_one_sentence_says_what_to_do(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSIDECAR_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("KVSIDECAR_CACHE_SOCKET", raising=False)
+    done = CliRunner().invoke(app, command)
+    assert isinstance(done.exception, Unavailable)
+    socket = tmp_path / "cache.sock"
+    assert str(done.exception) == f"no cache daemon listens on {socket}; start one with: kvsidecar serve"
+
+
+def test_every_command_finds_a_node_in_the_folder_that_serve_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSIDECAR_RUNTIME_DIR", str(tmp_path))
+    assert ServeConfig().runtime_dir == tmp_path
+    assert DaemonConfig().socket == tmp_path / "cache.sock"
+    assert str(tmp_path) in CliRunner().invoke(app, ["status"]).output.replace("\n", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kvsidecar.cli.warming import texts
+from kvsidecar.cli.warming import texts, warm
 from kvsidecar.errors import InvalidRequest
 
 
@@ -54,3 +54,11 @@ def test_a_line_that_is_no_prompt_is_said(tmp_path: Path, line: str, why: str) -
     listed.write_text(line)
     with pytest.raises(InvalidRequest, match=why):
         texts([listed])
+
+
+@pytest.mark.parametrize(("ttl", "why"), [("0s", "allowed are 1s to 30d"), ("31d", "1s to 30d"), ("soon", "--ttl: ")])
+def test_a_time_that_nothing_is_kept_for_is_refused_before_anybody_is_asked(tmp_path: Path, ttl: str, why: str) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("first")
+    with pytest.raises(InvalidRequest, match=why):
+        warm([text], worker="/nowhere", ttl=ttl)

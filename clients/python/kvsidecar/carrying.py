@@ -56,8 +56,8 @@ def descriptor_of(namespace: bytes, *daemons: Any) -> NamespaceDescriptor:
                 found: NamespaceDescriptor = session.descriptor
                 return found
     raise InvalidRequest(
-        f"no worker of the namespace {namespace.hex()} is attached to either daemon, or you may not see it; start one, "
-        f"and be an operator at its daemon"
+        f"no worker of the namespace {namespace.hex()} is attached to {'either' if len(daemons) > 1 else 'the'} "
+        f"daemon, or you may not see it; start one, and be an operator at its daemon"
     )
 
 

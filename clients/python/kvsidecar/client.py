@@ -6,19 +6,19 @@ traces with OpenTelemetry, calls name its active span (W3C Trace Context).
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import grpc
 
-from kvsidecar.errors import from_rpc
+from kvsidecar.errors import Unavailable, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
-from kvsidecar.requests import Prompt, add_calls, to_prompt, to_request, to_warm_request
-from kvsidecar.runtime import default_runtime_dir, socket_target
+from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request, to_warm_request
 from kvsidecar.tracing import context_metadata
+from kvsidecar.workers import Workers
 
 _OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
 
@@ -59,20 +59,6 @@ class CompletionChunk:
     token_ids: list[int]
     final: Completion | None = None
     tool_calls: list[pb.ToolCallDelta] = field(default_factory=list)
-
-
-def default_target() -> str:
-    """The first worker of ``kvsidecar serve``."""
-    return socket_target(default_runtime_dir() / "worker-0.sock")
-
-
-def target_of(address: str | Path | None) -> str:
-    """A gRPC target from a socket's path, ``host:port``, or None for the default."""
-    if address is None:
-        return default_target()
-    if isinstance(address, Path) or address.startswith(("/", ".")):
-        return socket_target(Path(address))
-    return address
 
 
 _Prompt = pb.GenerateResponse | pb.GenerateStreamResponse  # what says something of the prompt: a stream's first part
@@ -124,11 +110,17 @@ def _whole(response: pb.GenerateResponse) -> Completion:
 
 
 class Client:
-    """Synchronous client. Thread-safe; close it, or use it as a context manager."""
+    """Synchronous client. Thread-safe; close it, or use it as a context manager. Without an address it asks the first
+    worker of the node, and goes on with the others when that one is not there: an answer of which nothing came is
+    asked for again."""
 
     def __init__(self, address: str | Path | None = None) -> None:
-        self._channel = grpc.insecure_channel(target_of(address), options=_OPTIONS)
-        self.stub: Any = InferenceServiceStub(self._channel)
+        self._workers = Workers(address, lambda target: grpc.insecure_channel(target, options=_OPTIONS))
+
+    @property
+    def stub(self) -> Any:
+        """gRPC's own, of the worker that is asked now."""
+        return self._workers.stub
 
     def __enter__(self) -> Client:
         return self
@@ -137,34 +129,45 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._channel.close()
+        for channel in self._workers.channels.values():
+            channel.close()
 
     def wait_ready(self, seconds: float) -> None:
         """Waits until the worker listens. Raises TimeoutError."""
         try:
-            grpc.channel_ready_future(self._channel).result(timeout=seconds)
+            grpc.channel_ready_future(self._workers.channels[self._workers.now]).result(timeout=seconds)
         except grpc.FutureTimeoutError:
             raise TimeoutError(f"no worker answered within {seconds} s") from None
 
-    def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Any) -> Completion:
+    def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]) -> Completion:
         """Generates and waits for the end. Options are those of ``to_request``."""
-        response = self._call(self.stub.Generate, to_request(prompt, **options), deadline)
-        return _whole(response)
+        request, tries = to_request(prompt, **options), _Tries(self._workers, deadline)
+        while True:
+            try:
+                return _whole(self._call(tries.stub().Generate, request, tries.left()))
+            except Unavailable:
+                if not tries.again():
+                    raise
 
     def stream(
-        self, prompt: Prompt, *, deadline: float | None = None, **options: Any
+        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
     ) -> Generator[CompletionChunk, None, None]:
         """Generates piece by piece. Closing the iterator cancels the request."""
         request = pb.GenerateStreamRequest(request=to_request(prompt, **options))
-        call = self.stub.GenerateStream(request, timeout=deadline, metadata=context_metadata())
-        gather = _Gather()
-        try:
-            for part in call:
-                yield gather.add(part)
-        except grpc.RpcError as error:
-            raise from_rpc(error) from error
-        finally:
-            call.cancel()
+        tries, gather, begun = _Tries(self._workers, deadline), _Gather(), False
+        while True:
+            call = tries.stub().GenerateStream(request, timeout=tries.left(), metadata=context_metadata())
+            try:
+                for part in call:
+                    begun = True
+                    yield gather.add(part)
+                return
+            except grpc.RpcError as error:
+                found = from_rpc(error)
+                if begun or not isinstance(found, Unavailable) or not tries.again():
+                    raise found from error
+            finally:
+                call.cancel()
 
     def warm(
         self,
@@ -174,9 +177,10 @@ class Client:
         tenant_salt: bytes = b"",
         tools: Sequence[Mapping[str, Any]] = (),
         model: str = "",
+        cache_ttl_seconds: int | None = None,
     ) -> pb.WarmResponse:
         """Reads a prompt into the cache, for an adapter if ``model`` names one."""
-        request = to_warm_request(prompt, tools, tenant_salt, model)
+        request = to_warm_request(prompt, tools, tenant_salt, model, cache_ttl_seconds)
         response: pb.WarmResponse = self._call(self.stub.Warm, request, deadline)
         return response
 
@@ -205,11 +209,17 @@ class Client:
 
 
 class AsyncClient:
-    """Asynchronous client for one event loop. ``options`` are gRPC's, for the channel."""
+    """Asynchronous client for one event loop, otherwise as ``Client``. ``options`` are gRPC's, for channels."""
 
     def __init__(self, address: str | Path | None = None, options: Sequence[tuple[str, Any]] = ()) -> None:
-        self._channel = grpc.aio.insecure_channel(target_of(address), options=[*_OPTIONS, *options])
-        self.stub: Any = InferenceServiceStub(self._channel)
+        self._workers = Workers(
+            address, lambda target: grpc.aio.insecure_channel(target, options=[*_OPTIONS, *options])
+        )
+
+    @property
+    def stub(self) -> Any:
+        """gRPC's own, of the worker that is asked now."""
+        return self._workers.stub
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -218,30 +228,40 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._channel.close()
+        for channel in self._workers.channels.values():
+            await channel.close()
 
-    async def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Any) -> Completion:
+    async def generate(
+        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
+    ) -> Completion:
         """Generates and waits for the end. Options are those of ``to_request``."""
-        response = await self._call(self.stub.Generate, to_request(prompt, **options), deadline)
-        return _whole(response)
+        request, tries = to_request(prompt, **options), _Tries(self._workers, deadline)
+        while True:
+            try:
+                return _whole(await self._call(tries.stub().Generate, request, tries.left()))
+            except Unavailable:
+                if not tries.again():
+                    raise
 
     async def stream(
-        self, prompt: Prompt, *, deadline: float | None = None, **options: Any
+        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
     ) -> AsyncIterator[CompletionChunk]:
         """Generates piece by piece. Closing the iterator cancels the request."""
-        call = self.stub.GenerateStream(
-            pb.GenerateStreamRequest(request=to_request(prompt, **options)),
-            timeout=deadline,
-            metadata=context_metadata(),
-        )
-        gather = _Gather()
-        try:
-            async for part in call:
-                yield gather.add(part)
-        except grpc.RpcError as error:
-            raise from_rpc(error) from error
-        finally:
-            call.cancel()
+        request = pb.GenerateStreamRequest(request=to_request(prompt, **options))
+        tries, gather, begun = _Tries(self._workers, deadline), _Gather(), False
+        while True:
+            call = tries.stub().GenerateStream(request, timeout=tries.left(), metadata=context_metadata())
+            try:
+                async for part in call:
+                    begun = True
+                    yield gather.add(part)
+                return
+            except grpc.RpcError as error:
+                found = from_rpc(error)
+                if begun or not isinstance(found, Unavailable) or not tries.again():
+                    raise found from error
+            finally:
+                call.cancel()
 
     async def warm(
         self,
@@ -251,9 +271,10 @@ class AsyncClient:
         tenant_salt: bytes = b"",
         tools: Sequence[Mapping[str, Any]] = (),
         model: str = "",
+        cache_ttl_seconds: int | None = None,
     ) -> pb.WarmResponse:
         """Reads a prompt into the cache, for an adapter if ``model`` names one."""
-        request = to_warm_request(prompt, tools, tenant_salt, model)
+        request = to_warm_request(prompt, tools, tenant_salt, model, cache_ttl_seconds)
         response: pb.WarmResponse = await self._call(self.stub.Warm, request, deadline)
         return response
 
@@ -279,6 +300,26 @@ class AsyncClient:
             return await method(request, timeout=deadline, metadata=context_metadata())
         except grpc.RpcError as error:
             raise from_rpc(error) from error
+
+
+class _Tries:
+    """The workers that were asked for one answer, and the time that is left for it."""
+
+    def __init__(self, workers: Workers, deadline: float | None) -> None:
+        self._workers, self._tried, self._asked = workers, set[str](), ""
+        self._until = None if deadline is None else time.monotonic() + deadline
+
+    def stub(self) -> Any:
+        self._asked = self._workers.now
+        return self._workers.stub_of(self._asked)
+
+    def left(self) -> float | None:
+        return None if self._until is None else max(0.0, self._until - time.monotonic())
+
+    def again(self) -> bool:
+        """The worker that was asked is not there; whether there is another one."""
+        self._tried.add(self._asked)
+        return self._workers.another(self._tried)
 
 
 class _Gather:

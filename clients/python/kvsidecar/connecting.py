@@ -49,6 +49,55 @@ def channel(
     return grpc.secure_channel(way.target, way.credentials, options=way.options)
 
 
+@dataclass(frozen=True)
+class Address:
+    """Where a service is, and as whom it is called; see ``channel``. Files are read with every connection, so that
+    renewed certificates and tokens count."""
+
+    target: str | Path
+    token_file: Path | None = None
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    @classmethod
+    def remote(
+        cls,
+        address: str,
+        token_file: Path | None = None,
+        ca: Path | None = None,
+        certificate: Path | None = None,
+        key: Path | None = None,
+    ) -> Address:
+        """A daemon at ``host:port``. Raises ConfigurationError for what is no address, for files that cannot be used,
+        and for another host without TLS: whoever hears a tenant's salt can use it."""
+        try:
+            place = parse_tcp(address)
+        except ValueError as error:
+            raise ConfigurationError(f"the cache daemon's address {error}") from error
+        found = cls(str(place), token_file, ca, certificate, key)
+        if not place.port:
+            raise ConfigurationError(f"the cache daemon's address is {place}; a port from 1 is needed")
+        if not found.encrypted and not place.loopback:
+            raise ConfigurationError(
+                f"the cache daemon at {place} is on another host, and without TLS everybody in between reads along; "
+                "give the CA file that vouches for it, and a certificate with its key or a token file"
+            )
+        found.channel().close()
+        return found
+
+    @property
+    def encrypted(self) -> bool:
+        return any(part is not None for part in (self.token_file, self.ca, self.certificate, self.key))
+
+    def channel(self, options: Options = ()) -> grpc.Channel:
+        """A channel that is not connected yet. Raises ConfigurationError."""
+        token = read_token(self.token_file) if self.token_file is not None else None
+        return channel(
+            self.target, token=token, ca=self.ca, certificate=self.certificate, key=self.key, options=options
+        )
+
+
 def aio_channel(
     target: str | Path,
     *,

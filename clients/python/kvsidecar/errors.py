@@ -6,6 +6,7 @@ Every message is one sentence that names the value and what is allowed. Over gRP
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any, NoReturn, TypeVar
@@ -21,6 +22,8 @@ S = TypeVar("S")
 Q = TypeVar("Q")
 R = TypeVar("R")
 _DETAILS_KEY = "grpc-status-details-bin"
+# What gRPC says where nothing listens: the address, some words of its own, and the system's reason.
+_NOBODY_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: (\w+):(\S+): .*: ([\w ]+)")
 
 
 class KVSidecarError(Exception):
@@ -40,6 +43,12 @@ class GenerationFailed(KVSidecarError):
     reason = "GENERATION_FAILED"
 
 
+class GrammarFailed(GenerationFailed):
+    """The request's grammar could not be followed to its end, for being too complex or for leading nowhere."""
+
+    reason = "GRAMMAR_FAILED"
+
+
 class InvalidRequest(KVSidecarError):
     """A field of the request has a value that is not allowed."""
 
@@ -50,6 +59,18 @@ class PromptTooLong(InvalidRequest):
     """The prompt leaves no room in the model's context."""
 
     reason = "PROMPT_TOO_LONG"
+
+
+class PromptExceedsPool(PromptTooLong):
+    """The model's context has room for the prompt, and this worker's pool has not."""
+
+    reason = "PROMPT_EXCEEDS_POOL"
+
+
+class OverflowFailed(KVSidecarError):
+    """The request needs more than the worker's pool, and the disk behind it has no room."""
+
+    reason = "OVERFLOW_FAILED"
 
 
 class UnsupportedOption(InvalidRequest):
@@ -193,7 +214,9 @@ class ConfigurationError(KVSidecarError):
 # Error -> (gRPC status, HTTP code). A subclass without a row uses its parent's.
 STATUS: dict[type[KVSidecarError], tuple[grpc.StatusCode, int]] = {
     KVSidecarError: (grpc.StatusCode.INTERNAL, 500),
+    GrammarFailed: (grpc.StatusCode.INVALID_ARGUMENT, 422),
     InvalidRequest: (grpc.StatusCode.INVALID_ARGUMENT, 400),
+    PromptExceedsPool: (grpc.StatusCode.RESOURCE_EXHAUSTED, 413),
     UnknownModel: (grpc.StatusCode.NOT_FOUND, 404),
     UnknownResponse: (grpc.StatusCode.NOT_FOUND, 404),
     NamespaceMismatch: (grpc.StatusCode.FAILED_PRECONDITION, 409),
@@ -206,6 +229,7 @@ STATUS: dict[type[KVSidecarError], tuple[grpc.StatusCode, int]] = {
     LimitExceeded: (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
     FailedPrecondition: (grpc.StatusCode.FAILED_PRECONDITION, 409),
     ArenaFull: (grpc.StatusCode.RESOURCE_EXHAUSTED, 507),
+    OverflowFailed: (grpc.StatusCode.RESOURCE_EXHAUSTED, 507),
     StoreUnavailable: (grpc.StatusCode.UNAVAILABLE, 503),
     EventsLost: (grpc.StatusCode.OUT_OF_RANGE, 410),
     Overloaded: (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
@@ -290,4 +314,6 @@ def from_rpc(error: grpc.RpcError) -> KVSidecarError:
                 info = error_details_pb2.ErrorInfo()
                 if detail.Unpack(info) and info.reason in _BY_REASON:
                     return _BY_REASON[info.reason](status.message, param=info.metadata.get("param", ""))
+    if nobody := _NOBODY_THERE.fullmatch(text):
+        return Unavailable(f"nothing answers at {nobody[2]} ({nobody[3]}); is it running?")
     return _BY_CODE.get(code, KVSidecarError)(f"{code.name}: {text}" if text else code.name)

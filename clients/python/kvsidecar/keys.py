@@ -11,7 +11,6 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
-import numpy as np
 import xxhash
 
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
@@ -63,7 +62,11 @@ def tenant_id(tenant_salt: bytes) -> bytes:
 
 def token_bytes(tokens: Tokens) -> bytes:
     """Token ids as uint32 little-endian. Raises OverflowError for an id outside 32 bits."""
-    return tokens if isinstance(tokens, bytes) else np.array(tokens, "<u4").tobytes()
+    if isinstance(tokens, bytes):
+        return tokens
+    import numpy as np  # here: the command line hashes nothing, and starts much sooner without it
+
+    return np.array(tokens, "<u4").tobytes()
 
 
 def prefix_hash(parent: bytes, tokens: Tokens) -> bytes:

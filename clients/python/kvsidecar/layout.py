@@ -32,6 +32,8 @@ SINK_TOKENS = 4
 MAX_CHUNK_TOKENS = 4096
 # Ends of chunks that a Match may name.
 MAX_CUTS = 8192
+# So long anything is kept on a request's word: 30 days.
+MAX_TTL_SECONDS = 30 * 86400
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
@@ -17,6 +17,7 @@ MAX_GRAMMAR_BYTES = 1 << 16
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
+_TRUNCATION = {"left": pb.TRUNCATION_LEFT, "middle": pb.TRUNCATION_MIDDLE}
 _SPECULATION = {
     "off": pb.SPECULATION_OFF,
     "ngram": pb.SPECULATION_NGRAM,
@@ -43,12 +44,62 @@ def to_prompt(prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> pb.Pro
 
 
 def to_warm_request(
-    prompt: Prompt, tools: Sequence[Mapping[str, Any]], tenant_salt: bytes, model: str = ""
+    prompt: Prompt,
+    tools: Sequence[Mapping[str, Any]],
+    tenant_salt: bytes,
+    model: str = "",
+    cache_ttl_seconds: int | None = None,
 ) -> pb.WarmRequest:
     """What is to be read into the cache, for whom, and for which adapter if ``model`` names one."""
     _check_text("model", model)
-    cache = pb.CacheOptions(tenant_salt=tenant_salt)
+    _check_number("cache_ttl_seconds", cache_ttl_seconds)
+    cache = pb.CacheOptions(tenant_salt=tenant_salt, ttl_seconds=cache_ttl_seconds)
     return pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=cache, model=model)
+
+
+class Options(TypedDict, total=False):
+    """What ``to_request`` takes besides the prompt, for the methods that hand it on."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    allowed_tokens: Sequence[int]
+    seed: int | None
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop: bool
+    min_tokens: int
+    ignore_eos: bool
+    show_special_tokens: bool
+    truncate_prompt_tokens: int | None
+    truncate: str | None
+    echo: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    skip_cache: bool
+    tenant_salt: bytes
+    cache_ttl_seconds: int | None
+    exact_only: bool
+    document_separator: str | None
+    segment_ends: Sequence[int]
+    request_id: str
+    json_schema: Mapping[str, Any] | None
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str
+    parallel_tool_calls: bool
+    speculation: str | None
+    speculation_branches: int
+    explain: bool
+    model: str
 
 
 def to_request(
@@ -72,11 +123,13 @@ def to_request(
     ignore_eos: bool = False,
     show_special_tokens: bool = False,
     truncate_prompt_tokens: int | None = None,
+    truncate: str | None = None,
     echo: bool = False,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     skip_cache: bool = False,
     tenant_salt: bytes = b"",
+    cache_ttl_seconds: int | None = None,
     exact_only: bool = False,
     document_separator: str | None = None,
     segment_ends: Sequence[int] = (),
@@ -89,20 +142,26 @@ def to_request(
     tool_choice: str = "auto",
     parallel_tool_calls: bool = True,
     speculation: str | None = None,
+    speculation_branches: int = 0,
     explain: bool = False,
     model: str = "",
 ) -> pb.GenerateRequest:
     """A GenerateRequest; what is None is left to the worker's default. At most one of ``json_schema``, ``regex``,
     ``choice`` and ``grammar`` says what the answer must be. ``tool_choice`` is auto, none, required, or a tool's name;
-    ``speculation`` is off, ngram, draft or auto. ``model`` is the name of the worker's model or of one of its adapters.
+    ``speculation`` is off, ngram, draft or auto, ``speculation_branches`` how many ways of going on are guessed at once
+    at most (0: as the worker is set to). ``truncate`` is left or middle: where a prompt that is too long loses tokens.
+    ``model`` is the name of the worker's model or of one of its adapters. What the request uses and stores is kept for
+    ``cache_ttl_seconds``, or for as long as there is room.
     """
     for name, number in (
         ("max_tokens", max_tokens),
         ("min_tokens", min_tokens),
         ("top_k", top_k),
         ("truncate_prompt_tokens", truncate_prompt_tokens),
+        ("speculation_branches", speculation_branches),
         ("logprobs", logprobs),
         ("prompt_logprobs", prompt_logprobs),
+        ("cache_ttl_seconds", cache_ttl_seconds),
     ):
         _check_number(name, number)
     for end in segment_ends:
@@ -121,6 +180,7 @@ def to_request(
         exact_only=exact_only,
         document_separator=document_separator,
         segment_ends=segment_ends,
+        ttl_seconds=cache_ttl_seconds,
     )
     return pb.GenerateRequest(
         prompt=to_prompt(prompt, tools),
@@ -144,6 +204,7 @@ def to_request(
         ignore_eos=ignore_eos,
         show_special_tokens=show_special_tokens,
         truncate_prompt_tokens=truncate_prompt_tokens,
+        truncation=truncation_of(truncate),
         echo=echo,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -152,6 +213,7 @@ def to_request(
         grammar=_grammar(json_schema, regex, choice, grammar),
         tool_use=_tool_use(tool_choice, parallel_tool_calls),
         speculation=speculation_of(speculation),
+        speculation_branches=speculation_branches,
         explain=explain,
         model=model,
     )
@@ -162,6 +224,13 @@ def speculation_of(name: str | None) -> pb.Speculation.ValueType:
     if name is not None and name not in _SPECULATION:
         raise InvalidRequest(f"speculation is {name!r}; allowed are {', '.join(_SPECULATION)}", param="speculation")
     return pb.SPECULATION_UNSPECIFIED if name is None else _SPECULATION[name]
+
+
+def truncation_of(name: str | None) -> pb.Truncation.ValueType:
+    """Where a prompt that is too long loses tokens, by name; None for what ``truncate_prompt_tokens`` says."""
+    if name is not None and name not in _TRUNCATION:
+        raise InvalidRequest(f"truncate is {name!r}; allowed are {', '.join(_TRUNCATION)}", param="truncate")
+    return pb.TRUNCATION_UNSPECIFIED if name is None else _TRUNCATION[name]
 
 
 def add_calls(calls: MutableSequence[pb.ToolCall], deltas: Iterable[pb.ToolCallDelta]) -> None:

@@ -15,7 +15,10 @@ _LONGEST_SOCKET_PATH = 107  # sun_path, without its terminating zero
 
 
 def default_runtime_dir() -> Path:
-    """``$XDG_RUNTIME_DIR/kvsidecar``, or a folder of this user under ``/tmp``."""
+    """``$KVSIDECAR_RUNTIME_DIR``, as ``serve`` takes it; else ``$XDG_RUNTIME_DIR/kvsidecar``, or a folder of this user
+    under ``/tmp``."""
+    if chosen := os.environ.get("KVSIDECAR_RUNTIME_DIR"):
+        return Path(chosen)
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) / "kvsidecar" if base else Path(f"/tmp/kvsidecar-{os.getuid()}")
 

@@ -29,8 +29,9 @@ const PROTO = fileURLToPath(new URL("../protos/inference/v1/inference.proto", im
 
 /** The first worker of `kvsidecar serve`. */
 export function defaultTarget(): string {
-  const base = process.env["XDG_RUNTIME_DIR"];
-  return `unix:${base ? join(base, "kvsidecar") : `/tmp/kvsidecar-${userInfo().uid}`}/worker-0.sock`;
+  const { KVSIDECAR_RUNTIME_DIR: chosen, XDG_RUNTIME_DIR: base } = process.env;
+  const folder = chosen || (base ? join(base, "kvsidecar") : `/tmp/kvsidecar-${userInfo().uid}`);
+  return `unix:${join(folder, "worker-0.sock")}`;
 }
 
 /**

@@ -64,22 +64,28 @@ class Chains:
     def find(self, tail: Sequence[int]) -> Match | None:
         """The longest match, among those the latest, of a text's last tokens that something follows here. None for less
         than SHORT tokens."""
-        best: Match | None = None
+        return next(iter(self.find_many(tail, 1)), None)
+
+    def find_many(self, tail: Sequence[int], most: int) -> list[Match]:
+        """Matches that different tokens follow, ``most`` at most: of each the longest, among those the latest. The
+        longest comes first."""
+        best: dict[int, Match] = {}
+        longest, whole = 0, min(len(tail), MOST_MATCHED)
         for n in (LONG, SHORT):
-            if len(tail) < n or best is not None:
+            if len(tail) < n or len(best) >= most:
                 continue
             place = self._heads[n][self._hash(tail[-n:])]
             for _ in range(_STEPS):
-                if place < 0:
+                if place < 0 or (most == 1 and longest == whole):
                     break
                 if place + 1 < self.length:
                     length = self._matched(tail, place)
-                    if length >= n and (best is None or length > best.length):
-                        best = Match(place, length)
-                        if length >= min(len(tail), MOST_MATCHED):
-                            break
+                    if length >= n and (most > 1 or length > longest):
+                        longest, token = max(length, longest), self._tokens[place + 1]
+                        if token not in best or length > best[token].length:
+                            best[token] = Match(place, length)
                 place = self._before[n][place]
-        return best
+        return sorted(best.values(), key=lambda match: (-match.length, -match.place))[:most]
 
     def follow(self, place: int, most: int) -> list[int]:
         """What follows a place, at most so much; what is beyond the end repeats, as it would if it were written."""

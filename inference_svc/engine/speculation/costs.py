@@ -18,6 +18,8 @@ _SLOPE = 0.04
 _SCALE_GAIN, _SHAPE_GAIN = 0.25, 0.04
 # One pass that was interrupted teaches no more than this.
 _MOST_RATIO = 2.0
+# Of a branch, until some were made.
+_BRANCH_SECONDS = 2e-4
 
 
 class Costs:
@@ -26,6 +28,8 @@ class Costs:
     def __init__(self, recorded: bool) -> None:
         self._scale = math.nan
         shape = [1 + _SLOPE * (n - _ROWS[0]) for n in _ROWS]
+        # What a branch more takes beside its rows: its pages, and what is copied there.
+        self.branch_seconds = _BRANCH_SECONDS
         self._shape = {True: shape, False: list(shape) if recorded else shape}
 
     def calibrate(self, drafted: Mapping[int, float], plain: float) -> None:
@@ -42,6 +46,11 @@ class Costs:
         """Of a pass over so many rows; relative to a pass over few until one was measured."""
         relative = _interpolated(_ROWS, self._shape[drafted], _padded(rows))
         return relative * (1.0 if math.isnan(self._scale) else self._scale)
+
+    def learn_branches(self, branches: int, seconds: float) -> None:
+        """So many branches got their pages in so long."""
+        each = min(seconds / branches, _MOST_RATIO * self.branch_seconds)
+        self.branch_seconds += _SHAPE_GAIN * (each - self.branch_seconds)
 
     def learn(self, rows: int, drafted: bool, seconds: float) -> None:
         """A pass took so long."""

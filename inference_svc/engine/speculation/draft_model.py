@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import collections.abc as abc
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.nn.functional import pad
 
 from inference_svc.engine import rows
-from inference_svc.engine.drawing import Outcome, draw
+from inference_svc.engine.block_table import BlockTable
+from inference_svc.engine.drawing import Outcome, draw, likeliest_beside
 from inference_svc.engine.forward import Decoder
-from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sampling import Drawn, Sampler
 from inference_svc.engine.sequence import Sequence
-from inference_svc.engine.speculation.proposer import Draft, Wish
+from inference_svc.engine.speculation.proposer import ROOT, Draft, Wish
 
 _FADE = 0.8
 
@@ -38,12 +39,22 @@ class _Kept:
 
 @dataclass
 class _Going:
-    """A guess in the making: ``wanted`` tokens, the next of which follows the last row that was computed."""
+    """A guess in the making: the next token follows the last row that was computed. ``others`` are what was the
+    likeliest beside each of the ``tokens``."""
 
     wish: Wish
     kept: _Kept
     sampler: Sampler
     tokens: list[int] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)
+
+    @property
+    def draft(self) -> Draft:
+        """The tokens, and beside each the other one: it has the sign 1."""
+        count, others = len(self.tokens), self.others[: len(self.tokens)]
+        before = [*range(ROOT, count - 1)]
+        signs = (0,) * count + (1,) * len(others)
+        return Draft((*self.tokens, *others), (*before, *before[: len(others)]), signs)
 
 
 class DraftModel:
@@ -53,7 +64,8 @@ class DraftModel:
     anew: it needs no room, and never reads a prompt.
     """
 
-    priors = (0.6,)
+    # Of what it would have drawn, and of the second token beside it, which is compared before it is ever verified.
+    priors = (0.6, 0.01)
 
     def __init__(
         self,
@@ -108,18 +120,19 @@ class DraftModel:
             budget -= len(piece)
             kept.computed += len(piece)
             if whole:
-                due.append(_Going(Wish(wish.sequence, most), kept, wish.sequence.sampler.ahead()))
-        found = {one.wish.sequence: one.tokens for one in due}
+                due.append(_Going(replace(wish, most=most), kept, wish.sequence.sampler.ahead()))
+        found = {one.wish.sequence: one for one in due}
         while spans:
             began, alone = time.perf_counter(), all(len(span.tokens) == 1 for span in spans)
             logits = self._logits(spans)
             drawn = draw(logits, [one.sampler for one in due])
+            _add_others(due, logits, drawn)
             due = [one for one, token in zip(due, drawn, strict=True) if _goes_on(one, token)]
             if alone:
                 seconds = time.perf_counter() - began
                 self._seconds = seconds + _FADE * (self._seconds - seconds) if self._seconds else seconds
             spans = [_next_row(one) for one in due]
-        return [Draft.chain(tokens := found.get(wish.sequence, []), [0] * len(tokens)) for wish in wishes]
+        return [found[wish.sequence].draft if wish.sequence in found else Draft() for wish in wishes]
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         kept = self._kept.get(sequence)
@@ -153,6 +166,15 @@ class DraftModel:
         logits = self._decoder(rows.build(spans, self._pool, self._pool.keys.device))[:, : self._vocabulary]
         missing = self._vocabulary - logits.shape[1]
         return pad(logits, (0, missing), value=float("-inf")) if missing and len(logits) else logits
+
+
+def _add_others(due: list[_Going], logits: Tensor, drawn: list[Outcome]) -> None:
+    """Notes the likeliest token but for the drawn one, for those who ask for more than one branch."""
+    wide = [(i, one.token) for i, one in enumerate(drawn) if due[i].wish.width > 1 and isinstance(one, Drawn)]
+    if wide:
+        lines = [i for i, _ in wide]
+        for i, other in zip(lines, likeliest_beside(logits[lines], [token for _, token in wide]), strict=True):
+            due[i].others.append(other)
 
 
 def _goes_on(one: _Going, drawn: Outcome) -> bool:

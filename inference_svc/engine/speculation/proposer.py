@@ -16,8 +16,7 @@ class Draft:
     """A tree of tokens that may follow a sequence. ``parents[i] < i`` is the place of the token before ``tokens[i]``,
     ROOT for the sequence's last one; ``signs[i]``, below the proposer's number of signs, says how sure it is.
 
-    The likeliest child comes first: ``path`` is the chain that is verified. Attention takes no ancestor mask (it sees
-    what lies before a row's position), so other branches wait for kernels that do.
+    The likeliest child comes first.
     """
 
     tokens: tuple[int, ...] = ()
@@ -29,23 +28,69 @@ class Draft:
         """A tree without branches."""
         return cls(tuple(tokens), tuple(range(ROOT, len(tokens) - 1)), tuple(signs))
 
-    def path(self) -> tuple[list[int], list[int]]:
-        """The tokens and signs from the root along first children."""
-        at, tokens, signs = ROOT, list[int](), list[int]()
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def depth(self) -> int:
+        """The most tokens that may be right."""
+        depths = list[int]()
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return max(depths, default=0)
+
+    def children(self, place: int) -> list[int]:
+        """The places of what may come next behind one, or behind ROOT."""
+        return [i for i, parent in enumerate(self.parents) if parent == place]
+
+    def paths(self) -> list[list[int]]:
+        """The places of all tokens, in paths that go on along first children: the first one from the root, and each of
+        the others, which come later than what they go on from, from a later child on."""
+        found, ends = list[list[int]](), dict[int, list[int]]()
         for i, parent in enumerate(self.parents):
-            if parent == at:
-                tokens.append(self.tokens[i])
-                signs.append(self.signs[i])
-                at = i
-        return tokens, signs
+            path = ends.pop(parent, None)
+            if path is None:
+                path = list[int]()
+                found.append(path)
+            path.append(i)
+            ends[i] = path
+        return found
+
+    def ancestors(self, place: int) -> list[int]:
+        """The places before one, from ROOT on."""
+        found, at = list[int](), place
+        while at != ROOT:
+            at = self.parents[at]
+            found.append(at)
+        return found[::-1]
+
+    def followed(self, tokens: abc.Sequence[int]) -> list[int]:
+        """The places of those of the first ``tokens`` that were guessed, one behind the other."""
+        found, at = list[int](), ROOT
+        for token in tokens:
+            at = next((i for i, p in enumerate(self.parents) if p == at and self.tokens[i] == token), ROOT)
+            if at == ROOT:
+                break
+            found.append(at)
+        return found
+
+    def chosen(self, places: abc.Sequence[int]) -> Draft:
+        """Of these places alone, in this order; each comes later than what it goes on from."""
+        new = {ROOT: ROOT} | {place: i for i, place in enumerate(places)}
+        return Draft(
+            tuple(self.tokens[i] for i in places),
+            tuple(new[self.parents[i]] for i in places),
+            tuple(self.signs[i] for i in places),
+        )
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A sequence that tokens are guessed for, ``most`` of them."""
+    """A sequence that tokens are guessed for, one behind the other ``most`` of them, in ``width`` branches at most."""
 
     sequence: Sequence
     most: int
+    width: int = 1
 
 
 class Proposer(Protocol):
@@ -67,7 +112,8 @@ class Proposer(Protocol):
         ...
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Of the last guess ``drafted`` tokens were verified, and the first ``accepted`` are part of the answer now."""
+        """Of the last guess's first path ``drafted`` tokens were verified, and the first ``accepted`` are part of the
+        answer now."""
         ...
 
     def finish(self, sequence: Sequence) -> None:

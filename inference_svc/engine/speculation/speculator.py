@@ -6,23 +6,26 @@ second (goodput, Liu et al., 2024, arXiv:2406.14066). So speculation goes away b
 keep the device busy, or when guesses are wrong. What was guessed is compared with what was drawn even where it was not
 verified: finding out that guesses are right again costs no row. Guesses that must be computed are tried again after
 pauses that grow.
+
+A second branch is looked for, and verified, where that is worth more than the chain alone would be, and no longer than
+the looking takes. What it would have gained is compared, too, where it was not verified.
 """
 
 from __future__ import annotations
 
 import collections.abc as abc
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
-from inference_svc.engine.rows import ROW_MULTIPLE
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.speculation.acceptance import Acceptance, Tally
 from inference_svc.engine.speculation.costs import Costs
 from inference_svc.engine.speculation.mode import Speculation
-from inference_svc.engine.speculation.proposer import Proposer, Wish
-from inference_svc.engine.stats import SpeculationStats
+from inference_svc.engine.speculation.proposer import ROOT, Draft, Proposer, Wish
+from inference_svc.engine.speculation.worth import Node, Prices, choose
+from inference_svc.engine.stats import SpeculationStats, Verified
 
 log = structlog.get_logger("engine")
 
@@ -41,12 +44,12 @@ _LEAST_CHANCE = 0.02
 
 @dataclass
 class _Guess:
-    """What was guessed for a sequence, of which ``drafted`` tokens were handed out to be verified."""
+    """What was guessed for a sequence, of which those at the places ``drafted`` were handed out to be verified."""
 
     proposer: Proposer
-    tokens: list[int]
-    signs: list[int]
-    drafted: int = 0
+    draft: Draft
+    width: int  # branches that may be
+    drafted: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -55,30 +58,34 @@ class _Own:
 
     tallies: dict[Proposer, Tally] = field(default_factory=dict)
     gain: float = 1.0  # accepted each time it was asked for, lately
+    branched: float = 1.0  # the same of what other branches than the first had, verified or not
     passes: int = 0
 
 
 class Speculator:
     """Only the engine's thread uses it. Nothing that fails here fails a request: it goes on without guesses."""
 
-    def __init__(self, proposers: abc.Mapping[Speculation, Proposer], costs: Costs, most: int) -> None:
-        """``proposers`` by the mode that asks for each alone; at most ``most`` tokens of a sequence are guessed at
-        once."""
+    def __init__(
+        self, proposers: abc.Mapping[Speculation, Proposer], costs: Costs, most: int, branches: int = 1
+    ) -> None:
+        """``proposers`` by the mode that asks for each alone; at most ``most`` tokens of a sequence are guessed one
+        behind the other, in so many ``branches`` at most."""
         self.stats, self.costs = SpeculationStats(), costs
-        self._proposers, self._most = dict(proposers), most
+        self._proposers, self._most, self._branches = dict(proposers), most, branches
         self._acceptance = {p: Acceptance(p.priors) for p in proposers.values()}
         self._own: dict[Sequence, _Own] = {}
         self._guesses: dict[Sequence, _Guess] = {}
-        self._asking_seconds = 0.0  # for one sequence
+        # For one sequence, by whether other branches are asked for as well.
+        self._asking_seconds = {False: 0.0, True: 0.0}
         self._pause, self._left = _PAUSE, _PAUSE
         self._model_pause, self._model_left = _MODEL_PAUSE, 1
 
-    def prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> dict[Sequence, list[int]]:
-        """Tokens to verify behind those of ``decoding`` sequences, in a pass that has so many ``rows`` without them.
+    def prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> dict[Sequence, Draft]:
+        """What to verify behind those of ``decoding`` sequences, in a pass that has so many ``rows`` without them.
         Answers end by ``longest`` tokens, prompt included."""
         self._guesses.clear()
         self._prepare(decoding, rows, longest)
-        return {s: guess.tokens[: guess.drafted] for s, guess in self._guesses.items() if guess.drafted}
+        return {s: guess.draft.chosen(guess.drafted) for s, guess in self._guesses.items() if guess.drafted}
 
     def passed(self, rows: int, drafted: int, seconds: float) -> None:
         """A pass of decoding sequences alone took so long; ``rows`` of which ``drafted`` were guesses."""
@@ -86,23 +93,31 @@ class Speculator:
         if drafted:
             self.stats.verify_seconds += seconds
 
-    def judge(self, sequence: Sequence, drafted: int, drawn: abc.Sequence[int]) -> None:
-        """``drafted`` of a sequence's guesses were verified, and ``drawn`` became part of its answer."""
+    def forked(self, branches: int, seconds: float) -> None:
+        """So many branches got pages of their own in so long."""
+        if branches:
+            self.costs.learn_branches(branches, seconds)
+
+    def judge(self, sequence: Sequence, verified: Verified, drawn: abc.Sequence[int]) -> None:
+        """``drawn`` became part of a sequence's answer."""
         guess = self._guesses.pop(sequence, None)
         if guess is None:
             return
-        own = self._own.setdefault(sequence, _Own())
-        tally, acceptance, right = self._tally(own, guess.proposer), self._acceptance[guess.proposer], 0
-        for token, sign, true in zip(guess.tokens, guess.signs, drawn, strict=False):
-            acceptance.learn(tally, sign, token == true)
-            if token != true:
-                break
-            right += 1
-        accepted = min(right, drafted)
-        own.gain += accepted * (1 - _FADE)
-        if drafted:
-            self.stats.count(drafted, accepted)
-        guess.proposer.observe(sequence, drafted, accepted)
+        own, draft = self._own.setdefault(sequence, _Own()), guess.draft
+        tally, acceptance = self._tally(own, guess.proposer), self._acceptance[guess.proposer]
+        way = draft.followed(drawn)
+        for at, true in zip([ROOT, *way], drawn, strict=False):
+            for i in draft.children(at):
+                acceptance.learn(tally, draft.signs[i], draft.tokens[i] == true)
+        first = draft.paths()[0]
+        along = next((i for i, (a, b) in enumerate(zip(way, first, strict=False)) if a != b), min(len(way), len(first)))
+        own.gain += verified.accepted * (1 - _FADE)
+        if len(first) < len(draft):
+            own.branched += (len(way) - along) * (1 - _FADE)
+        if verified.drafted:
+            self.stats.count(verified)
+        drafted = sum(at in first for at in guess.drafted[: verified.drafted])
+        guess.proposer.observe(sequence, drafted, min(along, verified.accepted))
 
     def finish(self, sequence: Sequence) -> None:
         """Its answer is complete. ``judge`` and ``forget`` may follow."""
@@ -137,7 +152,8 @@ class Speculator:
         if sequence.speculation is Speculation.OFF:
             return None
         room = min(sequence.max_tokens - sequence.generated, longest - len(sequence.tokens)) - 1
-        return Wish(sequence, min(room, self._most)) if room > 0 else None
+        width = self._branches if sequence.branches is None else min(sequence.branches, self._branches)
+        return Wish(sequence, min(room, self._most), width) if room > 0 else None
 
     def _may_pay(self, sequences: int, rows: int) -> bool:
         """Whether there is a number of guesses that would pay if all were right."""
@@ -153,12 +169,12 @@ class Speculator:
         lookup, model = (self._proposers.get(mode) for mode in (Speculation.NGRAM, Speculation.DRAFT))
         if lookup is not None:
             asked = [w for w in wishes if w.sequence.speculation is not Speculation.DRAFT]
-            asked = [w for w in asked if self._pays(w.sequence, sequences, rows)]
-            began = time.perf_counter()
-            self._take(Speculation.NGRAM, asked)
-            if asked:
-                each = (time.perf_counter() - began) / len(asked)
-                self._asking_seconds += 0.05 * (each - self._asking_seconds)
+            asked = [self._fitted(w, sequences, rows) for w in asked if self._pays(w.sequence, sequences, rows)]
+            known = [w for w in asked if self._own[w.sequence].passes > 1]
+            # The first time all of a prompt is entered, which tells nothing of the others.
+            self._take(Speculation.NGRAM, [w for w in asked if w not in known])
+            for wide in (False, True):
+                self._look_up([w for w in known if (w.width > 1) is wide], wide)
         if model is not None:
             self._ask_model(model, wishes, sequences, rows)
 
@@ -190,20 +206,41 @@ class Speculator:
                 return
             self._model_pause = min(2 * self._model_pause, _MOST_MODEL_PAUSE)
             self._model_left, depth = self._model_pause, 1
-        self._take(Speculation.DRAFT, [Wish(wish.sequence, min(wish.most, depth)) for wish, _ in group])
+        self._take(Speculation.DRAFT, [replace(wish, most=min(wish.most, depth)) for wish, _ in group])
+
+    def _look_up(self, wishes: list[Wish], wide: bool) -> None:
+        """Looks up for those that are known, and notes how long that takes."""
+        if wishes:
+            began = time.perf_counter()
+            self._take(Speculation.NGRAM, wishes)
+            each, before = (time.perf_counter() - began) / len(wishes), self._asking_seconds[wide]
+            self._asking_seconds[wide] = before + 0.05 * (each - before) if before else each
 
     def _pays(self, sequence: Sequence, sequences: int, rows: int) -> bool:
         """Whether looking up is worth its own time, or it is this sequence's turn to find out."""
         own = self._own.setdefault(sequence, _Own())
         own.passes += 1
         saved = own.gain * self.costs.seconds(rows, False) / sequences
-        pays = saved > self._asking_seconds or own.passes % _RARELY == 0
+        asking = min((seconds for seconds in self._asking_seconds.values() if seconds), default=0.0)
+        pays = saved > asking or own.passes % _RARELY == 0
         if pays:
             own.gain *= _FADE
         return pays
 
+    def _fitted(self, wish: Wish, sequences: int, rows: int) -> Wish:
+        """Without other branches, where looking for them takes longer than they save, but for a turn in many."""
+        own = self._own[wish.sequence]
+        saved = own.branched * self.costs.seconds(rows, False) / sequences
+        more = self._asking_seconds[True] - self._asking_seconds[False]
+        if wish.width == 1 or (saved < more and own.passes % _RARELY):
+            return replace(wish, width=1)
+        own.branched *= _FADE
+        return wish
+
     def _take(self, mode: Speculation, wishes: list[Wish]) -> None:
-        proposer = self._proposers[mode]
+        proposer = self._proposers.get(mode)
+        if proposer is None or not wishes:
+            return
         try:
             drafts = proposer.propose(wishes)
         except Exception:
@@ -213,48 +250,46 @@ class Speculator:
             del self._proposers[mode]
             return
         for wish, draft in zip(wishes, drafts, strict=True):
-            tokens, signs = draft.path()
-            if tokens:
-                self._guesses[wish.sequence] = _Guess(proposer, tokens, signs)
+            if draft:
+                self._guesses[wish.sequence] = _Guess(proposer, draft, min(wish.width, len(draft.paths())))
 
     def _first_chance(self, own: _Own, guess: _Guess) -> float:
-        return self._acceptance[guess.proposer].chance(self._tally(own, guess.proposer), guess.signs[0])
+        return self._acceptance[guess.proposer].chance(self._tally(own, guess.proposer), guess.draft.signs[0])
 
     def _choose(self, sequences: int, rows: int) -> None:
         """Hands out those guesses that give the most tokens per second."""
-        worth: list[tuple[float, Sequence]] = []
-        for sequence, guess in self._guesses.items():
-            own = self._own.setdefault(sequence, _Own())
-            tally, acceptance, chance = self._tally(own, guess.proposer), self._acceptance[guess.proposer], 1.0
-            for sign in guess.signs:
-                chance *= acceptance.chance(tally, sign)
-                if chance < _LEAST_CHANCE:
-                    break
-                worth.append((chance, sequence))
-        # What follows a guess is worth less than it: those before a place in this order are whole beginnings.
-        worth.sort(key=lambda item: -item[0])
+        nodes, asked = list[Node](), list(self._guesses.items())
+        for number, (sequence, guess) in enumerate(asked):
+            nodes += self._nodes(number, sequence, guess)
+        if not nodes:
+            return
         plain = sequences / self.costs.seconds(rows, False)
-        best, chosen, expected = plain * _MARGIN, 0, float(sequences)
-        hopeful, hoped = 0.0, 0
-        for count, (chance, _) in enumerate(worth, 1):
-            expected += chance
-            if (rows + count) % ROW_MULTIPLE and count < len(worth):
-                continue  # a row more costs the same
-            rate = expected / self.costs.seconds(rows + count, True)
-            if rate > best:
-                best, chosen = rate, count
-            if rate > hopeful:
-                hopeful, hoped = rate, count
-        if not chosen and hopeful > plain * 0.5:
+        prices = Prices(lambda more: self.costs.seconds(rows + more, True), self.costs.branch_seconds, sequences, rows)
+        choice = choose(nodes, [guess.width for _, guess in asked], prices)
+        chosen = choice.nodes if choice.rate > plain * _MARGIN else ()
+        if chosen:
+            self._pause = self._left = _PAUSE
+        elif choice.rate > plain * 0.5:
             # Perhaps it has become cheaper: one pass in many finds out.
             self._left -= 1
             if not self._left:
                 self._pause = min(2 * self._pause, _MOST_PAUSE)
-                self._left, chosen = self._pause, hoped
-        elif chosen:
-            self._pause = self._left = _PAUSE
-        for _, sequence in worth[:chosen]:
-            self._guesses[sequence].drafted += 1
+                self._left, chosen = self._pause, choice.nodes
+        for node in chosen:
+            asked[node.sequence][1].drafted.append(node.place)
+
+    def _nodes(self, number: int, sequence: Sequence, guess: _Guess) -> list[Node]:
+        """The guesses for a sequence, but for those that are too unlikely."""
+        tally = self._tally(self._own.setdefault(sequence, _Own()), guess.proposer)
+        acceptance, draft = self._acceptance[guess.proposer], guess.draft
+        chances, nodes = {ROOT: 1.0}, list[Node]()
+        for place, (parent, sign) in enumerate(zip(draft.parents, draft.signs, strict=True)):
+            before = chances.get(parent, 0.0)
+            chance = before * acceptance.chance(tally, sign) if before else 0.0
+            if chance >= _LEAST_CHANCE:
+                chances[place] = chance
+                nodes.append(Node(chance, number, place, parent))
+        return nodes
 
     def _tally(self, own: _Own, proposer: Proposer) -> Tally:
         found = own.tallies.get(proposer)

@@ -115,7 +115,7 @@ class Asking:
                     extensions=node.extensions,
                 )
             found = answer.raise_for_status().json()
-            node.busy = int(found["busy"])
+            node.busy = int(found.get("busy", 0))
             return _Held(node, int(found["prompt_tokens"]), int(found["held_tokens"]))
         except (TimeoutError, *BROKEN, ValueError, KeyError, TypeError):
             return _Held(node, 0, 0)

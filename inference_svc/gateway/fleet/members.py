@@ -47,7 +47,7 @@ class Node:
     named: Place | None = None  # the name that it was found by
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     workers: int = 1
-    busy: int = 0  # requests that the node has, whoever sent them, when it last said so
+    busy: int = 0  # requests that the node has, whoever sent them, when it last said so; operators alone are told
     in_flight: int = 0  # those that this gateway has sent
     why: str = "it has not answered yet"
     _silences: int = 0
@@ -109,7 +109,7 @@ class Node:
         try:
             found = answer.raise_for_status().json()
             models = {model["id"]: model for model in found["models"]}
-            workers, busy = int(found["workers"]), int(found["busy"])
+            workers, busy = int(found["workers"]), int(found.get("busy", 0))
         except httpx.HTTPStatusError:
             hint = "; give its key as KVSIDECAR_GATEWAY_NODE_KEY" if answer.status_code == 401 else ""
             self.down(f"it answers {answer.status_code}{hint}")

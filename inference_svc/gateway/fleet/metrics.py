@@ -27,5 +27,7 @@ class FleetMetrics(Counted):
         )
 
     def watch(self, members: Members) -> None:
+        known = Gauge("kvsidecar_gateway_nodes", "Nodes that are named", registry=self.registry)
+        known.set_function(lambda: len(members.all))
         up = Gauge("kvsidecar_gateway_nodes_up", "Nodes that serve", registry=self.registry)
         up.set_function(lambda: len(members.alive))

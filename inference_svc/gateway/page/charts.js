@@ -77,12 +77,12 @@ export function treemap(items, label) {
   const made = el("div", { class: "map", role: "img", "aria-label": label });
   if (!items.length) made.append(el("div", { class: "none", text: "Nothing is stored here yet." }));
   for (const { item, x, y, width, height } of squarified(items, 100, 48)) {
-    const cell = el("div", { title: `${item.tenant} ${item.name}: ${size(item.value)}` });
+    const cell = el("div", { title: `${item.name}, ${item.tenant}: ${size(item.value)}` });
     Object.assign(cell.style, {
       left: `${x}%`, top: `${(y / 48) * 100}%`, width: `${width}%`, height: `${(height / 48) * 100}%`,
       background: colour(item.tenant),
     });
-    if (width > 22 && height > 14) cell.append(el("b", { text: item.tenant }), size(item.value));
+    if (width > 22 && height > 14) cell.append(el("b", { text: item.name }), size(item.value));
     made.append(cell);
   }
   return made;

@@ -5,6 +5,8 @@ import { colour, shares, sparkline, treemap } from "./charts.js";
 import { byId, count, duration, el, percent, size, some } from "./dom.js";
 
 const EVERY_MS = 2000, STEPS = 120, LISTED = 6;
+// Whoever the node has no name for: of salts it knows a hash alone.
+const NAMELESS = "another salt or model";
 const SAID = { ready: "ready", busy: "busy", down: "went away, being started again", starting: "loading the model" };
 
 export class NodePanel extends EventTarget {
@@ -67,7 +69,7 @@ export class NodePanel extends EventTarget {
 
   _drawMap(cache, operator) {
     const field = `${this._tier}_bytes`;
-    const items = cache.tenants.map((t) => ({ ...t, value: t[field] })).filter((t) => t.value > 0).sort((a, b) => b.value - a.value);
+    const items = cache.tenants.map((t) => ({ ...t, name: t.name || NAMELESS, value: t[field] })).filter((t) => t.value > 0).sort((a, b) => b.value - a.value);
     const choice = el("span", { class: "choice", role: "group", "aria-label": "Tier" });
     for (const tier of ["arena", "disk"]) {
       choice.append(el("button", {
@@ -79,14 +81,15 @@ export class NodePanel extends EventTarget {
       }));
     }
     const where = this._tier === "arena" ? "in the arena" : "on disk";
-    const made = section(operator ? "Whose it is" : "Yours", choice, treemap(items, `Bytes ${where} by tenant: ${items.map((t) => `${t.tenant} ${size(t.value)}`).join(", ") || "none"}.`));
+    const made = section(operator ? "Whose it is" : "Yours", choice, treemap(items, `Bytes ${where} by tenant: ${items.map((t) => `${t.name} (${t.tenant}) ${size(t.value)}`).join(", ") || "none"}.`));
     const list = el("ul", { class: "owners" });
     for (const item of items.slice(0, LISTED)) {
       const dot = el("span", { class: "dot" });
       dot.style.background = colour(item.tenant);
-      list.append(el("li", {}, dot, el("code", { text: item.tenant }), el("span", { text: item.name }), el("span", { text: `${some(item.tokens, "token")} · ${size(item.value)}` })));
+      list.append(el("li", {}, dot, el("span", { text: item.name }), el("code", { text: item.tenant }), el("span", { text: `${some(item.tokens, "token")} · ${size(item.value)}` })));
     }
     made.append(list);
+    if (items.some((item) => item.name === NAMELESS)) made.append(el("p", { class: "note", text: "Of other salts and models only a hash is known, which begins so." }));
     const more = items.length - LISTED;
     if (more > 0) made.append(el("p", { class: "note", text: `And ${some(more, "tenant")} more.` }));
     if (!cache.complete) made.append(el("p", { class: "note", text: "Of the first 20,000 chunks." }));

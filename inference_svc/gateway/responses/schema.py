@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from pydantic import BaseModel, ConfigDict, Field
 
-from inference_svc.gateway.schema import ChatRequest
+from inference_svc.gateway.messages import TextAlone
+from inference_svc.gateway.schema import CacheTtl, ChatRequest
 from inference_svc.gateway.structured import JsonSchema
 
 
@@ -104,7 +105,7 @@ class ResponsesRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     model: str = ""
-    input: str | list[Item]
+    input: Annotated[str | list[Item], TextAlone]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -124,6 +125,7 @@ class ResponsesRequest(BaseModel):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     cache_salt: str = ""
+    cache_ttl_seconds: CacheTtl = None
     explain: bool = False
     """Say which parts of the prompt had been read before."""
 
@@ -167,6 +169,7 @@ class ResponsesRequest(BaseModel):
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "response_format": self._format(),
                 "cache_salt": self.cache_salt,
+                "cache_ttl_seconds": self.cache_ttl_seconds,
                 "explain": self.explain,
             }
         )

@@ -1,15 +1,12 @@
 """Writes a GGUF file out as a folder of safetensors, once; later starts find it by the file's checksum.
 
-Weights are written in the type that they will be computed in. At most a piece of a weight is in memory at a time, so
-the safetensors file (https://github.com/huggingface/safetensors#format) is written here, header first.
+Weights are written in the type that they will be computed in. At most a piece of a weight is in memory at a time.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +15,7 @@ from typing import Any
 import structlog
 import torch
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
-from kvsidecar.models.library import SOURCE, Known, Library
+from kvsidecar.models.library import SOURCE, Known, Library, check_room
 from kvsidecar.sizes import format_size
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -26,13 +23,12 @@ from inference_svc.model.gguf.file import GgufFile, read
 from inference_svc.model.gguf.geometry import config_of
 from inference_svc.model.gguf.weights import Weight, weights_of
 from inference_svc.model.progress import Progress, shown
+from inference_svc.model.safetensors_file import Spec, Writer
 
 log = structlog.get_logger("model")
 
 # Raise it when what is written changes: older folders are written again.
 _VERSION = 1
-_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_SPARE_BYTES = 256 << 20
 # Tokens that end a turn, where a chat template writes them; files name only one in their metadata.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
 # What a model's makers may recommend; generation_config.json's names are ours.
@@ -98,12 +94,7 @@ def _write(source: Source, folder: Path, dtype: torch.dtype, progress: Progress)
     config = config_of(file)
     weights = weights_of(file, config)
     size = sum(w.elements for w in weights) * dtype.itemsize
-    free = shutil.disk_usage(folder).free
-    if free < size + _SPARE_BYTES:
-        raise ConfigurationError(
-            f"writing {source.path.name} out takes {format_size(size)}, and {folder.parent} has {format_size(free)} "
-            "left; XDG_DATA_HOME names another place"
-        )
+    check_room(f"writing {source.path.name} out", size, folder.parent, "; XDG_DATA_HOME names another place")
     log.info("writing the model out for later starts", file=source.path.name, size=format_size(size))
     tokenizer = _tokenizer(file)
     tokenizer.save_pretrained(folder)
@@ -117,25 +108,13 @@ def _write(source: Source, folder: Path, dtype: torch.dtype, progress: Progress)
 
 
 def _write_weights(file: GgufFile, weights: list[Weight], target: Path, dtype: torch.dtype, progress: Progress) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for weight in weights:
-        end = at + weight.elements * dtype.itemsize
-        header[weight.name] = {"dtype": _DTYPES[dtype], "shape": list(weight.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    done, total = 0, at // dtype.itemsize
-    with target.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
+    done, total = 0, sum(weight.elements for weight in weights)
+    with Writer(target, [Spec(weight.name, dtype, tuple(weight.shape)) for weight in weights]) as out:
         for weight in weights:
-            written = 0
             for piece in weight.pieces(file, dtype):
-                out.write(piece.view(torch.uint8).numpy().data)
-                written += piece.numel()
-                progress(done + written, total)
-            assert written == weight.elements, f"{weight.name} has {written} elements of {weight.elements}"
-            done += written
+                out.write(weight.name, piece)
+                done += piece.numel()
+                progress(done, total)
 
 
 def _tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:

@@ -78,12 +78,6 @@ class GgufFile:
         return mapped.reshape(rows, -1)
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a file begins like one."""
-    with path.open("rb") as data:
-        return data.read(4) == MAGIC
-
-
 def read(path: Path) -> GgufFile:
     """Reads a file's header. Raises ModelUnsupported for what is no GGUF file, is damaged, is one part of several, or
     holds a quantization that cannot be unpacked, by its name."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +10,14 @@ from typing import Any, get_args
 
 import structlog
 import torch
-from kvkernels.cpu import dense
-from kvsidecar.errors import ConfigurationError, ModelUnsupported
-from kvsidecar.models.library import SOURCE
+from kvsidecar.errors import ModelUnsupported
+from kvsidecar.models.library import SOURCE, check_room
 from kvsidecar.sizes import format_size
 from torch import Tensor, nn
 
 from inference_svc.engine import fused
 from inference_svc.freed_memory import give_back_freed_memory
-from inference_svc.model.dense_linear import narrow
-from inference_svc.model.packed_linear import pack_linears
-from inference_svc.model.plain_linear import PlainLinear
+from inference_svc.model.dense_linear import fit_linears
 from inference_svc.model.progress import shown
 from inference_svc.model.quantized_linear import quantize_linears
 from inference_svc.model.skeleton import skeleton
@@ -33,9 +29,6 @@ from inference_svc.model.streaming.weights import Pointable, bytes_of, form_of
 
 log = structlog.get_logger("model")
 
-_SPARE_BYTES = 256 << 20
-# Scales and zeros of a quantized weight, in bytes per weight.
-_PARAMETER_BYTES = 4 / 64
 # A layer's products that are not its attention's, by their names in a fused layer and in the models' own.
 _FEED_FORWARD = ("gate_up", "down", "mlp.")
 _NORM, _LAYER = "model.norm.", "model.layers.{}."
@@ -61,58 +54,26 @@ class Recipe:
     def skeleton(self) -> tuple[Any, Any]:
         return skeleton(self.config, self.dtype, self.attention)
 
-    def kept(self) -> torch.dtype:
-        """In which linear weights are that are not quantized."""
-        if self.dtype == torch.float32 and dense.kernel() is not None:
-            return self.materials().kept(f"{EMBEDDING}weight")
-        return self.dtype
+    @property
+    def packs(self) -> bool:
+        """Whether oneDNN packs weights that are not quantized."""
+        return self.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     @property
     def tied(self) -> bool:
         return bool(self.config.tie_word_embeddings)
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Bytes of a model, estimated from its shape."""
-
-    dense: int  # every weight in its dtype
-    kept: int  # as they are kept in memory, and as they are written out
-    layer: int  # one layer of these
-    head: int
-
-
-def expected(model: Any, recipe: Recipe, width: int) -> Expected:
-    """The sizes of a recipe's model, which is on the meta device, with linear weights at ``width`` bits."""
-    dtype, tied, wide = recipe.dtype, recipe.tied, recipe.kept()
-    each = wide.itemsize if width == 16 else width / 8 + _PARAMETER_BYTES
-    layers = sum(p.numel() for p in model.model.layers.parameters())
-    embedding = model.model.embed_tokens.weight.numel()
-    # A head that is packed, quantized or dense has another layout than the embedding that it may be tied to.
-    head = embedding * (each if width == 16 else 1 + _PARAMETER_BYTES)
-    shared = tied and width == 16 and dtype == torch.float32 and dense.kernel() is None
-    whole = (layers + embedding * (1 if tied else 2)) * dtype.itemsize
-    kept = int(layers * each + embedding * dtype.itemsize + (0 if shared else head))
-    return Expected(whole, kept, int(layers * each) // max(1, len(model.model.layers)), int(head))
-
-
-def build(folder: Path, recipe: Recipe) -> None:
-    """Fills an empty folder. Of the model there is never more than one layer in memory, or its head where oneDNN packs
-    it. Raises ModelUnsupported, and ConfigurationError where the disk is too small."""
-    packs = recipe.dtype == torch.bfloat16 and recipe.bits == 16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if packs and not opaque.available():
+def build(folder: Path, recipe: Recipe, size: int) -> None:
+    """Fills an empty folder with some ``size`` bytes. Of the model there is never more than one layer in memory, or its
+    head where oneDNN packs it. Raises ModelUnsupported, and ConfigurationError where the disk is too small."""
+    if recipe.packs and recipe.bits == 16 and not opaque.available():
         raise ModelUnsupported(
             f"torch {torch.__version__} makes no packed weights over memory of ours, which streaming bfloat16 needs; "
             "--weights 8, --weights 4 and --dtype float32 do without them"
         )
     model, _ = recipe.skeleton()
-    size = expected(model, recipe, recipe.bits).kept
-    free = shutil.disk_usage(folder).free
-    if free < size + _SPARE_BYTES:
-        raise ConfigurationError(
-            f"writing the layers of {recipe.name} out takes {format_size(size)}, and {folder.parent} has "
-            f"{format_size(free)} left; XDG_DATA_HOME names another place"
-        )
+    check_room(f"writing the layers of {recipe.name} out", size, folder.parent, "; XDG_DATA_HOME names another place")
     log.info("writing layers out for streaming, once", model=recipe.name, size=format_size(size))
     about = {"path": recipe.source, "size": size}
     (folder / SOURCE).write_text(json.dumps(about) + "\n", encoding="utf-8")
@@ -179,8 +140,7 @@ class _Build:
 
     def _own(self, layer: nn.Module) -> tuple[dict[str, Pointable], dict[str, Tensor]]:
         """The linear layers of a layer that computes by its own module, and its other parameters."""
-        pack_linears(layer)
-        _settle(layer)
+        fit_linears(layer)
         products = {name: m for name, m in layer.named_modules() if isinstance(m, get_args(Pointable))}
         vectors = {name: parameter.detach() for name, parameter in layer.named_parameters()}
         large = next((name for name, vector in vectors.items() if vector.dim() > 1), None)
@@ -193,12 +153,3 @@ class _Build:
 
     def _vectors(self, module: nn.Module, start: str) -> None:
         self._out.vectors |= {f"{start}{name}": p.detach().clone() for name, p in module.named_parameters()}
-
-
-def _settle(module: nn.Module) -> None:
-    """Makes the linear layers that are neither packed nor quantized such as can be pointed."""
-    narrow(module)
-    for parent in list(module.modules()):
-        for name, child in parent.named_children():
-            if type(child) is nn.Linear:
-                setattr(parent, name, PlainLinear(child.weight, child.bias))

@@ -19,10 +19,11 @@ class StoredRows(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         numbers, places = torch.unique(ids, return_inverse=True)
-        row_bytes = self._stored.form.inputs * self._dtype.itemsize
+        kept = getattr(torch, self._stored.form.dtype)  # as narrow as its numbers are
+        row_bytes = self._stored.form.inputs * kept.itemsize
         try:
             rows = self._file.rows(self._stored, numbers.tolist(), row_bytes)
         except OSError as error:
             raise WeightsUnreadable(f"the embedding could not be read from its file: {error}") from error
-        found = torch.from_numpy(rows).view(self._dtype)[places]
+        found = torch.from_numpy(rows).view(kept)[places].to(self._dtype)
         return found if self._scale is None else found * torch.tensor(self._scale).to(self._dtype)

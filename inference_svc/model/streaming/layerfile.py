@@ -31,10 +31,12 @@ from inference_svc.model.streaming.weights import Form
 
 WEIGHTS, VECTORS, INDEX = "weights.bin", "vectors.safetensors", "index.json"
 # Raise it when a folder's contents change: older ones are not found then.
-VERSION = 2
+VERSION = 4
 ALIGNMENT = 4096
 # Read at a time: between two reads a reader sees whether it is still wanted.
 STRIDE = 8 << 20
+# Less is not worth a lane of its own.
+_LEAST_STRIDE = 256 << 10
 # Reads under way at one time, past the page cache: the kernel has no others to keep the disk busy with.
 _LANES = 4
 # Checked at a time.
@@ -165,12 +167,20 @@ class LayerFile:
     def read(self, memory: memoryview, at: int, go_on: Callable[[], bool] = lambda: True) -> int:
         """Fills ``memory``, which begins at a page and is whole pages long, with what lies from ``at`` on, as long as
         ``go_on``. Returns the bytes read. Raises OSError; nobody writes to ``memory`` any more then, either."""
-        parts = [(memory[done : done + STRIDE], at + done) for done in range(0, len(memory), STRIDE)]
+        stride = self._stride(len(memory))
+        parts = [(memory[done : done + stride], at + done) for done in range(0, len(memory), stride)]
         if len(parts) == 1 or not self.direct:
             return sum(self._read(part, place, go_on) for part, place in parts)
         reads = [self._lanes.submit(self._read, part, place, go_on) for part, place in parts]
         wait(reads)
         return sum(read.result() for read in reads)
+
+    def _stride(self, size: int) -> int:
+        """How much is read at a time, so that all lanes have as much to do and are done together."""
+        if not self.direct:
+            return STRIDE
+        rounds = -(-size // (_LANES * STRIDE))
+        return max(_LEAST_STRIDE, padded(-(-size // (rounds * _LANES))))
 
     def _read(self, memory: memoryview, at: int, go_on: Callable[[], bool]) -> int:
         done = 0

@@ -21,10 +21,12 @@ from kvsidecar.sizes import format_size
 from torch import Tensor
 
 from inference_svc.engine import fused
+from inference_svc.engine.layer import Layer
 from inference_svc.model.progress import shown
 from inference_svc.model.streaming import opaque
-from inference_svc.model.streaming.building import Recipe, build, expected, is_feed_forward
+from inference_svc.model.streaming.building import Recipe, build, is_feed_forward
 from inference_svc.model.streaming.embedding import StoredRows
+from inference_svc.model.streaming.estimating import expected
 from inference_svc.model.streaming.layerfile import CHECKED, VERSION, Index, LayerFile, LayerFileDamaged, Stored, padded
 from inference_svc.model.streaming.materials import put
 from inference_svc.model.streaming.pages import aligned
@@ -32,6 +34,7 @@ from inference_svc.model.streaming.plan import Asked, Residency, Sizes, decide, 
 from inference_svc.model.streaming.source import RESIDENT, LayerSource, StreamedLayers, Targets
 from inference_svc.model.streaming.staging import Staging, StagingStats
 from inference_svc.model.streaming.weights import Pointable, shell, view
+from inference_svc.model.windows import windows_of
 
 log = structlog.get_logger("model")
 
@@ -43,7 +46,8 @@ class Streamed:
     """How a model's layers come to a forward."""
 
     source: LayerSource
-    fused: list[fused.Layer]  # empty where the model's own layers compute
+    fused: list[Layer]  # empty where the model's own layers compute
+    windows: tuple[int | None, ...]  # of the layers, which the model itself may no longer have
     residency: Residency
     file: LayerFile
     staging: Staging | None  # None where everything is resident
@@ -68,7 +72,7 @@ def load_streamed(recipe: Recipe, identity: bytes, asked: Asked, models: Library
     for last in (False, True):
         with models.building(target) as folder:
             if folder is not None:
-                build(folder, recipe)
+                build(folder, recipe, expected(recipe).kept)
         found = _inode(target)
         try:
             file = LayerFile(target)
@@ -80,6 +84,17 @@ def load_streamed(recipe: Recipe, identity: bytes, asked: Asked, models: Library
             log.warning("the file of layers is damaged, it is written again", reason=str(error))
             models.discard(target, found)
     raise AssertionError("unreachable")
+
+
+def sizes_of(file: LayerFile) -> Sizes:
+    """What a file's weights take in memory."""
+    layers = []
+    for layer in file.index.layers:
+        parts = [0, 0]
+        for name, stored in layer.items():
+            parts[is_feed_forward(name)] += padded(stored.form.size_bytes)
+        layers.append((parts[0], parts[1]))
+    return Sizes(layers, padded(file.index.head.form.size_bytes) + sum(v.nbytes for v in file.vectors.values()))
 
 
 def _inode(folder: Path) -> int:
@@ -115,22 +130,21 @@ def is_needed(recipe: Recipe, width: int, asked: Asked) -> bool:
     """Whether loading the model into memory, its weights at ``width`` bits, would take more than there is. Where
     streaming would not help, a model whose weights fit is loaded: the pool's pages are taken as they are used. Raises
     ConfigurationError when they do not either, before anything is written."""
-    model, _ = recipe.skeleton()
-    sizes = expected(model, recipe, width)
+    found = expected(recipe)
     # Weights that are quantized here are all there first.
-    most = max(sizes.kept, sizes.dense if recipe.bits == width else 0)
+    most = max(found.kept, found.dense if recipe.bits == width else 0)
     free = free_bytes(asked.memory_bytes)
     if most + reserved(asked) <= free:
         return False
     try:
-        decide(Sizes([(0, sizes.layer)] * len(model.model.layers), sizes.head), free, asked)
+        decide(found.sizes, free, asked)
     except ConfigurationError:
         if most + reserved(replace(asked, pool_bytes=0)) > free:
             raise
         log.warning(
             "memory is short: weights fit, but not with a full pool; a smaller pool_bytes is safer",
             free=format_size(free),
-            weights=format_size(sizes.kept),
+            weights=format_size(found.kept),
             pool=format_size(asked.pool_bytes),
         )
         return False
@@ -169,17 +183,7 @@ class _Assembly:
 
     def __init__(self, recipe: Recipe, file: LayerFile, asked: Asked) -> None:
         self._recipe, self._file, self._asked = recipe, file, asked
-        index = file.index
-        layers = [
-            (
-                sum(padded(s.form.size_bytes) for name, s in layer.items() if not is_feed_forward(name)),
-                sum(padded(s.form.size_bytes) for name, s in layer.items() if is_feed_forward(name)),
-            )
-            for layer in index.layers
-        ]
-        vectors = sum(v.nbytes for v in file.vectors.values())
-        sizes = Sizes(layers, padded(index.head.form.size_bytes) + vectors)
-        self.residency = decide(sizes, free_bytes(asked.memory_bytes), asked)
+        self.residency = decide(sizes_of(file), free_bytes(asked.memory_bytes), asked)
 
     def model(self) -> tuple[Any, Streamed]:
         """Raises LayerFileDamaged."""
@@ -187,8 +191,9 @@ class _Assembly:
         model, rotary = recipe.skeleton()
         inner = model.model
         inner.rotary_emb = rotary
+        windows = windows_of(model)
         products = [self._shells(i, layer) for i, layer in enumerate(index.layers)]
-        made: list[fused.Layer] = []
+        made: list[Layer] = []
         for i, layer in enumerate(inner.layers):
             vectors = self._vectors(f"layers.{i}.")
             if index.fused:
@@ -216,7 +221,7 @@ class _Assembly:
         staging, source = self._staging(pieces)
         self._say(staging)
         first = torch.nn.ModuleList([*products[0].values(), head])
-        return model, Streamed(source, made, self.residency, self._file, staging, first)
+        return model, Streamed(source, made, windows, self.residency, self._file, staging, first)
 
     def _shells(self, i: int, layer: Mapping[str, Stored]) -> dict[str, Pointable]:
         biases = self._file.vectors

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from kvkernels.cpu import dense
 from kvkernels.cuda.awq import reference_weight
 from kvsidecar.errors import ModelUnsupported
 from torch import Tensor, nn
@@ -26,13 +27,20 @@ class Materials(Protocol):
         """The weight ``name [rows, width]``, some rows at a time, in multiples of 16. Raises ModelUnsupported."""
         ...
 
-    def kept(self, name: str) -> torch.dtype:
-        """A type that holds every number of a weight exactly."""
+    def kept(self, name: str, shape: torch.Size, all_rows: bool = False) -> str:
+        """How the weight ``name [rows, width]`` is kept in the fewest bytes (``kvkernels.cpu.dense.KEPT``), by some of
+        its rows or by all. Raises ModelUnsupported."""
+        ...
+
+    def group(self, linear: str) -> int:
+        """Inputs that share a scale, of a linear layer that stays at 4 bits; 0 for others."""
         ...
 
 
 # What of a weight is in memory at a time, where it comes by rows: those that are quantized at a time, or more.
 _ROWS, _ROWS_BYTES = 2048, 32 << 20
+# Rows by which it is told how a weight will be kept.
+_LOOKED_AT = 8
 
 
 def _pieces(shape: torch.Size, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
@@ -57,7 +65,7 @@ class Checkpoint:
     def fill(self, module: nn.Module, prefix: str) -> None:
         for name in [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]:
             full = f"{prefix}{name}" if name else prefix.removesuffix(".")
-            if f"{full}.qweight" in self._where:
+            if awq.is_packed(self._where, full):
                 self._fill_quantized(module, name, full)
         for name, parameter in list(module.named_parameters()):
             if parameter.is_meta:
@@ -68,9 +76,22 @@ class Checkpoint:
         for first, end in _pieces(shape, self._dtype):
             yield awq.rows_in(self._where, name, first, end).to(self._dtype)
 
-    def kept(self, name: str) -> torch.dtype:
-        found = awq.dtype_in(self._where, name) if name in self._where else self._dtype
-        return found if found in (torch.bfloat16, torch.float16) else self._dtype
+    def kept(self, name: str, shape: torch.Size, all_rows: bool = False) -> str:
+        if awq.is_packed(self._where, name.removesuffix(".weight")):
+            return "float32"  # it is written out
+        self._check(name, shape)
+        if awq.dtype_in(self._where, name) in (torch.bfloat16, torch.float16):
+            return str(awq.dtype_in(self._where, name)).removeprefix("torch.")
+        if all_rows:
+            return dense.kept_of(lambda: self.rows(name, shape))
+        some = [awq.rows_in(self._where, name, i, i + 1) for i in range(0, shape[0], -(-shape[0] // _LOOKED_AT))]
+        # Of most weights the first row says that they have no codes.
+        return dense.kept_of(lambda: [part.to(self._dtype) for part in (some[0], torch.cat(some))])
+
+    def group(self, linear: str) -> int:
+        if self._keep is None or not awq.is_packed(self._where, linear):
+            return 0
+        return awq.group_in(self._where, linear)
 
     def _tensor(self, name: str, shape: torch.Size) -> Tensor:
         self._check(name, shape)
@@ -111,8 +132,11 @@ class Drawn:
             draw(name, tensor, self._generator)
             yield tensor
 
-    def kept(self, name: str) -> torch.dtype:
-        return torch.bfloat16
+    def kept(self, name: str, shape: torch.Size, all_rows: bool = False) -> str:
+        return "bfloat16"
+
+    def group(self, linear: str) -> int:
+        return 0
 
 
 def draw(name: str, tensor: Tensor, generator: torch.Generator) -> None:

@@ -27,14 +27,17 @@ class Vocabulary:
         kept = kept_at(HEAD.removesuffix("."), self._head.in_features, self._head.out_features, bits)
         self._kept = kept
         self._packs = kept is None and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        self._dense = kept is None and dtype == torch.float32 and dense.kernel() is not None
+        self._dense = kept is None and dense.serves(dtype)
+        self._narrow = dense.serves(dtype)
 
     def embedding(self, tied: bool) -> tuple[Stored, Stored | None]:
         """Writes the embedding, and the head if they are ``tied``."""
         name = f"{EMBEDDING}weight"
-        plain, head = self._plain_region(), self._head_region(name) if tied and (self._kept or self._dense) else None
+        kept = self._kept_as(name, self._embedding)
+        plain = self._plain_region(kept)
+        head = self._head_region(kept) if tied and (self._kept or self._dense) else None
         for rows in self._materials.rows(name, self._embedding):
-            plain.add(_bytes(rows))
+            plain.add(_bytes(rows.to(dense.number(kept))))
             if head is not None:
                 head.add(self._made(rows, head.form))
         embedding = plain.done()
@@ -54,7 +57,8 @@ class Vocabulary:
         rows = self._materials.rows(name, self._head.weight.shape)
         if self._packs:
             return self._packed(torch.cat(list(rows)))
-        region = self._head_region(name)
+        kept = "" if self._kept is not None else self._kept_as(name, self._head.weight.shape)
+        region = self._head_region(kept)
         for some in rows:
             region.add(self._made(some, region.form))
         return region.done()
@@ -66,27 +70,33 @@ class Vocabulary:
             self._materials.fill(holder, HEAD)
             self._out.vectors[f"{HEAD}bias"] = holder.get_parameter("bias").detach().clone()
 
-    def _plain_region(self) -> Region:
-        outputs, inputs = self._embedding
-        size, dtype = outputs * inputs * self._dtype.itemsize, str(self._dtype).removeprefix("torch.")
-        return self._out.region(Form("plain", outputs, inputs, size, dtype))
+    def _kept_as(self, name: str, shape: torch.Size) -> str:
+        """How a weight is kept (``kvkernels.cpu.dense.KEPT``): exactly, for each of its rows is written so."""
+        if not self._narrow:
+            return str(self._dtype).removeprefix("torch.")
+        return self._materials.kept(name, shape, all_rows=True)
 
-    def _head_region(self, name: str) -> Region:
+    def _plain_region(self, kept: str) -> Region:
+        (outputs, inputs), dtype = self._embedding, dense.number(kept)
+        size = outputs * inputs * dtype.itemsize
+        return self._out.region(Form("plain", outputs, inputs, size, str(dtype).removeprefix("torch.")))
+
+    def _head_region(self, kept: str) -> Region:
         outputs, inputs = self._embedding
         if self._kept is not None:
             bits, group = self._kept
             size = quantized.size_bytes(inputs, outputs, bits, group)
             return self._out.region(Form("quantized", outputs, inputs, size, bits=bits, group=group))
         if self._dense:
-            return self._out.region(dense_form(outputs, inputs, self._materials.kept(name)))
-        return self._plain_region()
+            return self._out.region(dense_form(outputs, inputs, kept))
+        return self._plain_region(kept)
 
     def _made(self, rows: Tensor, form: Form) -> Tensor:
         """The bytes of some rows of the head."""
         if form.kind == "quantized":
             return quantized.quantize(rows, form.bits, form.group).data.view(-1)
         if form.kind == "dense":
-            return _bytes(dense.pack(rows, getattr(torch, form.dtype)).data)
+            return _bytes(dense.pack(rows, form.dtype).data)
         return _bytes(rows)
 
     def _packed(self, weight: Tensor) -> Stored:

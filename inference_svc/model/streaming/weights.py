@@ -49,17 +49,16 @@ def form_of(module: nn.Module) -> Form:
         w = module.quantized
         return Form("quantized", w.outputs, w.inputs, w.data.nbytes, bits=w.bits, group=w.group)
     if isinstance(module, DenseLinear):
-        return dense_form(module.out_features, module.in_features, module.dense.data.dtype)
+        return dense_form(module.out_features, module.in_features, module.dense.kept)
     if isinstance(module, PlainLinear):
         outputs, inputs = module.weight.shape
         return Form("plain", outputs, inputs, module.weight.nbytes, str(module.weight.dtype).removeprefix("torch."))
     raise TypeError(f"{type(module).__name__} has no weight that could be streamed")
 
 
-def dense_form(outputs: int, inputs: int, kept: torch.dtype) -> Form:
-    """The form of a dense weight that is kept in so wide a type."""
-    size = dense.size_bytes(inputs, outputs, kept)
-    return Form("dense", outputs, inputs, size, str(kept).removeprefix("torch."))
+def dense_form(outputs: int, inputs: int, kept: str) -> Form:
+    """The form of a dense weight that is kept so."""
+    return Form("dense", outputs, inputs, dense.size_bytes(inputs, outputs, kept), kept)
 
 
 def bytes_of(module: nn.Module) -> Tensor:
@@ -82,7 +81,7 @@ def view(form: Form, memory: Tensor) -> View:
     if form.kind == "quantized":
         return Quantized(memory.view(form.outputs // OUTPUTS, -1), form.inputs, form.group, form.bits)
     if form.kind == "dense":
-        return dense.Dense(memory.view(_DTYPES[form.dtype]).view(-1, form.inputs, dense.OUTPUTS), form.outputs)
+        return dense.of_bytes(memory, form.inputs, form.outputs, form.dtype)
     return memory.view(_DTYPES[form.dtype]).view(form.outputs, form.inputs)
 
 

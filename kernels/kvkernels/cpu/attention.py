@@ -13,15 +13,16 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvkernels.cpu.library import Kernel, Library, found
+from kvkernels.cpu.library import Call, Kernel, Library, found
 
-__all__ = ["PAGE", "Attention", "Rows", "about", "pages_for", "serves"]
+__all__ = ["PAGE", "Attention", "Rows", "Standing", "about", "pages_for", "serves"]
 
 # Tokens of a page, keys of a block, keys whose sums are kept apart.
 PAGE, KEYS, PIECE = 32, 64, 512
@@ -35,27 +36,38 @@ _NO_WINDOW = 1 << 40
 _LOG2E = math.log2(math.e)
 
 
-class _Job(ctypes.Structure):
-    """``Job`` in attention.cpp."""
+class _Batch(ctypes.Structure):
+    """``AttentionBatch`` in jobs.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("taken", "joined", "units")),
+        ("units", ctypes.c_int64),
         *(
             (name, ctypes.c_void_p)
-            for name in ("query", "keys", "values", "out", "positions", "pages", "unit", "scratch", "partial", "ended")
+            for name in ("query", "out", "positions", "pages", "unit", "scratch", "partial", "ended", "looks")
         ),
-        ("looks", ctypes.c_void_p),
         *(
             (name, ctypes.c_int64)
-            for name in ("look_size", "kv_heads", "per_kv", "dim", "head_size", "window", "of_bf16", "capped")
+            for name in ("look_size", "kv_heads", "per_kv", "dim", "head_size", "of_bf16", "capped")
         ),
-        ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
+    )
+
+
+class _Job(ctypes.Structure):
+    """``AttentionJob`` in jobs.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("taken", "joined")),
+        *((name, ctypes.c_void_p) for name in ("batch", "keys", "values")),
+        ("window", ctypes.c_int64),
+        ("scale", ctypes.c_float),
     )
 
 
 @cache
 def _kernel(library: Library) -> Kernel:
+    if library.number("attention_batch_bytes") != ctypes.sizeof(_Batch):
+        raise RuntimeError(f"{library.name}'s batch of attention is not the one of this version: build it anew")
     return library.kernel("attention", _Job)
 
 
@@ -100,26 +112,23 @@ class Attention:
         per_kv, library = heads // kv_heads, found().library
         if library is None or not serves(keys.dtype, dim) or per_kv > _TILE:
             raise ValueError(f"no attention over {keys.dtype} heads of {dim} on this CPU, {per_kv} to a key head")
-        self._kernel, self._threads = _kernel(library), torch.get_num_threads()
-        self._keys, self._values = keys.data_ptr(), values.data_ptr()
-        self._layer_bytes = keys.stride(0) * keys.element_size()
+        self._layers, self._threads = Layers(keys, values, cap), torch.get_num_threads()
         pages = np.concatenate([s.pages for s in sequences])
         work = _Work.of(positions, sequences, kv_heads, per_kv, self._threads, observed)
         scratch = _scratch(library.number("attention_scratch", dim) * self._threads)
         partial = np.empty(work.partial_rows * heads * library.number("attention_state", dim), np.float32)
-        self._ended = np.zeros((work.split_tiles, kv_heads), np.int64)
+        ended = np.zeros((work.split_tiles, kv_heads), np.int64)
         keys_read = max(len(s.pages) for s in sequences) * PAGE
         self._looks = np.empty((work.tiles, heads, keys_read), np.float32) if observed else None
-        self._held = keys, values, positions, pages, work, scratch, partial
-        self._cap = cap
-        self._job = _Job(
+        self._held: tuple[Any, ...] = positions, pages, work, scratch, partial, ended
+        self._batch = _Batch(
             units=len(work.units),
             positions=positions.ctypes.data,
             pages=pages.ctypes.data,
             unit=work.units.ctypes.data,
             scratch=-(-scratch.ctypes.data // _ALIGN) * _ALIGN,
             partial=partial.ctypes.data,
-            ended=self._ended.ctypes.data,
+            ended=ended.ctypes.data,
             looks=None if self._looks is None else self._looks.ctypes.data,
             look_size=keys_read,
             kv_heads=kv_heads,
@@ -133,21 +142,15 @@ class Attention:
 
     def bind(self, query: Tensor, out: Tensor) -> None:
         """Sets where queries are read and results written, contiguous ``[rows, heads, dim]`` both."""
-        self._job.query, self._job.out = query.data_ptr(), out.data_ptr()
+        self._batch.query, self._batch.out = query.data_ptr(), out.data_ptr()
         self._bound = query, out
 
     def __call__(self, layer: int, scale: float, window: int | None) -> None:
         """A layer's attention over keys at positions up to the row's, the last ``window`` of them. ``scale`` multiplies
         the scores. Releases the GIL."""
-        job = self._job
-        job.taken, job.joined = 0, 0
-        job.keys, job.values = self._keys + layer * self._layer_bytes, self._values + layer * self._layer_bytes
-        job.scale = scale * _LOG2E * (2 / self._cap if self._cap else 1)
-        job.window = window or _NO_WINDOW
-        self._ended.fill(0)
         if self._looks is not None:
             self._looks.fill(0)
-        self._kernel.together(job, self._threads)
+        self._layers.call(self._batch, layer, scale, window).together(self._threads)
 
     def strongest(self) -> NDArray[np.float32]:
         """The strongest probability that any row gave each key in the layer before, ``[heads, keys]``, keys to the end
@@ -155,6 +158,48 @@ class Attention:
         assert self._looks is not None, "the batch is not observed"
         strongest: NDArray[np.float32] = self._looks.max(0)
         return strongest
+
+
+class Standing:
+    """The attention of one batch after another at the same place, for a chain: whatever it was last ``given``."""
+
+    def __init__(self, pool: tuple[Tensor, Tensor], query: Tensor, out: Tensor) -> None:
+        """``query`` and ``out`` are contiguous ``[rows, heads, dim]``, of as many rows as a batch can have."""
+        self._layers, self._bound, self._batch = Layers(*pool), (query, out), _Batch()
+        self._given: Attention | None = None
+
+    def give(self, attention: Attention) -> None:
+        """The batch of the next run."""
+        attention.bind(*self._bound)
+        ctypes.pointer(self._batch)[0] = attention._batch
+        self._given = attention
+
+    def call(self, layer: int, scale: float, window: int | None) -> Call:
+        """A layer's; see ``Attention``."""
+        return self._layers.call(self._batch, layer, scale, window)
+
+
+class Layers:
+    """Where the layers of a pool have their keys and values, ``[layers, kv_heads, slots, dim]`` both."""
+
+    def __init__(self, keys: Tensor, values: Tensor, cap: float | None = None) -> None:
+        library = found().library
+        if library is None:
+            raise ValueError(found().why)
+        self._kernel, self._held, self._cap = _kernel(library), (keys, values), cap
+        self._keys, self._values = keys.data_ptr(), values.data_ptr()
+        self._layer_bytes = keys.stride(0) * keys.element_size()
+
+    def call(self, batch: _Batch, layer: int, scale: float, window: int | None) -> Call:
+        at = layer * self._layer_bytes
+        job = _Job(
+            batch=ctypes.addressof(batch),
+            keys=self._keys + at,
+            values=self._values + at,
+            window=window or _NO_WINDOW,
+            scale=scale * _LOG2E * (2 / self._cap if self._cap else 1),
+        )
+        return Call(self._kernel, job, (batch, self._held), counters=2)
 
 
 @dataclass(frozen=True)

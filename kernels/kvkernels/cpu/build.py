@@ -23,7 +23,16 @@ _PACKAGE = Path(__file__).parent.parent
 LIBRARIES = _PACKAGE / "lib" / "cpu"
 # Beside them, the fingerprint of what they were compiled from.
 STAMP = "fingerprint"
-KERNELS = ("attention.cpp", "chunks.cpp", "dense.cpp", "paged.cpp", "products.cpp", "quantized.cpp", "rows.cpp")
+KERNELS = (
+    "attention.cpp",
+    "chain.cpp",
+    "chunks.cpp",
+    "dense.cpp",
+    "paged.cpp",
+    "products.cpp",
+    "quantized.cpp",
+    "rows.cpp",
+)
 _FLAGS = (
     "-std=c++17",
     "-O3",

@@ -34,6 +34,12 @@ class Library:
         function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64] * len(arguments)
         return int(function(*arguments))
 
+    def function(self, name: str, *arguments: Any) -> Any:
+        """The function ``kvk_{name}`` of such arguments, which returns nothing."""
+        function = getattr(self.c, f"kvk_{name}")
+        function.restype, function.argtypes = None, arguments
+        return function
+
 
 class Kernel:
     """A function of a job. Calls release the GIL."""
@@ -42,7 +48,7 @@ class Kernel:
         self._library = library  # its code goes when this does
         self._call: Any = getattr(library, name)
         self._call.argtypes, self._call.restype = [ctypes.c_void_p], None
-        self._address = ctypes.cast(self._call, ctypes.c_void_p)
+        self.address = ctypes.cast(self._call, ctypes.c_void_p)
 
     def apart(self, job: ctypes.Structure, threads: int) -> None:
         """On so many threads, this one and some that are not torch's."""
@@ -53,7 +59,23 @@ class Kernel:
         if threads == 1:
             self._call(ctypes.addressof(job))
         else:
-            run_team(self._address, self._call, ctypes.addressof(job), threads)
+            run_team(self.address, self._call, ctypes.addressof(job), threads)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A kernel and its job, whose first ``counters`` fields are zero before it runs. ``held`` is what the job points
+    to. Where the job has ``rows``, they are a multiple of ``rounded``."""
+
+    kernel: Kernel
+    job: ctypes.Structure
+    held: tuple[Any, ...]
+    counters: int = 1
+    rounded: int = 1
+
+    def together(self, threads: int) -> None:
+        """Once; see ``Kernel.together``."""
+        self.kernel.together(self.job, threads)
 
 
 @dataclass(frozen=True)
@@ -84,6 +106,12 @@ def found() -> Found:
         return Found(Library(runs[-1]), f"C++, {runs[-1]}")
     except OSError as error:
         return Found(None, f"the CPU kernels do not load: {error}", again)
+
+
+def best(name: str, job: type[ctypes.Structure]) -> Kernel | None:
+    """The kernel ``kvk_{name}`` of the variant that serves here; None where none does."""
+    library = found().library
+    return None if library is None else library.kernel(name, job)
 
 
 def usable() -> list[str]:

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvkernels.cpu.library import Kernel, found
+from kvkernels.cpu.library import Call, Kernel, found
 
 # Rows are computed four at a time.
 ROWS = 4
@@ -75,10 +75,9 @@ class StreamedProduct:
         """The same over another weight of the same shape and layout."""
         return StreamedProduct(packed, self._bias, self._block, self._kernel)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """``x`` is contiguous, its rows a multiple of ROWS."""
+    def call(self, x: Tensor, y: Tensor) -> Call:
+        """The product of ``x``, contiguous, its rows a multiple of ROWS, into ``y``."""
         rows, threads = x.shape[0], torch.get_num_threads()
-        y = x.new_empty(rows, self._outputs)
         job = _Job(
             0,
             threads,
@@ -91,7 +90,12 @@ class StreamedProduct:
             self._block,
             rows,
         )
-        self._kernel.together(job, threads)
+        return Call(self._kernel, job, (self._packed, self._bias, x, y), rounded=ROWS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` is contiguous, its rows a multiple of ROWS."""
+        y = x.new_empty(x.shape[0], self._outputs)
+        self.call(x, y).together(torch.get_num_threads())
         return y
 
 

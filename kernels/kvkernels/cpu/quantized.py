@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvkernels.cpu.library import Kernel, found
+from kvkernels.cpu.library import Call, Kernel, best, found
 
 BITS = (4, 8)
 GROUPS = (32, 64, 128)
@@ -45,8 +45,7 @@ class _Job(ctypes.Structure):
 @cache
 def kernel() -> Kernel | None:
     """The kernel, or None where no variant runs."""
-    library = found().library
-    return None if library is None else library.kernel("quantized", _Job)
+    return best("quantized", _Job)
 
 
 def about() -> str:
@@ -146,14 +145,11 @@ def joined(parts: Sequence[Quantized]) -> Quantized:
     return Quantized(data, first.inputs, first.group, first.bits)
 
 
-def product(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-    """``x [rows, inputs]``, float32 or bfloat16, times the weight, plus ``bias [outputs]`` of the same type: ``[rows,
-    outputs]`` of that type. Raises RuntimeError without kernels."""
+def call(x: Tensor, weight: Quantized, bias: Tensor | None, y: Tensor) -> Call:
+    """``product`` of contiguous ``x`` into ``y``. Raises RuntimeError without kernels."""
     serving, rows, threads = kernel(), x.shape[0], torch.get_num_threads()
     if serving is None:
         raise RuntimeError(found().why)
-    x = x.contiguous()
-    y = x.new_empty(rows, weight.outputs)
     blocks = weight.inputs // min(weight.group, BLOCK)
     scratch = torch.empty(rows * (weight.inputs + 8 * blocks), dtype=torch.uint8)
     at = scratch.data_ptr()
@@ -176,7 +172,14 @@ def product(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
         weight.bits,
         x.dtype == torch.bfloat16,
     )
-    serving.together(job, threads)
+    return Call(serving, job, (x, weight, bias, y, scratch), counters=3)
+
+
+def product(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+    """``x [rows, inputs]``, float32 or bfloat16, times the weight, plus ``bias [outputs]`` of the same type: ``[rows,
+    outputs]`` of that type. Raises RuntimeError without kernels."""
+    y = x.new_empty(x.shape[0], weight.outputs)
+    call(x.contiguous(), weight, bias, y).together(torch.get_num_threads())
     return y
 
 

@@ -54,6 +54,15 @@ def unpack_columns(words: Tensor) -> Tensor:
     return (words[..., None] >> shifts & 15).to(torch.uint8).flatten(-2)
 
 
+def pack_columns(codes: Tensor) -> Tensor:
+    """Codes ``[rows, out]`` from 0 to 15 as AutoAWQ's int32 ``[rows, out / 8]``: the inverse of ``unpack_columns``."""
+    parts = codes.reshape(*codes.shape[:-1], -1, 8).to(torch.int32)
+    words = torch.zeros(parts.shape[:-1], dtype=torch.int32, device=codes.device)
+    for nibble, column in enumerate(_COLUMN_OF_NIBBLE):
+        words |= parts[..., column] << 4 * nibble
+    return words
+
+
 def repack(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> AwqWeights:
     """Repacks a layer for the kernels, once. Raises ValueError for a shape that they do not take."""
     inputs, outputs = qweight.shape[0], qweight.shape[1] * 8

@@ -15,10 +15,10 @@ from kvsidecar.connecting import aio_channel
 from kvsidecar.errors import KVSidecarError, from_rpc
 from kvsidecar.serving import Limits, listening_at
 
+from benchmarks.authority import Authority, Issued
 from cache_daemon.access.doors import doors
 from cache_daemon.access.tenants import CurrentTenants, hash_token
 from cache_daemon.config import DaemonConfig
-from tests.cache_daemon.access.authority import Authority, Issued
 from tests.cache_daemon.access.echo import SERVICE, add_echo
 
 ALICE, BOB, ADMIN = "token-of-alice-0123456789", "token-of-bob-0123456789", "token-of-the-admin-0123456789"

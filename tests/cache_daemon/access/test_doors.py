@@ -17,7 +17,7 @@ from kvsidecar.connecting import explain
 from kvsidecar.errors import ConfigurationError, PermissionDenied, Unauthenticated, Unavailable
 from kvsidecar.serving import Limits
 
-from tests.cache_daemon.access.authority import Authority, Issued
+from benchmarks.authority import Authority, Issued
 from tests.cache_daemon.access.conftest import ADMIN, ALICE, BOB, Running, refused
 from tests.cache_daemon.access.echo import SERVICE
 

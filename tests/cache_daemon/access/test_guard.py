@@ -15,10 +15,10 @@ from kvsidecar.connecting import aio_channel
 from kvsidecar.errors import Context, DeadlineExceeded, Unauthenticated, from_rpc
 from kvsidecar.serving import Door, listening_at
 
+from benchmarks.authority import Authority
 from cache_daemon.access.authenticate import RefusalLog
 from cache_daemon.access.guard import Guard, Patience
 from cache_daemon.access.principal import GUEST, Principal
-from tests.cache_daemon.access.authority import Authority
 from tests.cache_daemon.access.conftest import ALICE, Running, refused
 from tests.cache_daemon.access.echo import SERVICE, Echo
 

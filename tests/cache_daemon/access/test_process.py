@@ -17,7 +17,7 @@ import grpc
 import pytest
 from kvsidecar.connecting import channel
 
-from tests.cache_daemon.access.authority import Authority, Issued
+from benchmarks.authority import Authority, Issued
 from tests.cache_daemon.access.conftest import ALICE, BOB
 from tests.cache_daemon.access.echo import SERVICE
 

@@ -12,8 +12,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from kvsidecar.errors import ConfigurationError
 
+from benchmarks.authority import Authority, Issued
 from cache_daemon.access.tls import TlsFiles, server_credentials
-from tests.cache_daemon.access.authority import Authority, Issued
 from tests.cache_daemon.access.conftest import ALICE, Running
 
 

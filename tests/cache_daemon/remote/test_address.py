@@ -28,6 +28,10 @@ UNDERSTOOD = {
     "s3://id@bucket?endpoint=http://h:1/&region=eu": RemoteAddress(
         "s3", "kvsidecar", "id", bucket="bucket", endpoint="http://h:1", region="eu"
     ),
+    "az://account@box/a": RemoteAddress("azure", "a", "account", tls=True, bucket="box"),
+    "az://account@box?endpoint=http://h:1/account": RemoteAddress(
+        "azure", "kvsidecar", "account", bucket="box", endpoint="http://h:1/account"
+    ),
 }
 REFUSED = {
     "cache:6379": "scheme",
@@ -53,6 +57,10 @@ REFUSED = {
     "redis://cache?prefix=../x": "prefix",
     "redis://cache#x": "behind #",
     "s3://": "no bucket",
+    "az://": "no container",
+    "az://box": "it names no account",
+    "az://account:hush@box": "password",
+    "az://account@box?region=hush": "unknown option",
     "s3://bucket?endpoint=h:1": "must begin with http",
     "s3://bucket?endpoint=http://id:hush@h": "has a user",
     "s3://bucket?endpoint=id:hush@h:9000": "has a user",
@@ -123,7 +131,7 @@ def test_the_secret_is_never_shown(tmp_path: Path) -> None:
         credentials_of("", tmp_path / "none", None)
 
 
-@pytest.mark.parametrize(("url", "extra"), [("redis://h", "valkey"), ("s3://b", "s3")])
+@pytest.mark.parametrize(("url", "extra"), [("redis://h", "valkey"), ("s3://b", "s3"), ("az://a@b", "azure")])
 def test_a_client_that_is_not_installed_is_named(url: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     imported = builtins.__import__
 

@@ -230,7 +230,7 @@ async def test_values_end_with_the_tier_or_with_their_tenant() -> None:
     async with node(engine, ttl_seconds=100, limits=limits, clock=lambda: now[0]) as a:
         await a.share(prompt(2))
         await a.share(prompt(2), salt=b"short")
-        async with node(engine, clock=lambda: now[0]) as b:
+        async with node(engine, ttl_seconds=100, limits=limits, clock=lambda: now[0]) as b:
             now[0] += 11
             assert (await b.ask(prompt(2), salt=b"short"))[0] == 0
             assert (await b.ask(prompt(2)))[0] == 2 * CHUNK

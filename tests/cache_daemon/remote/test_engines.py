@@ -8,17 +8,30 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.node import free_port
-from benchmarks.remote_servers import RedisCluster, RedisServer, S3Server, why_no_s3, why_no_valkey
+from benchmarks.remote_servers import (
+    AzureServer,
+    RedisCluster,
+    RedisServer,
+    S3Server,
+    why_no_azure,
+    why_no_s3,
+    why_no_valkey,
+)
+from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.remote.address import Credentials, new_engine, parse_remote
 from cache_daemon.remote.engine import RemoteEngine, RemoteFailed
 from cache_daemon.remote.memory import MemoryEngine
-from tests.cache_daemon.remote.nodes import CHUNK, node, prompt
+from tests.cache_daemon.remote.nodes import CHUNK, node, prompt, until
+from tests.cache_daemon.stores import opened
 
-KINDS = ("memory", "valkey", "cluster", "s3")
+KINDS = ("memory", "valkey", "cluster", "s3", "azure")
+SECRETS = {"s3": S3Server.secret, "azure": AzureServer.secret}
+WHY_NOT = {"s3": why_no_s3, "azure": why_no_azure}
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +43,16 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
         class Lazily(dict[str, str]):
             def __missing__(self, kind: str) -> str:
-                why = why_no_s3() if kind == "s3" else why_no_valkey()
-                if why:
+                if why := WHY_NOT.get(kind, why_no_valkey)():
                     pytest.skip(why)
                 folder = tmp_path_factory.mktemp(kind)
                 if kind == "valkey":
                     self[kind] = f"redis://127.0.0.1:{stack.enter_context(RedisServer(folder)).port}?prefix=e"
                 elif kind == "cluster":
-                    nodes = stack.enter_context(RedisCluster(folder)).nodes
-                    self[kind] = f"valkey-cluster://{','.join(f'127.0.0.1:{n.port}' for n in nodes)}?prefix=e"
+                    self[kind] = f"{stack.enter_context(RedisCluster(folder)).url}?prefix=e"
                 else:
-                    self[kind] = stack.enter_context(S3Server(folder)).url
+                    server = S3Server(folder) if kind == "s3" else AzureServer(folder)
+                    self[kind] = stack.enter_context(server).url
                 return self[kind]
 
         yield Lazily()
@@ -51,8 +63,7 @@ async def engine(request: pytest.FixtureRequest, urls: dict[str, str]) -> AsyncI
     if request.param == "memory":
         yield MemoryEngine()
         return
-    secret = Credentials(S3Server.secret if request.param == "s3" else "")
-    found = new_engine(parse_remote(urls[request.param]), secret)
+    found = new_engine(parse_remote(urls[request.param]), Credentials(SECRETS.get(request.param, "")))
     await found.connect()
     yield found
     await found.close()
@@ -104,6 +115,55 @@ async def test_nodes_share_over_it(engine: RemoteEngine) -> None:
         await a.bench.store.delete(a.bench.root(), b"")
         async with node(engine) as c:
             assert (await c.ask(prompt(4)))[0] == 0
+
+
+class Apart:
+    """An engine that cannot be reached while it is ``away``."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine, self.away = engine, False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.away and name in ("connect", "get_many", "put_many", "put_if_absent", "delete_many", "scan"):
+            raise RemoteFailed("it is away")
+        return getattr(self._engine, name)
+
+    async def close(self) -> None:
+        """Other nodes use it, too."""
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_what_a_tenant_deleted_is_found_in_no_tier(engine: RemoteEngine, tmp_path: Path, away: bool) -> None:
+    """Arena, disk and engine, here and by another node, over a restart; also where the engine is away meanwhile."""
+    between, prefix = Apart(engine), f"forgotten-{away}"
+    gone, other = b"who deletes", b"who does not"
+    async with node(between, prefix=prefix, ttl_seconds=600, tier=disk_in(tmp_path)) as a:
+        for salt in (gone, other):
+            await a.share(prompt(3), salt=salt)
+        await a.bench.store.settle()
+        assert (a.stats.arena_chunks, a.stats.durable_chunks, a.stats.remote_written_chunks) == (6, 6, 6)
+        between.away = away
+        await a.bench.store.delete(a.bench.root(gone), b"")
+        assert (await a.ask(prompt(3), salt=gone))[0] == 0
+        assert (await a.ask(prompt(3), salt=other))[0] == 3 * CHUNK
+        await a.bench.store.settle()
+        assert (a.stats.arena_chunks, a.stats.durable_chunks, a.stats.remote_deletions) == (3, 3, int(away))
+    async with opened(tier=disk_in(tmp_path)) as alone:
+        assert (await alone.found(prompt(3), salt=gone), await alone.found(prompt(3), salt=other)) == (0, 3 * CHUNK)
+    between.away = False
+    async with node(between, prefix=prefix, tier=disk_in(tmp_path)) as a:
+        assert (await a.ask(prompt(3), salt=gone, patience=20.0))[0] == 0
+        await until(lambda: a.stats.remote_deletions == 0)
+    async with node(between, prefix=prefix) as b:
+        assert (await b.ask(prompt(3), salt=gone, patience=20.0))[0] == 0
+        assert (await b.ask(prompt(3), salt=other, patience=20.0))[0] == 3 * CHUNK
+        root = b.bench.root(gone).hex()
+    names = [name async for page in engine.scan(f"{prefix}/") for name in page]
+    assert {name.rpartition("/")[2] for name in names if root in name} == {"mark"}
+
+
+def disk_in(folder: Path) -> LmdbTier:
+    return LmdbTier(folder / "store", 1 << 20)
 
 
 @pytest.mark.parametrize("kind", ["valkey", "cluster"])
@@ -213,3 +273,12 @@ async def test_a_user_needs_no_more_rights_than_security_says(tmp_path: Path) ->
         with pytest.raises(RemoteFailed, match="may not do that"):
             await engine.put_many([("others/1", b"x")], None)
         await engine.close()
+
+
+@pytest.mark.parametrize(("kind", "wrong"), [("s3", "guess"), ("azure", "Z3Vlc3M=")])
+async def test_a_key_that_is_not_taken_is_said_and_not_shown(kind: str, wrong: str, urls: dict[str, str]) -> None:
+    engine = new_engine(parse_remote(urls[kind]), Credentials(wrong))
+    with pytest.raises(RemoteFailed, match="the store does not take the key") as caught:
+        await asked(engine)
+    assert wrong not in str(caught.value)
+    await engine.close()

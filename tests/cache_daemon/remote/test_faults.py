@@ -20,9 +20,9 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from benchmarks.node import Node
 from benchmarks.peer import Peer, payload_of
+from benchmarks.proxy import Proxy
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from tests.cache_daemon.remote.nodes import CHUNK, cuts_of, prompt
-from tests.cache_daemon.remote.proxy import Proxy
 
 pytestmark = pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
 PRICE = 0.01
@@ -200,6 +200,24 @@ def test_a_slow_network_is_not_asked_for_what_is_quicker_computed(fleet: Fleet) 
     while fleet.ask(1, ids, price=0.005) != len(ids):
         assert time.monotonic() - began < RECOVERY + 5, fleet.stats(1)
         time.sleep(0.1)
+
+
+def test_values_that_are_not_what_their_names_say_are_misses(fleet: Fleet) -> None:
+    """Each is put in the place of another one; some are another format's besides."""
+    ids = fleet.fresh()
+    fleet.read(0, ids)
+    fleet.sent(0)
+    rejected = fleet.stats(1).remote_rejected
+    names = [name for name in fleet.server.names() if not name.endswith("mark")]
+    values = [bytearray(fleet.server.command("GET", name)) for name in names]
+    for i, name in enumerate(names):
+        value = values[i - 1]
+        if i % 3 == 0:
+            value[4] ^= 0xFF
+        fleet.server.command("SET", name, bytes(value))
+    assert fleet.ask(1, ids) == 0
+    assert fleet.stats(1).remote_rejected > rejected
+    assert fleet.works()
 
 
 def test_callers_that_go_away_leave_nothing(fleet: Fleet) -> None:

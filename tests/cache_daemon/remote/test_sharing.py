@@ -171,7 +171,7 @@ async def test_what_has_come_and_is_not_placed_is_bounded_for_all_prompts_togeth
 ) -> None:
     monkeypatch.setattr("cache_daemon.remote.tier._CALL_BYTES", 1)  # a chunk a call, as with chunks of megabytes
     engine, placed, ahead = Gated(), 0, 0
-    place = Bringing._place
+    place = Bringing.place
 
     async def slowly(self: Bringing, *rest: Any) -> bool:
         nonlocal placed, ahead
@@ -180,7 +180,7 @@ async def test_what_has_come_and_is_not_placed_is_bounded_for_all_prompts_togeth
         placed += 1
         return await place(self, *rest)
 
-    monkeypatch.setattr(Bringing, "_place", slowly)
+    monkeypatch.setattr(Bringing, "place", slowly)
     async with node(engine, write="all") as a, node(engine) as b:
         prompts = [prompt(20, first) for first in range(3)]
         for ids in prompts:

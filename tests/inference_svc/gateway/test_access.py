@@ -77,6 +77,12 @@ def test_what_was_handed_on_is_a_guests(scope: dict[str, Any], name: str) -> Non
     assert not _operator({**scope, "headers": [*scope["headers"], handed_on]})
 
 
+@pytest.mark.parametrize("origin", [b"https://chat.example.com", b"http://localhost:9000", b"null"])
+def test_a_page_of_another_site_is_a_guests(scope: dict[str, Any], origin: bytes) -> None:
+    assert _operator({**scope, "headers": [*scope["headers"], (b"origin", b"http://localhost:8000")]})
+    assert not _operator({**scope, "headers": [*scope["headers"], (b"origin", origin)]})
+
+
 @pytest.mark.parametrize("host", [b"elsewhere.example", b"localhost.example:8000", b""])
 def test_another_name_is_a_guests(scope: dict[str, Any], host: bytes) -> None:
     assert not _operator({**scope, "headers": [(b"host", host)]})

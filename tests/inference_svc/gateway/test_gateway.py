@@ -55,8 +55,8 @@ def test_separated_documents_are_found_in_another_order(gateway: Gateway, two: N
 
 
 def test_who_guesses_is_the_requests_choice_and_changes_no_answer(gateway: Gateway) -> None:
-    def ask(speculation: str) -> openai.types.Completion:
-        extra = {"speculation": speculation, "ignore_eos": True}
+    def ask(speculation: str, **more: int) -> openai.types.Completion:
+        extra = {"speculation": speculation, "ignore_eos": True, **more}
         text = "one two three four five six seven one two three"
         return gateway.client.completions.create(
             model="demo", prompt=text, max_tokens=60, temperature=0, extra_body=extra
@@ -72,6 +72,8 @@ def test_who_guesses_is_the_requests_choice_and_changes_no_answer(gateway: Gatew
     assert refused.value.param == "speculation"
     with pytest.raises(openai.BadRequestError, match="speculation is 'sometimes'"):
         ask("sometimes")
+    with pytest.raises(openai.BadRequestError, match="speculation_branches is 5; allowed are 1 to 4"):
+        ask("ngram", speculation_branches=5)
 
 
 def test_completions_take_text_ids_and_lists(gateway: Gateway) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from math import inf
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from kvsidecar.cache.v1 import cache_pb2
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.errors import InvalidRequest
 
 from benchmarks.node import Node
 from tests.inference_svc.gateway.conftest import Gateway
@@ -155,6 +159,11 @@ def test_only_the_end_of_a_prompt_is_read_on_request(gateway: Gateway) -> None:
     chat = post(gateway, "v1/chat/completions", messages=[{"role": "user", "content": TEXT}], max_tokens=1,
                 truncate_prompt_tokens=4)  # fmt: skip
     assert chat["usage"]["prompt_tokens"] == 4
+    both = post(gateway, "v1/completions", prompt=[100, 200, *ids, 300, 400], truncate="middle",
+                truncate_prompt_tokens=4, **body)  # fmt: skip
+    same = post(gateway, "v1/completions", prompt=[100, 200, 300, 400], **body)
+    assert both["usage"]["prompt_tokens"] == 4
+    assert both["choices"][0]["text"] == same["choices"][0]["text"]
 
 
 def test_how_an_answer_begins(gateway: Gateway) -> None:
@@ -192,10 +201,15 @@ def test_what_changes_nothing_passes(gateway: Gateway, plain: list[str]) -> None
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most 8"),
         ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "allowed are 1 and more"),
+        ({"truncate": "right"}, "truncate", "'left' or 'middle'"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
         ({"truncate_prompt_tokens": 2**30, "prompt": [7] * 6000}, None, "the prompt has 6000 tokens"),
         ({"use_beam_search": True}, "use_beam_search", "not supported"),
         ({"bad_words": ["x"]}, "bad_words", "not supported"),
+        ({"temprature": 1}, "temprature", r"\(did you mean temperature\?\); leave it out"),
+        ({"prompt": [1, "x"]}, "prompt.1", "prompt.1 is 'x': input should be a valid integer"),
+        ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", r"\(did you mean regex\?\)"),
+        ({"response_format": {"type": "text", "xyz": 1}}, "response_format.xyz", "option of this server; leave it out"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -213,6 +227,11 @@ def test_bad_values_are_named(
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages is no argument"),
         ({"chat_template_kwargs": ["x"]}, "chat_template_kwargs", "dictionary"),
         ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "desciption": "x"}}]},
+            "tools.0.function.desciption",
+            r"\(did you mean description\?\)",
+        ),
     ],
 )
 def test_bad_values_of_chats_are_named(gateway: Gateway, option: dict[str, Any], param: str, said: str) -> None:
@@ -220,6 +239,41 @@ def test_bad_values_of_chats_are_named(gateway: Gateway, option: dict[str, Any],
     with pytest.raises(openai.BadRequestError, match=said) as caught:
         gateway.client.post("/chat/completions", body=body, cast_to=object)
     assert caught.value.param == param
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500}}
+SPOKEN = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "part", "kind"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": [PICTURE]}]}, "messages.0", "image_url"),
+        ("/chat/completions", {"messages": [{"role": "user", "content": [SPOKEN]}]}, "messages.0", "input_audio"),
+        ("/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0", "input_image"),
+    ],
+)
+def test_pictures_and_sounds_are_refused_in_one_sentence(
+    gateway: Gateway, path: str, body: dict[str, Any], part: str, kind: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        gateway.client.post(path, body=body, cast_to=object)
+    assert caught.value.body == {
+        "message": f"{part}.content.0 is of the type '{kind}'; the models of this server read text alone",
+        "type": "invalid_request_error", "param": f"{part}.content.0", "code": "unsupported_option",
+    }  # fmt: skip
+
+
+def test_what_is_wrong_with_a_part_is_said_of_it(gateway: Gateway) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": 5}]}]
+    with pytest.raises(openai.BadRequestError, match=r"messages.0.content.0.text is 5: input should be a valid string"):
+        gateway.client.post("/chat/completions", body={"messages": messages}, cast_to=object)
+
+
+def test_a_path_that_is_like_one_is_asked_about(gateway: Gateway) -> None:
+    said = httpx.post(f"{gateway.url}/chat/completions", json={}).json()["error"]["message"]
+    assert said == "/chat/completions is not served here (did you mean /v1/chat/completions?)"
+    assert len(httpx.get(f"{gateway.url}/{'x' * 5000}").text) < 300
 
 
 def test_grpc_has_them_too(two: Node, plain: list[str], rare: tuple[int, int]) -> None:
@@ -235,3 +289,31 @@ def test_grpc_has_them_too(two: Node, plain: list[str], rare: tuple[int, int]) -
     assert stopped.stopped_by == "".join(plain)[4:7]
     late = two.client(0).generate(TEXT, **options, min_tokens=24, truncate_prompt_tokens=50, show_special_tokens=True)
     assert late.generated_tokens == 24
+
+
+def kept(node: Node) -> list[float]:
+    """Of each chunk that the node's daemon has, how many seconds are left; infinite for those without an end."""
+    node.settle()
+    with node.cache_channel() as channel:
+        chunks = CacheServiceStub(channel).List(cache_pb2.ListRequest(page_size=1000), timeout=60).chunks
+    return [chunk.ttl_seconds if chunk.HasField("ttl_seconds") else inf for chunk in chunks]
+
+
+def test_a_request_says_how_long_it_is_of_use(gateway: Gateway, two: Node) -> None:
+    """By HTTP, by gRPC and by reading ahead, each of a text of its own."""
+    before = len(kept(two))
+    words = "a text that nobody has read and nobody reads again "
+    post(gateway, "v1/completions", prompt="one " + words * 9, max_tokens=2, temperature=0, cache_ttl_seconds=1000)
+    two.client(0).generate("two " + words * 9, max_tokens=2, cache_ttl_seconds=2000)
+    post(gateway, "kvsidecar/v1/warm", prompt="three " + words * 9, cache_ttl_seconds=3000)
+    ends = sorted(kept(two))
+    asked = [next(most for most in (1000, 2000, 3000) if end <= most) for end in ends if end < inf]
+    assert set(asked) == {1000, 2000, 3000}
+    assert len(ends) - len(asked) == before, "what others have read has no end"
+    post(gateway, "v1/completions", prompt="one " + words * 9, max_tokens=2, temperature=0)
+    assert min(kept(two)) > 1000, "who asks for no time asks for as long as there is room"
+    for wrong in (0, 2_592_001):
+        with pytest.raises(InvalidRequest, match=f"cache_ttl_seconds is {wrong}; allowed are 1 to 2592000"):
+            two.client(0).generate("x", max_tokens=1, cache_ttl_seconds=wrong)
+        with pytest.raises(InvalidRequest, match=f"cache_ttl_seconds is {wrong}; allowed are 1 to 2592000"):
+            two.client(0).warm("x", cache_ttl_seconds=wrong)

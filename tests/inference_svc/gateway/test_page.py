@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -317,6 +318,8 @@ def test_a_key_is_asked_for_and_kept_by_the_tab_only(opened: Any, locked: Gatewa
     page.get_by_role("button", name="With the operator key").click()
     give("chief")
     expect(page.locator("#node")).to_contain_text("Whose it is")
+    for owner in page.locator(".owners li").all():  # by a name, and a hash that tells one from the other
+        expect(owner).to_have_text(re.compile("(yours|without a salt|another salt or model)[0-9a-f]{8}"))
     assert page.evaluate("[...Object.values(localStorage)].filter((v) => /guest|chief/.test(v))") == []
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
-from kvsidecar.errors import Cancelled, PromptTooLong
+from kvsidecar.errors import Cancelled, PromptTooLong, Unavailable
 
 from benchmarks.node import Node, free_port
 from tests.collector import Collector
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 
+pytestmark = pytest.mark.alone
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc")
 Kind = pytest.importorskip("opentelemetry.proto.trace.v1.trace_pb2").Span
 
@@ -47,7 +50,8 @@ class Traced:
         deadline = time.monotonic() + 20
         while True:
             for span in self.collector.sent():
-                self.spans.setdefault(span.trace_id.hex(), {})[named(span)] = span
+                of_trace, name = self.spans.setdefault(span.trace_id.hex(), {}), named(span)
+                of_trace[f"{name} again" if name in of_trace else name] = span
             found = self.spans.get(trace, {})
             if found.keys() >= set(names):
                 return found
@@ -65,6 +69,18 @@ def milliseconds(span: Any) -> float:
     return float(span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
 
 
+def to_first_token(found: dict[str, Any]) -> float:
+    """Milliseconds until the gateway had the first token."""
+    (event,) = found[ROOT].events
+    assert event.name == "first token"
+    return float(event.time_unix_nano - found[ROOT].start_time_unix_nano) / 1e6
+
+
+def before_first_token(found: dict[str, Any]) -> float:
+    """Milliseconds that the spans say went by until then."""
+    return sum(milliseconds(found[name]) for name in ("prepare", *PHASES) if name in found)
+
+
 def attributes(span: Any) -> dict[str, Any]:
     return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
 
@@ -78,6 +94,7 @@ def traced() -> Iterator[Traced]:
         patch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "500")
         with Node(
             "demo",
+            workers=2,
             arena_bytes="64MiB",
             pool_bytes="64MiB",
             daemon_flags={"otlp_endpoint": endpoint},
@@ -93,11 +110,7 @@ def test_the_spans_of_a_request_add_up_to_its_first_token(traced: Traced) -> Non
     cold, warm = "1" * 32, "2" * 32
     first = traced.ask(cold).json()
     found = traced.trace(cold, ROOT, SERVED, "decode")
-    (event,) = found[ROOT].events
-    assert event.name == "first token"
-    ttft_ms = (event.time_unix_nano - found[ROOT].start_time_unix_nano) / 1e6
-    parts = [milliseconds(found[name]) for name in ("prepare", *PHASES) if name in found]
-    assert sum(parts) == pytest.approx(ttft_ms, rel=TOLERANCE)
+    assert before_first_token(found) == pytest.approx(to_first_token(found), rel=TOLERANCE)
     assert "lookup" not in found, "nothing is stored yet, and the worker knows it"
 
     traced.node.settle()
@@ -117,6 +130,13 @@ def test_the_spans_of_a_request_add_up_to_its_first_token(traced: Traced) -> Non
     first_ms = told["gen_ai.latency.time_to_first_token"] * 1e3
     assert first_ms == pytest.approx(second["timings"]["ttft_ms"], abs=0.01)
     assert not [span for span in found.values() if SECRET[:9] in str(span)]
+
+
+def test_those_of_a_stream_do_too(traced: Traced) -> None:
+    answer = traced.ask("6" * 32, prompt=f"Another one. {PROMPT}", stream=True)
+    assert answer.text.endswith("data: [DONE]\n\n")
+    found = traced.trace("6" * 32, ROOT, SERVED, "prepare", "prefill", "decode")
+    assert before_first_token(found) == pytest.approx(to_first_token(found), rel=TOLERANCE)
 
 
 def test_a_refused_request_is_an_error_by_its_name(traced: Traced) -> None:
@@ -160,3 +180,21 @@ def test_a_model_servers_metrics_have_opentelemetrys_names(traced: Traced) -> No
             "gen_ai.response.model": "demo",
         }
         assert expected in points
+
+
+def test_what_a_worker_took_that_went_away_is_part_of_the_sum(traced: Traced) -> None:
+    """The last test here: a worker less is left."""
+    asked, node = "7" * 32, traced.node
+    node.kill("worker-0", signal.SIGSTOP)  # it has read the prompt, so it is asked first, and says nothing
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(traced.ask, asked, stream=True)
+        while not httpx.get(f"{traced.gateway.url}/kvsidecar/v1/serving").json()["busy"]:
+            time.sleep(0.01)
+        node.kill("worker-0")
+        assert answer.result().status_code == 200
+    found = traced.trace(asked, ROOT, CALLED, f"{CALLED} again", SERVED, "prepare", "prefill")
+    failed, again = found[CALLED], found[f"{CALLED} again"]
+    assert attributes(failed)["error.type"] == Unavailable.reason
+    assert found[SERVED].parent_span_id == again.span_id
+    spent = before_first_token(found) + milliseconds(failed)
+    assert spent == pytest.approx(to_first_token(found), rel=TOLERANCE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -30,7 +31,7 @@ class Worker(InferenceServiceServicer):
     """Says "abc", or goes away behind "ab"."""
 
     def __init__(self, target: Path, dies: bool = False) -> None:
-        self.target, self.dies, self.asked = target, dies, 0
+        self.target, self.dies, self.asked, self.scored = target, dies, 0, 0
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -55,7 +56,12 @@ class Worker(InferenceServiceServicer):
         self, request: pb.GenerateStreamRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         self.asked += 1
-        yield pb.GenerateStreamResponse(text="a", token_ids=[1])
+        scored = request.request.HasField("prompt_logprobs")
+        self.scored += scored
+        if scored:
+            await asyncio.sleep(0.05)  # the others have begun by then
+        scores = [pb.TokenLogprob(text="x"), pb.TokenLogprob(text="y", logprob=-1.5)] if scored else []
+        yield pb.GenerateStreamResponse(text="a", token_ids=[1], prompt_text="xy", prompt_logprobs=scores)
         yield pb.GenerateStreamResponse(text="b", token_ids=[2])
         if self.dies:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
@@ -175,3 +181,20 @@ async def test_nobody_waits_for_a_worker_that_never_was_or_longer_than_is_set(tm
         assert answer.status_code == 503
         assert "no inference worker is up" in answer.text
     assert time.monotonic() - began < SOON
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_scored_once_for_all_its_answers(tmp_path: Path, stream: bool) -> None:
+    worker = Worker(tmp_path / "0")
+    async with serving(worker) as ask:
+        answer = await ask(prompt=["x", "x"], n=3, echo=True, logprobs=0, stream=stream)
+    assert (worker.asked, worker.scored) == (6, 2)
+    assert answer.status_code == 200
+    found = ["" for _ in range(6)]
+    chances = [list[float | None]() for _ in range(6)]
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n")[:-2]] if stream else [answer.text]
+    for choice in (choice for event in events for choice in json.loads(event)["choices"]):
+        found[choice["index"]] += choice["text"]
+        chances[choice["index"]] += (choice["logprobs"] or {}).get("token_logprobs", [])
+    assert found == ["xyabc"] * 6
+    assert chances == [[None, -1.5]] * 6

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from kvsidecar.cli.settings import add_flags, read_settings
+from kvsidecar.cli.flags import add_flags
+from kvsidecar.cli.settings import read_settings
 from kvsidecar.errors import ConfigurationError
 from safetensors.torch import save_file
 from torch import Tensor

@@ -18,8 +18,9 @@ from kvsidecar.errors import ModelUnsupported
 from kvsidecar.layout import new_header
 
 from inference_svc.engine import rows
+from inference_svc.engine.block_table import BlockTable
 from inference_svc.engine.forward import Decoder
-from inference_svc.engine.pool import BlockTable, KVPool
+from inference_svc.engine.pool import KVPool
 from inference_svc.engine.repair import Repairing
 from inference_svc.model.loader import LoadedModel
 from inference_svc.model.supported import SUPPORTED

@@ -7,7 +7,7 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from kvsidecar.errors import InvalidRequest
@@ -16,7 +16,7 @@ from benchmarks.node import Node
 from inference_svc.api import Engine
 from inference_svc.reuse.judgement import EXACT, Finding, Report, Thresholds, failing
 from inference_svc.reuse.strategies import AUTO
-from inference_svc.reuse.verify import BUILT_IN, Question, read_questions
+from inference_svc.reuse.verify import BUILT_IN, Candidate, Question, Verifier, _Divergence, read_questions
 from inference_svc.verify_command import main
 from tests.inference_svc.reuse.test_approximate import documents, joined
 from tests.inference_svc.test_exactness import prompt
@@ -56,6 +56,35 @@ def report_of(repair: Finding, none: Finding, prompts: int = 12) -> Report:
     return Report("a model", prompts, 0.0, (exact, repair, none), repair, limits)
 
 
+def test_an_agreement_at_the_limit_is_not_given_up() -> None:
+    """0.95 of 20 is 19, whatever 1 - 0.95 is in binary."""
+    found = seen(0.0)
+    found.same[0] = False
+    assert not found.hopeless(Thresholds(), 20)
+    found.same.append(False)
+    assert found.hopeless(Thresholds(), 20)
+
+
+def seen(kl: float) -> _Divergence:
+    found = _Divergence()
+    found.same, found.kl = [True] * 10, [kl] * 10
+    return found
+
+
+def test_what_is_compared_is_measured_until_it_is_decided() -> None:
+    """Also where the repair itself has failed; and none of it as long as something is judged beside it."""
+    verifier, repair, none, other = Verifier(cast(Any, None), 16), *(Candidate(n, 0.15) for n in ("a", "none", "b"))
+    lost, open_ = 100.0, 0.0
+    for kl, going in (
+        ((open_, lost, lost), {repair, none}),
+        ((lost, lost, open_), {other, none}),
+        ((lost, open_, lost), {none}),
+        ((lost, lost, lost), set()),
+    ):
+        arms = {c: seen(of) for c, of in zip((repair, none, other), kl, strict=True)}
+        assert set(verifier._open(arms, none, 30)) == going
+
+
 LOSES = finding("none", 0.2, 0.8)
 
 
@@ -82,6 +111,12 @@ def test_the_report_says_what_will_be_reused_and_why_not(report: Report, outcome
     assert report.outcome == outcome
     assert report.verdict().passed == (outcome == "passed"), "what is inconclusive is not stored as passed"
     assert re.search(said, report.sentence)
+
+
+def test_a_verdict_says_on_how_many_prompts_it_stands() -> None:
+    failed = report_of(replace(finding("guided", 0.06), prompts=3), LOSES)
+    assert failed.verdict().prompts == 3
+    assert re.search("after 3 of them", failed.sentence)
 
 
 def test_prompts_that_cannot_be_measured_are_refused(tmp_path: Path) -> None:
@@ -121,10 +156,16 @@ def test_the_verdict_switches_reuse_on_and_off(tmp_path: Path, capsys: pytest.Ca
 
         assert reused(1) == 0
         assert main([*common, "--max-kl", "100"]) == 3
-        assert "too few" in printed()["sentence"]
+        inconclusive = printed()
+        assert "too few" in inconclusive["sentence"]
         assert reused(2) == 0, "inconclusive is not passed"
         assert main([*common, *few, "--max-kl", "0"]) == 1
-        kl = {(f["strategy"], f["ratio"]): f["kl_mean"] for f in printed()["findings"] if f["arm"] != EXACT}
+        failed = printed()
+        assert failed["chosen"]["prompts"] == 1, "what has failed is not measured any further"
+        assert "after 1 of them" in failed["sentence"]
+        findings = inconclusive["findings"]
+        assert all(f["prompts"] == len(QUESTIONS) for f in findings)
+        kl = {(f["strategy"], f["ratio"]): f["kl_mean"] for f in findings if f["arm"] != EXACT}
         best, none = min(v for (name, _), v in kl.items() if name in AUTO), kl["none", 0.0]
         assert main([*common, *few, "--max-kl", str((best + none) / 2)]) == 0
         report = printed()

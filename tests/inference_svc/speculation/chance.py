@@ -50,15 +50,20 @@ def free_rows() -> Costs:
     costs = Costs(recorded=False)
     costs.calibrate({4: 1.0, 512: 1.0}, 1.0)
     costs.learn = lambda *_: None  # type: ignore[method-assign]
+    costs.learn_branches = lambda *_: None  # type: ignore[method-assign]
     return costs
 
 
 def loop_of(
-    model: Any, proposers: Mapping[Speculation, Proposer] | None = None, costs: Costs | None = None, kind: Any = Loop
+    model: Any,
+    proposers: Mapping[Speculation, Proposer] | None = None,
+    costs: Costs | None = None,
+    kind: Any = Loop,
+    branches: int = 1,
 ) -> Loop:
     """The engine's loop over a table, to be stepped by hand."""
     pool = KVPool(1, 1, 16, 8192, torch.float32, torch.device("cpu"))
-    guessing = Speculator(proposers or {Speculation.NGRAM: Lookup()}, costs or free_rows(), 8)
+    guessing = Speculator(proposers or {Speculation.NGRAM: Lookup()}, costs or free_rows(), 8, branches)
     loop: Loop = kind(model, pool, NoCache(), EngineLimits(), 4096, None, guessing, EngineStats(), lambda letter: None)
     return loop
 

@@ -58,14 +58,14 @@ def test_past_answers_are_bounded_and_the_oldest_go() -> None:
     past = PastAnswers()
     for i in range(40):
         past.add(b"", list(range(1000 * i, 1000 * i + 1000)))
-    assert past.find(b"", [39_000, 39_001]) is not None
-    assert past.find(b"", [0, 1]) is None
+    assert past.find(b"", [39_000, 39_001], 1)
+    assert not past.find(b"", [0, 1], 1)
     assert sum(chains.capacity for chains in past._tenants[b""]) == 2 * _GENERATION
     past.add(b"long", list(range(10 * _GENERATION)))
-    assert past.find(b"long", [10 * _GENERATION - 9, 10 * _GENERATION - 8]) is not None
+    assert past.find(b"long", [10 * _GENERATION - 9, 10 * _GENERATION - 8], 1)
     for i in range(_TENANTS):
         past.add(b"%d" % i, [1, 2, 3])
-    assert past.find(b"", [39_000, 39_001]) is None, "the tenant that came first is forgotten"
+    assert not past.find(b"", [39_000, 39_001], 1), "the tenant that came first is forgotten"
 
 
 def guess(lookup: Lookup, tokens: list[int], use: CacheUse) -> list[int]:
@@ -90,8 +90,37 @@ def test_past_answers_are_their_tenants_alone() -> None:
     assert guess(lookup, [9, 11, 12], CacheUse()) == [], "it leaves nothing behind"
 
 
-def test_of_a_tree_the_first_children_are_verified() -> None:
+def test_paths_go_on_along_first_children() -> None:
     tree = Draft((5, 6, 7, 8, 9), (ROOT, ROOT, 0, 0, 2), (0, 1, 2, 3, 4))
-    assert tree.path() == ([5, 7, 9], [0, 2, 4])
-    assert Draft.chain([1, 2], [0, 0]).path() == ([1, 2], [0, 0])
-    assert Draft().path() == ([], [])
+    assert tree.paths() == [[0, 2, 4], [1], [3]]
+    assert tree.depth == 3
+    assert tree.ancestors(4) == [ROOT, 0, 2]
+    assert tree.followed([5, 8, 7]) == [0, 3]
+    assert tree.chosen([1, 0, 3]) == Draft((6, 5, 8), (ROOT, ROOT, 1), (1, 0, 3))
+    assert Draft().paths() == []
+    assert not Draft()
+
+
+def test_other_branches_are_what_followed_elsewhere() -> None:
+    text = [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 7, 9, 9, 2, 3, 4]
+    asking = sequence(text, 50)
+    (chain,) = Lookup().propose([Wish(asking, 3)])
+    assert chain.tokens == (6, 7, 9)
+    (tree,) = Lookup().propose([Wish(asking, 3, 2)])
+    assert [[tree.tokens[i] for i in path] for path in tree.paths()[:2]] == [[6, 7, 9], [5, 9, 2]]
+    assert tree.signs[:3] == chain.signs
+    assert all(parent < i for i, parent in enumerate(tree.parents))
+    assert all(len({tree.tokens[i] for i in tree.children(at)}) == len(tree.children(at)) for at in range(-1, 6))
+
+
+@given(few, few)
+def test_what_else_is_found_has_other_tokens_behind_it(text: list[int], tail: list[int]) -> None:
+    chains = Chains(64)
+    chains.add(text)
+    found = chains.find_many(tail, 3)
+    assert (found[0].length if found else 0) == max([0, *(m.length for m in found)])
+    assert found[:1] == ([one] if (one := chains.find(tail)) else [])
+    following = [chains.follow(match.place, 1)[0] for match in found]
+    assert len(set(following)) == len(following) <= 3
+    for match in found:
+        assert text[match.place + 1 - match.length : match.place + 1] == tail[-match.length :]

@@ -9,12 +9,13 @@ import torch
 from kvsidecar.errors import ConfigurationError
 
 from inference_svc.config import WorkerConfig
-from inference_svc.engine.pool import PAGE_TOKENS, KVPool
+from inference_svc.engine.block_table import PAGE_TOKENS
+from inference_svc.engine.pool import KVPool
 from inference_svc.engine.speculation.draft_model import DraftModel
 from inference_svc.engine.speculation.mode import Speculation
-from inference_svc.engine.speculation.proposer import Wish
+from inference_svc.engine.speculation.proposer import ROOT, Draft, Wish
 from inference_svc.runtime import build
-from tests.inference_svc.speculation.chance import VOCABULARY, Table, sequence
+from tests.inference_svc.speculation.chance import VOCABULARY, Table, answers, loop_of, sequence
 
 MOST = 8
 
@@ -69,3 +70,24 @@ def test_a_draft_beside_a_streamed_model_is_refused(tmp_path: Any, monkeypatch: 
     )
     with pytest.raises(ConfigurationError, match="draft_model is self, and demo is streamed"):
         build(config)
+
+
+def test_beside_each_guess_stands_the_second_likeliest() -> None:
+    """The draft takes the model's second choice for its first, after every other token: the model's is in the tree."""
+    chosen = torch.full((VOCABULARY, VOCABULARY), -20.0)
+    for token in range(VOCABULARY):
+        chosen[token, (token + 1) % VOCABULARY], chosen[token, (token + 3) % VOCABULARY] = 20.0, 19.0
+    mistaken = chosen.clone()
+    for token in range(0, VOCABULARY, 2):
+        mistaken[token, (token + 3) % VOCABULARY] = 21.0
+    draft = DraftModel(cast(Any, Table(mistaken)), pool(8), VOCABULARY, 256, 512)
+    one = sequence([1, 2, 3], 64, Speculation.DRAFT, temperature=0.0)
+    (tree,) = draft.propose([Wish(one, 3, 2)])
+    assert tree == Draft((4, 1, 2, 0, 5, 4), (ROOT, 0, 1, ROOT, 0, 1), (0, 0, 0, 1, 1, 1))
+    draft.forget(one)
+    for branches in (1, 2):
+        guessing = DraftModel(cast(Any, Table(mistaken)), pool(8), VOCABULARY, 256, 512)
+        loop = loop_of(Table(chosen), {Speculation.DRAFT: guessing}, branches=branches)
+        (answer,) = answers(loop, [sequence([1, 2, 3], 60, Speculation.DRAFT, temperature=0.0)])
+        assert answer == [(4 + i) % VOCABULARY for i in range(60)]
+        assert (loop._speculator.stats.branches > 5) is (branches == 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from tests.inference_svc.test_load import Request, idle
 from tests.inference_svc.test_text import END, TOKENIZER
 
 GRAMMARS = Grammars(TOKENIZER, 4096, END)
+FIVE_NUMBERS = json.dumps({"type": "array", "items": {"enum": [1, 2, 3, 4, 5]}, "minItems": 5, "uniqueItems": True})
 
 
 def engine_of(tokens: int, draft: bool = False, copy: bool = False, **limits: int) -> Engine:
@@ -121,6 +123,7 @@ def mixed(speculation: Speculation) -> list[Asked]:
             {"grammar": pb.Grammar(regex="([a-f]{2} ){12}end")},
             {"temperature": 0.7, "seed": i, "logprobs": 0, "logit_bias": {5: 3.0}},
             {"grammar": pb.Grammar(regex="(ab ){9,12}end"), "temperature": 1.0, "seed": i},
+            {"grammar": pb.Grammar(json_schema=FIVE_NUMBERS), "temperature": 1.0, "seed": i, "logprobs": 1},
         ]
         out.append(Asked(repetitive(i), 20 + i, speculation, **ways[i % len(ways)]))
     return out

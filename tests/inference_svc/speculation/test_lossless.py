@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,13 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def test_every_way_of_drawing_gives_the_same_answers() -> None:
+@pytest.mark.parametrize("branches", [1, 3])
+def test_every_way_of_drawing_gives_the_same_answers(branches: int) -> None:
     """All in one batch, so that rows of guesses and of others are drawn together."""
     model = table()
 
     def all_of(speculation: Speculation) -> tuple[list[list[int]], Loop]:
-        loop = loop_of(model)
+        loop = loop_of(model, branches=branches)
         mixed = [sequence(prompt(i), 60 + i, speculation, **way) for i, way in enumerate(WAYS * 2)]
         return answers(loop, mixed), loop
 
@@ -46,6 +48,8 @@ def test_every_way_of_drawing_gives_the_same_answers() -> None:
     assert stats.accepted_at[0] >= stats.accepted_at[1] > 0
     assert sum(stats.accepted_at) == stats.accepted_tokens
     assert loop._stats.steps < without._stats.steps
+    assert (stats.branches > 100) == (stats.branched_tokens > 20) == (branches > 1)
+    loop.pool.check_integrity()
 
 
 def test_usage_counts_what_was_guessed() -> None:
@@ -62,10 +66,10 @@ def test_usage_counts_what_was_guessed() -> None:
 class Leaning(Loop):
     """A planted bias: what was guessed is a little likelier to be drawn."""
 
-    def _draw(self, sequences: list[Sequence], logits: Tensor, guesses: list[int | None]) -> list[bool]:
+    def _draw(self, sequences: list[Sequence], logits: Tensor, guesses: list[Collection[int]]) -> list[bool]:
         logits = logits.clone()
-        for line, guess in zip(logits, guesses, strict=True):
-            if guess is not None:
+        for line, guessed in zip(logits, guesses, strict=True):
+            for guess in guessed:
                 line[guess] += 0.8
         return super()._draw(sequences, logits, guesses)
 
@@ -73,19 +77,19 @@ class Leaning(Loop):
 class Repeating(Loop):
     """Another: a wrong guess draws again, by the number that refused it, as if acceptance were a matter of luck."""
 
-    def _draw(self, sequences: list[Sequence], logits: Tensor, guesses: list[int | None]) -> list[bool]:
-        for i, (one, guess) in enumerate(zip(sequences, guesses, strict=True)):
-            if guess is not None and one.sampler.uniform(63) < 0.5:
+    def _draw(self, sequences: list[Sequence], logits: Tensor, guesses: list[Collection[int]]) -> list[bool]:
+        for i, (one, guessed) in enumerate(zip(sequences, guesses, strict=True)):
+            if guessed and one.sampler.uniform(63) < 0.5:
                 logits = logits.clone()
                 logits[i] = torch.full_like(logits[i], -50.0)
-                logits[i, guess] = 0.0
+                logits[i, next(iter(guessed))] = 0.0
         return super()._draw(sequences, logits, guesses)
 
 
-def transitions(kind: type[Loop], model: Table, n: int) -> NDArray[np.int64]:
+def transitions(kind: type[Loop], model: Table, n: int, branches: int = 1) -> NDArray[np.int64]:
     """How often each token followed each, of ``n`` drawn tokens."""
     counts, per = np.zeros((VOCABULARY, VOCABULARY), np.int64), 500
-    loop = loop_of(model, kind=kind)
+    loop = loop_of(model, kind=kind, branches=branches)
     asked = [sequence(prompt(i), per, seed=i, temperature=0.8) for i in range(n // per)]
     for one, answer in zip(asked, answers(loop, asked), strict=True):
         for a, b in itertools.pairwise([one.tokens[one.prompt_tokens - 1], *answer]):
@@ -103,12 +107,13 @@ def chi_square(counts: NDArray[np.int64], model: Table) -> float:
 LIMIT = 74.0
 
 
-def test_sampled_answers_have_the_models_distribution() -> None:
+@pytest.mark.parametrize(("branches", "n"), [(1, 20_000), (2, 8_000)])
+def test_sampled_answers_have_the_models_distribution(branches: int, n: int) -> None:
     model = table(7)
-    assert chi_square(transitions(Loop, model, 20_000), model) < LIMIT
+    assert chi_square(transitions(Loop, model, n, branches), model) < LIMIT
 
 
-@pytest.mark.parametrize("biased", [Leaning, Repeating])
-def test_the_test_sees_a_planted_bias(biased: type[Loop]) -> None:
+@pytest.mark.parametrize(("biased", "branches"), [(Leaning, 2), (Repeating, 1)])
+def test_the_test_sees_a_planted_bias(biased: type[Loop], branches: int) -> None:
     model = table(7)
-    assert chi_square(transitions(biased, model, 6_000), model) > LIMIT
+    assert chi_square(transitions(biased, model, 6_000, branches), model) > LIMIT

@@ -113,9 +113,9 @@ def test_many_at_once_write_one_file(home: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("XDG_DATA_HOME", str(home.parent / "together"))
     builds = list[Path]()
 
-    def build(folder: Path, recipe: building.Recipe) -> None:
+    def build(folder: Path, recipe: building.Recipe, size: int) -> None:
         builds.append(folder)
-        building.build(folder, recipe)
+        building.build(folder, recipe, size)
 
     monkeypatch.setattr("inference_svc.model.streaming.loading.build", build)
     with ThreadPoolExecutor(3) as pool:
@@ -129,7 +129,7 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
-    monkeypatch.setattr(building.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ConfigurationError, match=r"writing the layers of shape:tiny out takes .* has 1.0 MiB left"):
         loaded()
     assert not list((tmp_path / "kvsidecar" / "models" / "converted").glob("[!.]*"))

@@ -69,7 +69,7 @@ def go_on(made: Conversations, steering: Steering, tokens: list[int], end: str, 
         tokens.append(int(choices[chance.randrange(len(choices))]))
         steering.accept(tokens[-1])
         text = decoded(made, tokens)
-        assert len(tokens) < 600
+        assert len(tokens) < 2000
     return text
 
 
@@ -182,6 +182,84 @@ def test_no_schema_is_more_than_refused(properties: object, shared: object) -> N
     text = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
     arguments = "".join(delta.arguments for delta in [*parser.feed(text), *parser.finish()])
     assert json.loads(arguments)["a"] in (1, "1")
+
+
+SETS = {
+    "type": "object",
+    "properties": {
+        "days": {"type": "array", "items": {"enum": ["mon", "tue", "wed"]}, "minItems": 3, "uniqueItems": True},
+        "pairs": {
+            "type": "array", "items": {"type": "array", "items": {"enum": [0, 1]}, "minItems": 1, "maxItems": 2},
+            "minItems": 4, "maxItems": 6, "uniqueItems": True,
+        },
+    },
+    "required": ["days", "pairs"],
+    "additionalProperties": False,
+}  # fmt: skip
+# What begins like a call in text, and is none.
+QUOTED = {
+    "hermes": '{"name": "f", "arguments": {"days": ["mon", "mon"]}} ',
+    "mistral": '[{"name": "f", "arguments": {"days": ["mon", "mon"]}}] ',
+    "qwen3_coder": "<parameter=days> [1, 1, 1] ",
+}
+
+
+@pytest.mark.parametrize(("dialect", "special", "opening", "end"), CASES)
+@pytest.mark.parametrize("must", [True, False])
+def test_arguments_have_no_duplicates_where_their_schema_says_so(
+    dialect: str, special: str, opening: str, end: str, must: bool
+) -> None:
+    """Whatever is drawn, by a model that would rather repeat itself, and in the second call as in the first."""
+    made = conversations(dialect, special)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SETS, "strict": True}}]
+    more = {"tool_choice": "required"} if must else {}
+    request = to_request(HISTORY[:1], tools=tools, **more)  # type: ignore[arg-type]
+    for seed in range(3):
+        steering, parser = made.steering(request), made.parser(request)
+        assert steering is not None
+        assert parser is not None
+        begun = opening if not must else opening[opening.find("<tool_call>") :] if "<tool" in opening else ""
+        if must and dialect == "mistral":
+            begun = "[TOOL_CALLS]"
+        tokens = spell(made, steering, QUOTED.get(dialect, "") + begun if not must else begun)
+        text = go_on(made, steering, tokens, end, seed)
+        if must and dialect == "hermes" and not seed:  # another call
+            spell(made, steering, "\n" if special else "\n<")
+            tokens += made._tokenizer("\n" if special else "\n<", add_special_tokens=False)["input_ids"]
+            text = go_on(made, steering, tokens, end, seed + 1)
+        deltas = [*parser.feed(text), *parser.finish()]
+        calls: dict[int, str] = {}
+        for delta in deltas:
+            if delta.index is not None:
+                calls[delta.index] = calls.get(delta.index, "") + delta.arguments
+        assert calls
+        for arguments in calls.values():
+            with contextlib.suppress(json.JSONDecodeError):  # the last one may be cut off
+                jsonschema.validate(json.loads(arguments), SETS)
+        jsonschema.validate(json.loads(calls[0]), SETS)
+
+
+def test_sets_that_calls_cannot_keep_to_are_refused() -> None:
+    made = conversations("hermes")
+    small = {"type": "array", "items": {"enum": [1]}, "minItems": 2, "uniqueItems": True}
+    for parameters, said in (
+        (
+            {"type": "object", "properties": {"a": small}, "required": ["a"]},
+            "so many that are different were not found",
+        ),
+        ({"type": ["array", "number"], "uniqueItems": True}, "beside values that may be numbers"),
+    ):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        with pytest.raises(InvalidRequest, match=said) as caught:
+            made.steering(to_request(HISTORY[:1], tools=tools, tool_choice="required"))
+        assert caught.value.param == "tools"
+    made = conversations("qwen3_coder")
+    several = [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": {"a": {"type": "array", **more}}}}}
+        for name, more in (("f", {"uniqueItems": True}), ("g", {"items": {"type": "string"}}))
+    ]
+    with pytest.raises(InvalidRequest, match="two tools have an argument 'a'"):
+        made.steering(to_request(HISTORY[:1], tools=several, tool_choice="required"))
 
 
 def test_strings_between_tags_are_as_their_schema_has_them() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import torch
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16, DATA_TYPE_FLOAT32
@@ -19,8 +18,6 @@ TYPES = {
 }
 ORDERS = ["".join(order) for order in itertools.permutations("bthc")]
 BLOCKS, BLOCK_TOKENS, HEADS, DIM, LAYERS = 5, 8, 2, 16, 3
-
-Indexed = Callable[[Tensor, int, int, int], Tensor]
 
 
 def geometry(dtype: torch.dtype, bits: int = 16) -> Geometry:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.paged import link as link_module
+from kvsidecar.connecting import Address
+from kvsidecar.paged import mapped as mapped_module
 from kvsidecar.paged.link import DaemonLink
 from kvsidecar.paged.session import Served, Session
-from kvsidecar.runtime import socket_target
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
@@ -54,15 +54,15 @@ def test_answers_belong_to_the_oldest_unanswered_heartbeat(monkeypatch: pytest.M
 
 def test_heartbeats_go_on_while_a_large_arena_is_mapped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mapping and registering took longer than the daemon waits for a heartbeat, at every attempt, for ever."""
-    real, attempts = link_module.map_arena, []
+    real, attempts = mapped_module.map_arena, []
 
     def slowly(welcome: pb.Welcome) -> memoryview:
         attempts.append(time.monotonic())
         time.sleep(1.5)
         return real(welcome)
 
-    monkeypatch.setattr(link_module, "map_arena", slowly)
-    link = DaemonLink(socket_target(node.cache_socket), "slow", descriptor())
+    monkeypatch.setattr(mapped_module, "map_arena", slowly)
+    link = DaemonLink(Address(node.cache_socket), "slow", descriptor())
     try:
         assert link.wait(10)
         time.sleep(0.5)
@@ -80,8 +80,8 @@ def test_a_link_that_maps_nothing_does_not_need_what_cannot_be_mapped(
     def fails(_: pb.Welcome) -> memoryview:
         raise OSError("memory of a GPU")
 
-    monkeypatch.setattr(link_module, "map_arena", fails)
-    link = DaemonLink(socket_target(node.cache_socket), "nothing", descriptor(), maps=False)
+    monkeypatch.setattr(mapped_module, "map_arena", fails)
+    link = DaemonLink(Address(node.cache_socket), "nothing", descriptor(), maps=False)
     try:
         assert link.wait(10)
         held = link.session
@@ -92,7 +92,7 @@ def test_a_link_that_maps_nothing_does_not_need_what_cannot_be_mapped(
 
 
 def test_a_call_that_was_not_answered_is_followed_by_a_question_and_not_by_another_call(node: Node) -> None:
-    link = DaemonLink(socket_target(node.cache_socket), "patient", descriptor())
+    link = DaemonLink(Address(node.cache_socket), "patient", descriptor())
     try:
         assert link.wait(10)
         held = link.session
@@ -108,7 +108,7 @@ def test_a_call_that_was_not_answered_is_followed_by_a_question_and_not_by_anoth
 
 
 def test_an_end_of_one_session_does_not_end_the_next(node: Node) -> None:
-    link = DaemonLink(socket_target(node.cache_socket), "often", descriptor())
+    link = DaemonLink(Address(node.cache_socket), "often", descriptor())
     try:
         seen = set()
         for _ in range(5):
@@ -128,7 +128,7 @@ def test_an_end_of_one_session_does_not_end_the_next(node: Node) -> None:
 
 
 def test_the_daemon_is_told_what_the_worker_served(node: Node) -> None:
-    link = DaemonLink(socket_target(node.cache_socket), "counts", descriptor())
+    link = DaemonLink(Address(node.cache_socket), "counts", descriptor())
     try:
         assert link.wait(10)
         link.served = lambda: Served(prompts=3, prompt_tokens=100, cached_tokens=60, pool_tokens=20)

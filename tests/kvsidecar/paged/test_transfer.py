@@ -12,6 +12,7 @@ import pytest
 import torch
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
+from kvsidecar.connecting import Address
 from kvsidecar.layout import Geometry, new_header
 from kvsidecar.paged.copying import BlockCopier, slots_of
 from kvsidecar.paged.failing import give_up
@@ -20,7 +21,6 @@ from kvsidecar.paged.matching import Matcher
 from kvsidecar.paged.reading import Reader
 from kvsidecar.paged.session import Session
 from kvsidecar.paged.writing import Cancelled, Outcome, Prefix, Writer
-from kvsidecar.runtime import socket_target
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
@@ -37,15 +37,15 @@ def node() -> Iterator[Node]:
 
 
 class Engine:
-    """One attached engine."""
+    """One attached engine, to a node of this host or to a daemon's address."""
 
-    def __init__(self, node: Node, name: str, bits: int = 16, *, transposed: bool = False) -> None:
+    def __init__(self, at: Node | Address, name: str, bits: int = 16, *, transposed: bool = False) -> None:
         dtype = torch.bfloat16
         self.cache, self.write = apart("bhct", dtype, bits) if transposed else packed(dtype, bits)
         described = descriptor(name, geometry(dtype, bits))
         described.quantizer_version = 0 if bits == 16 else keys.QUANTIZER_VERSION
         self.descriptor: NamespaceDescriptor = described
-        self.link = DaemonLink(socket_target(node.cache_socket), name, described)
+        self.link = DaemonLink(at if isinstance(at, Address) else Address(at.cache_socket), name, described)
         assert self.link.wait(10)
         self.reader = Reader(BlockCopier(self.cache), self.cache.geometry, 5.0)
         self.writer = Writer(BlockCopier(self.cache), self.cache.geometry, CHUNK, 5.0)

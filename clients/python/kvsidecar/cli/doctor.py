@@ -91,7 +91,7 @@ def _kernels() -> list[Finding]:
         cpu: Any = importlib.import_module("kvkernels.cpu.library").found()
         native = importlib.import_module("kvkernels.cpu.features").native_bfloat16()
     except ImportError as error:
-        return [Finding("kernels", _BAD, str(error), "pip install kvsidecar")]
+        return [Finding("kernels", _BAD, str(error), "install KVSidecar again: pip install . in its folder")]
     out = []
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

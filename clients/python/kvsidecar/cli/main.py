@@ -28,8 +28,7 @@ app = typer.Typer(
     help="A KV-cache daemon and inference workers that make a language model read every text once.\n\n"
     "Start with `kvsidecar serve`, then `kvsidecar chat` in another terminal.",
 )
-app.add_typer(cache_commands.app, name="cache")
-app.add_typer(model_commands.app, name="models")
+_NODE, _ASK, _MODELS, _CACHE, _PARTS = "A node", "Asking", "Models", "The cache", "Parts of a node, each alone"
 
 
 def _tell_version(wanted: bool) -> None:
@@ -46,15 +45,10 @@ def kvsidecar(
 ) -> None: ...
 
 
-for service in services.commands():
-    app.command(context_settings=services.PASS_ON)(service)
-
-
 def _read(text: str) -> str:
     return sys.stdin.read() if text == "-" else text
 
 
-@app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     worker: Address = None,
@@ -75,15 +69,33 @@ def generate(
     show_costs(final)
 
 
-app.command(name="bench")(bench_command.bench)
-app.command(name="chat")(chat_command.chat)
-app.command(name="cost")(cost_command.cost)
-app.command(name="doctor")(doctor_command.doctor)
-app.command(name="events")(events_command.events)
-app.command(name="pull")(model_commands.pull)
-app.command(name="status")(node_commands.status)
-app.command(name="stop")(node_commands.stop)
-app.command(name="warm")(warming.warm)
+def _add_commands() -> None:
+    """In the order of ``--help``."""
+    run = {command.__name__: command for command in services.commands()}
+
+    def service(name: str, panel: str) -> None:
+        app.command(name, context_settings=services.PASS_ON, rich_help_panel=panel)(run[name])
+
+    service("serve", _NODE)
+    app.command("status", rich_help_panel=_NODE)(node_commands.status)
+    app.command("stop", rich_help_panel=_NODE)(node_commands.stop)
+    app.command("doctor", rich_help_panel=_NODE)(doctor_command.doctor)
+    app.command("chat", rich_help_panel=_ASK)(chat_command.chat)
+    app.command("generate", rich_help_panel=_ASK)(generate)
+    app.command("warm", rich_help_panel=_ASK)(warming.warm)
+    app.command("bench", rich_help_panel=_ASK)(bench_command.bench)
+    app.command("pull", rich_help_panel=_MODELS)(model_commands.pull)
+    app.add_typer(model_commands.app, name="models", rich_help_panel=_MODELS)
+    service("quantize", _MODELS)
+    service("verify", _MODELS)
+    app.add_typer(cache_commands.app, name="cache", rich_help_panel=_CACHE)
+    app.command("cost", rich_help_panel=_CACHE)(cost_command.cost)
+    app.command("events", rich_help_panel=_CACHE)(events_command.events)
+    for name in ("daemon", "worker", "gateway"):
+        service(name, _PARTS)
+
+
+_add_commands()
 
 
 def main() -> None:

@@ -48,24 +48,31 @@ def _asked(name: str) -> bool:
 def models(
     context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False
 ) -> None:
-    """List the models that are here."""
+    """List the models that are here, or remove one."""
     if context.invoked_subcommand is not None:
         return
-    found = Library().listed()
+    library = Library()
+    found = library.listed()
     if as_json:
         print(json.dumps([asdict(one) for one in [_BUILT_IN, *found]], indent=1))
         return
     table = Table("name")
-    for heading in ("size", "architecture", "source", "where"):
+    for heading in ("size", "architecture", "source"):
         table.add_column(heading, overflow="fold")
     for one in [_BUILT_IN, *found]:
         size = format_size(one.size_bytes) if one.size_bytes else ""
-        table.add_row(one.name, size, one.architecture, one.source, one.where, style="dim" if not one.where else "")
+        table.add_row(one.name, size, one.architecture, one.source, style="dim" if not one.where else "")
     console.print(table)
+    if found:
+        console.print(f"in {library.root}", highlight=False, soft_wrap=True)
     missing = [m for m in CATALOGUE.values() if m.name not in {one.name for one in found}]
     for model in missing:
         size = format_size(model.download_bytes)
-        console.print(f"not here: {model.name}, {model.title}, {size}: kvsidecar pull {model.name}", highlight=False)
+        console.print(
+            f"not here: {model.name}, {model.title}, {size}: kvsidecar pull {model.name}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 @app.command()

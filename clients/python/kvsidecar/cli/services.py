@@ -26,15 +26,30 @@ _ASKED_BY_SHELL = "_KVSIDECAR_COMPLETE"
 def commands() -> list[Callable[..., None]]:
     """What the command line has of them. To a shell that completes they have the flags of their settings; otherwise
     none, and all flags are handed on."""
-    found = [serve, daemon, worker, verify, gateway]
+    found = [serve, daemon, worker, verify, quantize, gateway]
     return [_with_flags(command) for command in found] if _ASKED_BY_SHELL in os.environ else found
+
+
+def of_another(flag: str) -> str:
+    """For a flag that ``serve`` has not and a process of its node has: whose it is, and the variable that sets it.
+    Else nothing."""
+    name = flag.removeprefix("--").replace("-", "_")
+    for service in ("daemon", "worker", "gateway"):
+        settings = _settings(service)
+        if name in settings.model_fields:
+            return f"{flag} is of kvsidecar {service}: set {settings.model_config['env_prefix']}{name.upper()}"
+    return ""
+
+
+def _settings(service: str) -> Any:
+    module, name = _SETTINGS[service]
+    return getattr(importlib.import_module(module), name)
 
 
 def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
     if command.__name__ not in _SETTINGS:
         return command
-    module, name = _SETTINGS[command.__name__]
-    fields = getattr(importlib.import_module(module), name).model_fields
+    fields = _settings(command.__name__).model_fields
     flag = Annotated[str | None, typer.Option()]
 
     @functools.wraps(command)
@@ -62,7 +77,7 @@ def _become(*command: str) -> NoReturn:
 
 
 def serve(context: typer.Context) -> None:
-    """Run a whole node: cache daemon, workers and the OpenAI-compatible gateway (`serve --help` for flags)."""
+    """Run a whole node: cache daemon, workers and the OpenAI-compatible gateway."""
     _become("inference_svc", "serve", *context.args)
 
 
@@ -77,8 +92,13 @@ def worker(context: typer.Context) -> None:
 
 
 def verify(context: typer.Context) -> None:
-    """Measure whether a model may reuse text that was read in another context (`verify --help` for flags)."""
+    """Measure whether a model may reuse text that was read in another context."""
     _become("inference_svc", "verify", *context.args)
+
+
+def quantize(context: typer.Context) -> None:
+    """Write a model with its weights at 4 bits, and measure what that costs."""
+    _become("inference_svc", "quantize", *context.args)
 
 
 def gateway(context: typer.Context) -> None:

@@ -5,27 +5,24 @@ Flags over environment over ``--config FILE`` over defaults. A bad value stops t
 
 from __future__ import annotations
 
-import argparse
-import ast
 import asyncio
-import difflib
+import contextlib
 import inspect
 import logging
 import os
 import re
 import sys
-import textwrap
 import tomllib
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TextIO, TypeVar, cast, get_args
 
 import structlog
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
+from kvsidecar.cli.flags import FlagParser, add_flags, meant
 from kvsidecar.errors import ConfigurationError, KVSidecarError
-from kvsidecar.sizes import format_size
 
 S = TypeVar("S", bound=BaseSettings)
 
@@ -34,49 +31,6 @@ _PREFIXES = ("KVSIDECAR_CACHE_", "KVSIDECAR_WORKER_", "KVSIDECAR_GATEWAY_")
 _PASSWORD = re.compile(r"(//[^/@:\s]*):[^\s]*@")
 # Kubernetes puts these into every container for a Service that is called kvsidecar.
 _FROM_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
-
-
-def describe_fields(settings: type[BaseSettings]) -> dict[str, str]:
-    """The text under each field of a settings class, those of its parents among them."""
-    texts: dict[str, str] = {}
-    for parent in settings.__bases__:
-        if issubclass(parent, BaseSettings) and parent is not BaseSettings:
-            texts |= describe_fields(parent)
-    body = ast.parse(textwrap.dedent(inspect.getsource(settings))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            value = getattr(text.value, "value", None)
-            if isinstance(value, str):
-                texts[field.target.id] = " ".join(value.split())
-    return texts
-
-
-def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> None:
-    """One ``--flag`` per field; unset flags leave the decision to environment, file and default."""
-    texts = describe_fields(settings)
-    prefix = settings.model_config.get("env_prefix", "")
-    for name, field in settings.model_fields.items():
-        if field.exclude:  # a secret: command lines are public
-            continue
-        default = field.get_default(call_default_factory=True)
-        text, shown = texts.get(name, ""), default if default not in ("", None) else "none"
-        if name.endswith("_bytes") and isinstance(default, int):
-            shown = format_size(default)
-        # Others are refused by the settings, in one sentence; the parser would compare numbers with text.
-        choices = [str(a) for a in get_args(field.annotation) if isinstance(a, (str, int))]
-        more: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
-        if get_origin(field.annotation) is tuple:  # several values, and the flag again for more
-            more, shown = {"nargs": "+", "action": "extend"}, default or "none"
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            dest=name,
-            default=argparse.SUPPRESS,
-            metavar=f"{{{','.join(choices)}}}" if choices else name.upper().rsplit("_", 1)[-1],
-            **more,
-            help=f"{text} [{prefix}{name.upper()}; default: {shown}]".replace("%", "%%"),
-        )
-    parser.add_argument("--config", type=Path, default=None, help="TOML file with the same names as the flags")
 
 
 def read_settings(settings: type[S], given: dict[str, Any], config: Path | None) -> S:
@@ -98,8 +52,9 @@ def read_settings(settings: type[S], given: dict[str, Any], config: Path | None)
         field = settings.model_fields.get(name)
         hidden = field is not None and not field.repr
         shown = "not shown here" if hidden else _shown(first.get("input"))
+        why = first["msg"].removeprefix("Value error, ")
         # What a hidden value was must not be in a traceback either.
-        raise ConfigurationError(f"{name} is {shown}: {first['msg'].removeprefix('Value error, ')}") from (
+        raise ConfigurationError(f"{name} is {shown}: {why.replace('Input', 'input', 1)}") from (
             None if hidden else error
         )
 
@@ -120,7 +75,7 @@ def refuse_unknown_variables(settings: type[BaseSettings]) -> None:
         if any(len(other) > len(prefix) and name.startswith(other) for other in _PREFIXES):
             continue
         raise ConfigurationError(
-            f"{name} is in the environment and is no setting{_meant(name, known)}; unset it, or see --help"
+            f"{name} is in the environment and is no setting{meant(name, known)}; unset it, or see --help"
         )
 
 
@@ -135,32 +90,58 @@ def _read_file(settings: type[BaseSettings], config: Path) -> dict[str, Any]:
             raise ConfigurationError(f"{config} has a table [{name}]; write the settings without any table above them")
         if name.replace("-", "_") not in known:
             raise ConfigurationError(
-                f"{config} has {name!r}, which is no setting{_meant(name.replace('-', '_'), known)}; see --help"
+                f"{config} has {name!r}, which is no setting{meant(name.replace('-', '_'), known)}; see --help"
             )
     return {name.replace("-", "_"): value for name, value in loaded.items()}
 
 
-def _meant(name: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(name, sorted(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+# What writing to standard error raises: ValueError where it was closed, AttributeError where a process never had one.
+_NO_LOG = (OSError, ValueError, AttributeError)
 
 
-def configure_logging(level: str) -> None:
-    """Structured logs on stderr: for people on a terminal, JSON lines otherwise.
+class _StandardError:
+    """Where standard error leads now. A line that cannot be written is dropped: the reader of a pipe may have gone,
+    or a disk be full, and nothing that is served may fail over its log."""
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(*_NO_LOG):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(*_NO_LOG):
+            sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        with contextlib.suppress(*_NO_LOG):
+            return sys.stderr.isatty()
+        return False
+
+
+def configure_logging(level: str, process: str = "") -> None:
+    """Structured logs on stderr: for people on a terminal, JSON lines otherwise. ``process`` tells whose line it is
+    where several write to one place.
 
     Tracebacks come without local variables: those hold prompts.
     """
-    console = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-    terminal = sys.stderr.isatty()
+    errors = _StandardError()
+    show: list[structlog.typing.Processor] = [
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        structlog.processors.JSONRenderer(),
+    ]
+    if errors.isatty():
+        show = [
+            structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback, pad_event_to=0),
+        ]
+
+    def name_process(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        return {**event, "logger": process} if process else event
+
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *([console] if terminal else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]),
-        ],
+        processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, name_process, *show],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", errors)),
     )
 
 
@@ -175,7 +156,7 @@ def run_service(
 
     Returns the exit code: 0 stopped, 2 bad settings, 1 failed.
     """
-    parser = argparse.ArgumentParser(prog=name, description=inspect.getdoc(settings))
+    parser = FlagParser(prog=name, usage="%(prog)s [flags]", description=inspect.getdoc(settings))
     add_flags(parser, settings)
     given = vars(parser.parse_args(arguments))
     config_file = given.pop("config")
@@ -184,7 +165,7 @@ def run_service(
     except ConfigurationError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
-    configure_logging(getattr(config, "log_level", "info"))
+    configure_logging(getattr(config, "log_level", "info"), getattr(config, "name", name.removeprefix("kvsidecar ")))
     return around(lambda: _run(name, serve, config))
 
 

@@ -17,6 +17,7 @@ from kvsidecar.cli.cache.daemon import salt_bytes
 from kvsidecar.cli.worker import Adapter, Address, connected, console
 from kvsidecar.durations import parse_duration
 from kvsidecar.errors import DeadlineExceeded, InvalidRequest, KVSidecarError, Unavailable
+from kvsidecar.layout import MAX_TTL_SECONDS
 
 _PATH = "/kvsidecar/v1/warm"
 _LISTS = ".jsonl"
@@ -65,6 +66,9 @@ def warm(
     within: Annotated[
         str, typer.Option(help="By when, as 30s or 10m: what is not read by then is of no use, and is left.")
     ] = "",
+    ttl: Annotated[
+        str, typer.Option(help="How long it is to be kept, as 1h or 7d; as long as there is room when left out.")
+    ] = "",
     wait: Annotated[
         str, typer.Option(help="How long the gateway may take to come up, as 10m; with --url.", show_default=False)
     ] = "",
@@ -79,7 +83,12 @@ def warm(
     if wait and not url:
         raise InvalidRequest("--wait is for a gateway; give its --url")
     found, deadline = texts(prompts), time.monotonic() + (_seconds("--within", within) or _NO_HURRY_SECONDS)
-    reaching = _gateway(url, api_key, salt, model, _seconds("--wait", wait)) if url else _worker(worker, salt, model)
+    kept = _kept(ttl)
+    reaching = (
+        _gateway(url, api_key, salt, model, kept, _seconds("--wait", wait))
+        if url
+        else _worker(worker, salt, model, kept)
+    )
     with reaching as read:
         for done, text in enumerate(track(found, description="warming", console=console, disable=len(found) < 2)):
             try:
@@ -133,22 +142,38 @@ def _seconds(option: str, text: str) -> float:
         raise InvalidRequest(f"{option}: {error}") from error
 
 
+def _kept(ttl: str) -> int | None:
+    if not ttl:
+        return None
+    seconds = _seconds("--ttl", ttl)
+    if not 1 <= seconds <= MAX_TTL_SECONDS:
+        raise InvalidRequest(f"--ttl is {ttl}; allowed are 1s to {MAX_TTL_SECONDS // 86400}d")
+    return int(seconds)
+
+
 @contextmanager
-def _worker(address: str | None, salt: str, model: str) -> Iterator[Read]:
+def _worker(address: str | None, salt: str, model: str, kept: int | None) -> Iterator[Read]:
     with connected(address) as client:
 
         def read(text: Text, seconds: float) -> Warmed:
             prompt: Any = text.fields.get("prompt", text.fields.get("messages"))
             tools = text.fields.get("tools") or ()
             left = max(0.0, seconds)
-            found = client.warm(prompt, deadline=left, tenant_salt=salt_bytes(salt), tools=tools, model=model)
+            found = client.warm(
+                prompt,
+                deadline=left,
+                tenant_salt=salt_bytes(salt),
+                tools=tools,
+                model=model,
+                cache_ttl_seconds=kept,
+            )
             return Warmed(found.prompt_tokens, found.cached_tokens, found.stored_tokens)
 
         yield read
 
 
 @contextmanager
-def _gateway(url: str, api_key: str, salt: str, model: str, wait_seconds: float) -> Iterator[Read]:
+def _gateway(url: str, api_key: str, salt: str, model: str, kept: int | None, wait_seconds: float) -> Iterator[Read]:
     until = time.monotonic() + wait_seconds
     try:
         named = salt_bytes(salt).decode()
@@ -160,11 +185,15 @@ def _gateway(url: str, api_key: str, salt: str, model: str, wait_seconds: float)
         def read(text: Text, seconds: float) -> Warmed:
             if seconds <= 0:
                 raise DeadlineExceeded("the time is over")
-            body = text.fields | {
-                "model": model,
-                "cache_salt": named,
-                "within_seconds": min(seconds, _NO_HURRY_SECONDS),
-            }
+            body = (
+                text.fields
+                | {
+                    "model": model,
+                    "cache_salt": named,
+                    "within_seconds": min(seconds, _NO_HURRY_SECONDS),
+                }
+                | ({} if kept is None else {"cache_ttl_seconds": kept})
+            )
             while True:
                 try:
                     return _warmed(client.post(_PATH, json=body, timeout=httpx.Timeout(seconds + 5, connect=5)))

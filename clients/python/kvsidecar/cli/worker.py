@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvsidecar.client import Client, Completion, target_of
+from kvsidecar.client import Client, Completion
 from kvsidecar.connecting import explain, listens
 from kvsidecar.errors import Unavailable
 from kvsidecar.runtime import default_runtime_dir
+from kvsidecar.workers import target_of
 
 Address = Annotated[
-    str | None, typer.Option("--worker", help="Socket or host:port of a worker; the first of `serve` when left out.")
+    str | None, typer.Option("--worker", help="Socket or host:port of a worker; those of `serve` when left out.")
 ]
 Adapter = Annotated[str, typer.Option("--model", help="One of the worker's LoRA adapters; the model when left out.")]
 console = Console()

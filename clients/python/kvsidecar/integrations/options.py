@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvsidecar.addresses import parse_tcp
+from kvsidecar.connecting import Address
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.layout import KEY_GROUP_TOKENS
 from kvsidecar.runtime import default_runtime_dir
@@ -32,7 +34,38 @@ def read(kind: type[T], given: Mapping[str, Any], where: str) -> T:
     return kind(**given)
 
 
-def daemon_socket(given: str) -> Path:
-    """The daemon's private socket: what was given, or the environment says, or that of this user."""
-    found = given or os.environ.get("KVSIDECAR_CACHE_SOCKET", "")
-    return Path(found) if found else default_runtime_dir() / "cache.sock"
+@dataclass(frozen=True)
+class Daemon:
+    """Where the daemon is: the path of its ``socket``, that of this user when empty; or ``host:port`` of one on another
+    host, with the paths of the ``ca`` that vouches for it and of what it knows us by, ``cert`` and ``key`` or a
+    ``token_file``."""
+
+    socket: str = ""
+    token_file: str = ""
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+    @property
+    def address(self) -> Address:
+        """Raises ConfigurationError."""
+        found = self.socket or os.environ.get("KVSIDECAR_CACHE_SOCKET", "")
+        files = {name: getattr(self, name) for name in ("token_file", "ca", "cert", "key") if getattr(self, name)}
+        if _is_tcp(found):
+            token, ca, cert, key = (
+                Path(files[name]) if name in files else None for name in ("token_file", "ca", "cert", "key")
+            )
+            return Address.remote(found, token, ca, cert, key)
+        if files:
+            raise ConfigurationError(
+                f"{' and '.join(files)} are for a daemon at host:port, and the socket is "
+                f"{found or 'that of this user'}; leave them out, or set socket to host:port"
+            )
+        return Address(Path(found) if found else default_runtime_dir() / "cache.sock")
+
+
+def _is_tcp(text: str) -> bool:
+    try:
+        return "/" not in text and parse_tcp(text) is not None
+    except ValueError:
+        return False

@@ -1,7 +1,8 @@
 """Models of a Hugging Face hub: which files of a repository are wanted, and fetching them.
 
 ``ORG/NAME`` takes safetensors where there are any, else the only GGUF file; ``ORG/NAME:QUANT`` takes the GGUF file that
-is quantized so. ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's own and hold here as well.
+is quantized so. ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's own and hold here as well. That is
+imported where it is needed: it takes as long as the rest of the command line together.
 """
 
 from __future__ import annotations
@@ -11,21 +12,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
 from kvsidecar.errors import ModelUnsupported
 
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "LICENSE*", "NOTICE*")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\w+)?")
-# Its first base is the error of whichever HTTP client huggingface_hub was built upon.
-_FAILURES: tuple[type[BaseException], ...] = (
-    HfHubHTTPError.__bases__[0],
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    OSError,
-)
 
 
 @dataclass(frozen=True)
@@ -47,10 +37,12 @@ def is_hub_id(name: str) -> bool:
 def choose(name: str) -> Chosen:
     """What to fetch for ``ORG/NAME`` or ``ORG/NAME:QUANT``. Raises ModelUnsupported when the hub cannot be asked, does
     not know it, or has nothing that fits."""
+    from huggingface_hub import HfApi
+
     repository, _, wanted = name.partition(":")
     try:
         info = HfApi().model_info(repository, files_metadata=True)
-    except _FAILURES as error:
+    except _failures() as error:
         raise ModelUnsupported(f"the hub {HfApi().endpoint} gave no {repository}: {_first_line(error)}") from error
     sizes = {s.rfilename: s.size or 0 for s in info.siblings or []}
     files, gguf = _files(repository, list(sizes), wanted)
@@ -78,21 +70,33 @@ def _files(repository: str, files: list[str], wanted: str) -> tuple[list[str], s
 def fetch(chosen: Chosen, folder: Path | None = None) -> Path:
     """Fetches the files into a folder, or into huggingface_hub's cache, with its own progress bars. Raises
     ModelUnsupported."""
+    from huggingface_hub import snapshot_download
+
     try:
         found = snapshot_download(
             chosen.repository, revision=chosen.commit, local_dir=folder, allow_patterns=list(chosen.files)
         )
-    except _FAILURES as error:
+    except _failures() as error:
         raise ModelUnsupported(f"the hub did not give all of {chosen.repository}: {_first_line(error)}") from error
     return Path(found)
 
 
 def fetched_before(name: str) -> Path | None:
     """The folder in huggingface_hub's cache of a repository that was fetched once, or None; asks no network."""
+    from huggingface_hub import snapshot_download
+
     try:
         return Path(snapshot_download(name.partition(":")[0], local_files_only=True))
-    except _FAILURES:
+    except _failures():
         return None
+
+
+def _failures() -> tuple[type[BaseException], ...]:
+    """What huggingface_hub raises; the first is the error of whichever HTTP client it was built upon."""
+    from huggingface_hub import errors
+
+    client_error = errors.HfHubHTTPError.__bases__[0]
+    return client_error, errors.HFValidationError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError
 
 
 def _first_line(error: BaseException) -> str:

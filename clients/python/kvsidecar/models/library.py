@@ -7,6 +7,7 @@ place under a lock, flushed, and renamed.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -21,7 +22,10 @@ from typing import Any
 
 from kvsidecar.errors import ConfigurationError, UnknownModel
 from kvsidecar.runtime import default_data_dir
+from kvsidecar.sizes import format_size
 
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_SPARE_BYTES = 256 << 20  # of a disk, for others
 ENTRY, SOURCE = "entry.json", "source.json"
 BUILT_IN = "demo"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?(:[A-Za-z0-9_]+)?")
@@ -138,21 +142,16 @@ class Library:
     @contextmanager
     def building(self, target: Path) -> Iterator[Path | None]:
         """An empty folder that becomes ``target`` when the block ends without an error, and is gone when it does not;
-        None when ``target`` is there already. Others who build the same wait meanwhile."""
+        None when ``target`` is there already. Others who build the same wait meanwhile. Raises ConfigurationError when
+        the disk is full or must not be written to."""
         with self._locked(target):
             if target.is_dir():
                 yield None
                 return
             partial = target.with_name(f".partial-{target.name}")
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-            try:
-                partial.mkdir()
+            with appearing(target, partial):
                 yield partial
-                _flush(partial)
-                partial.rename(target)
-                _flush_folder(target.parent)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
 
     @contextmanager
     def _locked(self, target: Path) -> Iterator[None]:
@@ -193,6 +192,33 @@ class Library:
 
     def _note_of(self, file: Path) -> Path:
         return self.root / "known" / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
+
+
+def check_room(what: str, size_bytes: int, folder: Path, otherwise: str = "") -> None:
+    """Raises ConfigurationError where a folder's disk has too little room for what writes so many bytes."""
+    free = shutil.disk_usage(folder).free
+    if free < size_bytes + _SPARE_BYTES:
+        raise ConfigurationError(
+            f"{what} takes {format_size(size_bytes)}, and {folder} has {format_size(free)} left{otherwise}"
+        )
+
+
+@contextmanager
+def appearing(target: Path, partial: Path) -> Iterator[None]:
+    """Makes ``partial`` an empty folder that becomes ``target`` when the block ends without an error, flushed, and is
+    gone when it does not. Raises ConfigurationError when the disk is full or must not be written to."""
+    try:
+        partial.mkdir()
+        yield
+        _flush(partial)
+        partial.rename(target)
+        _flush_folder(target.parent)
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        raise ConfigurationError(f"cannot write to {target.parent}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_entry(folder: Path, entry: Entry) -> None:

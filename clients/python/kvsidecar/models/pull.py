@@ -110,6 +110,8 @@ def _run_pip(wheels: Sequence[Wheel], download: Path) -> None:
     shown = None if sys.stdout.isatty() else subprocess.DEVNULL
     done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
+        if "Operation cancelled by user" in done.stderr:  # Ctrl-C, which pip has heard as well
+            raise KeyboardInterrupt
         errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         reason = (errors or [*done.stderr.strip().splitlines()[-1:], f"it ended with {done.returncode}"])[0]
         names = ", ".join(f"{w.package} {w.version}" for w in wheels)

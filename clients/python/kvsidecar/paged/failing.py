@@ -8,17 +8,20 @@ from kvsidecar.errors import from_rpc
 from kvsidecar.paged.link import DaemonLink
 from kvsidecar.paged.session import Session
 
+REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+"""Said of one call, which changed nothing: other requests of the session are none the worse."""
+
 
 def give_up(link: DaemonLink, session: Session, error: Exception) -> str:
     """Does with the session what a failure asks for, and says the failure in a sentence.
 
-    A call that was not answered in time is undone by the daemon; any other failure ends the session, and with it all
-    that it held.
+    A call that was not answered in time is undone by the daemon, and one that was refused (a salt that the daemon lets
+    others use, too much at one time) changed nothing; any other failure ends the session, and with it all that it held.
     """
     if isinstance(error, grpc.RpcError):
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             session.doubt()
-        else:
+        elif error.code() not in REFUSALS:
             link.drop(session)
         return str(from_rpc(error))
     link.drop(session)

@@ -15,12 +15,13 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
-from kvsidecar.errors import from_rpc
-from kvsidecar.memory import map_arena, map_staging, map_summary
-from kvsidecar.paged.device_arena import CudaArena
+from kvsidecar.connecting import Address
+from kvsidecar.errors import ConfigurationError, from_rpc
+from kvsidecar.memory import map_summary
+from kvsidecar.paged.mapped import Mapped
 from kvsidecar.paged.session import Served, Session
+from kvsidecar.paged.streamed import Streamed
 from kvsidecar.paged.trace_context import with_trace_context
-from kvsidecar.serving import CLIENT_KEEPALIVE
 from kvsidecar.sizes import format_size
 from kvsidecar.summary import Summary
 
@@ -32,7 +33,6 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    *CLIENT_KEEPALIVE,
 ]
 _Outgoing = queue.SimpleQueue[pb.AttachRequest | None]
 
@@ -50,7 +50,7 @@ class DaemonLink:
 
     def __init__(
         self,
-        target: str,
+        address: Address,
         name: str,
         descriptor: NamespaceDescriptor,
         gpu: int | None = None,
@@ -58,10 +58,11 @@ class DaemonLink:
         maps: bool = True,
         log: Log | None = None,
     ) -> None:
-        """``gpu`` is the CUDA device that reads and writes the daemon's memory directly, if one does. A link that maps
-        nothing looks up and leases, wherever the daemon's memory is; it can read and write no chunk."""
+        """``gpu`` is the CUDA device that reads and writes chunks, if one does. Where the daemon shares memory with us,
+        chunks are in it; where it does not, at TCP, they are streamed. A link that maps nothing looks up and leases,
+        wherever the daemon's memory is; it can read and write no chunk."""
         self._log = log or logging.getLogger(__name__)
-        self._target, self._name, self.descriptor, self._gpu = target, name, descriptor, gpu
+        self._address, self._name, self.descriptor, self._gpu = address, name, descriptor, gpu
         self._maps = maps
         self.namespace = keys.namespace_id(descriptor)
         self.served: Callable[[], Served] = Served  # what heartbeats tell; the runtime knows it
@@ -111,7 +112,12 @@ class DaemonLink:
             namespace=self.namespace,
         )
         outgoing.put(pb.AttachRequest(hello=hello))
-        with grpc.insecure_channel(self._target, options=_CHANNEL_OPTIONS) as channel:
+        try:
+            opened = self._address.channel(_CHANNEL_OPTIONS)
+        except ConfigurationError as error:  # its files are read every time, and somebody may be replacing them
+            self._note(f"{error}; serving without cache")
+            return False
+        with opened as channel:
             try:
                 grpc.channel_ready_future(channel).result(timeout=CONNECT_SECONDS)
             except grpc.FutureTimeoutError:
@@ -138,7 +144,7 @@ class DaemonLink:
                 )
                 self._current = session
                 if not self._stop.is_set():
-                    held = self._hold(session, welcome, incoming, outgoing)
+                    held = self._hold(session, welcome, channel, incoming, outgoing)
             except (grpc.RpcError, StopIteration, OSError, ValueError) as error:
                 text = str(from_rpc(error)) if isinstance(error, grpc.RpcError) else str(error)
                 self._note(f"the session with the cache daemon ended: {text}; serving without cache")
@@ -152,7 +158,12 @@ class DaemonLink:
             return held
 
     def _hold(
-        self, session: Session, welcome: pb.Welcome, incoming: Iterator[pb.AttachResponse], outgoing: _Outgoing
+        self,
+        session: Session,
+        welcome: pb.Welcome,
+        channel: grpc.Channel,
+        incoming: Iterator[pb.AttachResponse],
+        outgoing: _Outgoing,
     ) -> bool:
         """Heartbeats go from the beginning on: mapping and registering a large arena may take longer than the daemon
         waits for one. Returns when the stream ends, the session is dropped or the link is closed, and whether there was
@@ -160,35 +171,26 @@ class DaemonLink:
         for work in (self._read, self._beat):
             arguments = (session, incoming if work == self._read else outgoing)
             threading.Thread(target=work, args=arguments, name=f"kv-link-{work.__name__[1:]}", daemon=True).start()
-        self._map(session, welcome)
+        self._map(session, welcome, channel)
         if not session.alive:
             return False
         with self._changed:
             self._session = session
             self._logged = ""
             self._changed.notify_all()
-        size = format_size(welcome.arena.size_bytes)
-        self._log.info(f"attached to the cache daemon of epoch {welcome.epoch:x}, arena of {size}")
+        how = f"arena of {format_size(welcome.arena.size_bytes)}" if welcome.memory_socket else "chunks are streamed"
+        self._log.info(f"attached to the cache daemon of epoch {welcome.epoch:x}, {how}")
         session.over.wait()
         return True
 
-    def _map(self, session: Session, welcome: pb.Welcome) -> None:
-        if not welcome.HasField("arena"):
-            raise ValueError("the daemon shares no memory at this address; use its Unix socket")
-        if self._maps:
-            self._map_payloads(session, welcome)
+    def _map(self, session: Session, welcome: pb.Welcome, channel: grpc.Channel) -> None:
+        if self._maps and welcome.memory_socket:
+            session.carrier = Mapped(welcome, self._gpu)
+        elif self._maps:
+            session.carrier = Streamed(welcome, session.stub, channel, self._gpu)
         if welcome.HasField("summary"):
             with contextlib.suppress(OSError):  # without it every prompt is looked up
                 session.summary = Summary(map_summary(welcome))
-
-    def _map_payloads(self, session: Session, welcome: pb.Welcome) -> None:
-        if welcome.arena.kind in (pb.ARENA_KIND_CUDA, pb.ARENA_KIND_CUDA_IPC) and self._gpu is not None:
-            session.arena = CudaArena(welcome, self._gpu)
-        else:
-            session.arena = map_arena(welcome)
-        session.staging = map_staging(welcome)
-        if self._gpu is not None:
-            session.pin()
 
     def _read(self, session: Session, incoming: Iterator[pb.AttachResponse]) -> None:
         try:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+
+from kvkernels import Payload
 
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
@@ -37,7 +39,7 @@ class Page:
         return [*words, *[0] * (self.tokens - NAME_TOKENS)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Held:
     """Pages that are stored, by their place in what was asked for, under one lease until they are released."""
 
@@ -78,6 +80,11 @@ class NamedPages:
         if found.matches and found.matches[0].matched_tokens == found.matches[0].tokens == pages[0].tokens:
             there[0] = found.matches[0]  # the first one of all is a prefix, and not told twice
         return Held(found, there)
+
+    def read(self, held: Held, matches: Sequence[pb.ChunkMatch]) -> Generator[Payload, None, None]:
+        """Some of the pages' payloads, in their order. Close it when it is not wanted to its end. Raises as
+        ``Carrier.read`` does."""
+        return held.found.session.read(held.found.lease_id, matches, self.timeout)
 
     def release(self, held: Held) -> None:
         """Gives the lease back without waiting for the answer."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from kvkernels.paged_rows import Integers
 
+from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.layout import Geometry
 from kvsidecar.paged.copying import BlockCopier
 from kvsidecar.paged.matching import Matcher, header_of
@@ -14,7 +17,7 @@ class Reader:
     """Copies stored prefixes. For one thread."""
 
     def __init__(self, copier: BlockCopier, geometry: Geometry, timeout: float) -> None:
-        self._copier, self._geometry = copier, geometry
+        self._copier, self._geometry, self._timeout = copier, geometry, timeout
         self._matcher = Matcher(geometry, timeout)
 
     def load(
@@ -36,14 +39,17 @@ class Reader:
         """
         found = self._matcher.match(session, tokens, salt, leased=leased)
         try:
-            at = 0
+            at, wanted = 0, list[tuple[pb.ChunkMatch, Integers]]()
             for match in found.matches:
                 end = min(at + match.matched_tokens, len(tokens))
                 if end > first:
-                    wanted = slots[at:end].copy()
-                    wanted[: max(0, first - at)] = -1
-                    self._copier.unpack(wanted, header_of(match, self._geometry), session.payload(match))
+                    targets = slots[at:end].copy()
+                    targets[: max(0, first - at)] = -1
+                    wanted.append((match, targets))
                 at = end
+            with closing(session.read(found.lease_id, [match for match, _ in wanted], self._timeout)) as payloads:
+                for (match, targets), payload in zip(wanted, payloads, strict=True):
+                    self._copier.unpack(targets, header_of(match, self._geometry), payload)
             if not session.trusted:
                 raise ConnectionError("the session ended while chunks were copied")
             return max(at, first)

@@ -1,19 +1,18 @@
-"""One session with the daemon: its memory in this process, and whether it can be trusted."""
+"""One session with the daemon: how chunks come and go in it, and whether it can be trusted."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 from kvkernels import Payload
-from kvkernels.cuda import visible
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
-from kvsidecar.paged.device_arena import CudaArena
+from kvsidecar.paged.carrier import Carrier, NoCarrier, carrying_seconds
 from kvsidecar.summary import Summary
 
 
@@ -30,7 +29,7 @@ class Served:
 
 @dataclass(eq=False)
 class Session:
-    """One attachment to one start of the daemon. ``arena`` is its memory for reading, ``staging`` ours for writing."""
+    """One attachment to one start of the daemon."""
 
     epoch: int
     id: bytes
@@ -38,8 +37,7 @@ class Session:
     heartbeat_seconds: float
     max_chunk_tokens: int
     verdict: pb.ReuseVerdict | None = None
-    arena: memoryview | CudaArena = field(default_factory=lambda: memoryview(b""))
-    staging: memoryview = field(default_factory=lambda: memoryview(b""))
+    carrier: Carrier = field(default_factory=NoCarrier)
     summary: Summary | None = None  # of what the daemon's index might hold
     remote: bool = False  # the daemon has a tier of which the summary knows nothing
     over: threading.Event = field(default_factory=threading.Event)
@@ -50,7 +48,6 @@ class Session:
     served_before: Served = field(default_factory=Served)
     _due: threading.Event = field(default_factory=threading.Event)
     _sent: deque[float] = field(default_factory=deque)
-    _pinned: list[int] = field(default_factory=list)  # addresses that a CUDA device reads and writes directly
 
     @property
     def alive(self) -> bool:
@@ -58,19 +55,16 @@ class Session:
 
     @property
     def trusted(self) -> bool:
-        """Leases taken a moment ago are still held: the daemon cannot have ended the session yet."""
-        return self.alive and time.monotonic() - self.acknowledged < 2 * self.heartbeat_seconds
+        """What was read a moment ago under a lease is what was leased: the daemon cannot have ended the session yet, or
+        each payload came with its checksum."""
+        return self.alive and (
+            not self.carrier.at_once or time.monotonic() - self.acknowledged < 2 * self.heartbeat_seconds
+        )
 
     @property
     def answers(self) -> bool:
         """The daemon has answered something since it last did not."""
         return self.alive and self.acknowledged >= self.doubted
-
-    def pin(self) -> None:
-        """Page-locks the memory for a CUDA device, where the driver agrees."""
-        for view in (self.arena, self.staging):
-            if isinstance(view, memoryview) and len(view) and visible.pin(view):
-                self._pinned.append(visible.address_of(view))
 
     def end(self) -> None:
         """Marks the session as over and lets go of its memory; views in use keep it mapped until they are done.
@@ -79,11 +73,7 @@ class Session:
         collection that may be hours away. A dead daemon's arena would stay in memory all that time.
         """
         self.finish()
-        for address in self._pinned:
-            visible.unpin(address)
-        if isinstance(self.arena, CudaArena):
-            self.arena.close()
-        self.arena = self.staging = memoryview(b"")
+        self.carrier.close()
         self.summary = None
 
     # ---- heartbeats -----------------------------------------------------------------------------------------
@@ -142,20 +132,11 @@ class Session:
         self.skipped_matches += 1
         self.skipped_tokens += tokens
 
-    # ---- memory ---------------------------------------------------------------------------------------------
+    # ---- bytes ----------------------------------------------------------------------------------------------
 
-    def payload(self, match: pb.ChunkMatch) -> Payload:
-        """A leased chunk's bytes, for reading. Raises ValueError for a place outside the arena."""
-        end = match.offset + match.payload_bytes
-        if end > len(self.arena):
-            raise ValueError(f"a payload at {match.offset}+{match.payload_bytes} is outside the arena")
-        if isinstance(self.arena, CudaArena):
-            return self.arena.part(match.offset, match.payload_bytes)
-        return self.arena[match.offset : end]
-
-    def staged(self, place: pb.StagingRef) -> memoryview:
-        """Staging memory, for writing. Raises ValueError for a reference that cannot be this session's."""
-        end = place.offset + place.size_bytes
-        if end > len(self.staging):
-            raise ValueError(f"staging {place.offset}+{place.size_bytes} is outside of {len(self.staging)} bytes")
-        return self.staging[place.offset : end]
+    def read(
+        self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float, most: float = float("inf")
+    ) -> Generator[Payload, None, None]:
+        """See ``Carrier.read``. ``timeout`` is in seconds, for what moves nothing, ``most`` for all."""
+        size = sum(match.payload_bytes for match in matches)
+        return self.carrier.read(lease_id, matches, min(carrying_seconds(size, timeout), most))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 from kvkernels.paged_rows import Integers
 
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import Geometry, new_header
+from kvsidecar.paged.carrier import Fill, carrying_seconds
 from kvsidecar.paged.copying import BlockCopier
 from kvsidecar.paged.session import Session
 
@@ -77,15 +79,8 @@ class Writer:
 
     def _store_from(self, job: _Job, prefix: Prefix) -> Outcome | None:
         """Stores what comes after ``prefix``; None when its last chunk is gone."""
-        headers = self._headers(job, prefix.tokens)
-        parent, outcome, first = prefix.prefix_hash, Outcome(prefix), True
-        while headers:
-            group = headers[: group_length(job.session, headers)]
-            headers, hashes = headers[len(group) :], []
-            for header in group:
-                header.parent_prefix_hash = parent
-                parent = keys.prefix_hash(parent or job.root, header.token_ids)
-                hashes.append(parent)
+        headers, outcome, first = self._headers(job, prefix.tokens), Outcome(prefix), True
+        for group, hashes in linked_groups(job.session, headers, prefix.prefix_hash, job.root):
             written = write(job.session, job.salt, group, self._filler(job, group), self._timeout)
             if first and written.parent_missing and prefix.tokens:
                 return None
@@ -133,10 +128,6 @@ class _Job:
     turn: Callable[[], AbstractContextManager[None]]
 
 
-Fill = Callable[[int, memoryview], None]
-"""Writes the payload of the chunk with this number; the memory is the session's staging."""
-
-
 @dataclass(frozen=True)
 class Written:
     """What became of some chunks, in their order: whether each is stored now, and whether it was not before."""
@@ -151,21 +142,21 @@ class Written:
         return self.there.index(False) if False in self.there else len(self.there)
 
 
-def write(session: Session, salt: bytes, headers: list[ChunkHeader], fill: Fill, timeout: float) -> Written:
+def write(
+    session: Session, salt: bytes, headers: list[ChunkHeader], fill: Fill, timeout: float, ttl_seconds: int = 0
+) -> Written:
     """Reserves, fills and commits as many chunks as ``group_length`` allows. ``timeout`` is in seconds, for a call that
-    moves nothing. Raises what ``fill`` raises, grpc.RpcError and ValueError; what was reserved is given back first."""
-    request = pb.ReserveRequest(session_id=session.id, tenant_salt=salt, headers=headers)
+    moves nothing; ``ttl_seconds`` says how long they are kept, 0 for as long as there is room. Raises what ``fill``
+    raises, grpc.RpcError and ValueError; what was reserved is given back first."""
+    request = pb.ReserveRequest(session_id=session.id, tenant_salt=salt, headers=headers, ttl_seconds=ttl_seconds)
     reserved = list(session.stub.Reserve(request, timeout=timeout * 4).reservations)
-    items = list[pb.CommitItem]()
+    granted = [(i, reservation) for i, reservation in enumerate(reserved) if reservation.reservation_id]
     try:
-        for i, reservation in enumerate(reserved):
-            if reservation.reservation_id:
-                payload = session.staged(reservation.staging)
-                fill(i, payload)
-                items.append(pb.CommitItem(reservation_id=reservation.reservation_id, checksum=keys.checksum(payload)))
+        items = _carried(session, granted, fill, timeout * 10)
     except Exception:
-        given = [r.reservation_id for r in reserved if r.reservation_id]
-        session.stub.Abort(pb.AbortRequest(session_id=session.id, reservation_ids=given), timeout=timeout)
+        given = [reservation.reservation_id for _, reservation in granted]
+        with suppress(grpc.RpcError, ValueError):  # a daemon that is gone has given it up already
+            session.stub.Abort(pb.AbortRequest(session_id=session.id, reservation_ids=given), timeout=timeout)
         raise
     outcomes: dict[bytes, int] = {}
     if items:
@@ -177,9 +168,36 @@ def write(session: Session, salt: bytes, headers: list[ChunkHeader], fill: Fill,
     return Written(there, fresh, reserved[0].outcome == pb.RESERVE_OUTCOME_PARENT_MISSING)
 
 
+def _carried(
+    session: Session, granted: Sequence[tuple[int, pb.Reservation]], fill: Fill, timeout: float
+) -> list[pb.CommitItem]:
+    if not granted:
+        return []
+    size = sum(reservation.staging.size_bytes for _, reservation in granted)
+    return session.carrier.write(granted, fill, carrying_seconds(size, timeout))
+
+
+def linked_groups(
+    session: Session, headers: Sequence[ChunkHeader], parent: bytes, root: bytes
+) -> Iterator[tuple[list[ChunkHeader], list[bytes]]]:
+    """Headers of one prompt's neighbouring chunks as groups that are written together, with their prefix hashes.
+    ``parent``, of the chunk before them, is empty at the prompt's start, where ``root`` stands for it. Fills in the
+    headers' parents, of a group when it is asked for."""
+    at = 0
+    while at < len(headers):
+        group, hashes = list(headers[at : at + _GROUP]), list[bytes]()
+        del group[group_length(session, group) :]
+        for header in group:
+            header.parent_prefix_hash = parent
+            parent = keys.prefix_hash(parent or root, header.token_ids)
+            hashes.append(parent)
+        yield group, hashes
+        at += len(group)
+
+
 def group_length(session: Session, headers: list[ChunkHeader]) -> int:
     """How many of the next chunks are written together: at least one."""
-    room, count = len(session.staging) * _STAGING_SHARE, 0
+    room, count = session.carrier.room_bytes * _STAGING_SHARE, 0
     for header in headers[:_GROUP]:
         room -= -(-header.payload_bytes // _ALIGNMENT) * _ALIGNMENT
         if count and room < 0:

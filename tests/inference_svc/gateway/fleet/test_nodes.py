@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from benchmarks.node import Node
@@ -24,6 +25,7 @@ class Fleet:
     nodes: list[Node]
     gateways: list[Gateway]  # of the nodes
     fronts: list[Gateway]  # of the fleet
+    gone: list[Gateway] = field(default_factory=list)
 
     def served(self) -> list[int]:
         """How many requests each node has had."""
@@ -38,6 +40,18 @@ class Fleet:
         node.start_daemon()
         node.start_worker(0)
         self.gateways[i] = of_node(node, port=gateway.port)
+
+    def restart_front(self, i: int) -> None:
+        """A gateway of the fleet ends in order, and another one begins at its address. Its client is still in use."""
+        old = self.fronts[i]
+        old.process.terminate()
+        assert old.process.wait(20) in (0, -15)
+        self.fronts[i] = self.front(old.port)
+        self.gone.append(old)
+
+    def front(self, port: int = 0, wait: bool = True) -> Gateway:
+        named = ",".join(gateway.url for gateway in self.gateways)
+        return Gateway(self.nodes[0], "--nodes", named, "--node-seconds", "0.5", port=port, wait=wait)
 
 
 @contextmanager
@@ -62,13 +76,12 @@ def fleet() -> Iterator[Fleet]:
             node.wait_daemon()
             node.wait_worker(0)
         gateways = [of_node(node, wait=False) for node in nodes]
-        named = ",".join(gateway.url for gateway in gateways)
-        fronts = [Gateway(nodes[0], "--nodes", named, "--node-seconds", "0.5", wait=False) for _ in range(2)]
-        found = Fleet(nodes, gateways, fronts)
-        for gateway in (*gateways, *fronts):
+        found = Fleet(nodes, gateways, [])
+        found.fronts = [found.front(wait=False) for _ in range(2)]
+        for gateway in (*gateways, *found.fronts):
             gateway.wait()
         yield found
-        for gateway in (*found.fronts, *found.gateways):
+        for gateway in (*found.fronts, *found.gateways, *found.gone):
             gateway.close()
 
 
@@ -144,7 +157,11 @@ def test_a_rolling_restart_loses_nothing_and_what_was_read_is_still_known(fleet:
     def load(i: int) -> int:
         done = 0
         while not stop.is_set():
-            ask(fleet.fronts[i % 2], talks[done % len(talks)], stream=False)
+            messages = talks[done % len(talks)]
+            try:
+                ask(fleet.fronts[i % 2], messages)
+            except openai.APIConnectionError:  # it is not there: who balances load asks the other one
+                ask(fleet.fronts[(i + 1) % 2], messages)
             done += 1
         return done
 
@@ -154,6 +171,7 @@ def test_a_rolling_restart_loses_nothing_and_what_was_read_is_still_known(fleet:
             for _ in range(rounds):
                 for i in range(2):
                     fleet.restart(i)
+                    fleet.restart_front(i)
         finally:
             stop.set()
         assert all(client.result(60) > 2 for client in running), "an answer that is lost raises here"

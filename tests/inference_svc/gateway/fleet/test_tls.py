@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from pathlib import Path
@@ -13,11 +14,11 @@ import pytest
 import uvicorn
 from kvsidecar.errors import ConfigurationError
 
+from benchmarks.authority import Authority, Issued
 from benchmarks.node import free_port
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.fleet.app import create_app
 from inference_svc.gateway.server import configured
-from tests.cache_daemon.access.authority import Authority, Issued
 from tests.inference_svc.gateway.fleet.peers import Peer, fleet_of, named
 
 
@@ -52,6 +53,42 @@ async def test_a_node_has_the_names_certificate_and_asks_for_the_gateways(
     ):
         assert len(fleet.members.alive) == up
         assert (await client.get("/health")).status_code == (200 if up else 503)
+
+
+async def test_what_tls_refuses_behind_the_handshake_is_no_end_of_asking(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alert, or what is no record, reaches who reads as TLS's own error and not as the HTTP client's."""
+    named("nodes.test", monkeypatch)
+
+    class Refusing(Peer):
+        mended = False
+
+        async def _serve(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+            if self.mended:
+                await super()._serve(path, body, writer)
+            else:
+                os.write(writer.get_extra_info("socket").fileno(), bytes(64))
+                await asyncio.sleep(0.1)  # closing says more, which would overtake it
+
+    issued = authority.issue("node", hosts=("nodes.test",))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(issued.certificate, issued.key)
+    node = Refusing(tls=context)
+    async with (
+        node.listening(),
+        fleet_of(nodes=f"dns+https://nodes.test:{node.port}", node_ca=authority.ca) as (client, fleet),
+    ):
+        (seen,) = fleet.members.all
+        assert not seen.alive
+        assert "SSL" in seen.why
+        assert (await client.get("/health")).status_code == 503
+        node.mended = True
+        async with asyncio.timeout(20):
+            while not seen.alive:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        node.mended = False
+        assert (await client.get("/v1/responses/resp_0")).status_code == 404
 
 
 async def test_a_gateway_lets_in_who_has_a_certificate(authority: Authority) -> None:

@@ -124,6 +124,30 @@ COMMIT_OUTCOME_QUOTA_EXCEEDED: CommitOutcome.ValueType  # 5
 """The tenant's quota is used up by chunks that cannot go now."""
 Global___CommitOutcome: _TypeAlias = CommitOutcome  # noqa: Y015
 
+class _CarryDirection:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CarryDirectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CarryDirection.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CARRY_DIRECTION_UNSPECIFIED: _CarryDirection.ValueType  # 0
+    """Never sent; refused."""
+    CARRY_DIRECTION_TO_REMOTE: _CarryDirection.ValueType  # 1
+    """From the daemon to its remote tier."""
+    CARRY_DIRECTION_FROM_REMOTE: _CarryDirection.ValueType  # 2
+    """From the remote tier to the daemon."""
+
+class CarryDirection(_CarryDirection, metaclass=_CarryDirectionEnumTypeWrapper):
+    """Which way chunks are carried."""
+
+CARRY_DIRECTION_UNSPECIFIED: CarryDirection.ValueType  # 0
+"""Never sent; refused."""
+CARRY_DIRECTION_TO_REMOTE: CarryDirection.ValueType  # 1
+"""From the daemon to its remote tier."""
+CARRY_DIRECTION_FROM_REMOTE: CarryDirection.ValueType  # 2
+"""From the remote tier to the daemon."""
+Global___CarryDirection: _TypeAlias = CarryDirection  # noqa: Y015
+
 class _EventType:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -336,7 +360,7 @@ class Welcome(_message.Message):
     """A Unix socket that hands memory out: whoever sends the 16 bytes of an open session's id and one byte that names the
     memory ('a' arena, 's' staging, 'i' index summary) is sent one byte and the memory's file descriptor (SCM_RIGHTS),
     for ARENA_KIND_CUDA_IPC the handle's 64 bytes instead, or nothing when the session is not open. Empty for callers
-    at doors that share no memory; then arena, staging and summary are absent too.
+    at doors that share no memory; then arena and summary are absent too, Fetch reads and Fill writes.
     """
     heartbeat_interval_ms: _builtins.int
     """How often a heartbeat is due; the session ends after three missed ones."""
@@ -350,7 +374,9 @@ class Welcome(_message.Message):
 
     @_builtins.property
     def staging(self) -> Global___StagingDescriptor:
-        """The session's own memory for writing new chunks into. Sealed against growing and shrinking."""
+        """The session's own memory for new chunks, which Reserve takes from. Where it is shared, sealed against growing and
+        shrinking. Where it is not, all sessions of one caller together are given no more than one of them has.
+        """
 
     @_builtins.property
     def summary(self) -> Global___IndexSummary:
@@ -560,7 +586,9 @@ Global___ArenaDescriptor: _TypeAlias = ArenaDescriptor  # noqa: Y015
 
 @_typing.final
 class StagingDescriptor(_message.Message):
-    """A session's memory for new chunks: host memory behind a file descriptor, mapped shared by worker and daemon alone."""
+    """A session's memory for new chunks: host memory behind a file descriptor, which the daemon has alone or shares with the
+    session's worker.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -619,6 +647,8 @@ class MatchRequest(_message.Message):
     CONTENTS_FIELD_NUMBER: _builtins.int
     CUTS_FIELD_NUMBER: _builtins.int
     SECONDS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome. Without it nothing is leased and no slots are returned (a probe)."""
     tenant_salt: _builtins.bytes
@@ -627,6 +657,15 @@ class MatchRequest(_message.Message):
     """The namespace to search, for probes without a session; ignored with one."""
     seconds_per_token: _builtins.float
     """Seconds that the asker takes to compute a token; 0 when unknown. What takes longer than that is not brought in."""
+    window: _builtins.int
+    """How many tokens at the end of what is found are wanted, for a model none of whose layers looks further back; 0: all.
+    Chunks before them count as found and as used, but are neither brought into the arena nor leased. Ignored in probes
+    without a session, and where a remote tier is asked.
+    """
+    ttl_seconds: _builtins.int
+    """What is found is kept for so many seconds from now on, unless somebody asks for longer; at most 2,592,000 (30 days).
+    0: for as long as there is room. Ignored in probes without a session.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt; at most 2^20 tokens."""
@@ -655,10 +694,12 @@ class MatchRequest(_message.Message):
         contents: _abc.Iterable[Global___ContentProbe] | None = ...,
         cuts: _abc.Iterable[_builtins.int] | None = ...,
         seconds_per_token: _builtins.float = ...,
+        window: _builtins.int = ...,
+        ttl_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "cuts", b"cuts", "namespace", b"namespace", "seconds_per_token", b"seconds_per_token", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "cuts", b"cuts", "namespace", b"namespace", "seconds_per_token", b"seconds_per_token", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids", "ttl_seconds", b"ttl_seconds", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -759,8 +800,9 @@ class MatchResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     REMOTE_TOKENS_FIELD_NUMBER: _builtins.int
     REMOTE_MS_FIELD_NUMBER: _builtins.int
+    PASSED_TOKENS_FIELD_NUMBER: _builtins.int
     matched_tokens: _builtins.int
-    """Sum of matched_tokens."""
+    """Sum of matched_tokens, those of chunks that are not wanted included."""
     promoted_tokens: _builtins.int
     """Of these, tokens whose payload had to come from the durable tier."""
     promote_ms: _builtins.float
@@ -773,9 +815,11 @@ class MatchResponse(_message.Message):
     """Of matched_tokens, tokens that came from the remote tier for this call."""
     remote_ms: _builtins.float
     """Milliseconds that the remote tier took of this call, in vain or not."""
+    passed_tokens: _builtins.int
+    """Of matched_tokens, leading tokens whose chunks are not in matches, since a window does not reach them."""
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkMatch]:
-        """Chunks in order from the first token; empty when nothing matches."""
+        """Chunks in order from the first token, or from the first that is wanted; empty when nothing matches."""
 
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentMatch]:
@@ -795,10 +839,11 @@ class MatchResponse(_message.Message):
         epoch: _builtins.int = ...,
         remote_tokens: _builtins.int = ...,
         remote_ms: _builtins.float = ...,
+        passed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "epoch", b"epoch", "lease_id", b"lease_id", "matched_tokens", b"matched_tokens", "matches", b"matches", "promote_ms", b"promote_ms", "promoted_tokens", b"promoted_tokens", "remote_ms", b"remote_ms", "remote_tokens", b"remote_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "epoch", b"epoch", "lease_id", b"lease_id", "matched_tokens", b"matched_tokens", "matches", b"matches", "passed_tokens", b"passed_tokens", "promote_ms", b"promote_ms", "promoted_tokens", b"promoted_tokens", "remote_ms", b"remote_ms", "remote_tokens", b"remote_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -947,10 +992,13 @@ class ReserveRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     HEADERS_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome."""
     tenant_salt: _builtins.bytes
     """As in MatchRequest."""
+    ttl_seconds: _builtins.int
+    """As in MatchRequest, of the chunks that are written, or are there, and of those that they continue."""
     @_builtins.property
     def headers(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkHeader]:
         """The chunks to write, parents before children. parent_prefix_hash (empty for the first chunk),
@@ -964,10 +1012,11 @@ class ReserveRequest(_message.Message):
         session_id: _builtins.bytes = ...,
         tenant_salt: _builtins.bytes = ...,
         headers: _abc.Iterable[_chunk_pb2.ChunkHeader] | None = ...,
+        ttl_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["headers", b"headers", "session_id", b"session_id", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["headers", b"headers", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1171,29 +1220,43 @@ Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
 
 @_typing.final
 class FetchRequest(_message.Message):
-    """Asks for one chunk's bytes."""
+    """Asks for the bytes of one chunk by its name, or with a session_id for those of chunks that a lease holds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     PREFIX_HASH_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """Namespace of the chunk, 32 bytes."""
     tenant_salt: _builtins.bytes
     """As in MatchRequest."""
     prefix_hash: _builtins.bytes
     """The chunk."""
+    session_id: _builtins.bytes
+    """From Welcome. With it, lease_id and prefix_hashes say what is wanted, and the fields above are ignored."""
+    lease_id: _builtins.bytes
+    """From MatchResponse. It may be released while chunks are sent; what this call was asked for stays until it ends."""
+    @_builtins.property
+    def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Chunks of that lease, in the order in which they are sent; at most 1024."""
+
     def __init__(
         self,
         *,
         namespace: _builtins.bytes = ...,
         tenant_salt: _builtins.bytes = ...,
         prefix_hash: _builtins.bytes = ...,
+        session_id: _builtins.bytes = ...,
+        lease_id: _builtins.bytes = ...,
+        prefix_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "prefix_hash", b"prefix_hash", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "namespace", b"namespace", "prefix_hash", b"prefix_hash", "prefix_hashes", b"prefix_hashes", "session_id", b"session_id", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1211,7 +1274,7 @@ class FetchResponse(_message.Message):
     """Further messages: the payload in order, at most 1 MiB each."""
     @_builtins.property
     def header(self) -> _chunk_pb2.ChunkHeader:
-        """First message."""
+        """First message of each chunk. Of one under a lease without token_ids, which were compared by Match."""
 
     def __init__(
         self,
@@ -1318,6 +1381,60 @@ class StoreResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoreResponse: _TypeAlias = StoreResponse  # noqa: Y015
+
+@_typing.final
+class FillRequest(_message.Message):
+    """A piece of payloads to write: a session, and for each of its reservations the id and the payload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    """First message: from Welcome."""
+    reservation_id: _builtins.bytes
+    """Begins a payload: from Reservation. The payload before is complete."""
+    data: _builtins.bytes
+    """The payload in order, at most 1 MiB each."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        reservation_id: _builtins.bytes = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "message", b"message", "reservation_id", b"reservation_id", "session_id", b"session_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "message", b"message", "reservation_id", b"reservation_id", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["session_id", "reservation_id", "data"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___FillRequest: _TypeAlias = FillRequest  # noqa: Y015
+
+@_typing.final
+class FillResponse(_message.Message):
+    """Confirms Fill: the payloads are where Commit copies from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILLED_FIELD_NUMBER: _builtins.int
+    filled: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        filled: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filled", b"filled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FillResponse: _TypeAlias = FillResponse  # noqa: Y015
 
 @_typing.final
 class PrefixRef(_message.Message):
@@ -1494,6 +1611,84 @@ class DeleteResponse(_message.Message):
 Global___DeleteResponse: _TypeAlias = DeleteResponse  # noqa: Y015
 
 @_typing.final
+class CarryRequest(_message.Message):
+    """Asks to carry a tenant's chunks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    DIRECTION_FIELD_NUMBER: _builtins.int
+    DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """Namespace, 32 bytes."""
+    tenant_salt: _builtins.bytes
+    """As in MatchRequest."""
+    direction: Global___CarryDirection.ValueType
+    """Which way."""
+    @_builtins.property
+    def descriptor(self) -> _chunk_pb2.NamespaceDescriptor:
+        """The namespace's descriptor, for FROM_REMOTE: what does not look like it is not taken."""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        tenant_salt: _builtins.bytes = ...,
+        direction: Global___CarryDirection.ValueType = ...,
+        descriptor: _chunk_pb2.NamespaceDescriptor | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "direction", b"direction", "namespace", b"namespace", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CarryRequest: _TypeAlias = CarryRequest  # noqa: Y015
+
+@_typing.final
+class CarryResponse(_message.Message):
+    """How far it is. Numbers are of chunks but for bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    done: _builtins.int
+    """Of total, those that need nothing more."""
+    total: _builtins.int
+    """All that there were when it began."""
+    chunks: _builtins.int
+    """Those that were carried."""
+    payload_bytes: _builtins.int
+    """Their payloads, before compression."""
+    known: _builtins.int
+    """Those that were there already."""
+    lost: _builtins.int
+    """Those that were evicted before it was their turn, had no room, or what they continue was lost."""
+    def __init__(
+        self,
+        *,
+        done: _builtins.int = ...,
+        total: _builtins.int = ...,
+        chunks: _builtins.int = ...,
+        payload_bytes: _builtins.int = ...,
+        known: _builtins.int = ...,
+        lost: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "done", b"done", "known", b"known", "lost", b"lost", "payload_bytes", b"payload_bytes", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CarryResponse: _TypeAlias = CarryResponse  # noqa: Y015
+
+@_typing.final
 class ListRequest(_message.Message):
     """Asks for stored chunks."""
 
@@ -1552,6 +1747,7 @@ class ChunkInfo(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     IDLE_SECONDS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
     root: _builtins.bytes
     """Tenant root of the chunk."""
     prefix_hash: _builtins.bytes
@@ -1580,6 +1776,8 @@ class ChunkInfo(_message.Message):
     """Bytes that it takes in the durable tier."""
     idle_seconds: _builtins.float
     """Seconds since it was used last."""
+    ttl_seconds: _builtins.float
+    """Seconds that are left of the time that requests asked for; absent when it is kept for as long as there is room."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, in order; empty unless they were asked for."""
@@ -1602,12 +1800,15 @@ class ChunkInfo(_message.Message):
         stored_bytes: _builtins.int = ...,
         idle_seconds: _builtins.float = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        ttl_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttl_seconds", b"_ttl_seconds", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "durable", b"durable", "hits", b"hits", "idle_seconds", b"idle_seconds", "leases", b"leases", "parent_prefix_hash", b"parent_prefix_hash", "payload_bytes", b"payload_bytes", "pinned", b"pinned", "prefix_hash", b"prefix_hash", "resident", b"resident", "root", b"root", "start_position", b"start_position", "stored_bytes", b"stored_bytes", "token_ids", b"token_ids", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttl_seconds", b"_ttl_seconds", "bits", b"bits", "durable", b"durable", "hits", b"hits", "idle_seconds", b"idle_seconds", "leases", b"leases", "parent_prefix_hash", b"parent_prefix_hash", "payload_bytes", b"payload_bytes", "pinned", b"pinned", "prefix_hash", b"prefix_hash", "resident", b"resident", "root", b"root", "start_position", b"start_position", "stored_bytes", b"stored_bytes", "token_ids", b"token_ids", "tokens", b"tokens", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__ttl_seconds: _TypeAlias = _typing.Literal["ttl_seconds"]  # noqa: Y015
+    _WhichOneofArgType__ttl_seconds: _TypeAlias = _typing.Literal["_ttl_seconds", b"_ttl_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_seconds) -> _WhichOneofReturnType__ttl_seconds | None: ...
 
 Global___ChunkInfo: _TypeAlias = ChunkInfo  # noqa: Y015
 

@@ -29,8 +29,9 @@ class CacheServiceStub:
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. Whoever shares no memory with the daemon needs no session: Match without one probes, Fetch and Store
-    move chunks as byte streams. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    or holds memory. One that shares no memory with the daemon, because its caller is on another host, reads what it has
+    leased with Fetch and writes what it has reserved with Fill; all else is the same. Who wants single chunks needs no
+    session: Match without one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
 
     Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
     salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
@@ -82,6 +83,11 @@ class CacheServiceStub:
                 request_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.StoreRequest.SerializeToString,
                 response_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.StoreResponse.FromString,
                 _registered_method=True)
+        self.Fill = channel.stream_unary(
+                '/kvsidecar.cache.v1.CacheService/Fill',
+                request_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.FillRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.FillResponse.FromString,
+                _registered_method=True)
         self.SetVerdict = channel.unary_unary(
                 '/kvsidecar.cache.v1.CacheService/SetVerdict',
                 request_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.SetVerdictRequest.SerializeToString,
@@ -101,6 +107,11 @@ class CacheServiceStub:
                 '/kvsidecar.cache.v1.CacheService/Delete',
                 request_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.DeleteRequest.SerializeToString,
                 response_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.DeleteResponse.FromString,
+                _registered_method=True)
+        self.Carry = channel.unary_stream(
+                '/kvsidecar.cache.v1.CacheService/Carry',
+                request_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.CarryRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.CarryResponse.FromString,
                 _registered_method=True)
         self.List = channel.unary_unary(
                 '/kvsidecar.cache.v1.CacheService/List',
@@ -123,8 +134,9 @@ class CacheServiceServicer:
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. Whoever shares no memory with the daemon needs no session: Match without one probes, Fetch and Store
-    move chunks as byte streams. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    or holds memory. One that shares no memory with the daemon, because its caller is on another host, reads what it has
+    leased with Fetch and writes what it has reserved with Fill; all else is the same. Who wants single chunks needs no
+    session: Match without one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
 
     Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
     salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
@@ -175,7 +187,7 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Reads one chunk as a stream, for clients that do not share memory with the daemon.
+        """Reads one chunk as a stream, or chunks under a lease, for clients that do not share memory with the daemon.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,6 +195,13 @@ class CacheServiceServicer:
 
     def Store(self, request_iterator, context):
         """Writes one chunk as a stream: first the header, then the payload in pieces of at most 1 MiB.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fill(self, request_iterator, context):
+        """Writes the payloads of reservations as a stream, for sessions that do not map their staging memory; Commit follows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -211,6 +230,14 @@ class CacheServiceServicer:
 
     def Delete(self, request, context):
         """Removes chunks and everything that continues them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Carry(self, request, context):
+        """Carries what is stored of a tenant to the daemon's own remote tier, or from there, for operators. Answers tell how
+        far it is; the last one tells what came of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -280,6 +307,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     request_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.StoreRequest.FromString,
                     response_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.StoreResponse.SerializeToString,
             ),
+            'Fill': grpc.stream_unary_rpc_method_handler(
+                    servicer.Fill,
+                    request_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.FillRequest.FromString,
+                    response_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.FillResponse.SerializeToString,
+            ),
             'SetVerdict': grpc.unary_unary_rpc_method_handler(
                     servicer.SetVerdict,
                     request_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.SetVerdictRequest.FromString,
@@ -299,6 +331,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Delete,
                     request_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.DeleteRequest.FromString,
                     response_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.DeleteResponse.SerializeToString,
+            ),
+            'Carry': grpc.unary_stream_rpc_method_handler(
+                    servicer.Carry,
+                    request_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.CarryRequest.FromString,
+                    response_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.CarryResponse.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -327,8 +364,9 @@ class CacheService:
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. Whoever shares no memory with the daemon needs no session: Match without one probes, Fetch and Store
-    move chunks as byte streams. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    or holds memory. One that shares no memory with the daemon, because its caller is on another host, reads what it has
+    leased with Fetch and writes what it has reserved with Fill; all else is the same. Who wants single chunks needs no
+    session: Match without one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
 
     Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
     salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
@@ -551,6 +589,33 @@ class CacheService:
             _registered_method=True)
 
     @staticmethod
+    def Fill(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/kvsidecar.cache.v1.CacheService/Fill',
+            kvsidecar_dot_cache_dot_v1_dot_cache__pb2.FillRequest.SerializeToString,
+            kvsidecar_dot_cache_dot_v1_dot_cache__pb2.FillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def SetVerdict(request,
             target,
             options=(),
@@ -648,6 +713,33 @@ class CacheService:
             '/kvsidecar.cache.v1.CacheService/Delete',
             kvsidecar_dot_cache_dot_v1_dot_cache__pb2.DeleteRequest.SerializeToString,
             kvsidecar_dot_cache_dot_v1_dot_cache__pb2.DeleteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Carry(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvsidecar.cache.v1.CacheService/Carry',
+            kvsidecar_dot_cache_dot_v1_dot_cache__pb2.CarryRequest.SerializeToString,
+            kvsidecar_dot_cache_dot_v1_dot_cache__pb2.CarryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,8 +30,9 @@ class CacheServiceStub:
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. Whoever shares no memory with the daemon needs no session: Match without one probes, Fetch and Store
-    move chunks as byte streams. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    or holds memory. One that shares no memory with the daemon, because its caller is on another host, reads what it has
+    leased with Fetch and writes what it has reserved with Fill; all else is the same. Who wants single chunks needs no
+    session: Match without one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
 
     Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
     salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
@@ -58,9 +59,11 @@ class CacheServiceStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_cache_pb2.AbortRequest, _cache_pb2.AbortResponse]
     """Gives reservations up. Idempotent."""
     Fetch: _grpc.UnaryStreamMultiCallable[_cache_pb2.FetchRequest, _cache_pb2.FetchResponse]
-    """Reads one chunk as a stream, for clients that do not share memory with the daemon."""
+    """Reads one chunk as a stream, or chunks under a lease, for clients that do not share memory with the daemon."""
     Store: _grpc.StreamUnaryMultiCallable[_cache_pb2.StoreRequest, _cache_pb2.StoreResponse]
     """Writes one chunk as a stream: first the header, then the payload in pieces of at most 1 MiB."""
+    Fill: _grpc.StreamUnaryMultiCallable[_cache_pb2.FillRequest, _cache_pb2.FillResponse]
+    """Writes the payloads of reservations as a stream, for sessions that do not map their staging memory; Commit follows."""
     SetVerdict: _grpc.UnaryUnaryMultiCallable[_cache_pb2.SetVerdictRequest, _cache_pb2.SetVerdictResponse]
     """Stores what a verification of approximate reuse found, with the session's namespace."""
     Pin: _grpc.UnaryUnaryMultiCallable[_cache_pb2.PinRequest, _cache_pb2.PinResponse]
@@ -69,6 +72,10 @@ class CacheServiceStub:
     """Ends Pin."""
     Delete: _grpc.UnaryUnaryMultiCallable[_cache_pb2.DeleteRequest, _cache_pb2.DeleteResponse]
     """Removes chunks and everything that continues them."""
+    Carry: _grpc.UnaryStreamMultiCallable[_cache_pb2.CarryRequest, _cache_pb2.CarryResponse]
+    """Carries what is stored of a tenant to the daemon's own remote tier, or from there, for operators. Answers tell how
+    far it is; the last one tells what came of it.
+    """
     List: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ListRequest, _cache_pb2.ListResponse]
     """Lists stored chunks, a page at a time."""
     Stats: _grpc.UnaryUnaryMultiCallable[_cache_pb2.StatsRequest, _cache_pb2.StatsResponse]
@@ -81,8 +88,9 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. Whoever shares no memory with the daemon needs no session: Match without one probes, Fetch and Store
-    move chunks as byte streams. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    or holds memory. One that shares no memory with the daemon, because its caller is on another host, reads what it has
+    leased with Fetch and writes what it has reserved with Fill; all else is the same. Who wants single chunks needs no
+    session: Match without one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
 
     Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
     salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
@@ -106,9 +114,11 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Abort: _aio.UnaryUnaryMultiCallable[_cache_pb2.AbortRequest, _cache_pb2.AbortResponse]  # type: ignore[assignment]
     """Gives reservations up. Idempotent."""
     Fetch: _aio.UnaryStreamMultiCallable[_cache_pb2.FetchRequest, _cache_pb2.FetchResponse]  # type: ignore[assignment]
-    """Reads one chunk as a stream, for clients that do not share memory with the daemon."""
+    """Reads one chunk as a stream, or chunks under a lease, for clients that do not share memory with the daemon."""
     Store: _aio.StreamUnaryMultiCallable[_cache_pb2.StoreRequest, _cache_pb2.StoreResponse]  # type: ignore[assignment]
     """Writes one chunk as a stream: first the header, then the payload in pieces of at most 1 MiB."""
+    Fill: _aio.StreamUnaryMultiCallable[_cache_pb2.FillRequest, _cache_pb2.FillResponse]  # type: ignore[assignment]
+    """Writes the payloads of reservations as a stream, for sessions that do not map their staging memory; Commit follows."""
     SetVerdict: _aio.UnaryUnaryMultiCallable[_cache_pb2.SetVerdictRequest, _cache_pb2.SetVerdictResponse]  # type: ignore[assignment]
     """Stores what a verification of approximate reuse found, with the session's namespace."""
     Pin: _aio.UnaryUnaryMultiCallable[_cache_pb2.PinRequest, _cache_pb2.PinResponse]  # type: ignore[assignment]
@@ -117,6 +127,10 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """Ends Pin."""
     Delete: _aio.UnaryUnaryMultiCallable[_cache_pb2.DeleteRequest, _cache_pb2.DeleteResponse]  # type: ignore[assignment]
     """Removes chunks and everything that continues them."""
+    Carry: _aio.UnaryStreamMultiCallable[_cache_pb2.CarryRequest, _cache_pb2.CarryResponse]  # type: ignore[assignment]
+    """Carries what is stored of a tenant to the daemon's own remote tier, or from there, for operators. Answers tell how
+    far it is; the last one tells what came of it.
+    """
     List: _aio.UnaryUnaryMultiCallable[_cache_pb2.ListRequest, _cache_pb2.ListResponse]  # type: ignore[assignment]
     """Lists stored chunks, a page at a time."""
     Stats: _aio.UnaryUnaryMultiCallable[_cache_pb2.StatsRequest, _cache_pb2.StatsResponse]  # type: ignore[assignment]
@@ -128,8 +142,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. Whoever shares no memory with the daemon needs no session: Match without one probes, Fetch and Store
-    move chunks as byte streams. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    or holds memory. One that shares no memory with the daemon, because its caller is on another host, reads what it has
+    leased with Fetch and writes what it has reserved with Fill; all else is the same. Who wants single chunks needs no
+    session: Match without one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
 
     Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
     salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
@@ -193,7 +208,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.FetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.FetchResponse], _abc.AsyncIterator[_cache_pb2.FetchResponse]]:
-        """Reads one chunk as a stream, for clients that do not share memory with the daemon."""
+        """Reads one chunk as a stream, or chunks under a lease, for clients that do not share memory with the daemon."""
 
     @_abc_1.abstractmethod
     def Store(
@@ -202,6 +217,14 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.StoreResponse, _abc.Awaitable[_cache_pb2.StoreResponse]]:
         """Writes one chunk as a stream: first the header, then the payload in pieces of at most 1 MiB."""
+
+    @_abc_1.abstractmethod
+    def Fill(
+        self,
+        request_iterator: _MaybeAsyncIterator[_cache_pb2.FillRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_pb2.FillResponse, _abc.Awaitable[_cache_pb2.FillResponse]]:
+        """Writes the payloads of reservations as a stream, for sessions that do not map their staging memory; Commit follows."""
 
     @_abc_1.abstractmethod
     def SetVerdict(
@@ -234,6 +257,16 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.DeleteResponse, _abc.Awaitable[_cache_pb2.DeleteResponse]]:
         """Removes chunks and everything that continues them."""
+
+    @_abc_1.abstractmethod
+    def Carry(
+        self,
+        request: _cache_pb2.CarryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_cache_pb2.CarryResponse], _abc.AsyncIterator[_cache_pb2.CarryResponse]]:
+        """Carries what is stored of a tenant to the daemon's own remote tier, or from there, for operators. Answers tell how
+        far it is; the last one tells what came of it.
+        """
 
     @_abc_1.abstractmethod
     def List(

@@ -13,7 +13,7 @@ import grpc
 import typer
 
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
-from kvsidecar.connecting import channel, read_token
+from kvsidecar.connecting import channel, explain, read_token
 from kvsidecar.errors import InvalidRequest, from_rpc
 from kvsidecar.keys import HASH_BYTES
 from kvsidecar.runtime import default_runtime_dir
@@ -79,14 +79,18 @@ def connected(
     cert: Path | None = None,
     key: Path | None = None,
 ) -> Iterator[Any]:
-    """A stub of the daemon; its failures become KVSidecarErrors."""
+    """A stub of the daemon; its failures become KVSidecarErrors. That nothing listens there is one sentence, which says
+    what to do."""
     token = read_token(token_file) if token_file is not None else None
     target = socket or default_runtime_dir() / "cache.sock"
     with channel(target, token=token, ca=ca, certificate=cert, key=key) as reached:
         try:
             yield CacheServiceStub(reached)
         except grpc.RpcError as error:
-            raise from_rpc(error) from error
+            encrypted = any(part is not None for part in (token, ca, cert, key))
+            advice = "start one with: kvsidecar serve" if socket is None else "is it running, and is that its address?"
+            absent = f"no cache daemon listens on {target}; {advice}"
+            raise explain(from_rpc(error), target, encrypted=encrypted, absent=absent) from error
 
 
 def namespace_bytes(text: str) -> bytes:

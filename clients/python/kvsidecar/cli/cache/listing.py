@@ -76,7 +76,9 @@ def chunks(daemon: Any, namespace: str = "", salt: str = "") -> Iterator[pb.Chun
 def find(daemon: Any, beginning: str, namespace: str = "", salt: str = "") -> pb.ChunkInfo:
     """The chunk whose hash begins so. Raises InvalidRequest unless there is exactly one."""
     found = [c for c in chunks(daemon, namespace, salt) if c.prefix_hash.hex().startswith(beginning.lower())]
-    if len(found) != 1:
+    if not found:
+        raise InvalidRequest(f"no chunk begins with {beginning!r}; `cache list` shows which there are")
+    if len(found) > 1:
         raise InvalidRequest(
             f"{len(found)} chunks begin with {beginning!r}; give more of the hash that `cache list` shows"
         )
@@ -116,8 +118,18 @@ def show(
         print_json(details)
         return
     for name, value in details.items():
-        shown = ", ".join(value) if isinstance(value, list) else value
-        print(f"{name.replace('_', ' ') + ':':<20}{shown}")
+        label = name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ")
+        print(f"{label + ':':<20}{_readable(name, value)}")
+
+
+def _readable(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(value)
+    if name.endswith("_bytes"):
+        return format_size(value)
+    return duration(value) if name.endswith("_seconds") else str(value)
 
 
 def _header(daemon: Any, chunk: pb.ChunkInfo, namespace: str, salt: str) -> ChunkHeader:

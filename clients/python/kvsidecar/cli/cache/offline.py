@@ -10,9 +10,9 @@ import typer
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 _COMMANDS = {
-    "verify": "Read a whole store of a stopped daemon, and repair it (`verify --help` for flags).",
-    "export": "Write a store's chunks to a portable archive (`export --help` for flags).",
-    "import": "Take an archive's chunks into a store (`import --help` for flags).",
+    "verify": "Read a whole store of a stopped daemon, and repair it.",
+    "export": "Write a store's chunks to a portable archive.",
+    "import": "Take an archive's chunks into a store.",
 }
 
 

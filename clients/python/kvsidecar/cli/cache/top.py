@@ -23,7 +23,6 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cli.cache.daemon import CALL_SECONDS, at_daemon
 from kvsidecar.cli.cache.ratios import HitRatios
 from kvsidecar.cli.cache.shown import duration, percent
-from kvsidecar.errors import from_rpc
 from kvsidecar.sizes import format_size
 
 _RATE_SECONDS = 10.0  # rates and ratios are over the last so many seconds
@@ -50,12 +49,12 @@ def top(
     Rates and ratios on the left are of the last 10 seconds, those on the right since the daemon's start.
     """
     console = Console()
+    first = Sample(time.monotonic(), daemon.Stats(pb.StatsRequest(), timeout=CALL_SECONDS))
     if once:
-        stats = daemon.Stats(pb.StatsRequest(), timeout=CALL_SECONDS)
-        console.print(frame(Sample(time.monotonic(), stats), None))
+        console.print(frame(first, None))
         return
     with contextlib.suppress(KeyboardInterrupt), _keys() as pressed, Live(console=console, screen=True) as live:
-        samples: list[Sample] = []
+        samples = [first]
         while True:
             live.update(_next_frame(daemon, samples), refresh=True)
             if pressed(interval) == "q":
@@ -70,7 +69,7 @@ def _next_frame(daemon: Any, samples: list[Sample]) -> RenderableType:
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise
         samples.clear()
-        return Text(f"the daemon does not answer ({from_rpc(error)}); trying again", style="red")
+        return Text(f"the daemon does not answer ({error.code().name}); trying again", style="red")
     if samples and samples[-1].stats.epoch != stats.epoch:
         samples.clear()
     samples.append(Sample(time.monotonic(), stats))

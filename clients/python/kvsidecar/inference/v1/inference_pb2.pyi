@@ -99,6 +99,30 @@ SPECULATION_AUTO: Speculation.ValueType  # 4
 """Whichever of them promises more."""
 Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
+class _Truncation:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TruncationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Truncation.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRUNCATION_UNSPECIFIED: _Truncation.ValueType  # 0
+    """As truncate_prompt_tokens says."""
+    TRUNCATION_LEFT: _Truncation.ValueType  # 1
+    """At its beginning: the last tokens are read."""
+    TRUNCATION_MIDDLE: _Truncation.ValueType  # 2
+    """In its middle: as many of the first tokens are read as of the last."""
+
+class Truncation(_Truncation, metaclass=_TruncationEnumTypeWrapper):
+    """Where tokens of a prompt are left out that is too long."""
+
+TRUNCATION_UNSPECIFIED: Truncation.ValueType  # 0
+"""As truncate_prompt_tokens says."""
+TRUNCATION_LEFT: Truncation.ValueType  # 1
+"""At its beginning: the last tokens are read."""
+TRUNCATION_MIDDLE: Truncation.ValueType  # 2
+"""In its middle: as many of the first tokens are read as of the last."""
+Global___Truncation: _TypeAlias = Truncation  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -619,6 +643,8 @@ class GenerateRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    TRUNCATION_FIELD_NUMBER: _builtins.int
+    SPECULATION_BRANCHES_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate; at least 1. Default: 256, or what the context still holds if that is less."""
     ignore_eos: _builtins.bool
@@ -651,6 +677,14 @@ class GenerateRequest(_message.Message):
     """Give the prompt's text back."""
     model: _builtins.str
     """Name of the worker's model or of one of its adapters; NOT_FOUND for others. Default: the model itself."""
+    truncation: Global___Truncation.ValueType
+    """Where tokens are left out of a prompt that has more than truncate_prompt_tokens, which need not be there then and is
+    as 0. Default: at its beginning, and of a prompt without truncate_prompt_tokens nowhere.
+    """
+    speculation_branches: _builtins.int
+    """How many branches of what is guessed are verified at once at most, 1 (a chain) to 4. Default, and never more: as the
+    worker is set to.
+    """
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """What to read."""
@@ -704,10 +738,12 @@ class GenerateRequest(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         echo: _builtins.bool = ...,
         model: _builtins.str = ...,
+        truncation: Global___Truncation.ValueType = ...,
+        speculation_branches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "echo", b"echo", "explain", b"explain", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "echo", b"echo", "explain", b"explain", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "speculation_branches", b"speculation_branches", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -764,6 +800,7 @@ class CacheOptions(_message.Message):
     EXACT_ONLY_FIELD_NUMBER: _builtins.int
     DOCUMENT_SEPARATOR_FIELD_NUMBER: _builtins.int
     SEGMENT_ENDS_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
     skip_read: _builtins.bool
     """Do not look the prompt up."""
     skip_write: _builtins.bool
@@ -776,6 +813,10 @@ class CacheOptions(_message.Message):
     """Text that documents in the prompt begin with, and the question after them: chunks are cut before it where the
     worker cuts by document. Text is tokenized piece by piece then, so that a document has the same tokens everywhere.
     Absent: the worker's own. At most 64 characters.
+    """
+    ttl_seconds: _builtins.int
+    """What the request uses and stores is kept for so many seconds from then on, unless somebody asks for longer, or the
+    tenant may have less: 1 to 2,592,000 (30 days). Absent: for as long as there is room.
     """
     @_builtins.property
     def segment_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -790,14 +831,20 @@ class CacheOptions(_message.Message):
         exact_only: _builtins.bool = ...,
         document_separator: _builtins.str | None = ...,
         segment_ends: _abc.Iterable[_builtins.int] | None = ...,
+        ttl_seconds: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "document_separator", b"document_separator"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "document_separator", b"document_separator", "exact_only", b"exact_only", "segment_ends", b"segment_ends", "skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "exact_only", b"exact_only", "segment_ends", b"segment_ends", "skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document_separator: _TypeAlias = _typing.Literal["document_separator"]  # noqa: Y015
     _WhichOneofArgType__document_separator: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator"]  # noqa: Y015
+    _WhichOneofReturnType__ttl_seconds: _TypeAlias = _typing.Literal["ttl_seconds"]  # noqa: Y015
+    _WhichOneofArgType__ttl_seconds: _TypeAlias = _typing.Literal["_ttl_seconds", b"_ttl_seconds"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__document_separator) -> _WhichOneofReturnType__document_separator | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_seconds) -> _WhichOneofReturnType__ttl_seconds | None: ...
 
 Global___CacheOptions: _TypeAlias = CacheOptions  # noqa: Y015
 
@@ -1494,6 +1541,11 @@ class GetStatsResponse(_message.Message):
     DRAFT_SECONDS_FIELD_NUMBER: _builtins.int
     VERIFY_SECONDS_FIELD_NUMBER: _builtins.int
     STREAMING_FIELD_NUMBER: _builtins.int
+    OVERFLOW_PAGES_FIELD_NUMBER: _builtins.int
+    OVERFLOW_FREE_PAGES_FIELD_NUMBER: _builtins.int
+    OVERFLOWED_FIELD_NUMBER: _builtins.int
+    DRAFT_BRANCHES_FIELD_NUMBER: _builtins.int
+    BRANCHED_TOKENS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests in the batch now."""
     waiting: _builtins.int
@@ -1544,6 +1596,16 @@ class GetStatsResponse(_message.Message):
     """Seconds spent guessing."""
     verify_seconds: _builtins.float
     """Seconds of passes that verified guesses."""
+    overflow_pages: _builtins.int
+    """Pages behind the pool, on disk, for requests that it cannot hold."""
+    overflow_free_pages: _builtins.int
+    """Of these, pages that a new request could have."""
+    overflowed: _builtins.int
+    """Times that a request got some."""
+    draft_branches: _builtins.int
+    """Branches of guesses that were verified beside the first of a draft."""
+    branched_tokens: _builtins.int
+    """Of accepted_tokens, those of such a branch."""
     @_builtins.property
     def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """How often the guess at each place was accepted, the first place first; so also how many drafts had more accepted
@@ -1584,10 +1646,15 @@ class GetStatsResponse(_message.Message):
         draft_seconds: _builtins.float = ...,
         verify_seconds: _builtins.float = ...,
         streaming: Global___StreamingStats | None = ...,
+        overflow_pages: _builtins.int = ...,
+        overflow_free_pages: _builtins.int = ...,
+        overflowed: _builtins.int = ...,
+        draft_branches: _builtins.int = ...,
+        branched_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["streaming", b"streaming"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "draft_seconds", b"draft_seconds", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "running", b"running", "stored_chunks", b"stored_chunks", "streaming", b"streaming", "verify_seconds", b"verify_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "branched_tokens", b"branched_tokens", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "draft_branches", b"draft_branches", "draft_seconds", b"draft_seconds", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "overflow_free_pages", b"overflow_free_pages", "overflow_pages", b"overflow_pages", "overflowed", b"overflowed", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "running", b"running", "stored_chunks", b"stored_chunks", "streaming", b"streaming", "verify_seconds", b"verify_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

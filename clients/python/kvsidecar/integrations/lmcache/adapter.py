@@ -25,7 +25,6 @@ from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.integrations import options
 from kvsidecar.integrations.lmcache.objects import GEOMETRY, Name, ObjectKeeper
 from kvsidecar.paged.link import DaemonLink
-from kvsidecar.runtime import socket_target
 
 log = logging.getLogger(__name__)
 _ATTACH_SECONDS = 1.0
@@ -33,11 +32,10 @@ _THREADS = 4
 
 
 @dataclass(frozen=True)
-class Settings:
-    """``socket`` is the daemon's, ``timeout_ms`` how long a call that moves nothing may take. ``weights`` is any text
+class Settings(options.Daemon):
+    """Beside where the daemon is, ``timeout_ms`` how long a call that moves nothing may take. ``weights`` is any text
     that says which weights the model's name stands for: LMCache knows the name alone."""
 
-    socket: str = ""
     timeout_ms: int = 500
     weights: str = ""
 
@@ -48,8 +46,7 @@ class KVSidecarL2Adapter(L2AdapterInterface):
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
         settings = options.read(Settings, config, "the L2 adapter's adapter_params")
-        target = socket_target(options.daemon_socket(settings.socket))
-        link = DaemonLink(target, "lmcache", descriptor(settings), log=log)
+        link = DaemonLink(settings.address, "lmcache", descriptor(settings), log=log)
         link.wait(_ATTACH_SECONDS)
         self._objects = ObjectKeeper(link, settings.timeout_ms / 1000)
         self._threads = ThreadPoolExecutor(_THREADS, "kvsidecar-l2")

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -127,20 +128,16 @@ class ObjectKeeper:
         done = [False] * len(names)
 
         def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
-            matches = {i: match for i in these if (match := self._locked(session, names[i])) is not None}
-            absent = [i for i in these if i not in matches]
+            locked = {i: found for i in these if (found := self._locked(session, names[i])) is not None}
+            absent = [i for i in these if i not in locked]
             held = self._find(session, names, [len(target) for target in targets], absent) if absent else None
+            under: dict[Held, dict[int, pb.ChunkMatch]] = defaultdict(dict)
+            for i, (lease, match) in locked.items():
+                under[lease][i] = match
             if held is not None:
-                matches |= {absent[at]: match for at, match in held.pages.items()}
+                under[held] = {absent[at]: match for at, match in held.pages.items()}
             try:
-                good = []
-                for i, match in matches.items():
-                    header_of(match, GEOMETRY)
-                    if match.tokens == tokens_of(len(targets[i])):
-                        payload = session.payload(match)
-                        assert isinstance(payload, memoryview), "it maps host memory"
-                        _copy(payload[: len(targets[i])], targets[i])
-                        good.append(i)
+                good = [i for lease, matches in under.items() for i in self._copied(lease, matches, targets)]
                 if not session.trusted:
                     raise ConnectionError("the session ended while objects were copied")
                 for i in good:
@@ -174,12 +171,25 @@ class ObjectKeeper:
         self._by_tenant("deleting", names, of_tenant)
         return done
 
-    def _locked(self, session: Session, name: Name) -> pb.ChunkMatch | None:
-        """Where an object is that is under lock in this session."""
+    def _copied(self, held: Held, matches: dict[int, pb.ChunkMatch], targets: Sequence[memoryview]) -> list[int]:
+        """Copies what has its target's size. Returns which that is."""
+        good = []
+        for i, match in matches.items():
+            header_of(match, GEOMETRY)
+            if match.tokens == tokens_of(len(targets[i])):
+                good.append(i)
+        with closing(self._pages.read(held, [matches[i] for i in good])) as payloads:
+            for i, payload in zip(good, payloads, strict=True):
+                assert isinstance(payload, memoryview), "it has no GPU"
+                _copy(payload[: len(targets[i])], targets[i])
+        return good
+
+    def _locked(self, session: Session, name: Name) -> tuple[Held, pb.ChunkMatch] | None:
+        """An object that is under lock in this session."""
         with self._lock:
             for lease in self._locks.get(name, ()):
                 if lease.held.found.session is session:
-                    return lease.pages[name]
+                    return lease.held, lease.pages[name]
         return None
 
     def _find(self, session: Session, names: Sequence[Name], sizes: Sequence[int], these: list[int]) -> Held | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 
 from kvkernels.paged_rows import Integers
 
@@ -55,10 +56,12 @@ class PageKeeper:
         session, tokens = held.found.session, self._cache.block_tokens
         try:
             with self._reading:
-                for i, match in sorted(held.pages.items()):
-                    header = header_of(match, self._cache.geometry)
-                    self._reader.unpack(slots[i * tokens : (i + 1) * tokens], header, session.payload(match))
-                    done[i] = True
+                pages = sorted(held.pages.items())
+                with closing(self._pages.read(held, [match for _, match in pages])) as payloads:
+                    for (i, match), payload in zip(pages, payloads, strict=True):
+                        header = header_of(match, self._cache.geometry)
+                        self._reader.unpack(slots[i * tokens : (i + 1) * tokens], header, payload)
+                        done[i] = True
             if not session.trusted:
                 raise ConnectionError("the session ended while pages were copied")
         except Exception as error:

@@ -22,19 +22,17 @@ from kvsidecar.integrations.weights import folder_of
 from kvsidecar.layout import Geometry
 from kvsidecar.models import fingerprint
 from kvsidecar.paged.link import DaemonLink
-from kvsidecar.runtime import socket_target
 
 log = logging.getLogger(__name__)
 _ATTACH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Settings:
-    """``socket`` is the daemon's, ``bits`` how keys and values are stored, ``timeout_ms`` how long a call that moves
+class Settings(options.Daemon):
+    """Beside where the daemon is, ``bits`` how keys and values are stored, ``timeout_ms`` how long a call that moves
     nothing may take, ``model`` the model's folder or repository where its served name does not say it. ``numerics``
     keeps apart what no file of the model says, such as ``--quantization``: engines share what they say alike."""
 
-    socket: str = ""
     bits: int = 16
     timeout_ms: int = 500
     model: str = ""
@@ -56,8 +54,7 @@ class KVSidecarStorage(HiCacheStorage):
         super().register_mem_pool_host(mem_pool_host)
         cache = cache_of(mem_pool_host, self._settings.bits)
         described = descriptor(self._config, self._settings, self._folder, cache.geometry)
-        target = socket_target(options.daemon_socket(self._settings.socket))
-        link = DaemonLink(target, f"sglang-{self._config.tp_rank}", described, log=log)
+        link = DaemonLink(self._settings.address, f"sglang-{self._config.tp_rank}", described, log=log)
         link.wait(_ATTACH_SECONDS)
         self._keeper = PageKeeper(cache, link, self._settings.timeout_ms / 1000)
 

@@ -21,7 +21,6 @@ from kvsidecar.paged.failing import give_up
 from kvsidecar.paged.link import DaemonLink
 from kvsidecar.paged.matching import Found, Matcher
 from kvsidecar.paged.session import Session
-from kvsidecar.runtime import socket_target
 
 log = logging.getLogger("vllm.kvsidecar")
 
@@ -103,8 +102,8 @@ class SchedulerHalf:
         """The workers have said what their chunks look like."""
         for _, introduction in sorted(workers.items()):
             described = NamespaceDescriptor.FromString(introduction.descriptor)
-            target, name = socket_target(self._settings.path), f"vllm-scheduler-{described.tensor_parallel_rank}"
-            link = DaemonLink(target, name, described, maps=False, log=log)
+            name = f"vllm-scheduler-{described.tensor_parallel_rank}"
+            link = DaemonLink(self._settings.address, name, described, maps=False, log=log)
             self._ranks.append(_Rank(link, Matcher(Geometry.of(described), self._settings.timeout)))
 
     def reset(self) -> None:

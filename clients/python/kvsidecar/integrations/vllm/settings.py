@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvsidecar.integrations import options
 
 
 @dataclass(frozen=True)
-class Settings:
-    """``socket`` is the daemon's, ``bits`` how keys and values are stored, ``chunk_tokens`` how long a chunk is at
+class Settings(options.Daemon):
+    """Beside where the daemon is, ``bits`` how keys and values are stored, ``chunk_tokens`` how long a chunk is at
     least, ``timeout_ms`` how long a call that moves nothing may take, ``least_tokens`` how few are not worth a load."""
 
-    socket: str = ""
     bits: int = 16
     chunk_tokens: int = 128
     timeout_ms: int = 500
@@ -24,10 +22,6 @@ class Settings:
     @property
     def timeout(self) -> float:
         return self.timeout_ms / 1000
-
-    @property
-    def path(self) -> Path:
-        return options.daemon_socket(self.socket)
 
 
 def read_settings(given: Mapping[str, Any]) -> Settings:

@@ -20,7 +20,6 @@ from kvsidecar.layout import Geometry
 from kvsidecar.paged.checking import check_placement
 from kvsidecar.paged.link import DaemonLink
 from kvsidecar.paged.placement import PagedCache, data_type
-from kvsidecar.runtime import socket_target
 
 log = logging.getLogger("vllm.kvsidecar")
 _ATTACH_SECONDS = 1.0
@@ -38,7 +37,7 @@ def start_worker(settings: Settings, config: Any, caches: Any, tensors: dict[str
     check_placement(cache, lambda layer, k, v, slots: _write(layers[names[layer]], tensors[names[layer]], k, v, slots))
     rank = get_tensor_model_parallel_rank()
     link = DaemonLink(
-        socket_target(settings.path),
+        settings.address,
         f"vllm-{rank}",
         descriptor(config, geometry, backend, rank),
         first.device.index if first.device.type == "cuda" else None,

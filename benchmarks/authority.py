@@ -1,4 +1,4 @@
-"""A certificate authority for tests."""
+"""A certificate authority for tests and benchmarks."""
 
 from __future__ import annotations
 

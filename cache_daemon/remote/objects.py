@@ -1,29 +1,31 @@
-"""S3 and what speaks its protocol, through ``obstore``.
+"""Stores of objects, through ``obstore``: S3 and what speaks its protocol, and Azure's blobs.
 
-Credentials are those of ``--remote``, or what the AWS variables, files and services of the environment say. Objects
-have no time to live of their own: what is over is not believed, and the bucket's lifecycle rules remove it.
+Credentials are those of ``--remote``, or what the AWS or AZURE variables, files and services of the environment say.
+Objects have no time to live of their own: what is over is not believed, and the store's lifecycle rules remove it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from kvsidecar.errors import ConfigurationError
 
 from cache_daemon.remote.address import Credentials, RemoteAddress
+from cache_daemon.remote.certificates import distrust
 from cache_daemon.remote.engine import Item, RemoteFailed, told
 
 _AT_ONCE = 64
 _LISTED = 1000
 
 
-class S3Engine:
+class ObjectEngine(ABC):
     """A ``RemoteEngine``. Raises ConfigurationError without its client, or for settings that it refuses."""
 
-    name = "s3"
+    name: str
     part_bytes = 8 << 20
     lanes = 2
 
@@ -32,7 +34,8 @@ class S3Engine:
             import obstore
         except ImportError as error:
             raise ConfigurationError(
-                "the remote tier is an S3 store, but its client is not installed; pip install 'kvsidecar[s3]'"
+                f"the remote tier is a store of objects, but its client is not installed; "
+                f"pip install 'kvsidecar[{self.name}]'"
             ) from error
         self._obstore: Any = obstore
         self._missing: Any = (obstore.exceptions.NotFoundError, FileNotFoundError)
@@ -41,28 +44,19 @@ class S3Engine:
         self._room = asyncio.Semaphore(_AT_ONCE)
 
     async def connect(self) -> None:
-        from obstore.store import S3Store
-
-        address, secret = self._address, self._credentials.secret
-        given: dict[str, Any] = {"region": address.region} if address.region else {}
-        if address.endpoint:
-            given["endpoint"] = address.endpoint
-        if address.user:
-            given["access_key_id"] = address.user
-        if secret:
-            given["secret_access_key"] = secret
-        options: dict[str, Any] = {"allow_http": not address.tls, "connect_timeout": "1s", "timeout": "30s"}
+        options: dict[str, Any] = {"allow_http": not self._address.tls, "connect_timeout": "1s", "timeout": "30s"}
         if self._credentials.ca:
             options["root_certificate"] = self._credentials.ca
         # Who waits has a deadline of its own and asks again when it likes.
         retries: Any = {"max_retries": 0}
         try:
-            self._stores = [
-                S3Store(address.bucket, config=given, client_options=options, retry_config=retries)
-                for _ in range(self.lanes)
-            ]
+            self._stores = [self._new(client_options=options, retry_config=retries) for _ in range(self.lanes)]
         except Exception as error:
             raise RemoteFailed(f"the client says {type(error).__name__}") from error
+
+    @abstractmethod
+    def _new(self, **options: Any) -> Any:
+        """A client of the store."""
 
     async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
         store = self._store(lane)
@@ -112,14 +106,55 @@ class S3Engine:
         return self._stores[lane % len(self._stores)]
 
 
+class S3Engine(ObjectEngine):
+    """Of a bucket."""
+
+    name = "s3"
+
+    def _new(self, **options: Any) -> Any:
+        from obstore.store import S3Store
+
+        address, secret = self._address, self._credentials.secret
+        given = {
+            "region": address.region,
+            "endpoint": address.endpoint,
+            "access_key_id": address.user,
+            "secret_access_key": secret,
+        }
+        return S3Store(address.bucket, config=_set(given), **options)
+
+
+class AzureEngine(ObjectEngine):
+    """Of a container; an account's key is in base64."""
+
+    name = "azure"
+
+    def _new(self, **options: Any) -> Any:
+        from obstore.store import AzureStore
+
+        address, secret = self._address, self._credentials.secret
+        given = {"account_name": address.user, "account_key": secret, "endpoint": address.endpoint}
+        return AzureStore(address.bucket, config=_set(given), **options)
+
+
+def _set(given: dict[str, str]) -> Any:
+    return {name: value for name, value in given.items() if value}
+
+
 def _reason(error: Exception) -> str:
     """What happened, without the store's own words, which name objects and may quote headers."""
     text = str(error)
+    if why := distrust(text):
+        return why
+    if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+        return "the store does not take the key, or its owner may not do that"
     for sign, meaning in (
+        ("HTTP request to an HTTPS server", "it speaks TLS; write its endpoint with https://"),
         ("NoSuchBucket", "there is no such bucket"),
+        ("ContainerNotFound", "there is no such container"),
         ("SlowDown", "the store says that it is asked too much"),
         ("507", "the store is full"),
-        ("ConnectError", "it cannot be connected to"),
+        ("kind: Connect", "it cannot be connected to"),
     ):
         if sign in text:
             return meaning

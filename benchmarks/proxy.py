@@ -1,4 +1,4 @@
-"""A network between a daemon and an engine that fails on command: one TCP port before another one."""
+"""A network between a daemon and an engine that fails on command: one TCP port of this machine before another one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Proxy:
-    """Forwards connections to a port of this machine, with threads of its own. Faults hold for connections that are
+    """Forwards connections to a port of ``host``, with threads of its own. Faults hold for connections that are
     open, and for new ones, until they are set back."""
 
     target: int
     port: int = field(init=False)
     delay_seconds: float = 0.0  # of every piece of an answer
     garbage: bool = False  # answers are random bytes
+    host: str = "127.0.0.1"
     _open: set[socket.socket] = field(default_factory=set)
     _flowing: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -69,7 +70,7 @@ class Proxy:
                 _end(near)
                 continue
             try:
-                far = socket.create_connection(("127.0.0.1", self.target), timeout=5)
+                far = socket.create_connection((self.host, self.target), timeout=5)
             except OSError:
                 _end(near)
                 continue

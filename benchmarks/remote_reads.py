@@ -1,0 +1,185 @@
+"""What a worker on another host gets of its link: chunks read and written over mTLS, against iperf3 in the same run.
+
+The other host is a network namespace behind a shaped link (``links.py``), so both ends share this machine's cores. In
+each repeat all arms take turns:
+
+iperf3   what the link carries, one TCP connection, nothing encrypted (a plain socket where there is no iperf3)
+tls      one TLS connection between two Python processes: what encryption leaves of that on these cores
+read     a session's Match and Fetch, each payload checked by its checksum: what a worker does before it unpacks
+write    Reserve, Fill and Commit of as much
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from kvsidecar import keys
+from kvsidecar.layout import new_header
+from kvsidecar.paged.link import DaemonLink
+from kvsidecar.paged.writing import linked_groups, write
+
+from benchmarks import report
+from benchmarks.elsewhere import Door
+from benchmarks.links import LOOPBACK, Link, link, links_of
+from benchmarks.node import Node, free_port
+from benchmarks.peer import descriptor
+from benchmarks.remote_shape import CHUNK_TOKENS, GEOMETRY, NAME, TOKEN_BYTES
+
+ARMS = ("iperf3", "tls", "read", "write")
+
+
+class Sender:
+    """Sends so many bytes to everybody who connects and says something."""
+
+    def __init__(self, host: str, size_bytes: int, context: ssl.SSLContext | None) -> None:
+        self._size, self._context = size_bytes, context
+        self._listener = socket.create_server((host, 0))
+        self.at = f"{host}:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        piece = memoryview(bytes(1 << 20))
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            with peer if self._context is None else self._context.wrap_socket(peer, server_side=True) as connection:
+                connection.recv(1)
+                for _ in range(self._size // len(piece)):
+                    connection.sendall(piece)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+class Hosts:
+    """A daemon on this side of a link, with a prompt of so many tokens stored, and a worker on the other."""
+
+    def __init__(self, wire: Link, tokens: int, stack: ExitStack) -> None:
+        self._wire, size = wire, tokens * TOKEN_BYTES
+        self.door = Door(Path(stack.enter_context(TemporaryDirectory())), wire.near)
+        flags = {**self.door.daemon_flags, "staging_bytes": "256MiB"}
+        room = f"{3 * size + (64 << 20)}"
+        self.node = stack.enter_context(Node(workers=0, durable=False, arena_bytes=room, daemon_flags=flags))
+        self._store(tokens)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(flags["tls_cert"], flags["tls_key"])
+        senders = [Sender(wire.near, size, one) for one in (None, context)]
+        for sender in senders:
+            stack.callback(sender.close)
+        files = self.door.worker_flags
+        command = [*wire.inside, sys.executable, "-m", "benchmarks.far_side", self.door.at, *(s.at for s in senders)]
+        command += [str(files[name]) for name in ("cache_ca", "cache_cert", "cache_key")] + [str(tokens)]
+        self._far = stack.enter_context(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        assert self._far.stdin is not None
+        stack.callback(self._far.stdin.close)
+
+    def _store(self, tokens: int) -> None:
+        near = DaemonLink(self.door.address, "near", descriptor(NAME, GEOMETRY))
+        try:
+            if not near.wait(10) or near.session is None:
+                raise TimeoutError("the daemon does not answer")
+            starts = range(0, tokens, CHUNK_TOKENS)
+            headers = [new_header(GEOMETRY, list(range(start, start + CHUNK_TOKENS)), start) for start in starts]
+            for group, _ in linked_groups(near.session, headers, b"", keys.tenant_root(near.namespace, b"")):
+                write(near.session, b"", group, lambda _, payload: None, 60.0)
+        finally:
+            near.close()
+
+    def rate(self, arm: str) -> float:
+        """Bytes per second of one transfer."""
+        if arm == "iperf3" and shutil.which("iperf3"):
+            return self._iperf3()
+        assert self._far.stdin is not None
+        assert self._far.stdout is not None
+        print({"iperf3": "socket"}.get(arm, arm), file=self._far.stdin, flush=True)
+        found = json.loads(self._far.stdout.readline() or "null")
+        if found is None:
+            raise RuntimeError("the worker on the other host ended; what it said is above")
+        return float(found["bytes"] / found["seconds"])
+
+    def _iperf3(self) -> float:
+        said = ""
+        for _ in range(5):  # one that ends without a result, because the other was not ready, is begun again
+            port = str(free_port())
+            server = subprocess.Popen(
+                ["iperf3", "-s", "-1", "-B", self._wire.near, "-p", port], stdout=subprocess.DEVNULL
+            )
+            command = [*self._wire.inside, "iperf3", "-c", self._wire.near, "-p", port, "-R", "-t", "1", "-J"]
+            try:
+                for _ in range(50):  # until it listens
+                    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+                    found = json.loads(done.stdout or "{}")
+                    if "sum_received" in found.get("end", {}):
+                        return float(found["end"]["sum_received"]["bits_per_second"]) / 8
+                    said = found.get("error", done.stderr)
+                    if "refused" not in said:
+                        break
+            finally:
+                server.kill()
+                server.wait()
+        raise RuntimeError(f"iperf3 failed: {said}")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    links, rows = links_of(options.gbit), list[dict[str, Any]]()
+    tokens = max(1, options.mebibytes * (1 << 20) // (TOKEN_BYTES * CHUNK_TOKENS)) * CHUNK_TOKENS
+    for gbit in links:
+        with ExitStack() as stack:
+            wire = stack.enter_context(link(gbit)) if gbit else LOOPBACK
+            hosts = Hosts(wire, tokens, stack)
+            rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
+            for repeat in range(options.repeats + 1):
+                for arm in ARMS:
+                    found = hosts.rate(arm)
+                    if repeat:  # the first one is for what is slow only once
+                        rates[arm].append(found)
+            stats = hosts.node.cache_stats()
+            if stats.leases or stats.reservations:
+                raise RuntimeError(f"{stats.leases} leases and {stats.reservations} reservations were left")
+        rows += [
+            {
+                "link_gbit": gbit,
+                "arm": arm,
+                "megabytes_per_second": round(report.median(rates[arm]) / 1e6, 1),
+                "of_iperf3": round(report.median(rates[arm]) / report.median(rates["iperf3"]), 3),
+                "spread": report.spread(rates[arm]),
+            }
+            for arm in ARMS
+        ]
+    summary: dict[str, Any] = {"iperf3": bool(shutil.which("iperf3"))}
+    for row in rows:
+        if row["arm"] in ("read", "write"):
+            summary[f"{row['arm']}_over_iperf3_{row['link_gbit']:g}gbit"] = row["of_iperf3"]
+    return report.write(options, "remote_reads", rows, summary)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("remote_reads", __doc__ or "")
+    parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0], help="speeds of the link; 0: loopback")
+    parser.add_argument("--mebibytes", type=int, default=128, help="moved by each transfer")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.gbit, options.mebibytes, options.repeats = [1.0], 32, 2
+    return run(options)
+
+
+if __name__ == "__main__":
+    main()

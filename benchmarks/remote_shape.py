@@ -1,0 +1,10 @@
+"""What ``remote_reads`` moves: chunks as those of a model of 135 M parameters, 2.8 MiB each."""
+
+from __future__ import annotations
+
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
+from kvsidecar.layout import Geometry
+
+GEOMETRY = Geometry(30, 3, 64, DATA_TYPE_BFLOAT16, 16)
+CHUNK_TOKENS, NAME = 128, "remote-reads"
+TOKEN_BYTES = GEOMETRY.layers * GEOMETRY.kv_heads * GEOMETRY.head_dim * 2 * 2

@@ -1,0 +1,45 @@
+"""Certificates of engines: the authority that is trusted, and what a client says when it does not trust one."""
+
+from __future__ import annotations
+
+import ssl
+from contextlib import suppress
+from pathlib import Path
+
+from kvsidecar.errors import ConfigurationError
+
+# What rustls, which both clients use, calls it; the first that is found counts.
+_MEANINGS = {
+    "unknownissuer": "its certificate is signed by nobody that is trusted here; see --remote-ca",
+    "unknown issuer": "its certificate is signed by nobody that is trusted here; see --remote-ca",
+    "causedasendentity": "its certificate is an authority's own; it needs one that the authority signed",
+    "notvalidforname": "its certificate is not for the name or address by which it is called",
+    "not valid for name": "its certificate is not for the name or address by which it is called",
+    "expired": "its certificate has expired",
+    "notvalidyet": "its certificate is not valid yet",
+    "not valid yet": "its certificate is not valid yet",
+}
+_SIGNS = ("invalid peer certificate", "invalidcertificate")
+
+
+def read_authority(path: Path) -> bytes:
+    """The certificates of a PEM file. Raises ConfigurationError."""
+    try:
+        pem = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read --remote-ca: {error}") from error
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    with suppress(ValueError, ssl.SSLError):
+        context.load_verify_locations(cadata=pem.decode("ascii"))
+    if not context.cert_store_stats()["x509"]:
+        raise ConfigurationError(f"--remote-ca {path} has no certificate in PEM form")
+    return pem
+
+
+def distrust(text: str) -> str:
+    """Why a client did not trust the engine's certificate, from what it says; empty when it says something else."""
+    text = text.lower()
+    if not any(sign in text for sign in _SIGNS):
+        return ""
+    known = (meaning for sign, meaning in _MEANINGS.items() if sign in text)
+    return next(known, "its certificate is not trusted")

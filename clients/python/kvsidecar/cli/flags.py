@@ -1,0 +1,114 @@
+"""The command-line flags of a service, one for each field of its settings class, and a parser that errs in one line."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_origin
+
+from pydantic import SecretStr
+from pydantic_settings import BaseSettings
+
+from kvsidecar.sizes import format_size, parse_size
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser whose complaint is one sentence, not a page of flags: ``--help`` has those. ``elsewhere`` may know what
+    to say of a flag that there is not."""
+
+    def __init__(self, *, elsewhere: Callable[[str], str] = lambda flag: "", **given: Any) -> None:
+        super().__init__(**given)
+        self._elsewhere = elsewhere
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
+        """Ends the process with status 2 for what is no flag, naming one that is like it."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            if not name.startswith("-"):
+                self.error(f"{name!r} is one argument too many")
+            said = self._elsewhere(name)
+            self.error(said or f"there is no {name}{meant(name, set(self._option_string_actions))}")
+        return found
+
+
+def meant(name: str, known: set[str]) -> str:
+    """A question for a name that is like one of those that are known, else nothing."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def describe_fields(settings: type[BaseSettings]) -> dict[str, str]:
+    """The text under each field of a settings class, those of its parents among them."""
+    texts: dict[str, str] = {}
+    for kind in _lineage(settings):
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                value = getattr(text.value, "value", None)
+                if isinstance(value, str):
+                    texts[field.target.id] = " ".join(value.split())
+    return texts
+
+
+def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> None:
+    """One ``--flag`` per field, those of each class under its title (``flags_title``), the class's own before its
+    parents'. Unset flags leave the decision to environment, file and default."""
+    texts = describe_fields(settings)
+    left = dict(settings.model_fields)
+    prefix = settings.model_config.get("env_prefix", "")
+    for kind in reversed([*_lineage(settings)]):
+        group = parser.add_argument_group(getattr(kind, "flags_title", "flags"))
+        if kind is settings:
+            group.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the same names as the flags")
+        for name in [name for name in left if name in kind.__annotations__]:
+            field = left.pop(name)
+            if field.exclude:  # a secret: command lines are public
+                continue
+            choices = [str(a) for a in get_args(field.annotation) if isinstance(a, (str, int))]
+            more: dict[str, Any] = {}
+            if field.annotation is bool:
+                choices, more = ["true", "false"], {"nargs": "?", "const": "true"}
+            elif get_origin(field.annotation) is tuple:  # several values, and the flag again for more
+                more = {"nargs": "+", "action": "extend"}
+            shown = _default(name, field.get_default(call_default_factory=True))
+            group.add_argument(
+                f"--{name.replace('_', '-')}",
+                dest=name,
+                default=argparse.SUPPRESS,
+                # Others are refused by the settings, in one sentence; the parser would compare numbers with text.
+                metavar=f"{{{','.join(choices)}}}" if choices else _metavar(name, field.annotation),
+                **more,
+                help=f"{texts.get(name, '')} [{prefix}{name.upper()}; default: {shown}]".replace("%", "%%"),
+            )
+
+
+def _lineage(settings: type[BaseSettings]) -> Iterator[type[BaseSettings]]:
+    """A settings class and its parents that are some, the eldest first."""
+    return (k for k in reversed(settings.__mro__) if issubclass(k, BaseSettings) and k is not BaseSettings)
+
+
+def _default(name: str, value: object) -> object:
+    if isinstance(value, SecretStr):
+        return "none"
+    if name.endswith("_bytes") and isinstance(value, (int, str)) and value != "auto":
+        return format_size(value if isinstance(value, int) else parse_size(value))
+    return str(value).lower() if isinstance(value, bool) else "none" if value in ("", None, ()) else value
+
+
+def _metavar(name: str, annotation: object) -> str:
+    last = name.upper().rsplit("_", 1)[-1]
+    if last == "BYTES" or name == "gpu_arena":
+        return "SIZE"
+    if annotation in (int, float) and last not in ("PORT", "MS", "SECONDS", "RATIO"):
+        return "N"
+    return last

@@ -1,0 +1,36 @@
+"""Pieces of payloads as they are on the wire: protobuf would copy each twice more, at both ends of a link.
+
+A FetchResponse that has nothing but ``data`` is the tag of field 2 (length-delimited), the length as a varint, and the
+bytes (https://protobuf.dev/programming-guides/encoding). Any protobuf library reads and writes the same.
+"""
+
+from __future__ import annotations
+
+from kvsidecar.cache.v1.cache_pb2 import FetchResponse
+
+_TAG = (FetchResponse.DATA_FIELD_NUMBER << 3 | 2).to_bytes(1)
+_MOST_LENGTH_BYTES = 5
+
+
+def encoded_piece(payload: memoryview) -> bytes:
+    """``FetchResponse(data=payload)``, serialized."""
+    length, rest = bytearray(), len(payload)
+    while rest > 0x7F:
+        length.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    length.append(rest)
+    return b"".join((_TAG, length, payload))
+
+
+def decoded_piece(message: bytes) -> memoryview | FetchResponse:
+    """The data of a message that has nothing else, uncopied; any other message. Raises DecodeError."""
+    if message[:1] == _TAG:
+        length = 0
+        for at, byte in enumerate(message[1 : 1 + _MOST_LENGTH_BYTES]):
+            length |= (byte & 0x7F) << (7 * at)
+            if byte < 0x80:
+                view = memoryview(message)[at + 2 :]
+                if len(view) == length:
+                    return view
+                break
+    return FetchResponse.FromString(message)

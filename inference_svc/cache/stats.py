@@ -1,0 +1,15 @@
+"""What a worker counts of its cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class CacheStats:
+    """Counters since the start."""
+
+    failures: int = 0
+    stored_chunks: int = 0
+    refused_chunks: int = 0
+    loaded_bytes: int = 0  # of payloads that were copied into the pool

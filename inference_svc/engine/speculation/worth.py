@@ -1,0 +1,86 @@
+"""Which guesses are worth their rows: those that give the most tokens per second. Pure: numbers in, decisions out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from inference_svc.engine.rows import ROW_MULTIPLE
+
+# What a tree must promise beside the best chain.
+_BRANCH_MARGIN = 1.01
+
+
+@dataclass(frozen=True)
+class Node:
+    """The guess at a place of a sequence's draft, and the chance that it becomes part of the answer."""
+
+    chance: float
+    sequence: int
+    place: int
+    parent: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Guesses, the likeliest first, so that what comes before one is there, and the tokens per second of all."""
+
+    nodes: tuple[Node, ...] = ()
+    rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a pass costs: its seconds by ``rows`` of guesses beside the others, and those of a branch more; ``plain`` of
+    its tokens come without any guess."""
+
+    seconds: Callable[[int], float]
+    branch_seconds: float
+    plain: int
+    rows: int
+
+
+def choose(nodes: Sequence[Node], widths: Sequence[int], prices: Prices) -> Choice:
+    """The best chains, or the best trees where these are better, of at most so many branches for each sequence."""
+    # What follows a guess is worth less than it: those before a place in this order are whole beginnings.
+    ordered = sorted(nodes, key=lambda node: -node.chance)
+    best = _best(ordered, [1] * len(widths), prices)
+    if max(widths) > 1:
+        tree = _best(ordered, widths, prices)
+        if tree.rate > best.rate * _BRANCH_MARGIN:
+            best = tree
+    return best
+
+
+def _best(ordered: Sequence[Node], widths: Sequence[int], prices: Prices) -> Choice:
+    taken, forked = _fitting(ordered, widths)
+    expected, branches, count, rate = float(prices.plain), 0, 0, 0.0
+    for i, node in enumerate(taken):
+        expected += node.chance
+        branches += forked[i]
+        more = i + 1 < len(taken) and not forked[i + 1]
+        if more and (prices.rows + i + 1) % ROW_MULTIPLE:
+            continue  # a row more costs the same
+        found = expected / (prices.seconds(i + 1) + branches * prices.branch_seconds)
+        if found > rate:
+            rate, count = found, i + 1
+    return Choice(tuple(taken[:count]), rate)
+
+
+def _fitting(ordered: Sequence[Node], widths: Sequence[int]) -> tuple[list[Node], list[bool]]:
+    """Those that make no sequence's tree wider, and of each whether it begins another branch."""
+    taken, forked = list[Node](), list[bool]()
+    there, children, branches = set[tuple[int, int]](), set[tuple[int, int]](), Counter[int]()
+    for node in ordered:
+        behind = node.sequence, node.parent
+        forks = behind in children
+        missing = node.parent >= 0 and behind not in there
+        if missing or (forks and branches[node.sequence] == widths[node.sequence] - 1):
+            continue
+        branches[node.sequence] += forks
+        children.add(behind)
+        there.add((node.sequence, node.place))
+        taken.append(node)
+        forked.append(forks)
+    return taken, forked

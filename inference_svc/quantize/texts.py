@@ -1,0 +1,74 @@
+"""The text that a model reads while it is quantized, and the text on which it is measured, which is never the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from kvsidecar.errors import ConfigurationError
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+# Python's PEPs that are in the public domain or under CC0: prose and code.
+SAMPLE = Path(__file__).with_name("sample.jsonl")
+TOKENS = 512
+_READ, _MEASURED = 32, 12  # sequences at most
+_MOST_BYTES = 4 << 20  # of a file; more would be read for nothing
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids ``[sequences, tokens]``: those that are read for what matters, and those that are measured."""
+
+    read: Tensor
+    measured: Tensor
+
+
+def built_in(tokenizer: PreTrainedTokenizerBase, length: int = TOKENS) -> Texts:
+    """The sample that is shipped, in sequences of so many tokens."""
+    lines = [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
+    joined = ("\n\n".join(line["text"] for line in lines if line["use"] == use) for use in ("calibrate", "measure"))
+    read, measured = (_cut(_ids(tokenizer, text), length) for text in joined)
+    return Texts(_spread(read, _READ), _spread(measured, _MEASURED))
+
+
+def of_file(file: Path, tokenizer: PreTrainedTokenizerBase, length: int = TOKENS) -> Texts:
+    """A text file's first 4 MiB: the last tenth is measured, the rest read. Raises ConfigurationError for a file that
+    is no text or too short."""
+    try:
+        with file.open("rb") as data:
+            found = data.read(_MOST_BYTES)
+            whole = not data.read(1)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
+    try:
+        text = found.decode("utf-8", errors="strict" if whole else "ignore")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    ids = _ids(tokenizer, text)
+    sequences = _cut(ids, length)
+    if len(sequences) < 2:
+        raise ConfigurationError(
+            f"{file} has {len(ids)} tokens; allowed are {2 * length} and more, best {(_READ + 4) * length} of what the "
+            "model will be asked"
+        )
+    apart = max(1, len(sequences) // 10)
+    return Texts(_spread(sequences[:-apart], _READ), _spread(sequences[-apart:], _MEASURED))
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _cut(ids: list[int], length: int) -> Tensor:
+    whole = len(ids) // length
+    return torch.tensor(ids[: whole * length], dtype=torch.long).view(whole, length)
+
+
+def _spread(sequences: Tensor, most: int) -> Tensor:
+    """No more than so many of them, evenly spread."""
+    if len(sequences) <= most:
+        return sequences
+    return sequences[torch.arange(most) * len(sequences) // most]

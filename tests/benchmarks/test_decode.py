@@ -1,0 +1,13 @@
+"""What a step of decoding must read, to which its speed is compared."""
+
+from __future__ import annotations
+
+from benchmarks.decode import Transformers
+from inference_svc.model import loader
+
+
+def test_weights_count_as_wide_as_they_are_kept_and_the_embedding_once() -> None:
+    theirs = Transformers("demo")
+    weights = sum(p.numel() for p in loader.load("demo").model.parameters())
+    assert weights < theirs.step_bytes <= 4.1 * weights
+    assert theirs.measure([[5, 6, 7]], 3) > 0

@@ -1,0 +1,119 @@
+"""Clients that break off, dawdle, keep silent or come from elsewhere: each costs its own connection alone."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from kvsidecar.errors import ConfigurationError
+from pydantic import ValidationError
+
+from benchmarks.node import Node
+from inference_svc.gateway.config import GatewayConfig
+from tests.inference_svc.gateway.conftest import Gateway, of_node
+
+PAGE = "https://chat.example.com"
+PATIENCE_SECONDS = 30.0
+SECRET = "the otter sleeps in the reeds"
+
+
+@pytest.fixture(scope="module")
+def short(two: Node) -> Iterator[Gateway]:
+    """One that waits for half a second, and lets a page in."""
+    found = of_node(two, "--receive-seconds", "0.5", "--allow-origins", f"{PAGE}, https://other.example:8443")
+    yield found
+    found.close()
+
+
+def connected(gateway: Gateway, said: bytes = b"") -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", gateway.port), PATIENCE_SECONDS)
+    made.sendall(said)
+    return made
+
+
+def posted(length: int, body: bytes) -> bytes:
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % length + body
+
+
+def heard(connection: socket.socket) -> bytes:
+    """All that comes until the other end closes."""
+    with connection:
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize("said", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
+def test_who_asks_nothing_is_not_waited_for(short: Gateway, said: bytes) -> None:
+    assert heard(connected(short, said)) == b""
+
+
+def test_a_body_that_does_not_come_is_refused_and_its_connection_closed(short: Gateway) -> None:
+    head, _, body = heard(connected(short, posted(100, b'{"prompt": "'))).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["message"] == "the body did not come within 0.5 s"
+
+
+def test_an_answer_may_take_longer_and_a_connection_is_used_again(short: Gateway) -> None:
+    asked = {"prompt": "x", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
+    with httpx.Client(base_url=short.url, timeout=120) as client:
+        for _ in range(2):
+            answer = client.post("/v1/completions", json=asked).raise_for_status().json()
+            assert answer["usage"]["completion_tokens"] == 600
+
+
+def test_who_breaks_off_leaves_no_traceback_and_no_prompt_in_the_log(short: Gateway, two: Node) -> None:
+    body = json.dumps({"prompt": SECRET, "max_tokens": 2000, "ignore_eos": True}).encode()
+    for said in (posted(500, body), posted(len(body), body), posted(len(body), body[:-1] + b"?"), b"\x16\x03" + body):
+        connected(short, said).close()
+    assert httpx.post(f"{short.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    log = (two.folder / "log").read_text()
+    assert "Traceback" not in log
+    assert "ClientDisconnect" not in log
+    assert SECRET not in log
+
+
+def test_pages_that_are_let_in_may_ask_with_a_key(short: Gateway) -> None:
+    asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    allowed = httpx.options(f"{short.url}/v1/chat/completions", headers=asked)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == PAGE
+    assert "authorization" in allowed.headers["access-control-allow-headers"]
+    failed = httpx.post(f"{short.url}/v1/completions", json={}, headers={"Origin": PAGE})
+    assert (failed.status_code, failed.headers["access-control-allow-origin"]) == (400, PAGE)
+
+
+def test_other_pages_are_not(short: Gateway, gateway: Gateway) -> None:
+    for origin, at in (("https://evil.example", short), (f"{PAGE}.evil.example", short), (PAGE, gateway)):
+        answer = httpx.get(f"{at.url}/v1/models", headers={"Origin": origin})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_pages_learn_also_that_a_key_is_missing(two: Node) -> None:
+    locked = of_node(two, "--api-key", "k", "--allow-origins", "*")
+    try:
+        answer = httpx.get(f"{locked.url}/v1/models", headers={"Origin": PAGE})
+    finally:
+        locked.close()
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, "*")
+
+
+@pytest.mark.parametrize("origin", ["chat.example.com", "https://", "ftp://x", "https://x/path", "null"])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises((ValidationError, ConfigurationError), match="is no origin; write"):
+        GatewayConfig(allow_origins=origin)
+
+
+def test_a_grammar_that_cannot_be_followed_is_its_senders(gateway: Gateway) -> None:
+    asked = {"prompt": "x", "guided_regex": "(a{1000}){1000}", "max_tokens": 4}
+    answer = httpx.post(f"{gateway.url}/v1/completions", json=asked, timeout=60)
+    assert answer.status_code == 422, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["code"], error["type"]) == ("guided_regex", "grammar_failed", "invalid_request_error")
+    assert "could not be kept to" in error["message"]
+
+
+def test_the_place_of_a_wrong_name_is_named(gateway: Gateway) -> None:
+    answer = httpx.post(f"{gateway.url}/v1/completions", json={"prompt": "x", "logit_bias": {"five": 1}})
+    assert answer.json()["error"]["param"] == "logit_bias.five"

@@ -1,0 +1,158 @@
+"""API keys that name a tenant: each opens its own salts and nothing else, and what is wrong with the file is said."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from pydantic import ValidationError
+
+from inference_svc.gateway.access import Keys
+from inference_svc.gateway.app import create_app
+from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.tenants import load_tenants
+from tests.inference_svc.gateway.test_waiting import Worker
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+
+
+def hashed(token: str) -> str:
+    return f"sha256:{hashlib.sha256(token.encode()).hexdigest()}"
+
+
+def written(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "tenants.toml"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return written(
+        tmp_path,
+        f"""
+        [default]
+        ttl = "1h"
+        [tenant.alice]
+        salt = "of alice"
+        tokens = ["{hashed("alice")}", "{hashed("both")}"]
+        arena_bytes = "1MiB"
+        [tenant.bob]
+        salt_hex = "{b"of bob".hex()}"
+        tokens = ["{hashed("both")}"]
+        [tenant.chief]
+        operator = true
+        tokens = ["{hashed("chief")}"]
+        [tenant.machine]
+        certificates = ["a.example"]
+        salt = "of a machine"
+        """,
+    )
+
+
+class Noting(Worker):
+    """Remembers the salts that it is asked with."""
+
+    def __init__(self, target: Path) -> None:
+        super().__init__(target)
+        self.salts: list[bytes] = []
+
+    async def GenerateStream(
+        self, request: pb.GenerateStreamRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        self.salts.append(request.request.cache.tenant_salt)
+        async for part in super().GenerateStream(request, context):
+            yield part
+
+
+@asynccontextmanager
+async def serving(worker: Worker, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(GatewayConfig(workers=str(worker.target), cache_socket=None, **settings))
+    await worker.start()
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", timeout=30) as client,
+    ):
+        yield client
+    await worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "code", "used"),
+    [
+        ("alice", "", 200, b"of alice"),
+        ("alice", "of alice", 200, b"of alice"),
+        ("alice", "of bob", 403, None),
+        ("both", "of bob", 200, b"of bob"),
+        ("both", "", 400, None),
+        ("both", "of carol", 403, None),
+        ("chief", "of carol", 200, b"of carol"),
+        ("chief", "", 200, b""),
+        ("carol", "", 401, None),
+        ("", "of alice", 401, None),
+    ],
+)
+async def test_a_key_opens_its_own_salts(
+    tmp_path: Path, file: Path, key: str, asked: str, code: int, used: bytes | None
+) -> None:
+    worker = Noting(tmp_path / "w")
+    headers = {"Authorization": f"Bearer {key}"}
+    async with serving(worker, tenants=file) as client:
+        for path, body in (
+            ("/v1/chat/completions", CHAT),
+            ("/v1/completions", {"prompt": "x", "max_tokens": 3, "stream": True}),
+            ("/v1/responses", {"input": "x"}),
+        ):
+            answer = await client.post(path, json={**body, "cache_salt": asked}, headers=headers)
+            assert answer.status_code == code, answer.text
+            assert "of alice" not in answer.text
+        held = await client.post("/kvsidecar/v1/held/v1/completions", json={"prompt": "x", "cache_salt": asked},
+                                 headers=headers)  # fmt: skip
+        assert (held.status_code in (401, 403, 400)) == (code != 200)
+    assert worker.salts == ([] if used is None else [used] * 3)
+
+
+def scope(key: str) -> dict[str, Any]:
+    return {"type": "http", "headers": [(b"authorization", f"Bearer {key}".encode()), (b"host", b"localhost")]}
+
+
+def test_who_is_an_operator(file: Path) -> None:
+    keys = Keys(GatewayConfig(tenants=file, api_key="guest"))
+    assert [key for key in ("alice", "chief", "guest", "") if keys.of_operator(scope(key))] == ["chief"]
+    assert [key for key in ("alice", "chief", "guest", "") if keys.lets_in(scope(key))] == ["alice", "chief", "guest"]
+    assert [key for key in ("alice", "chief", "") if keys.of_fleet(scope(key))] == ["chief"]
+    assert keys.salt(scope("guest"), "anything") == "anything"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [
+        ("", 0o600, "has no tokens"),
+        ("[tenant.a]\nsalt = 'hush'", 0o600, "has no tokens"),
+        ("[tenant.a", 0o600, "is not TOML"),
+        ("[tenant.a]\nsalt = 'hush'\ntokens = ['hush']", 0o600, "tenant.a of .* has tokens that are no list"),
+        ("[tenant.a]\nsalt = 'hush'\ntokens = 3", 0o600, "tenant.a of .* has tokens that are no list"),
+        (f"[tenant.a]\ntokens = ['{hashed('x')}']", 0o600, "tenant.a of .* has no salt that is text"),
+        (f"[tenant.a]\nsalt_hex = 'ff'\ntokens = ['{hashed('x')}']", 0o600, "tenant.a of .* has no salt that is text"),
+        (f"[tenant.a]\nsalt = 'hush'\ntokens = ['{hashed('x')}']", 0o604, "is open to others"),
+    ],
+)
+def test_what_is_wrong_with_the_file_is_said(tmp_path: Path, text: str, mode: int, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        load_tenants(written(tmp_path, text, mode))
+    assert "hush" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_and_a_fleet_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot read the tenants file"):
+        Keys(GatewayConfig(tenants=tmp_path / "none"))
+    with pytest.raises((ValidationError, ConfigurationError), match="give the file to the gateways of the nodes"):
+        GatewayConfig(tenants=tmp_path / "none", nodes="http://a:1")

@@ -1,0 +1,351 @@
+"""Contexts beyond the pool: the same answers, in pages of a file behind it, and nobody else hears of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from kvsidecar.errors import ConfigurationError, OverflowFailed, PromptExceedsPool, status_of
+
+from benchmarks.node import Node
+from inference_svc.api import Engine as Api
+from inference_svc.config import WorkerConfig
+from inference_svc.engine import overflow
+from inference_svc.engine.admission import Admission
+from inference_svc.engine.block_table import PAGE_TOKENS
+from inference_svc.engine.overflow import Overflow
+from inference_svc.engine.pool import KVPool
+from inference_svc.engine.residents import Residents
+from inference_svc.engine.scheduler import Work, plan
+from inference_svc.engine.sequence import Finish
+from inference_svc.metrics import WorkerCollector
+from inference_svc.model.loader import load
+from inference_svc.overflow_folder import open_overflow
+from inference_svc.service import worker_stats
+from tests.inference_svc.test_load import Request, idle
+from tests.inference_svc.windowed import Windowed, prompt, windowed
+
+PLAIN = "LlamaForCausalLM"
+POOL, BEYOND = 512, 2048
+LONG = prompt(200, 1900)
+# What a file system keeps of where blocks were.
+METADATA = 64 << 10
+
+
+def small(folder: Path, node: Node | None = None, beyond: int = BEYOND, **limits: int) -> Windowed:
+    """An engine whose pool holds a quarter of what its overflow does."""
+    return windowed(PLAIN, POOL, node, dtype=torch.bfloat16, overflow=(folder, beyond), **limits)
+
+
+@pytest.fixture(scope="module")
+def answers() -> Iterator[Windowed]:
+    """What is right: the pool holds all."""
+    large = windowed(PLAIN, dtype=torch.bfloat16)
+    yield large
+    large.close()
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Node]:
+    with Node(workers=0, arena_bytes="64MiB") as node:
+        yield node
+
+
+def _shape(engine: Api) -> tuple[int, int, int, torch.dtype]:
+    loaded = engine._runtime.engine.loaded
+    return loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype
+
+
+def right(answers: Windowed, ids: list[int], length: int = 20) -> list[int]:
+    return answers.answer(ids, length, read=False, write=False)[0]
+
+
+def on_disk(pool: KVPool) -> int:
+    """Bytes of the file that have a place there."""
+    assert pool.overflow is not None
+    return os.fstat(pool.overflow._file).st_blocks * 512
+
+
+# ---- the pages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (16, torch.float32), (8, torch.bfloat16)])
+def test_memory_and_file_are_one_tensor(tmp_path: Path, head_dim: int, dtype: torch.dtype) -> None:
+    beyond = Overflow(tmp_path, 3, 2, head_dim, 128, 4096, dtype)
+    pool = KVPool(3, 2, head_dim, 128, dtype, torch.device("cpu"), (), beyond)
+    assert os.listdir(tmp_path) == [], "its name is gone, and so it is with the process"
+    assert (pool.pages, pool.overflow_pages >= 128) == (4, True)
+    inside, apart = pool.allocate(128), pool.allocate_apart(pool.overflow_pages * 32)
+    assert inside is not None
+    assert apart is not None
+    assert on_disk(pool) <= METADATA, "nothing is taken before it is needed"
+    pool.back(apart, 0, 100)
+    assert on_disk(pool) >= beyond.backed_pages * 12 * 32 * head_dim * dtype.itemsize >= 4 * 12 * 32 * head_dim
+    there, here = torch.from_numpy(apart.slots(0, 100)), torch.from_numpy(inside.slots(0, 100))
+    drawn = torch.randn(3, 2, 100, head_dim).to(dtype)
+    pool.keys[:, :, there] = drawn
+    pool.values[:, :, here] = -drawn
+    assert torch.equal(pool.keys[:, :, there], drawn)
+    pool.copy(inside, apart, 3, 97)
+    assert torch.equal(pool.values[:, :, there[3:97]], -drawn[:, :, 3:97])
+    pool.check_integrity()
+    pool.free(apart)
+    assert on_disk(pool) <= METADATA
+    assert beyond.backed_pages == 0
+    assert not pool.keys[:, :, there].any(), "who gets them next finds zeros"
+    assert torch.equal(pool.values[:, :, here], -drawn)
+    pool.check_integrity()
+
+
+def test_a_folder_that_cannot_have_it_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"the folder {tmp_path}/none for the overflow cannot be used: No such"
+    ):
+        Overflow(tmp_path / "none", 1, 1, 64, 128, 4096, torch.float32)
+
+
+def test_who_waits_for_the_overflow_is_overtaken_by_those_who_do_not_need_it_only(tmp_path: Path) -> None:
+    pool = KVPool(1, 1, 64, POOL, torch.bfloat16, torch.device("cpu"), (), Overflow(tmp_path, 1, 1, 64, POOL, BEYOND,
+                  torch.bfloat16))  # fmt: skip
+    admission = Admission(pool, Residents(pool, 4), 128, BEYOND)
+    taken = pool.allocate_apart(BEYOND // 2)
+    large, less, little = (Request(LONG[:tokens], 20).sequence for tokens in (1500, 700, 100))
+    assert admission.next(deque([large, less]), []) is None
+    found = admission.next(deque([large, less, little]), [])
+    assert found is not None
+    assert found[0] is little
+    assert taken is not None
+    pool.free(taken)
+    found = admission.next(deque([large, less]), [])
+    assert found is not None
+    assert found[0] is large
+
+
+def test_whose_pages_are_the_overflows_gives_none_to_others() -> None:
+    apart = Work(arrived=0.0, missing=1, room=9, pages=0, apart=True)
+    old, young = Work(arrived=1.0, missing=1, room=0, pages=4), Work(arrived=2.0, missing=1, room=0, pages=4)
+    for order in ([apart, old, young], [old, apart, young], [old, young, apart]):
+        step = plan(order, 64, 0, 32)
+        assert [order[i] for i in step.preempted] == [young]
+        assert sorted(order[i].arrived for i, _ in step.rows) == sorted([apart.arrived, old.arrived])
+    assert plan([apart, old], 64, 0, 32).preempted == (), "it waits for those that are being stored"
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_auto_has_what_the_longest_context_needs_and_no_more_than_a_share_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, loaded = tmp_path / "overflow", load("demo")
+    per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
+
+    def opened(pool: int, **settings: Any) -> int:
+        config = WorkerConfig(model="demo", **{"overflow_dir": folder} | settings)
+        found = open_overflow(config, loaded, pool)
+        return 0 if found is None else found.pages * PAGE_TOKENS
+
+    assert opened(loaded.context_length) == 0, "the pool holds it"
+    assert not folder.exists()
+    assert opened(512) == loaded.context_length
+    assert list(folder.iterdir()) == []
+    assert opened(512, overflow_bytes=0) == 0
+    assert opened(512, overflow_bytes=str(1024 * per_token)) == 1024
+    assert opened(512, overflow_bytes="1GiB") == loaded.context_length
+    with pytest.raises(ConfigurationError, match="holds 100 tokens; the pool itself holds 512: it must be"):
+        opened(512, overflow_bytes=100 * per_token)
+    blocked = tmp_path / "file"
+    blocked.touch()
+    assert opened(512, overflow_dir=blocked) == 0, "auto does without"
+    with pytest.raises(ConfigurationError, match="cannot create the folder"):
+        opened(512, overflow_dir=blocked, overflow_bytes="1GiB")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * 800 * per_token))
+    assert opened(512) == 800
+    assert opened(1024) == 0
+    partition = SimpleNamespace(mountpoint=str(folder), fstype="tmpfs")
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [partition])
+    assert opened(512) == 0, "in memory it is no help"
+
+
+# ---- answers --------------------------------------------------------------------------------------------------------
+
+
+def test_four_times_the_pool_answers_as_an_unlimited_pool_does_and_others_go_on(
+    tmp_path: Path, answers: Windowed
+) -> None:
+    others = [prompt(210 + i, 60 if i else 400) for i in range(6)]
+    wanted, want = right(answers, LONG, 60), [right(answers, ids, 100) for ids in others]
+    engine = small(tmp_path)
+    assert engine.engine.context_length == BEYOND
+    long = engine.request(LONG, 60)
+    requests = [engine.request(ids, 100) for ids in others]
+    assert long.tokens() == wanted
+    assert [r.tokens() for r in requests] == want
+    idle(engine.engine)
+    engine.engine.check_integrity()
+    assert long.sequence.cached_tokens == 0
+    assert engine.engine.free_overflow_pages == engine.engine.pool.overflow_pages
+    # The next turn goes on where it lies, and who shares its beginning copies that.
+    more = LONG + wanted + prompt(220, 30)
+    assert engine.answer(more) == (right(answers, more), 1959)
+    part = LONG[:300] + prompt(221, 30)
+    assert engine.answer(part) == (right(answers, part), 300)
+    engine.close()
+
+
+def test_a_conversation_that_outgrows_the_pool_takes_with_it_what_it_has(tmp_path: Path, answers: Windowed) -> None:
+    engine, ids = small(tmp_path), prompt(230, 300)
+    got = right(answers, ids)
+    assert engine.answer(ids)[0] == got
+    ids = ids + got + prompt(231, 600)
+    assert engine.answer(ids, 5) == (right(answers, ids, 5), 319)
+    engine.close()
+
+
+def test_an_answer_that_outgrows_the_pool_goes_on_in_the_overflow(tmp_path: Path, answers: Windowed) -> None:
+    engine, ids = small(tmp_path), prompt(235, 200)
+    request, other = engine.request(ids, 350), engine.request(prompt(236, 50), 100)
+    assert request.tokens() == right(answers, ids, 350)
+    assert other.tokens() == right(answers, prompt(236, 50), 100)
+    assert request.sequence.cached_tokens == 0, "what it says of the prompt is of the first time"
+    assert engine.engine.stats.overflowed == 1
+    idle(engine.engine)
+    engine.engine.check_integrity()
+    engine.close()
+
+
+def test_one_after_the_other_and_nobody_behind_them_waits(tmp_path: Path, answers: Windowed) -> None:
+    prompts = [prompt(240 + i, 1500) for i in range(3)]
+    engine = small(tmp_path)
+    long = [engine.request(ids, 100) for ids in prompts]
+    short = [engine.request(prompt(250 + i, 40), 5) for i in range(20)]
+    assert [r.tokens() for r in short] == [right(answers, prompt(250 + i, 40), 5) for i in range(20)]
+    assert not long[1].ended.is_set()
+    assert [r.tokens() for r in long] == [right(answers, ids, 100) for ids in prompts]
+    idle(engine.engine)
+    engine.engine.check_integrity()
+    assert engine.engine.stats.preemptions == 0
+    engine.close()
+
+
+def test_what_fits_in_neither_is_refused_with_the_numbers(tmp_path: Path, answers: Windowed) -> None:
+    engine = small(tmp_path)
+    other = engine.request(prompt(260, 50), 100)
+    pages = engine.engine.pool.overflow_pages
+    said = f"this worker's pool has 16 and its overflow {pages}, so at most {BEYOND} tokens are allowed"
+    with pytest.raises(PromptExceedsPool, match=said):
+        engine.request(prompt(261, BEYOND))
+    assert other.tokens() == right(answers, prompt(260, 50), 100)
+    engine.close()
+
+
+def test_cancelled_it_gives_its_pages_back(tmp_path: Path) -> None:
+    engine = small(tmp_path)
+    for place in ("waiting", "reading", "answering"):
+        request = engine.request(LONG, 100, write=False)
+        if place == "waiting":
+            request = engine.request(LONG, 100, write=False)
+        while place == "answering" and not request.outputs:
+            request.ended.wait(0.001)
+        engine.engine.cancel(request.sequence)
+        assert request.ended.wait(30)
+        assert request.outputs[-1].finish is Finish.CANCELLED
+    idle(engine.engine)
+    engine.engine.check_integrity()
+    assert engine.engine.pool.free_overflow_pages == engine.engine.pool.overflow_pages
+    assert on_disk(engine.engine.pool) <= METADATA
+    engine.close()
+
+
+def test_a_full_disk_is_one_clear_error_of_that_request(
+    tmp_path: Path, answers: Windowed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, full, real = small(tmp_path), [True], overflow._fallocate
+
+    def fallocate(handle: int, mode: int, at: int, size: int) -> None:
+        if full[0] and not mode & overflow._PUNCH_HOLE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle, mode, at, size)
+
+    monkeypatch.setattr(overflow, "_fallocate", fallocate)
+    other = engine.request(prompt(270, 50), 200)
+    for filled_up in ("before", "meanwhile"):
+        full[0] = filled_up == "before"
+        failing = engine.request(LONG[:1000], 400)
+        while not full[0] and not failing.outputs:
+            failing.ended.wait(0.001)
+        full[0] = True
+        assert failing.ended.wait(30)
+        error = failing.outputs[-1].error
+        assert isinstance(error, OverflowFailed)
+        assert "has no room for" in str(error)
+        assert "No space left on device" in str(error)
+        assert status_of(error)[1] == 507
+    assert other.tokens() == right(answers, prompt(270, 50), 200)
+    full[0] = False
+    assert engine.answer(LONG)[0] == right(answers, LONG)
+    engine.engine.check_integrity()
+    engine.close()
+
+
+def test_by_torchs_attention_too(tmp_path: Path, answers: Windowed) -> None:
+    """Where our kernel cannot run, and the next turn's pages lie in several pieces."""
+    engine = small(tmp_path)
+    engine.engine.pool.__dict__["read_by_pages"] = False
+    ids = prompt(280, 900)
+    got, _ = engine.answer(ids, 20)
+    more = ids + got + prompt(281, 40)
+    second, cached = engine.answer(more, 20)
+    assert cached == 919
+    assert (len(got), len(second)) == (20, 20)
+    engine.close()
+
+
+def test_a_worker_tells_of_it(tmp_path: Path) -> None:
+    ids = [16 + i % 4000 for i in range(0, 3 * 1500, 3)]
+    with Api.from_pretrained("demo", cache=None) as large:
+        want = large.generate(ids, max_tokens=10, temperature=0).text
+        per_token = KVPool.bytes_per_token(*_shape(large))
+    asked = {"pool_bytes": 400 * per_token, "overflow_bytes": "auto", "overflow_dir": tmp_path / "on disk"}
+    with Api.from_pretrained("demo", cache=None, **asked) as engine:
+        assert engine.generate(ids, max_tokens=10, temperature=0).text == want
+        idle(engine._runtime.engine)
+        engine._runtime.engine.check_integrity()
+        stats = worker_stats(engine._runtime)
+        assert (stats.overflow_pages, stats.overflow_free_pages, stats.overflowed) == (128, 128, 1)
+        found = {s.name: s.value for metric in WorkerCollector(engine._runtime).collect() for s in metric.samples}
+        assert found["kvsidecar_worker_overflow_pages"] == 128
+        assert found["kvsidecar_worker_overflowed_total"] == 1
+    with (
+        Api.from_pretrained("demo", cache=None, pool_bytes=400 * per_token) as none,
+        pytest.raises(PromptExceedsPool, match="pool has 12, so at most 384 tokens"),
+    ):
+        none.generate(ids)
+
+
+# ---- with a daemon --------------------------------------------------------------------------------------------------
+
+
+def test_it_is_stored_and_loaded_as_any_other(daemon: Node, tmp_path: Path, answers: Windowed) -> None:
+    want = right(answers, LONG)
+    first = small(tmp_path, daemon)
+    assert first.answer(LONG) == (want, 0)
+    assert first.stored == len(LONG) + 19
+    first.close()
+    second = small(tmp_path, daemon, residents=0)
+    assert second.answer(LONG) == (want, len(LONG) - 1)
+    # An answer that outgrows the pool is stored before it moves, and loaded again.
+    ids = prompt(290, 220)
+    assert second.answer(ids, 300)[0] == right(answers, ids, 300)
+    assert second.engine.stats.overflowed == 2
+    assert on_disk(second.engine.pool) <= METADATA
+    second.close()

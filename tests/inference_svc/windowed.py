@@ -1,0 +1,130 @@
+"""Engines of small models with sliding windows, and of small pools."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvsidecar.connecting import Address
+from kvsidecar.paged.link import DaemonLink
+
+from benchmarks.node import Node
+from inference_svc.cache.link import CacheLink
+from inference_svc.engine.block_table import BlockTable
+from inference_svc.engine.cache_port import NoCache, SaveDone
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.overflow import Overflow
+from inference_svc.engine.pool import KVPool
+from inference_svc.engine.sequence import CacheUse, Output, Sequence, StoredPrefix
+from inference_svc.engine.stats import EngineLimits
+from inference_svc.reuse.chunking import Fixed
+from inference_svc.reuse.policy import ReusePolicy
+from tests.inference_svc.test_architectures import build
+from tests.inference_svc.test_load import Request, idle
+
+WINDOW, PIECE, CHUNK, CONTEXT = 96, 128, 64, 4096
+ALL, SOME = "MistralForCausalLM", "Gemma3ForCausalLM"  # have windows in all layers, in some
+LIMITS = {"batch_tokens": PIECE}
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(500) for _ in range(tokens)]
+
+
+@dataclass
+class Windowed:
+    """An engine, and the pages that were in use whenever a token was there."""
+
+    engine: Engine
+    cache: CacheLink | None
+
+    def __post_init__(self) -> None:
+        self.pages: list[int] = []
+        self.stored = 0
+
+    def request(self, ids: list[int], length: int = 20, **use: Any) -> Request:
+        request = Request(ids, length)
+        request.sequence.cache = CacheUse(**use)
+        sink = request.sequence.sink
+
+        def note(output: Output) -> None:
+            self.pages.append(self.engine.pool.pages - self.engine.pool.free_pages)
+            self.stored = output.stored_tokens or self.stored
+            sink(output)
+
+        request.sequence.sink = note
+        self.engine.submit(request.sequence)
+        return request
+
+    def answer(self, ids: list[int], length: int = 20, **use: Any) -> tuple[list[int], int]:
+        """The answer's tokens, and how many of the prompt's were cached."""
+        request = self.request(ids, length, **use)
+        tokens = request.tokens()
+        idle(self.engine)
+        self.engine.check_integrity()
+        return tokens, request.sequence.cached_tokens
+
+    def close(self) -> None:
+        self.engine.stop()
+        if self.cache is not None:
+            self.cache.close()
+
+
+def windowed(
+    name: str = ALL,
+    tokens: int = 8192,
+    node: Node | None = None,
+    keep_all: bool = False,
+    slow: SlowCache | None = None,
+    dtype: torch.dtype = torch.float32,
+    overflow: tuple[Path, int] | None = None,
+    **limits: int,
+) -> Windowed:
+    """``keep_all``: the pool does not know of windows. ``overflow``: where one lies, and for how many tokens."""
+    loaded, _, _ = build(name, dtype, served=CONTEXT, sliding_window=WINDOW, max_position_embeddings=CONTEXT)
+    loaded = replace(loaded, weights=bytes(32))
+    windows = () if keep_all else loaded.windows
+    shape = loaded.layers, loaded.kv_heads, loaded.head_dim
+    beyond = Overflow(overflow[0], *shape, tokens, overflow[1], dtype) if overflow else None
+    pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, windows, beyond)
+    cache = None
+    if node is not None:
+        link = DaemonLink(Address(node.cache_socket), name, loaded.descriptor(16))
+        cache = CacheLink({b"": link}, loaded.geometry(16), ReusePolicy(Fixed(CHUNK), None, None, None), 0.1, 5.0)
+        assert link.wait(10)
+    return Windowed(Engine(loaded, pool, cache or slow or NoCache(), EngineLimits(**LIMITS | limits)), cache)
+
+
+class SlowCache(NoCache):
+    """Stores parts when it is told to: until then their pages are held. All chunks end at ``CHUNK``."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Sequence, int, SaveDone]] = []
+        self._told, self._asked = threading.Event(), threading.Event()
+
+    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
+        self._asked.set()
+        if self._told.is_set():
+            self._store(sequence, tokens, done)
+        else:
+            self._parts.append((sequence, tokens, done))
+        return True
+
+    def wait(self) -> None:
+        """Until something is to be stored."""
+        assert self._asked.wait(30)
+
+    def go_on(self) -> None:
+        self._told.set()
+        while self._parts:
+            self._store(*self._parts.pop(0))
+
+    @staticmethod
+    def _store(sequence: Sequence, tokens: int, done: SaveDone) -> None:
+        end = tokens // CHUNK * CHUNK
+        threading.Thread(target=done, args=(sequence, StoredPrefix(end, b"hash", end))).start()

@@ -1,0 +1,56 @@
+"""The flags of the services: what a wrong one is answered with, and what help says of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from kvsidecar.cli.flags import FlagParser, add_flags, describe_fields
+
+from cache_daemon.config import DaemonConfig
+from inference_svc.config import WorkerConfig
+from inference_svc.gateway.config import GatewayConfig
+from inference_svc.supervisor import ServeConfig, main
+from inference_svc.verify_command import main as verify
+
+SETTINGS = [DaemonConfig, WorkerConfig, GatewayConfig, ServeConfig]
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "said"),
+    [
+        (main, ["--prot", "80"], "kvsidecar serve: there is no --prot (did you mean --port?)"),
+        (main, ["--nonsense"], "kvsidecar serve: there is no --nonsense"),
+        (main, ["--remote", "x"], "kvsidecar serve: --remote is of kvsidecar daemon: set KVSIDECAR_CACHE_REMOTE"),
+        (main, ["--api-key=x"], "kvsidecar serve: --api-key is of kvsidecar gateway: set KVSIDECAR_GATEWAY_API_KEY"),
+        (main, ["demo", "more"], "kvsidecar serve: 'more' is one argument too many"),
+        (main, ["--port"], "kvsidecar serve: argument --port: expected one argument"),
+        (verify, [], "kvsidecar verify: the following arguments are required: MODEL"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(
+    program: Callable[[list[str]], int], given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program(given)
+    assert ended.value.code == 2
+    assert re.fullmatch(re.escape(said) + r"; see kvsidecar \w+ --help\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_every_flag_says_what_it_is_and_its_default(settings: type) -> None:
+    parser = FlagParser(prog="x")
+    add_flags(parser, settings)
+    public = [name for name, field in settings.model_fields.items() if not field.exclude]
+    texts = describe_fields(settings)
+    assert [name for name in public if not texts.get(name)] == []
+    helped = {action.dest: action.help or "" for action in parser._actions}
+    assert [name for name in public if not re.search(r"\S.* default: \S.*\]$", helped[name])] == []
+
+
+def test_a_nodes_own_flags_come_before_those_of_the_model() -> None:
+    parser = FlagParser(prog="x", usage="x")
+    add_flags(parser, ServeConfig)
+    text = parser.format_help()
+    assert text.index("the node:") < text.index("--port") < text.index("the model,") < text.index("--weights")

@@ -1,0 +1,49 @@
+"""Logs of the services: structured, and never what a request fails over."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+import pytest
+import structlog
+from kvsidecar.cli.settings import configure_logging
+
+
+class Full(io.TextIOBase):
+    """A log's file on a disk that is full."""
+
+    def write(self, _: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def closed() -> io.TextIOBase:
+    file = io.StringIO()
+    file.close()
+    return file
+
+
+def without_reader() -> io.TextIOWrapper:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True)
+
+
+@pytest.mark.parametrize("where", [Full, closed, without_reader, type(None)])
+def test_a_line_that_cannot_be_written_fails_nobody(where: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", where())
+    configure_logging("info")
+    log = structlog.get_logger()
+    log.info("a line")
+    try:
+        raise RuntimeError("planted")
+    except RuntimeError:
+        log.exception("step failed")
+
+
+def test_lines_go_where_standard_error_leads_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure_logging("info")
+    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
+    structlog.get_logger().info("first")
+    assert '"event": "first"' in file.getvalue()

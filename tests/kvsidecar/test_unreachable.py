@@ -1,0 +1,31 @@
+"""A client where nothing listens: one sentence, in our words and not in gRPC's."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+from kvsidecar import AsyncClient, Client
+from kvsidecar.errors import Unavailable
+
+from benchmarks.node import free_port
+
+
+def test_a_socket_that_is_not_there(tmp_path: Path) -> None:
+    said = re.escape(f"nothing answers at {tmp_path / 'none.sock'} (No such file or directory); is it running?")
+    with Client(tmp_path / "none.sock") as client, pytest.raises(Unavailable, match=said):
+        client.generate("hello")
+    with Client(tmp_path / "none.sock") as client, pytest.raises(Unavailable, match=said):
+        list(client.stream("hello"))
+
+
+def test_a_port_where_nobody_listens() -> None:
+    async def ask(address: str) -> None:
+        async with AsyncClient(address) as client:
+            await client.generate("hello")
+
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(Unavailable, match=re.escape(f"nothing answers at {address} (Connection refused)")):
+        asyncio.run(ask(address))

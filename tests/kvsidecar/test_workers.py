@@ -1,0 +1,122 @@
+"""Clients without an address know all workers of the node, and go on with another when one is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from kvsidecar import AsyncClient, Client
+from kvsidecar.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.inference.v1.inference_pb2_grpc import (
+    InferenceServiceServicer,
+    add_InferenceServiceServicer_to_server,
+)
+
+
+class Worker(InferenceServiceServicer):
+    """Says its name; or fails with a code, before its first piece or behind it."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.name, self.code, self.pieces, self.asked = f"{number}", grpc.StatusCode.OK, 2, 0
+        self._server = grpc.server(ThreadPoolExecutor(2))
+        add_InferenceServiceServicer_to_server(self, self._server)
+        self._server.add_insecure_port(f"unix:{folder}/worker-{number}.sock")
+        self._server.start()
+
+    def fail(self, code: grpc.StatusCode, pieces: int = 0) -> None:
+        self.code, self.pieces = code, pieces
+
+    def end(self) -> None:
+        self._server.stop(None).wait()
+
+    def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+        self.asked += 1
+        if self.code is not grpc.StatusCode.OK:
+            context.abort(self.code, "gone")
+        return pb.GenerateResponse(text=self.name)
+
+    def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> Iterator[pb.GenerateStreamResponse]:
+        self.asked += 1
+        for _ in range(self.pieces):
+            yield pb.GenerateStreamResponse(text=self.name)
+        if self.code is not grpc.StatusCode.OK:
+            context.abort(self.code, "gone")
+        yield pb.GenerateStreamResponse(finish_reason=pb.FINISH_REASON_STOP)
+
+
+@pytest.fixture
+def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
+    monkeypatch.setenv("KVSIDECAR_RUNTIME_DIR", str(tmp_path))
+    found = [Worker(tmp_path, number) for number in range(3)]
+    yield found
+    for worker in found:
+        worker.end()
+
+
+def both(client: Client) -> tuple[str, str]:
+    return client.generate("x", deadline=20).text, "".join(part.text for part in client.stream("x", deadline=20))
+
+
+async def both_of_async() -> tuple[str, str]:
+    async with AsyncClient() as client:
+        return (await client.generate("x")).text, "".join([part.text async for part in client.stream("x")])
+
+
+def test_the_first_is_asked_and_then_the_next_that_is_there(workers: list[Worker]) -> None:
+    with Client() as client:
+        assert both(client) == ("0", "00")
+        workers[0].end()
+        workers[1].fail(grpc.StatusCode.UNAVAILABLE)
+        assert both(client) == ("2", "22")
+        assert workers[1].asked == 1, "the one that answered is asked first from then on"
+    assert asyncio.run(both_of_async()) == ("2", "22")
+
+
+def test_what_has_begun_is_not_asked_for_again(workers: list[Worker]) -> None:
+    workers[0].fail(grpc.StatusCode.UNAVAILABLE, pieces=1)
+    with Client() as client:
+        parts = client.stream("x")
+        assert next(parts).text == "0"
+        with pytest.raises(Unavailable):
+            list(parts)
+    assert [worker.asked for worker in workers] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded),
+    ],
+)
+def test_what_would_fail_elsewhere_is_not_tried_there(
+    workers: list[Worker], code: grpc.StatusCode, error: type[Exception]
+) -> None:
+    workers[0].fail(code)
+    with Client() as client:
+        with pytest.raises(error):
+            client.generate("x")
+        with pytest.raises(error):
+            list(client.stream("x"))
+    assert [worker.asked for worker in workers] == [2, 0, 0]
+
+
+def test_each_is_tried_once_and_then_it_is_an_error(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.fail(grpc.StatusCode.UNAVAILABLE)
+    with Client() as client, pytest.raises(Unavailable):
+        client.generate("x")
+    assert [worker.asked for worker in workers] == [1, 1, 1]
+
+
+def test_who_names_a_worker_gets_that_one(workers: list[Worker], tmp_path: Path) -> None:
+    workers[1].fail(grpc.StatusCode.UNAVAILABLE)
+    with Client(tmp_path / "worker-1.sock") as client, pytest.raises(Unavailable):
+        client.generate("x")
+    assert [worker.asked for worker in workers] == [0, 1, 0]
