@@ -27,7 +27,7 @@ SERVED, CALLED = (f"{kind} kvsidecar.inference.v1.InferenceService/GenerateStrea
 CALLER = "ab" * 8  # the span that the HTTP client says it is in
 SECRET = "the heron nests in the old willow"
 PROMPT = SECRET + " and the clerk copies out the register of boats" * 250
-TOLERANCE = 0.05
+TOLERANCE, TURNS = 0.05, 3
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,14 @@ def before_first_token(found: dict[str, Any]) -> float:
     return sum(milliseconds(found[name]) for name in ("prepare", *PHASES) if name in found)
 
 
+def adds_up(spans_ms: float, found: dict[str, Any]) -> bool:
+    """Whether these milliseconds are the time to the first token, within five of a hundred.
+
+    A machine that stops for some milliseconds between two spans is asked again; a span that is missing never adds up.
+    """
+    return bool(spans_ms == pytest.approx(to_first_token(found), rel=TOLERANCE))
+
+
 def attributes(span: Any) -> dict[str, Any]:
     return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
 
@@ -107,15 +115,20 @@ def traced() -> Iterator[Traced]:
 
 
 def test_the_spans_of_a_request_add_up_to_its_first_token(traced: Traced) -> None:
-    cold, warm = "1" * 32, "2" * 32
-    first = traced.ask(cold).json()
-    found = traced.trace(cold, ROOT, SERVED, "decode")
-    assert before_first_token(found) == pytest.approx(to_first_token(found), rel=TOLERANCE)
+    warm = "2" * 32
+    for turn in range(TURNS):
+        cold, prompt = f"1{turn}" * 16, f"{turn} {PROMPT}"
+        first = traced.ask(cold, prompt=prompt).json()
+        found = traced.trace(cold, ROOT, SERVED, "decode")
+        if adds_up(before_first_token(found), found):
+            break
+    else:
+        pytest.fail(f"{before_first_token(found)} ms of {to_first_token(found)} have spans")
     assert "lookup" not in found, "nothing is stored yet, and the worker knows it"
 
     traced.node.settle()
     traced.node.restart_daemon()  # now the disk alone has it
-    second = traced.ask(warm).json()
+    second = traced.ask(warm, prompt=prompt).json()
     assert second["choices"][0]["text"] == first["choices"][0]["text"]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 1000
     found = traced.trace(warm, ROOT, CALLED, SERVED, MATCH, "durable read", "decode", "prepare", *PHASES)
@@ -133,10 +146,14 @@ def test_the_spans_of_a_request_add_up_to_its_first_token(traced: Traced) -> Non
 
 
 def test_those_of_a_stream_do_too(traced: Traced) -> None:
-    answer = traced.ask("6" * 32, prompt=f"Another one. {PROMPT}", stream=True)
-    assert answer.text.endswith("data: [DONE]\n\n")
-    found = traced.trace("6" * 32, ROOT, SERVED, "prepare", "prefill", "decode")
-    assert before_first_token(found) == pytest.approx(to_first_token(found), rel=TOLERANCE)
+    for turn in range(TURNS):
+        asked = f"6{turn}" * 16
+        answer = traced.ask(asked, prompt=f"Another one, {turn}. {PROMPT}", stream=True)
+        assert answer.text.endswith("data: [DONE]\n\n")
+        found = traced.trace(asked, ROOT, SERVED, "prepare", "prefill", "decode")
+        if adds_up(before_first_token(found), found):
+            return
+    pytest.fail(f"{before_first_token(found)} ms of {to_first_token(found)} have spans")
 
 
 def test_a_refused_request_is_an_error_by_its_name(traced: Traced) -> None:
@@ -185,16 +202,21 @@ def test_a_model_servers_metrics_have_opentelemetrys_names(traced: Traced) -> No
 def test_what_a_worker_took_that_went_away_is_part_of_the_sum(traced: Traced) -> None:
     """The last test here: a worker less is left."""
     asked, node = "7" * 32, traced.node
-    node.kill("worker-0", signal.SIGSTOP)  # it has read the prompt, so it is asked first, and says nothing
+    before = [node.client(i).stats().prompt_tokens for i in range(2)]
+    traced.ask("8" * 32)
+    (owner,) = (i for i in range(2) if node.client(i).stats().prompt_tokens > before[i])
+    node.kill(f"worker-{owner}", signal.SIGSTOP)  # it has read the prompt, so it is asked first, and says nothing
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(traced.ask, asked, stream=True)
         while not httpx.get(f"{traced.gateway.url}/kvsidecar/v1/serving").json()["busy"]:
             time.sleep(0.01)
-        node.kill("worker-0")
+        time.sleep(1.0)  # much more than goes by between two spans
+        node.kill(f"worker-{owner}")
         assert answer.result().status_code == 200
     found = traced.trace(asked, ROOT, CALLED, f"{CALLED} again", SERVED, "prepare", "prefill")
     failed, again = found[CALLED], found[f"{CALLED} again"]
     assert attributes(failed)["error.type"] == Unavailable.reason
     assert found[SERVED].parent_span_id == again.span_id
+    assert milliseconds(failed) > 1000
     spent = before_first_token(found) + milliseconds(failed)
-    assert spent == pytest.approx(to_first_token(found), rel=TOLERANCE)
+    assert adds_up(spent, found), (spent, to_first_token(found))
