@@ -1,7 +1,7 @@
 """``kvsidecar serve``: daemon, workers and gateway under one supervisor.
 
-A child that dies is started again, with growing pauses while it keeps dying. A child that refuses its settings
-ends the whole. SIGTERM ends the children front to back: no new requests, then running ones, then the cache.
+A child that dies is started again, with growing pauses while it keeps dying. One that could not start at all, or that
+refuses its settings, ends the whole; one that has served never does. SIGTERM ends the children front to back: no new requests, then running ones, then the cache.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = structlog.get_logger("serve")
 
 _FIRST_PAUSE, _LAST_PAUSE, _STABLE_SECONDS = 0.1, 10.0, 30.0
 _STOP_SECONDS = 45.0  # the daemon's longest: what is queued is written
-_BAD_SETTINGS = 2
+_FAILED, _BAD_SETTINGS = 1, 2
 
 
 class ServeConfig(ModelSettings):
@@ -87,8 +87,9 @@ class Child:
     name: str
     command: list[str]
     process: asyncio.subprocess.Process | None = None
-    restarts: int = 0
     started: float = 0.0
+    served: bool = False
+    """Whether it was ever ready: then what ends it is no mistake in its settings."""
     watcher: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -127,18 +128,19 @@ class Supervisor:
 
     async def _start_all(self) -> None:
         if not self._worker.cache_address:
-            self._launch(Child("daemon", self._daemon_command()))
-            await self._ready(self.cache_socket)
-        for i, socket in enumerate(self.worker_sockets):
-            self._launch(Child(f"worker-{i}", self._worker_command(i, socket)))
-        self._launch(Child("gateway", self._gateway_command()))
-        for socket in self.worker_sockets:
-            await self._ready(socket)
+            await self._ready(self._launch("daemon", self._daemon_command()), self.cache_socket)
+        workers = [
+            self._launch(f"worker-{i}", self._worker_command(i, socket)) for i, socket in enumerate(self.worker_sockets)
+        ]
+        gateway = self._launch("gateway", self._gateway_command())
+        for worker, socket in zip(workers, self.worker_sockets, strict=True):
+            await self._ready(worker, socket)
         url = f"http://{TcpAddress(self._config.host, self._config.port)}"
         async with httpx.AsyncClient() as client:
             while not self._stop.is_set():
                 try:
                     if (await client.get(f"{url}/health", timeout=2)).status_code == 200:
+                        gateway.served = True
                         break
                 except httpx.HTTPError:
                     pass
@@ -149,13 +151,14 @@ class Supervisor:
             page = f"a page at {url}, " if self._config.page else ""
             print(f"{name} is ready: {page}OpenAI's API at {url}/v1; try: kvsidecar chat", flush=True)
 
-    async def _ready(self, socket: Path) -> None:
-        """Waits until a server answers on a socket."""
+    async def _ready(self, child: Child, socket: Path) -> None:
+        """Waits until a child answers on its socket."""
         while not self._stop.is_set():
             if socket.exists():
                 async with grpc.aio.insecure_channel(socket_target(socket)) as channel:
                     try:
                         await asyncio.wait_for(channel.channel_ready(), 1.0)
+                        child.served = True
                         return
                     except TimeoutError:
                         continue
@@ -209,9 +212,11 @@ class Supervisor:
         """Those of the node's settings that somebody set; the others are left to each process and its environment."""
         return {name: getattr(self._config, name) for name in names if name in self._config.model_fields_set}
 
-    def _launch(self, child: Child) -> None:
+    def _launch(self, name: str, command: list[str]) -> Child:
+        child = Child(name, command)
         self._children.append(child)
         child.watcher = asyncio.create_task(self._watch(child))
+        return child
 
     # ---- watching -------------------------------------------------------------------------------------------
 
@@ -230,14 +235,13 @@ class Supervisor:
             code = await child.process.wait()
             if self._stop.is_set():
                 return
-            if code == _BAD_SETTINGS or (code == 1 and child.restarts == 0 and child.name != "gateway"):
+            if not child.served and code in (_FAILED, _BAD_SETTINGS):
                 self._failed = f"{child.name} could not start; its message is above"
                 self._stop.set()
                 return
             if time.monotonic() - child.started > _STABLE_SECONDS:
                 pause = _FIRST_PAUSE
             log.warning("process died, starting it again", name=child.name, code=code, pause_seconds=pause)
-            child.restarts += 1
             await asyncio.sleep(pause)
             pause = min(_LAST_PAUSE, pause * 2)
 

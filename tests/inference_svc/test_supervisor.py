@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -19,6 +20,8 @@ import psutil
 import pytest
 
 from benchmarks.node import free_port
+from inference_svc.config import WorkerConfig
+from inference_svc.supervisor import ServeConfig, Supervisor
 
 CLI = str(Path(sys.executable).parent / "kvsidecar")
 
@@ -207,3 +210,26 @@ def test_a_child_that_cannot_start_ends_the_whole(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "pool_bytes is 1000" in done.stderr
     assert "could not start" in done.stderr
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_only_what_never_served_ends_the_whole(tmp_path: Path, code: int) -> None:
+    """A failure after days, or a restart that finds no room, is no mistake in the settings."""
+    counted = tmp_path / "starts"
+    command = [sys.executable, "-c", f"open({str(counted)!r}, 'a').write('x'); raise SystemExit({code})"]
+
+    async def watch(served: bool) -> bool:
+        node = Supervisor(ServeConfig(model="demo", runtime_dir=tmp_path), WorkerConfig(model="demo"))
+        child = node._launch("worker-0", command)
+        child.served = served
+        async with asyncio.timeout(60):
+            while len(counted.read_text() if counted.exists() else "") < 3 and not node._stop.is_set():
+                await asyncio.sleep(0.02)
+        ended = node._stop.is_set()
+        await node._end_all()
+        return ended
+
+    assert not asyncio.run(watch(served=True))
+    counted.unlink()
+    assert asyncio.run(watch(served=False))
+    assert counted.read_text() == "x"
