@@ -69,6 +69,17 @@ def test_the_embedded_daemons_store_outlives_the_engine(tmp_path: Path) -> None:
             assert result.cached_tokens == (result.prompt_tokens - 1 if cached is None else 0)
 
 
+@pytest.mark.parametrize("chunk_tokens", [1025, 4096])
+def test_chunks_may_be_long(tmp_path: Path, chunk_tokens: int) -> None:
+    """Chunking may ask for longer chunks than the daemon takes: they are cut, and storing goes on."""
+    prompt = [100 + i % 300 for i in range(3000)]
+    for cached in (0, len(prompt) - 1):
+        store = str(tmp_path / "store")
+        with Engine.from_pretrained("demo", store=store, chunk_tokens=chunk_tokens, pool_bytes="64MiB") as engine:
+            result = engine.generate(prompt, max_tokens=1)
+            assert (result.cached_tokens, engine.cache_stats()["cache_failures"]) == (cached, 0)
+
+
 async def test_the_async_client_streams_and_cancels(node: Node) -> None:
     async with AsyncClient(node.worker_socket(0)) as client:
         parts = [p async for p in client.stream(TEXT, max_tokens=5, temperature=0, ignore_eos=True)]
