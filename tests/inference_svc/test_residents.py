@@ -40,6 +40,16 @@ def test_a_conversation_goes_on_in_its_own_pages() -> None:
     engine.stop()
 
 
+def test_a_request_that_keeps_nothing_leaves_what_it_went_on_from() -> None:
+    engine = small_engine(2048)
+    ids = prompt(1, 90)
+    answer(engine, ids)
+    for _ in range(2):
+        assert answer(engine, ids + prompt(2, 25), write=False)[1] >= len(ids)
+    engine.check_integrity()
+    engine.stop()
+
+
 def test_two_that_share_a_prefix_leave_each_other_alone() -> None:
     engine = small_engine(2048)
     system = prompt(1, 200)

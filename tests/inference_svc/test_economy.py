@@ -1,0 +1,31 @@
+"""Whether loading pays."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference_svc.cache.economy import Economy
+
+
+def test_a_token_behind_a_hit_costs_what_tokens_cost() -> None:
+    """One forward for the last token of a prompt takes as long as a few tokens do; none of them is as dear as that."""
+    economy = Economy()
+    assert economy.seconds_per_token(1, 0.064) == pytest.approx(0.002), "as if there had been enough of them to tell"
+    economy.prefilled(1000, 1.0)
+    economy.prefilled(1, 0.05)  # says nothing about a token
+    assert economy.price == pytest.approx(0.001)
+    assert economy.seconds_per_token(1, 0.05) == pytest.approx(0.001)
+    assert economy.seconds_per_token(500, 1.0) == pytest.approx(0.002)
+
+
+def test_loads_that_cost_more_than_computing_are_left_and_tried_again() -> None:
+    economy = Economy()
+    assert economy.worth_loading(1000), "nothing is known"
+    economy.prefilled(1000, 1.0)
+    economy.loaded(1000, 0.1)
+    assert all(economy.worth_loading(1000) for _ in range(40))
+    economy.gave_up(1000, 5.0)
+    tried = [economy.worth_loading(1000) for _ in range(64)]
+    assert 0 < sum(tried) <= 8
+    economy.loaded(1000, 0.1)  # what it found now counts, not what had been
+    assert economy.worth_loading(1000)
