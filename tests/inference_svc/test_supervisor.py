@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from kvsidecar.addresses import TcpAddress
 
 from benchmarks.node import free_port
 from inference_svc.config import WorkerConfig
@@ -30,17 +32,24 @@ class Served:
     """A running ``kvsidecar serve`` with folders of its own."""
 
     def __init__(
-        self, folder: Path, workers: int = 2, model: str = "demo", settings: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        workers: int = 2,
+        model: str = "demo",
+        settings: Mapping[str, str] | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         folder.chmod(0o700)
         self.folder, self.port = folder, free_port()
+        self.url = f"http://{TcpAddress(host, self.port)}"
         own = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
         self.environment = {**own, "XDG_RUNTIME_DIR": str(folder), "XDG_DATA_HOME": str(folder / "data")}
         self.environment |= settings or {}
         (folder / "kvsidecar").mkdir(mode=0o700)
         self.log = (folder / "log").open("w+")
         self.process = subprocess.Popen(
-            [CLI, "serve", model, "--workers", str(workers), "--port", str(self.port), "--arena-bytes", "64MiB"],
+            [CLI, "serve", model, "--workers", str(workers), "--port", str(self.port), "--host", host,
+             "--arena-bytes", "64MiB"],
             env=self.environment, stdout=self.log, stderr=self.log,
         )  # fmt: skip
         try:
@@ -57,7 +66,7 @@ class Served:
 
     def health(self) -> dict[str, object]:
         try:
-            return dict(httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=2).json())
+            return dict(httpx.get(f"{self.url}/health", timeout=2).json())
         except httpx.HTTPError:
             return {}
 
@@ -82,7 +91,7 @@ class Served:
 
     def ask(self) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": "hello " * 40}], "max_tokens": 4, "temperature": 0}
-        return httpx.post(f"http://127.0.0.1:{self.port}/v1/chat/completions", json=body, timeout=30)
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30)
 
     def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         environment = {**self.environment, "COLUMNS": "200"}
@@ -187,7 +196,11 @@ def test_stop_ends_everything_in_order(served: Served) -> None:
 
 
 def test_a_supervisor_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
-    served = Served(tmp_path, workers=1)
+    """Whichever kind of address it listens on."""
+    with socket.socket(socket.AF_INET6) as probe:
+        host = "::1" if probe.connect_ex(("::1", free_port())) == errno.ECONNREFUSED else "127.0.0.1"
+    served = Served(tmp_path, workers=1, host=host)
+    assert served.ask().status_code == 200
     processes = psutil.Process(served.process.pid).children(recursive=True)
     assert len(processes) == 4, "the daemon's guardian and the daemon, a worker, the gateway"
     served.process.kill()
@@ -195,9 +208,9 @@ def test_a_supervisor_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> No
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
     served.log.close()
-    with socket.socket() as again:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        again.bind(("127.0.0.1", served.port))
+        again.bind((host, served.port))
 
 
 def test_a_child_that_cannot_start_ends_the_whole(tmp_path: Path) -> None:
