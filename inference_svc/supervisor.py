@@ -1,7 +1,8 @@
 """``kvsidecar serve``: daemon, workers and gateway under one supervisor.
 
 A child that dies is started again, with growing pauses while it keeps dying. One that could not start at all, or that
-refuses its settings, ends the whole; one that has served never does. SIGTERM ends the children front to back: no new requests, then running ones, then the cache.
+refuses its settings, ends the whole; one that has served never does. SIGTERM ends the children front to back: no new
+requests, then running ones, then the cache.
 """
 
 from __future__ import annotations

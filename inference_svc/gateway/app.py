@@ -22,7 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from inference_svc.gateway import answers
 from inference_svc.gateway.access import Keys
-from inference_svc.gateway.application import allow_origins, new_application
+from inference_svc.gateway.application import new_application, surround
 from inference_svc.gateway.body import read_json
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.config import GatewayConfig
@@ -32,6 +32,7 @@ from inference_svc.gateway.metrics import Metrics
 from inference_svc.gateway.node import NodeView
 from inference_svc.gateway.openapi import document
 from inference_svc.gateway.pieces import Piece, about, first_of
+from inference_svc.gateway.request_log import line
 from inference_svc.gateway.responses.memory import Memory
 from inference_svc.gateway.responses.schema import ResponsesRequest
 from inference_svc.gateway.responses.writing import ResponseWriter
@@ -190,6 +191,7 @@ class Gateway:
         self._check_model(parsed.model)
         model = self._named(parsed.model)
         answer_id = ("chatcmpl-" if chat else "cmpl-") + token_hex(12)
+        line().note(id=answer_id, model=model)
         prompts = parsed.prompts()
         if len(prompts) * parsed.choices > MAX_ANSWERS:
             raise InvalidRequest(
@@ -365,7 +367,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
     app = new_application(lifespan)
     app.add_middleware(Traced, tracer=tracer)
     app.add_middleware(Guard, keys=gateway.keys, metrics=gateway.metrics)  # before all else it asks for the key
-    allow_origins(app, config.origins)
+    surround(app, config.origins)
     app.add_api_route("/v1/models", gateway.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
     app.add_api_route("/v1/chat/completions", gateway.chat, methods=["POST"])

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from inference_svc.gateway.gone import ClientGone
+from inference_svc.gateway.request_log import Logged, line
 from inference_svc.gateway.writing import error_response, unknown_path
 
 
@@ -22,6 +23,7 @@ def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
 
     @app.exception_handler(KVSidecarError)
     async def failed(_: Request, error: KVSidecarError) -> JSONResponse:
+        line().note(error=error.reason)
         return error_response(error)
 
     @app.exception_handler(HTTPException)
@@ -37,9 +39,10 @@ def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
     return app
 
 
-def allow_origins(app: FastAPI, origins: list[str]) -> None:
-    """Lets pages of these origins use the API from a browser (https://fetch.spec.whatwg.org/#http-cors-protocol); to be
-    called last, because browsers ask before they send a key."""
+def surround(app: FastAPI, origins: list[str]) -> None:
+    """Lets pages of these origins use the API from a browser (https://fetch.spec.whatwg.org/#http-cors-protocol), and
+    logs every request; to be called last, because browsers ask before they send a key, and nothing goes unlogged."""
     if origins:
         methods = ["GET", "POST", "DELETE"]
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
+    app.add_middleware(Logged)

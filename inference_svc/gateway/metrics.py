@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from inference_svc.gateway.answers import finish_reason
 from inference_svc.gateway.counted import Counted
+from inference_svc.gateway.request_log import line
 from inference_svc.gateway.router import Router
 
 # vLLM's.
@@ -112,6 +113,7 @@ class Answer:
         m, now = self.metrics, time.perf_counter()
         if not self.started:
             m.first.labels(model).observe(now - self.began)
+            line().first_token()
         elif part.token_ids:
             m.between.labels(model).observe(now - self.last)
         self.last = now
@@ -123,6 +125,7 @@ class Answer:
             m.decode.labels(model).observe(part.timings.decode_ms / 1e3)
             m.asked.labels(model).observe(part.usage.prompt_tokens)
             m.answered.labels(model).observe(part.usage.generated_tokens)
+            line().answered(model, part.usage)
 
 
 class _Workers:

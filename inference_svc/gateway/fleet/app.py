@@ -23,7 +23,7 @@ from kvsidecar.errors import (
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from inference_svc.gateway.access import Keys
-from inference_svc.gateway.application import allow_origins, new_application
+from inference_svc.gateway.application import new_application, surround
 from inference_svc.gateway.body import read_json
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.fleet.asking import RESPONSES, Asking
@@ -147,7 +147,7 @@ def create_app(config: GatewayConfig) -> FastAPI:
     app = new_application(lifespan)
     app.state.fleet = fleet
     app.add_middleware(Guard, keys=fleet.keys, metrics=fleet.metrics)
-    allow_origins(app, config.origins)
+    surround(app, config.origins)
     for path in _RELAYED:
         app.add_api_route(path, fleet.relay, methods=["POST"])
     app.add_api_route(RESPONSES + "/{name}", fleet.response, methods=["GET", "DELETE"])

@@ -13,6 +13,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import answers
 from inference_svc.gateway.pieces import Piece
+from inference_svc.gateway.request_log import line
 from inference_svc.gateway.responses.memory import Memory
 from inference_svc.gateway.responses.schema import ResponsesRequest, add_call
 
@@ -51,6 +52,7 @@ class ResponseWriter:
             "truncation": "disabled",
             "usage": None,
         }
+        line().note(id=self._body["id"], model=model)
         if request.text is not None and request.text.format is not None:
             self._body["text"] = {"format": request.text.format.model_dump(by_alias=True, exclude_none=True)}
         if not isinstance(self._body["tool_choice"], str):

@@ -1,0 +1,102 @@
+"""A line in the log for every request: what came of it, never what it said, nor a key."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import structlog
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = structlog.get_logger("gateway")
+
+# Asked every few seconds by probes, scrapers and the page: lines of these are for debugging.
+_QUIET, _QUIET_BELOW = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"}), ("/page/", "/kvsidecar/")
+_LONGEST_PATH = 120
+# What a client may call its request; anything else could be text of its own.
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,64}")
+_GONE, _FAILED = 499, 500
+
+
+@dataclass
+class Line:
+    """What is known of a request so far."""
+
+    began: float = field(default_factory=time.perf_counter)
+    told: dict[str, str | int | float] = field(default_factory=dict)
+
+    def note(self, **told: str | int | float) -> None:
+        """Adds to the line; empty text adds nothing."""
+        self.told |= {name: value for name, value in told.items() if value != ""}
+
+    def first_token(self) -> None:
+        """Of whichever answer comes first."""
+        self.told.setdefault("ttft_ms", _since(self.began))
+
+    def answered(self, model: str, usage: pb.Usage) -> None:
+        """One answer has ended. Of several to a prompt each counts the prompt's tokens, as each had it read."""
+        counts = {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
+        counts |= {"generated_tokens": usage.generated_tokens, "answers": 1}
+        self.note(model=model, **{name: int(self.told.get(name, 0)) + count for name, count in counts.items()})
+
+
+_current: ContextVar[Line] = ContextVar("line")
+
+
+def line() -> Line:
+    """Of the HTTP request that this is done for; one that nobody writes where there is none."""
+    return _current.get(None) or Line()
+
+
+class Logged:
+    """Writes the line when the last byte of an answer is sent, or when nobody waits for it any more. Plain ASGI, as
+    ``Guard`` is."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        known, status, whole = Line(), _GONE, False
+
+        async def noted(message: Message) -> None:
+            nonlocal status, whole
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+            whole = whole or (message["type"] == "http.response.body" and not message.get("more_body"))
+
+        token = _current.set(known)
+        try:
+            await self._app(scope, receive, noted)
+        except Exception:
+            status = status if whole else _FAILED
+            raise
+        finally:
+            _current.reset(token)
+            _write(scope, known, status, whole)
+
+
+def _write(scope: Scope, known: Line, status: int, whole: bool) -> None:
+    path = scope["path"]
+    named = dict(scope["headers"]).get(b"x-request-id", b"")
+    if _REQUEST_ID.fullmatch(named):
+        known.note(request_id=named.decode())
+    if not whole and status < _FAILED:
+        known.note(broken_off="the client has gone")
+    told = {"method": scope["method"], "path": path[:_LONGEST_PATH], "status": status, "ms": _since(known.began)}
+    if status >= _FAILED:
+        log.error("request", **told, **known.told)
+    elif path in _QUIET or path.startswith(_QUIET_BELOW):
+        log.debug("request", **told, **known.told)
+    else:
+        log.info("request", **told, **known.told)
+
+
+def _since(began: float) -> float:
+    return round((time.perf_counter() - began) * 1e3, 1)
