@@ -6,9 +6,9 @@ Imports ``kvsidecar`` (stubs, formats) and ``kvkernels``; never ``cache_daemon``
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inference_svc.api import Engine, Result
+    from inference_svc.api import Chunk, Engine, Result
 
-__all__ = ["Engine", "Result"]
+__all__ = ["Chunk", "Engine", "Result"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
@@ -28,7 +28,7 @@ from kvsidecar.runtime import socket_target
 
 from inference_svc.cache.verdicts import store_verdict
 from inference_svc.config import WorkerConfig
-from inference_svc.engine.sequence import Output
+from inference_svc.engine.sequence import Finish, Output
 from inference_svc.engine.sequence import Sequence as EngineSequence
 from inference_svc.explaining import prompt_parts
 from inference_svc.model.loader import quiet_transformers
@@ -37,7 +37,7 @@ from inference_svc.reuse.judgement import Report, Thresholds
 from inference_svc.reuse.laboratory import Laboratory
 from inference_svc.reuse.verify import BUILT_IN, Question, Verifier, candidates, read_questions
 from inference_svc.runtime import Runtime, build
-from inference_svc.telling import prompt_logprobs, tell_end
+from inference_svc.telling import prompt_logprobs, tell_end, token_logprob
 from inference_svc.tools.answering import FINISH, read_calls
 from inference_svc.tools.parsing import CallParser
 
@@ -60,6 +60,7 @@ class Result:
     tokens_per_sec: float
     timings: dict[str, float]
     tool_calls: list[pb.ToolCall] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list, repr=False)
     prompt_parts: list[pb.PromptPart] = field(default_factory=list, repr=False)
     prompt_logprobs: list[pb.TokenLogprob] = field(default_factory=list, repr=False)
     stopped_by: str | int | None = None
@@ -68,6 +69,16 @@ class Result:
     def kv_reuse_ratio(self) -> float:
         """Share of the prompt that was not computed."""
         return self.cached_tokens / self.prompt_tokens
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of an answer; ``result`` is set in the last one."""
+
+    text: str
+    token_ids: list[int]
+    tool_calls: list[pb.ToolCallDelta] = field(default_factory=list)
+    result: Result | None = None
 
 
 class Engine:
@@ -147,14 +158,26 @@ class Engine:
 
     def generate_many(self, requests: Sequence[tuple[Prompt, Mapping[str, Any]]]) -> list[Result]:
         """Generates an answer for each ``(prompt, options)``, batched, in the order given."""
-        return [_wait(call) for call in [self._submit(p, o) for p, o in requests]]
+        return [_result(call) for call in [self._submit(p, o) for p, o in requests]]
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Generator[Chunk, None, None]:
+        """Generates one answer piece by piece. Closing the iterator cancels the request."""
+        call = self._submit(prompt, options)
+        ended = False
+        try:
+            for chunk in _chunks(call):
+                ended = chunk.result is not None
+                yield chunk
+        finally:
+            if not ended:
+                self._runtime.engine.cancel(call.sequence)
 
     def warm(self, prompt: Prompt, model: str = "") -> int:
         """Reads a prompt into the cache, for an adapter if ``model`` names one. Returns how many of its tokens are
         stored."""
         tokens, marks = self._prompter.bounded_tokens(to_prompt(prompt), generation_prompt=False)
         call = self._submit(tokens, {"max_tokens": 1, "segment_ends": marks.segment_ends, "model": model})
-        _wait(call)
+        _result(call)
         while True:
             output = call.outputs.get()
             if output.stored_tokens is not None:
@@ -223,29 +246,52 @@ class _Call:
     decode: Callable[[list[int]], str]
 
 
-def _wait(call: _Call) -> Result:
-    text: list[str] = []
-    while True:
+def _result(call: _Call) -> Result:
+    """Waits for the whole answer. Raises what ended it."""
+    (found,) = (chunk.result for chunk in _chunks(call) if chunk.result is not None)
+    return found
+
+
+def _chunks(call: _Call) -> Iterator[Chunk]:
+    """The pieces as they come. Raises what ended the answer."""
+    s = call.sequence
+    text, calls, logprobs, finish = list[str](), list[pb.ToolCall](), list[pb.TokenLogprob](), None
+    while finish is None:
         output = call.outputs.get()
-        text.append(output.text)
         if output.error is not None:
             raise output.error
-        if output.finish is not None:
-            break
-    s = call.sequence
-    calls: list[pb.ToolCall] = []
-    whole = pb.GenerateStreamResponse(text="".join(text), finish_reason=FINISH[output.finish])
-    tell_end(s, output.finish, whole)
-    ended_by = whole.WhichOneof("stopped_by")
-    if call.parser is not None:
-        read_calls(call.parser, whole)
-        add_calls(calls, whole.tool_calls)
-    called = whole.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+        finish = output.finish
+        part = pb.GenerateStreamResponse(text=output.text)
+        if output.drawn is not None:
+            part.token_ids.append(output.drawn.token)
+            if output.drawn.logprob is not None:
+                logprobs.append(token_logprob(output.drawn, call.decode))
+        if finish is not None:
+            part.finish_reason = FINISH[finish]
+            tell_end(s, finish, part)
+        if call.parser is not None:
+            read_calls(call.parser, part)
+            add_calls(calls, part.tool_calls)
+        text.append(part.text)
+        result = None if finish is None else _ended(call, part, "".join(text), calls, logprobs, finish)
+        yield Chunk(part.text, list(part.token_ids), list(part.tool_calls), result)
+
+
+def _ended(
+    call: _Call,
+    last: pb.GenerateStreamResponse,
+    text: str,
+    calls: list[pb.ToolCall],
+    logprobs: list[pb.TokenLogprob],
+    finish: Finish,
+) -> Result:
+    s, ended_by = call.sequence, last.WhichOneof("stopped_by")
+    called = last.finish_reason == pb.FINISH_REASON_TOOL_CALLS
     total_ms = s.timings.ttft_ms + s.timings.decode_ms  # others may have been waited for first
     return Result(
-        text=whole.text,
+        text=text,
         token_ids=s.tokens[s.prompt_tokens :],
-        finish_reason="tool_calls" if called else output.finish.value,
+        finish_reason="tool_calls" if called else finish.value,
         prompt_tokens=s.prompt_tokens,
         cached_tokens=s.cached_tokens,
         draft_tokens=s.draft_tokens,
@@ -255,9 +301,10 @@ def _wait(call: _Call) -> Result:
         tokens_per_sec=s.generated / (total_ms / 1e3),
         timings=dict(vars(s.timings)),
         tool_calls=calls,
+        logprobs=logprobs,
         prompt_parts=prompt_parts(s, call.decode) if s.parts else [],
         prompt_logprobs=prompt_logprobs(s, call.decode),
-        stopped_by=None if ended_by is None else getattr(whole, ended_by),
+        stopped_by=None if ended_by is None else getattr(last, ended_by),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +49,34 @@ def test_batches_answer_in_order_and_each_for_itself(engine: Engine) -> None:
     assert [b.token_ids for b in batch] == [a.token_ids for a in alone]
     many = engine.generate_many([("one two", {"max_tokens": 2}), ("x", {"max_tokens": 7, "ignore_eos": True})])
     assert [len(m.token_ids) for m in many][1] == 7
+
+
+def test_an_answer_comes_in_pieces(engine: Engine) -> None:
+    options = {"max_tokens": 8, "temperature": 0.8, "seed": 3, "ignore_eos": True, "logprobs": 1}
+    chunks = list(engine.stream(TEXT, **options))  # type: ignore[arg-type]
+    whole = engine.generate(TEXT, **options)  # type: ignore[arg-type]
+    *pieces, last = chunks
+    assert all(chunk.result is None for chunk in pieces)
+    assert last.result is not None
+    assert len(pieces) > 3
+    assert "".join(chunk.text for chunk in chunks) == last.result.text == whole.text
+    assert [i for chunk in chunks for i in chunk.token_ids] == last.result.token_ids == whole.token_ids
+    assert [p.token_id for p in whole.logprobs] == whole.token_ids
+    assert whole.logprobs == last.result.logprobs
+
+
+def test_an_iterator_that_is_closed_cancels_its_answer(engine: Engine) -> None:
+    before = engine.cache_stats()["cancelled"]
+    with contextlib.closing(engine.stream("x", max_tokens=3000, ignore_eos=True)) as chunks:
+        next(chunks)
+    for _ in range(3000):
+        if engine.cache_stats()["cancelled"] == before + 1:
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("it goes on")
+    with pytest.raises(InvalidRequest, match="temperature is 3"):
+        next(engine.stream("x", temperature=3.0))
 
 
 def test_stats_of_engine_and_daemon(engine: Engine) -> None:
