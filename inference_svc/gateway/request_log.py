@@ -89,7 +89,9 @@ def _write(scope: Scope, known: Line, status: int, whole: bool) -> None:
         known.note(request_id=named.decode())
     if not whole and status < _FAILED:
         known.note(broken_off="the client has gone")
-    told = {"method": scope["method"], "path": path[:_LONGEST_PATH], "status": status, "ms": _since(known.began)}
+    # As it was sent: what was escaped there could do things to a terminal.
+    sent = scope.get("raw_path", b"").decode("ascii", "replace")[:_LONGEST_PATH]
+    told = {"method": scope["method"], "path": sent, "status": status, "ms": _since(known.began)}
     if status >= _FAILED:
         log.error("request", **told, **known.told)
     elif path in _QUIET or path.startswith(_QUIET_BELOW):

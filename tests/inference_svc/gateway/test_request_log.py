@@ -82,8 +82,8 @@ def test_answers_of_one_request_are_counted_together(asked: Asked) -> None:
 def test_a_refusal_is_named_by_its_reason(asked: Asked) -> None:
     line = asked.line("/v1/completions", {"prompt": SECRET, "temperature": -3})
     assert (line["status"], line["error"]) == (400, "INVALID_REQUEST")
-    line = asked.line("/v1/nothing", None, method="GET")
-    assert line["status"] == 404
+    line = asked.line("/v1/nothing%1b%5b2J", None, method="GET")
+    assert (line["status"], line["path"]) == (404, "/v1/nothing%1b%5b2J")
     line = asked.line("/v1/completions", {"prompt": SECRET}, Authorization="Bearer guessed")
     assert line["status"] == 401
     assert "guessed" not in str(line)
