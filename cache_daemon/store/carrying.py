@@ -147,13 +147,7 @@ class Carrying:
     async def _entries(self, wanted: Wanted, hashes: Sequence[bytes]) -> list[Entry]:
         found = await self._tier.find(wanted.root, hashes, _LOOK_SECONDS)
         self._sending.seen(wanted.root, found.mark)
-        return [
-            entry
-            for entry in found.entries
-            if entry is not None
-            and entry.header.tenant == wanted.tenant
-            and Geometry.of(entry.header) == wanted.geometry
-        ]
+        return [entry for entry in found.entries if entry is not None and wanted.fits(entry.header)]
 
     async def _pull(self, wanted: Wanted, asking: Asking, hashes: Sequence[bytes], patience: _Patience) -> list[int]:
         """Lists chunks. Returns the sizes of those that are here now."""
