@@ -155,7 +155,9 @@ class Carrying:
         for group in self._tier.groups(await self._entries(wanted, hashes)):
             payloads = await self._tier.parts(group, _READ_SECONDS)
             for entry, parts in zip(group, payloads, strict=True):
-                if await self._place(wanted, asking, entry, parts, patience):
+                # Nobody asks for it now, so it is kept no longer than it would have been there.
+                kept = replace(wanted, until=self._tiers.clock() + self._tier.left(entry))
+                if await self._place(kept, asking, entry, parts, patience):
                     placed.append(entry.header.payload_bytes)
         return placed
 
