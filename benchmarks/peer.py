@@ -88,8 +88,8 @@ class Peer:
         header.parent_prefix_hash = parent
         return header
 
-    def reserve(self, *headers: ChunkHeader, salt: bytes = b"") -> list[pb.Reservation]:
-        request = pb.ReserveRequest(session_id=self.session, headers=headers, tenant_salt=salt)
+    def reserve(self, *headers: ChunkHeader, salt: bytes = b"", ttl: int = 0) -> list[pb.Reservation]:
+        request = pb.ReserveRequest(session_id=self.session, headers=headers, tenant_salt=salt, ttl_seconds=ttl)
         return list(self.stub.Reserve(request, timeout=self.timeout).reservations)
 
     def commit(self, *reservations: pb.Reservation) -> pb.CommitResponse:
@@ -100,9 +100,9 @@ class Peer:
         request = pb.CommitRequest(session_id=self.session, epoch=self.welcome.epoch, items=items)
         return self.stub.Commit(request, timeout=self.timeout)
 
-    def put(self, ids: list[int], start: int = 0, parent: bytes = b"", salt: bytes = b"") -> bytes:
-        """Stores a chunk. Returns its prefix hash."""
-        found = self.reserve(self.header(ids, start, parent), salt=salt)[0]
+    def put(self, ids: list[int], start: int = 0, parent: bytes = b"", salt: bytes = b"", ttl: int = 0) -> bytes:
+        """Stores a chunk, to be kept for so many seconds (0: for as long as there is room). Returns its prefix hash."""
+        found = self.reserve(self.header(ids, start, parent), salt=salt, ttl=ttl)[0]
         assert found.outcome == pb.RESERVE_OUTCOME_GRANTED, found
         self.staged(found.staging)[:] = payload_of(ids, found.staging.size_bytes)
         assert self.commit(found).committed == 1

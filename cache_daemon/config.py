@@ -54,14 +54,16 @@ class DaemonConfig(BaseSettings):
     commit, never more, and never corrupts. Killing the process loses nothing in either."""
     remote: str = Field(default="", repr=False)
     """A tier that nodes share: redis://[USER@]HOST[:PORT][/DB], rediss:// over TLS, valkey-cluster://HOST,HOST for a
-    cluster, s3://[KEY_ID@]BUCKET/PREFIX?endpoint=URL&region=R or az://ACCOUNT@CONTAINER/PREFIX. Valkey takes ?prefix=P.
-    No password in it: everybody can read command lines. What fails or is slow there is computed. Needs
-    kvsidecar[valkey], [s3] or [azure]."""
+    cluster, s3://[KEY_ID@]BUCKET/PREFIX?endpoint=URL&region=R, az://ACCOUNT@CONTAINER/PREFIX or gs://BUCKET/PREFIX.
+    Valkey takes ?prefix=P. No password in it: everybody can read command lines. What fails or is slow there is
+    computed. Needs kvsidecar[valkey], [s3], [azure] or [gcs]."""
     remote_secret: SecretStr = Field(default=SecretStr(""), exclude=True)
-    """Password, or for S3 and Azure the secret key, of the remote tier. For the environment: all read command lines."""
+    """Password, secret key (S3, Azure) or service account's key (Google) of the remote tier. For the environment: all
+    read command lines."""
     remote_secret_file: Path | None = Field(default=None, validate_default=True)
-    """File with the remote tier's password or secret key, for its owner alone; or set KVSIDECAR_CACHE_REMOTE_SECRET. S3
-    and Azure without either use the AWS or AZURE variables and services."""
+    """File with the remote tier's password, secret key or service account's key, for its owner alone; or set
+    KVSIDECAR_CACHE_REMOTE_SECRET. S3, Azure and Google without either use the AWS, AZURE or GOOGLE variables and
+    services."""
     remote_ca: Path | None = Field(default=None, validate_default=True)
     """PEM file of the authority that the remote tier's certificate is signed by, where the system does not know it."""
     remote_write: Literal["second-use", "all", "never"] = "second-use"

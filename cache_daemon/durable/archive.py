@@ -2,21 +2,23 @@
 
 ::
 
-    "KVSIDECAR-ARCHIVE" 0x00 uint16 1
+    "KVSIDECAR-ARCHIVE" 0x00 uint16 2
     per chunk, parents first:
-        "C" uint32 header length, uint64 payload length, uint64 XXH3-64 of header and payload
+        "C" uint32 header length, uint64 payload length, uint64 end of its time (Unix milliseconds; 0: none)
+        uint64 XXH3-64 of that end, header and payload
         ChunkHeader, payload
     "E" uint64 number of chunks, uint64 XXH3-64 of everything before this field
 
 Integers are little-endian. Payloads are raw, whatever the store they came from does with them. What is read is
 believed only when it is checked: lengths before memory is taken for them, hashes of tokens, payload checksums, and
-that every parent came before its child.
+that every parent came before its child. A chunk whose time is over neither goes out nor comes in.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,17 +30,21 @@ from google.protobuf.message import DecodeError
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.layout import MAX_CHUNK_TOKENS
+from kvsidecar.layout import MAX_CHUNK_TOKENS, MAX_TTL_SECONDS
 
+from cache_daemon.durable import terms
 from cache_daemon.durable.headers import is_what_it_names, layout_bytes
 from cache_daemon.durable.tier import DurableTier, Put, PutOutcome, ReadJob, ReadResult, WriteGroup
 
-_BEGIN = b"KVSIDECAR-ARCHIVE\0" + struct.pack("<H", 1)
-_CHUNK = struct.Struct("<IQQ")
+_BEGIN = b"KVSIDECAR-ARCHIVE\0" + struct.pack("<H", 2)
+_CHUNK = struct.Struct("<IQQQ")
 _END = struct.Struct("<Q")
+_UNTIL = struct.Struct("<Q")
 _DIGEST = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 64 << 10
 _GROUP_BYTES = 32 << 20
+# Nobody may ask for longer.
+_MOST_MILLISECONDS = MAX_TTL_SECONDS * 1000
 Progress = Callable[[int, int], None]
 
 
@@ -51,10 +57,18 @@ class Exporting(Protocol):
 
     def read(self, jobs: list[ReadJob]) -> list[ReadResult]: ...
 
+    def notes(self) -> dict[bytes, bytes]: ...
+
+
+class Importing(DurableTier, Protocol):
+    """A tier that says what it has, such as ``LmdbTier`` after ``load``."""
+
+    def stored_keys(self) -> list[bytes]: ...
+
 
 @dataclass(frozen=True)
 class Archived:
-    """``skipped`` are chunks that could not be read, or whose parent was not there."""
+    """``skipped`` are chunks that could not be read, or whose time was over, or whose parent was not there."""
 
     chunks: int
     payload_bytes: int
@@ -62,13 +76,18 @@ class Archived:
 
 
 def export_archive(
-    tier: Exporting, out: Path, roots: frozenset[bytes] | None = None, progress: Progress | None = None
+    tier: Exporting,
+    out: Path,
+    roots: frozenset[bytes] | None = None,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> Archived:
     """Writes the sound chunks of some roots (None: of all) to ``out``, which is there only when it is complete.
+    ``clock`` tells Unix seconds.
 
     Raises OSError.
     """
-    names = tier.stored_keys()
+    names, ends, now = tier.stored_keys(), terms.ends(tier.notes()), clock() * 1000
     exported: set[bytes] = set()
     size = skipped = 0
     with _replacing(out) as file:
@@ -80,8 +99,12 @@ def export_archive(
             header = tier.header(name)
             if header is not None and roots is not None and header.root not in roots:
                 continue
-            if header is None or not (
-                header.parent_prefix_hash == header.root or header.parent_prefix_hash in exported
+            end = ends.get(name, 0)
+            over = 0 < end <= now
+            if (
+                header is None
+                or over
+                or not (header.parent_prefix_hash == header.root or header.parent_prefix_hash in exported)
             ):
                 skipped += 1
                 continue
@@ -89,7 +112,7 @@ def export_archive(
             if tier.read([ReadJob(name, memoryview(payload), header.checksum)])[0] is not ReadResult.SOUND:
                 skipped += 1
                 continue
-            writing.chunk(header.SerializeToString(), payload)
+            writing.chunk(header.SerializeToString(), payload, end)
             exported.add(name)
             size += len(payload)
         writing.end(len(exported))
@@ -99,34 +122,45 @@ def export_archive(
 
 
 def import_archive(
-    tier: DurableTier, source: Path, max_payload_bytes: int = 1 << 30, progress: Progress | None = None
+    tier: Importing,
+    source: Path,
+    max_payload_bytes: int = 1 << 30,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> Archived:
     """Stores an archive's chunks. What was stored before an error is found stays: each chunk is checked by itself.
 
-    ``progress`` hears bytes read and the file's length. Raises InvalidRequest when the file is no archive, is damaged
-    or holds what may not be stored; OSError, NoRoom, TierFailed.
+    ``progress`` hears bytes read and the file's length, ``clock`` tells Unix seconds. Raises InvalidRequest when the
+    file is no archive, is damaged or holds what may not be stored; OSError, NoRoom, TierFailed.
     """
     total = source.stat().st_size
     stored = size = skipped = 0
+    known = frozenset(tier.stored_keys())
     group: list[Put] = []
+    ends: list[tuple[bytes, int]] = []
     group_bytes = 0
     with source.open("rb") as file:
-        for header, payload in _read_chunks(file, total, max_payload_bytes):
+        for header, payload, end in _read_chunks(file, total, max_payload_bytes):
+            now = int(clock() * 1000)
+            if 0 < end <= now:
+                skipped += 1
+                continue
             group.append(Put(header, memoryview(payload)))
+            ends.append((header.prefix_hash, min(end, now + _MOST_MILLISECONDS)))
             group_bytes += len(payload)
             if group_bytes >= _GROUP_BYTES:
-                outcomes = _store(tier, group)
+                outcomes = _store(tier, group, terms.longer(ends, known, tier.notes()))
                 stored, skipped = stored + outcomes[0], skipped + outcomes[1]
-                group, group_bytes = [], 0
+                group, ends, group_bytes = [], [], 0
             size += len(payload)
             if progress is not None:
                 progress(file.tell(), total)
-        outcomes = _store(tier, group)
+        outcomes = _store(tier, group, terms.longer(ends, known, tier.notes()))
     return Archived(stored + outcomes[0], size, skipped + outcomes[1])
 
 
-def _store(tier: DurableTier, group: list[Put]) -> tuple[int, int]:
-    results = tier.apply(WriteGroup(put=tuple(group)))
+def _store(tier: DurableTier, group: list[Put], notes: dict[bytes, bytes | None]) -> tuple[int, int]:
+    results = tier.apply(WriteGroup(put=tuple(group), notes=notes))
     stored = sum(result.outcome is PutOutcome.STORED for result in results)
     return stored, len(results) - stored
 
@@ -141,9 +175,9 @@ class _Writing:
         self._digest.update(data)
         self._file.write(data)
 
-    def chunk(self, header: bytes, payload: bytearray) -> None:
-        checksum = _checksum(header, payload)
-        self.write(b"C" + _CHUNK.pack(len(header), len(payload), checksum))
+    def chunk(self, header: bytes, payload: bytearray, end: int) -> None:
+        checksum = _checksum(end, header, payload)
+        self.write(b"C" + _CHUNK.pack(len(header), len(payload), end, checksum))
         self.write(header)
         self.write(payload)
 
@@ -152,8 +186,9 @@ class _Writing:
         self._file.write(_DIGEST.pack(self._digest.intdigest()))
 
 
-def _checksum(header: bytes, payload: bytes | bytearray) -> int:
-    digest = xxhash.xxh3_64(header)
+def _checksum(end: int, header: bytes, payload: bytes | bytearray) -> int:
+    digest = xxhash.xxh3_64(_UNTIL.pack(end))
+    digest.update(header)
     digest.update(payload)
     return digest.intdigest()
 
@@ -182,26 +217,26 @@ class _Reading:
             raise InvalidRequest(f"{self._left} bytes follow the archive's end")
 
 
-def _read_chunks(file: BinaryIO, total: int, max_payload_bytes: int) -> Iterator[tuple[ChunkHeader, bytes]]:
+def _read_chunks(file: BinaryIO, total: int, max_payload_bytes: int) -> Iterator[tuple[ChunkHeader, bytes, int]]:
     reading = _Reading(file, total)
     if total < len(_BEGIN) or reading.take(len(_BEGIN)) != _BEGIN:
-        raise InvalidRequest("the file is no archive of this version (it must begin with KVSIDECAR-ARCHIVE 1)")
+        raise InvalidRequest("the file is no archive of this version (it must begin with KVSIDECAR-ARCHIVE 2)")
     seen: set[bytes] = set()
     while (kind := reading.take(1)) == b"C":
-        header_bytes, payload_bytes, checksum = _CHUNK.unpack(reading.take(_CHUNK.size))
+        header_bytes, payload_bytes, end, checksum = _CHUNK.unpack(reading.take(_CHUNK.size))
         if header_bytes > _MAX_HEADER_BYTES:
             raise InvalidRequest(f"a header has {header_bytes} bytes; at most {_MAX_HEADER_BYTES} are allowed")
         if payload_bytes > max_payload_bytes:
             raise InvalidRequest(f"a payload has {payload_bytes} bytes; at most {max_payload_bytes} are allowed")
         raw = reading.take(header_bytes)
         payload = reading.take(payload_bytes)
-        if _checksum(raw, payload) != checksum:
+        if _checksum(end, raw, payload) != checksum:
             raise InvalidRequest(f"chunk {len(seen)} of the archive is damaged; export it again")
         header = _checked_header(raw, payload, len(seen))
         if header.parent_prefix_hash != header.root and header.parent_prefix_hash not in seen:
             raise InvalidRequest(f"chunk {len(seen)} of the archive comes before its parent")
         seen.add(header.prefix_hash)
-        yield header, payload
+        yield header, payload, end
     if kind != b"E" or _END.unpack(reading.take(_END.size))[0] != len(seen):
         raise InvalidRequest("the archive is damaged: its number of chunks is another; export it again")
     reading.finish()

@@ -61,6 +61,10 @@ class MemoryTier:
             found.append(Loaded(header, stored.last_use, stored.stored_bytes))
         return found
 
+    def stored_keys(self) -> list[bytes]:
+        """The prefix hashes of all chunks, parents before children."""
+        return [loaded.header.prefix_hash for loaded in self.load()]
+
     def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
         return [self._read(job) for job in jobs]
 

@@ -1,6 +1,7 @@
-"""Stores of objects, through ``obstore``: S3 and what speaks its protocol, and Azure's blobs.
+"""Stores of objects, through ``obstore``: S3 and what speaks its protocol, Azure's blobs, and Google Cloud Storage.
 
-Credentials are those of ``--remote``, or what the AWS or AZURE variables, files and services of the environment say.
+Credentials are those of ``--remote``, or what the AWS, AZURE or GOOGLE variables, files and services of the environment
+say.
 Objects have no time to live of their own: what is over is not believed, and the store's lifecycle rules remove it.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -20,6 +22,8 @@ from cache_daemon.remote.engine import Item, RemoteFailed, told
 
 _AT_ONCE = 64
 _LISTED = 1000
+# What signs nothing asks for a token all the same before it writes, unless an account says that it needs none.
+_NOBODY = '{"client_email": "", "private_key": "", "private_key_id": "", "disable_oauth": true}'
 
 
 class ObjectEngine(ABC):
@@ -84,9 +88,20 @@ class ObjectEngine(ABC):
             await self._obstore.put_async(self._store(0), name, value, mode="create", use_multipart=False)
 
     async def delete_many(self, names: Sequence[str]) -> None:
-        if names:
-            with told(_reason), contextlib.suppress(*self._missing):
-                await self._obstore.delete_async(self._store(0), list(names))
+        if not names:
+            return
+        store = self._store(0)
+        with told(_reason):
+            try:
+                await self._obstore.delete_async(store, list(names))
+            except self._missing:
+                # The client gives up at the first that is not there, with others still to be deleted.
+                await asyncio.gather(*(self._delete(store, name) for name in names))
+
+    async def _delete(self, store: Any, name: str) -> None:
+        async with self._room:
+            with contextlib.suppress(*self._missing):
+                await self._obstore.delete_async(store, name)
 
     async def scan(self, prefix: str) -> AsyncIterator[list[str]]:
         pages = self._obstore.list(self._store(0), prefix.rstrip("/"), chunk_size=_LISTED)
@@ -135,6 +150,40 @@ class AzureEngine(ObjectEngine):
         address, secret = self._address, self._credentials.secret
         given = {"account_name": address.user, "account_key": secret, "endpoint": address.endpoint}
         return AzureStore(address.bucket, config=_set(given), **options)
+
+
+class GcsEngine(ObjectEngine):
+    """Of a bucket of Google's; the secret is the key file of a service account."""
+
+    name = "gcs"
+
+    def __init__(self, address: RemoteAddress, credentials: Credentials) -> None:
+        super().__init__(address, credentials)
+        if credentials.secret and address.anonymous:
+            raise ConfigurationError("the remote tier is anonymous and has a secret; leave one of the two out")
+        if credentials.secret and not _is_service_account(credentials.secret):
+            raise ConfigurationError(
+                "the remote tier's secret is no key of a service account; give the JSON file that Google made, with "
+                "client_email and private_key"
+            )
+
+    def _new(self, **options: Any) -> Any:
+        from obstore.store import GCSStore
+
+        address = self._address
+        account = _NOBODY if address.anonymous else self._credentials.secret
+        config = _set({"base_url": address.endpoint, "service_account_key": account})
+        return GCSStore(address.bucket, config=config | {"skip_signature": address.anonymous}, **options)
+
+
+def _is_service_account(secret: str) -> bool:
+    try:
+        found = json.loads(secret)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and all(
+        isinstance(found.get(name), str) and found[name] for name in ("client_email", "private_key")
+    )
 
 
 def _set(given: dict[str, str]) -> Any:

@@ -69,19 +69,20 @@ class Streams(AtDoor):
         salt = self.salt(context, start.tenant_salt)
         limits.check_descriptor(start.descriptor)
         limits.check_headers([start.header])
+        until = self.store.terms.until(limits.ttl_of(start.ttl_seconds))
         with self.stream("Store", limits.MAX_STREAMS):
             session = self.store.open_session(
                 "store", start.descriptor, keys.namespace_id(start.descriptor), listed=False
             )
             try:
-                return await self._store(session, salt, start.header, messages)
+                return await self._store(session, salt, start.header, until, messages)
             finally:
                 self.store.close_session(session)
 
     async def _store(
-        self, session: Session, salt: bytes, header: Any, messages: AsyncIterator[pb.StoreRequest]
+        self, session: Session, salt: bytes, header: Any, until: float, messages: AsyncIterator[pb.StoreRequest]
     ) -> pb.StoreResponse:
-        with self.store.staged(session, salt, header) as reserved:
+        with self.store.staged(session, salt, header, until) as reserved:
             if reserved.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED:
                 return pb.StoreResponse(prefix_hash=reserved.prefix_hash, already_stored=True)
             if reserved.staged is None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import inf
 
 from kvsidecar import keys
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import Geometry
 
 from cache_daemon.memory.arena import Slot
@@ -55,6 +56,10 @@ class Wanted:
     price: float
     patience: float
     until: float = inf
+
+    def fits(self, header: ChunkHeader) -> bool:
+        """Whether a chunk is the tenant's, and has the model's geometry."""
+        return header.tenant == self.tenant and Geometry.of(header) == self.geometry
 
 
 @dataclass(frozen=True)
@@ -224,8 +229,7 @@ class Bringing:
             ids = wanted.ids[link.start * keys.TOKEN_BYTES : link.end * keys.TOKEN_BYTES]
             if (
                 header.start_position != link.start
-                or header.tenant != wanted.tenant
-                or Geometry.of(header) != wanted.geometry
+                or not wanted.fits(header)
                 or keys.token_bytes(header.token_ids[:]) != ids
             ):
                 break

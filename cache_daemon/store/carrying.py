@@ -147,13 +147,7 @@ class Carrying:
     async def _entries(self, wanted: Wanted, hashes: Sequence[bytes]) -> list[Entry]:
         found = await self._tier.find(wanted.root, hashes, _LOOK_SECONDS)
         self._sending.seen(wanted.root, found.mark)
-        return [
-            entry
-            for entry in found.entries
-            if entry is not None
-            and entry.header.tenant == wanted.tenant
-            and Geometry.of(entry.header) == wanted.geometry
-        ]
+        return [entry for entry in found.entries if entry is not None and wanted.fits(entry.header)]
 
     async def _pull(self, wanted: Wanted, asking: Asking, hashes: Sequence[bytes], patience: _Patience) -> list[int]:
         """Lists chunks. Returns the sizes of those that are here now."""
@@ -161,7 +155,9 @@ class Carrying:
         for group in self._tier.groups(await self._entries(wanted, hashes)):
             payloads = await self._tier.parts(group, _READ_SECONDS)
             for entry, parts in zip(group, payloads, strict=True):
-                if await self._place(wanted, asking, entry, parts, patience):
+                # Nobody asks for it now, so it is kept no longer than it would have been there.
+                kept = replace(wanted, until=self._tiers.clock() + self._tier.left(entry))
+                if await self._place(kept, asking, entry, parts, patience):
                     placed.append(entry.header.payload_bytes)
         return placed
 

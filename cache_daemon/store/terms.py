@@ -7,15 +7,12 @@ with a parent whose time has passed before its own has.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from math import inf
 
+from cache_daemon.durable.terms import NOTE_PREFIX, note_of, until_of
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.tiers import Tiers
-
-NOTE_PREFIX = b"kept-until:"
-_MILLISECONDS = struct.Struct("<Q")
 
 
 class Terms:
@@ -57,7 +54,7 @@ class Terms:
             if chunk is None:
                 self._forget(key)
             elif chunk.on_disk is Residency.PRESENT:
-                self._note(NOTE_PREFIX + key, _MILLISECONDS.pack(int(chunk.kept_until * 1000)))
+                self._note(NOTE_PREFIX + key, note_of(chunk.kept_until))
                 self._noted.add(key)
             else:
                 continue  # it may arrive there
@@ -66,12 +63,12 @@ class Terms:
     def restore(self, name: bytes, value: bytes) -> None:
         """Takes up a note of an earlier start, when all chunks are listed."""
         key = name.removeprefix(NOTE_PREFIX)
-        chunk = self._tiers.index.get(key)
+        chunk, until = self._tiers.index.get(key), until_of(value)
         self._noted.add(key)
-        if chunk is None or len(value) != _MILLISECONDS.size:
+        if chunk is None or until is None:
             self._forget(key)
             return
-        chunk.kept_until = _MILLISECONDS.unpack(value)[0] / 1000
+        chunk.kept_until = until
         self._ending[key] = chunk
 
     def restored(self) -> None:

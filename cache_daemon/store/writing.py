@@ -314,9 +314,11 @@ class Writing:
             session.staging.free(reservation.staged)
 
     @contextlib.contextmanager
-    def staged(self, session: Session, tenant_salt: bytes, header: ChunkHeader) -> Iterator[Reserved]:
+    def staged(
+        self, session: Session, tenant_salt: bytes, header: ChunkHeader, until: float = inf
+    ) -> Iterator[Reserved]:
         """One reservation for the length of a block; given up unless it was committed."""
-        reserved = self.reserve(session, tenant_salt, [header])[0]
+        reserved = self.reserve(session, tenant_salt, [header], until)[0]
         try:
             yield reserved
         finally:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.carrying import Carried, Tenant, carry
@@ -69,6 +70,48 @@ def test_a_namespace_that_nobody_knows_is_said(start: Start) -> None:
         cache("push", "ab" * 32, "--to", there.cache_socket, of=here)
     with pytest.raises(InvalidRequest, match="64 hex digits"):
         cache("push", "ab", "--to", there.cache_socket, of=here)
+
+
+def times(peer: Peer) -> dict[bytes, float | None]:
+    """The seconds that each chunk has left; None without an end."""
+    return {c.prefix_hash: c.ttl_seconds if c.HasField("ttl_seconds") else None for c in peer.list_all()}
+
+
+def test_the_time_that_is_left_goes_along(start: Start) -> None:
+    here, there = start(), start()
+    peer, other = Peer(here), Peer(there)
+    begin = peer.put(FIRST, ttl=86_400)
+    end = peer.put(SECOND, len(FIRST), begin, ttl=3600)
+    lasting = peer.put(THIRD)
+    carried = carry(peer.stub, other.stub, Tenant(peer.namespace), descriptor())
+    assert (carried.chunks, carried.known) == (3, 0)
+    came, left = times(other), times(peer)
+    assert came.keys() == left.keys() == {begin, end, lasting}
+    assert came[lasting] is None
+    for key, ttl in ((begin, 86_400), (end, 3600)):
+        assert ttl / 2 < (came[key] or 0) <= ttl + 1
+
+
+def test_what_is_there_is_kept_longer_but_never_shorter(start: Start) -> None:
+    here, there = start(), start()
+    peer, other = Peer(here), Peer(there)
+    longer, shorter, lasting = [peer.put(ids, ttl=ttl) for ids, ttl in ((FIRST, 7200), (SECOND, 60), (THIRD, 0))]
+    for ids, ttl in ((FIRST, 60), (SECOND, 7200), (THIRD, 60)):
+        other.put(ids, ttl=ttl)
+    carried = carry(peer.stub, other.stub, Tenant(peer.namespace), descriptor())
+    assert (carried.chunks, carried.known, carried.lost, carried.payload_bytes) == (0, 3, 0, 0)
+    found = times(other)
+    assert min(found[longer] or 0, found[shorter] or 0) > 3600
+    assert found[lasting] is None
+    assert other.read(FIRST) == len(FIRST)
+
+
+def test_a_time_that_nobody_may_ask_for_is_refused(start: Start) -> None:
+    peer = Peer(start())
+    header = peer.header(FIRST)
+    begin = pb.StoreStart(descriptor=descriptor(), header=header, ttl_seconds=2_592_001)
+    with pytest.raises(grpc.RpcError, match="ttl_seconds is 2592001; at most 2592000 is allowed"):
+        peer.stub.Store(iter([pb.StoreRequest(start=begin)]))
 
 
 class Losing:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import xxhash
 from kvsidecar.errors import InvalidRequest
+from kvsidecar.layout import MAX_TTL_SECONDS
 
 from cache_daemon.durable.archive import export_archive, import_archive
 from cache_daemon.durable.memory import MemoryTier
-from cache_daemon.durable.tier import Put, ReadResult, WriteGroup
+from cache_daemon.durable.terms import NOTE_PREFIX, note_of
+from cache_daemon.durable.tier import DurableTier, Put, ReadResult, WriteGroup
 from tests.cache_daemon.durable.chunks import ROOT, chain, chunk, key_of, opened, read, store
 
 OTHER_ROOT = bytes(32)
@@ -99,13 +101,14 @@ def test_every_truncation_is_refused(archive: Path) -> None:
         import_archive(MemoryTier(), archive)
 
 
-def forged(*puts: Put, header_bytes: int | None = None, payload_bytes: int | None = None) -> bytes:
+def forged(*puts: Put, header_bytes: int | None = None, payload_bytes: int | None = None, end: int = 0) -> bytes:
     """An archive as an attacker would write it: every checksum is right."""
-    body = b"KVSIDECAR-ARCHIVE\0" + struct.pack("<H", 1)
+    body = b"KVSIDECAR-ARCHIVE\0" + struct.pack("<H", 2)
     for put in puts:
         header, payload = put.header.SerializeToString(), bytes(put.payload)
         sizes = header_bytes or len(header), payload_bytes or len(payload)
-        body += b"C" + struct.pack("<IQQ", *sizes, xxhash.xxh3_64_intdigest(header + payload)) + header + payload
+        checksum = xxhash.xxh3_64_intdigest(struct.pack("<Q", end) + header + payload)
+        body += b"C" + struct.pack("<IQQQ", *sizes, end, checksum) + header + payload
     body += b"E" + struct.pack("<Q", len(puts))
     return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
@@ -152,3 +155,47 @@ def test_a_true_forgery_would_be_imported(tmp_path: Path) -> None:
     assert import_archive(tier, tmp_path / "archive").chunks == 2
     tier.apply(WriteGroup(remove=(key_of(chunk([1])),)))
     assert tier.usage().entries == 0
+
+
+def noted(tier: DurableTier, put: Put, until: float | None) -> None:
+    tier.apply(WriteGroup(notes={NOTE_PREFIX + key_of(put): None if until is None else note_of(until)}))
+
+
+def test_times_go_along_and_what_is_over_does_not(tmp_path: Path) -> None:
+    lasting, ending, over = chunk([1]), chunk([2]), chunk([3])
+    source, now = opened(tmp_path / "store"), 1_000_000.0
+    store(source, lasting, ending, over, chunk([4], parent=over))
+    noted(source, ending, now + 60.5)
+    noted(source, over, now - 1)
+    done = export_archive(source, tmp_path / "archive", clock=lambda: now)
+    source.close()
+    assert (done.chunks, done.skipped) == (2, 2)
+    target = MemoryTier()
+    assert import_archive(target, tmp_path / "archive", clock=lambda: now + 60).chunks == 2
+    assert target.notes() == {NOTE_PREFIX + key_of(ending): note_of(now + 60.5)}
+    late = import_archive(other := MemoryTier(), tmp_path / "archive", clock=lambda: now + 61)
+    assert (late.chunks, late.skipped, other.notes()) == (1, 1, {})
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "kept"),
+    [(None, 90.0, None), (50.0, 90.0, 90.0), (90.0, 50.0, 90.0), (50.0, None, None), (None, None, None)],
+)
+def test_of_what_is_stored_the_longer_time_counts(
+    tmp_path: Path, here: float | None, there: float | None, kept: float | None
+) -> None:
+    source, target = opened(tmp_path / "store"), MemoryTier()
+    for tier, until in ((source, there), (target, here)):
+        store(tier, chunk([1]))
+        noted(tier, chunk([1]), until)
+    export_archive(source, tmp_path / "archive", clock=lambda: 1.0)
+    source.close()
+    import_archive(target, tmp_path / "archive", clock=lambda: 1.0)
+    assert target.notes() == ({} if kept is None else {NOTE_PREFIX + key_of(chunk([1])): note_of(kept)})
+
+
+def test_no_archive_asks_for_longer_than_anybody_may(tmp_path: Path) -> None:
+    (tmp_path / "archive").write_bytes(forged(chunk([1]), end=2**64 - 1))
+    tier = MemoryTier()
+    import_archive(tier, tmp_path / "archive", clock=lambda: 1.0)
+    assert tier.notes() == {NOTE_PREFIX + key_of(chunk([1])): note_of(1.0 + MAX_TTL_SECONDS)}

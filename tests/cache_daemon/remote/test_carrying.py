@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from cache_daemon.store.carrying import Carried
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.operators import cache
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, Gated, Slow, node, prompt, until
+from tests.cache_daemon.stores import FakeClock
 
 SALT = b"one"
 
@@ -52,6 +54,21 @@ async def test_what_one_node_pushes_another_pulls_whatever_the_policy() -> None:
         assert await b.bench.found([*prompt(2), 7, 8], SALT) == 2 * CHUNK + 2
         assert await b.bench.found(prompt(3)) == 0, "a tenant is named, or is not meant"
         assert (await pulled(b)).known == 4
+
+
+async def test_what_is_pulled_is_kept_no_longer_than_it_would_have_been_there() -> None:
+    clock = FakeClock()
+    engine = MemoryEngine(clock=clock)
+    async with node(engine, write="never", clock=clock, ttl_seconds=600) as a:
+        await a.read(prompt(2), SALT)
+        await pushed(a)
+    clock.now += 100
+    async with node(engine, write="never", clock=clock) as b:
+        b.bench.clock.now = clock.now
+        await pulled(b)
+        assert {chunk.kept_until - clock.now for chunk in b.bench.store.tiers.index} == {500}
+        assert await b.bench.found(prompt(2), SALT) == 2 * CHUNK
+        assert not any(chunk.kept_until < inf for chunk in b.bench.store.tiers.index), "a use asks anew"
 
 
 async def test_more_than_the_arena_has_goes_through_it_to_the_disk_and_back() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gcs_server import GcsServer
 from benchmarks.node import free_port
 from benchmarks.remote_servers import (
     AzureServer,
@@ -19,6 +21,7 @@ from benchmarks.remote_servers import (
     RedisServer,
     S3Server,
     why_no_azure,
+    why_no_gcs,
     why_no_s3,
     why_no_valkey,
 )
@@ -29,9 +32,9 @@ from cache_daemon.remote.memory import MemoryEngine
 from tests.cache_daemon.remote.nodes import CHUNK, node, prompt, until
 from tests.cache_daemon.stores import opened
 
-KINDS = ("memory", "valkey", "cluster", "s3", "azure")
+KINDS = ("memory", "valkey", "cluster", "s3", "azure", "gcs")
 SECRETS = {"s3": S3Server.secret, "azure": AzureServer.secret}
-WHY_NOT = {"s3": why_no_s3, "azure": why_no_azure}
+WHY_NOT = {"s3": why_no_s3, "azure": why_no_azure, "gcs": why_no_gcs}
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +53,13 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
                     self[kind] = f"redis://127.0.0.1:{stack.enter_context(RedisServer(folder)).port}?prefix=e"
                 elif kind == "cluster":
                     self[kind] = f"{stack.enter_context(RedisCluster(folder)).url}?prefix=e"
+                elif kind == "gcs":
+                    google = stack.enter_context(GcsServer())
+                    self[kind], SECRETS[kind] = google.url, google.secret
+                elif kind == "s3":
+                    self[kind] = stack.enter_context(S3Server(folder)).url
                 else:
-                    server = S3Server(folder) if kind == "s3" else AzureServer(folder)
-                    self[kind] = stack.enter_context(server).url
+                    self[kind] = stack.enter_context(AzureServer(folder)).url
                 return self[kind]
 
         yield Lazily()
@@ -63,7 +70,8 @@ async def engine(request: pytest.FixtureRequest, urls: dict[str, str]) -> AsyncI
     if request.param == "memory":
         yield MemoryEngine()
         return
-    found = new_engine(parse_remote(urls[request.param]), Credentials(SECRETS.get(request.param, "")))
+    url = urls[request.param]
+    found = new_engine(parse_remote(url), Credentials(SECRETS.get(request.param, "")))
     await found.connect()
     yield found
     await found.close()
@@ -84,6 +92,13 @@ async def test_values_are_replaced_and_deleted(engine: RemoteEngine) -> None:
     await engine.delete_many(["c/1", "c/none"])
     await engine.delete_many([])
     assert await engine.get_many(["c/1", "c/2"]) == [None, b"x"]
+
+
+async def test_what_is_not_there_leaves_nothing_else_there(engine: RemoteEngine) -> None:
+    names = [f"del/{i}" for i in range(40)]
+    await engine.put_many([(name, b"x") for name in names], None)
+    await engine.delete_many(["del/none", *names[:20], "del/neither", *names[20:]])
+    assert await engine.get_many(names) == [None] * len(names)
 
 
 async def test_of_those_who_store_what_is_absent_one_wins(engine: RemoteEngine) -> None:
@@ -282,3 +297,31 @@ async def test_a_key_that_is_not_taken_is_said_and_not_shown(kind: str, wrong: s
         await asked(engine)
     assert wrong not in str(caught.value)
     await engine.close()
+
+
+@pytest.mark.skipif(bool(why_no_gcs()), reason=why_no_gcs())
+async def test_googles_objects_are_for_their_account_or_for_all() -> None:
+    with GcsServer() as store, GcsServer() as other, GcsServer(anonymous=True, page=3) as everybodys:
+        engine = new_engine(parse_remote(store.url), Credentials(other.secret))
+        with pytest.raises(RemoteFailed, match="the store does not take the key") as caught:
+            await asked(engine)
+        assert "PRIVATE KEY" not in str(caught.value)
+        await engine.close()
+        broken = json.dumps({"client_email": "a@b", "private_key": "hush-hush", "private_key_id": "1"})
+        engine = new_engine(parse_remote(store.url), Credentials(broken))
+        with pytest.raises(RemoteFailed) as caught:
+            await asked(engine)
+        assert "hush" not in str(caught.value)
+        await engine.close()
+        engine = new_engine(parse_remote(everybodys.url), Credentials())
+        async with node(engine, prefix="p") as a, node(engine, prefix="p") as b:
+            await a.share(prompt(8))
+            assert (await b.ask(prompt(8), patience=20.0))[0] == 8 * CHUNK
+            await a.bench.store.delete(a.bench.root(), b"")
+            await until(lambda: all(name.endswith(("/mark", "/probe")) for name in everybodys.objects))
+        missing = everybodys.url.replace("gs://chunks", "gs://others")
+        engine = new_engine(parse_remote(missing), Credentials())
+        await engine.connect()
+        with pytest.raises(RemoteFailed, match="there is no such bucket"):
+            await engine.put_many([("x", b"y")], None)
+        await engine.close()

@@ -1301,8 +1301,11 @@ class StoreStart(_message.Message):
     DESCRIPTOR_FIELD_NUMBER: _builtins.int
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     HEADER_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
     tenant_salt: _builtins.bytes
     """As in MatchRequest."""
+    ttl_seconds: _builtins.int
+    """As in ReserveRequest."""
     @_builtins.property
     def descriptor(self) -> _chunk_pb2.NamespaceDescriptor:
         """The descriptor of the namespace that the chunk belongs to."""
@@ -1317,10 +1320,11 @@ class StoreStart(_message.Message):
         descriptor: _chunk_pb2.NamespaceDescriptor | None = ...,
         tenant_salt: _builtins.bytes = ...,
         header: _chunk_pb2.ChunkHeader | None = ...,
+        ttl_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "header", b"header", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "header", b"header", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
