@@ -6,12 +6,13 @@ import hmac
 import ipaddress
 import os
 
+from kvsidecar.tenants_file import by_token
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.peer import user_of
-from inference_svc.gateway.tenants import load_tenants, tenant_of
+from inference_svc.gateway.tenants import Tenant, load_tenants
 
 _HERE = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _HANDED_ON = frozenset({"forwarded", "via", "x-real-ip"})
@@ -34,16 +35,17 @@ class Keys:
 
     def lets_in(self, scope: Scope) -> bool:
         """Whether an HTTP request comes with a key that is asked for, or none is."""
-        given = _given(Headers(scope=scope))
         if not (self._api or self._tenants):
             return True
-        guest = bool(self._api) and _equal(given, self._api)
-        return guest or self._is_operators(given) or tenant_of(self._tenants, given) is not None
+        given = _given(Headers(scope=scope))
+        if _equal(given, self._api) or _equal(given, self._operator):
+            return True
+        return self._tenant(given) is not None
 
     def salt(self, scope: Scope, asked: str) -> str:
         """The salt of an HTTP request that names one, or none: a tenant's own. Raises PermissionDenied,
         InvalidRequest."""
-        found = tenant_of(self._tenants, _given(Headers(scope=scope)))
+        found = self._tenant(_given(Headers(scope=scope)))
         return asked if found is None else found.salt(asked)
 
     def of_operator(self, scope: Scope) -> bool:
@@ -57,10 +59,14 @@ class Keys:
         return self._is_operators(_given(Headers(scope=scope))) or not self._any
 
     def _is_operators(self, given: str) -> bool:
-        if self._operator and _equal(given, self._operator):
+        if _equal(given, self._operator):
             return True
-        tenant = tenant_of(self._tenants, given)
+        tenant = self._tenant(given)
         return tenant is not None and tenant.operator
+
+    def _tenant(self, given: str) -> Tenant | None:
+        """Whom a key names. All are compared, whichever it is."""
+        return by_token(self._tenants, given.encode("utf-8", "surrogateescape")) if self._tenants else None
 
 
 def _given(headers: Headers) -> str:
@@ -68,7 +74,8 @@ def _given(headers: Headers) -> str:
 
 
 def _equal(given: str, key: str) -> bool:
-    return hmac.compare_digest(given.encode(), key.encode())
+    """Whether this is the key, where there is one."""
+    return bool(key) and hmac.compare_digest(given.encode(), key.encode())
 
 
 def _from_here(scope: Scope, headers: Headers) -> bool:
