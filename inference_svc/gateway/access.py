@@ -6,6 +6,8 @@ import hmac
 import ipaddress
 import os
 
+import structlog
+from kvsidecar.errors import ConfigurationError, PermissionDenied
 from kvsidecar.tenants_file import by_token
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -17,6 +19,8 @@ from inference_svc.gateway.tenants import Tenant, load_tenants
 _HERE = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _HANDED_ON = frozenset({"forwarded", "via", "x-real-ip"})
 
+log = structlog.get_logger("gateway")
+
 
 class Keys:
     """The gateway's keys. A guest may use the model and sees what the salts open that it sends; an operator sees what
@@ -25,9 +29,23 @@ class Keys:
     def __init__(self, config: GatewayConfig) -> None:
         """Raises ConfigurationError for a tenants file that cannot be used."""
         self._api, self._operator = config.api_key.get_secret_value(), config.operator_key.get_secret_value()
-        self._tenants = {} if config.tenants is None else load_tenants(config.tenants)
+        self._file = config.tenants
+        self._tenants = {} if self._file is None else load_tenants(self._file)
         self._any = bool(self._api or self._operator or self._tenants)
         self._by_place = config.local_operator and config.for_this_machine and not self._any
+
+    def reload(self) -> bool:
+        """Reads the tenants file again, at SIGHUP. One that cannot be used is logged and changes nothing; then it
+        returns False."""
+        if self._file is None:
+            return True
+        try:
+            self._tenants = load_tenants(self._file)
+        except ConfigurationError as error:
+            log.error("the tenants file was not read again, the one before holds", why=str(error))
+            return False
+        log.info("the tenants file was read again")
+        return True
 
     @property
     def has_tenants(self) -> bool:
@@ -45,8 +63,13 @@ class Keys:
     def salt(self, scope: Scope, asked: str) -> str:
         """The salt of an HTTP request that names one, or none: a tenant's own. Raises PermissionDenied,
         InvalidRequest."""
-        found = self._tenant(_given(Headers(scope=scope)))
-        return asked if found is None else found.salt(asked)
+        given = _given(Headers(scope=scope))
+        found = self._tenant(given)
+        if found is not None:
+            return found.salt(asked)
+        if self._tenants and not (_equal(given, self._api) or _equal(given, self._operator)):
+            raise PermissionDenied("your API key was withdrawn while the request was read")
+        return asked
 
     def of_operator(self, scope: Scope) -> bool:
         """Whether an operator sent an HTTP request. Asks the kernel where that decides; so it is for few paths."""
@@ -58,24 +81,25 @@ class Keys:
         key keeps anybody apart."""
         return self._is_operators(_given(Headers(scope=scope))) or not self._any
 
-    def _is_operators(self, given: str) -> bool:
+    def _is_operators(self, given: bytes) -> bool:
         if _equal(given, self._operator):
             return True
         tenant = self._tenant(given)
         return tenant is not None and tenant.operator
 
-    def _tenant(self, given: str) -> Tenant | None:
+    def _tenant(self, given: bytes) -> Tenant | None:
         """Whom a key names. All are compared, whichever it is."""
-        return by_token(self._tenants, given.encode("utf-8", "surrogateescape")) if self._tenants else None
+        return by_token(self._tenants, given) if self._tenants else None
 
 
-def _given(headers: Headers) -> str:
-    return headers.get("authorization", "").removeprefix("Bearer ")
+def _given(headers: Headers) -> bytes:
+    """The key as it was sent, which may be any bytes."""
+    return headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
 
 
-def _equal(given: str, key: str) -> bool:
+def _equal(given: bytes, key: str) -> bool:
     """Whether this is the key, where there is one."""
-    return bool(key) and hmac.compare_digest(given.encode(), key.encode())
+    return bool(key) and hmac.compare_digest(given, key.encode())
 
 
 def _from_here(scope: Scope, headers: Headers) -> bool:
