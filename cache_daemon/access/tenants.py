@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import os
 import re
-import stat
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +13,7 @@ import structlog
 from kvsidecar.durations import parse_duration
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.sizes import parse_size
+from kvsidecar.tenants_file import by_token, digest_of, read_tables, salt_of
 
 from cache_daemon.access.principal import Principal
 from cache_daemon.limits import Priority, TenantLimits
@@ -65,12 +61,7 @@ class Tenants:
 
     def by_token(self, token: str) -> Principal | None:
         """Who has a token. All are compared, in constant time, whichever it is."""
-        given = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
-        found = None
-        for known, principal in self._by_token.items():
-            if hmac.compare_digest(given, known):
-                found = principal
-        return found
+        return by_token(self._by_token, token.encode("utf-8", "surrogateescape"))
 
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
         """Who has a certificate with these names; the tenants of all its names that are known."""
@@ -78,24 +69,9 @@ class Tenants:
         return _union(found) if found else None
 
 
-def hash_token(token: str) -> str:
-    """A token as the tenants file has it."""
-    return f"sha256:{hashlib.sha256(token.encode()).hexdigest()}"
-
-
 def load(path: Path, tenant_id: TenantId) -> Tenants:
     """Reads a tenants file. Raises ConfigurationError with one sentence, which never holds a salt or a token."""
-    try:
-        with path.open("rb") as file:
-            _refuse_open_file(path, os.fstat(file.fileno()))
-            tables = tomllib.load(file)
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the tenants file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"the tenants file {path} is not UTF-8 at byte {error.start}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"the tenants file {path} is not TOML: {error}") from None
-    return _Reader(str(path), tenant_id).tenants(tables)
+    return _Reader(str(path), tenant_id).tenants(read_tables(path))
 
 
 class CurrentTenants:
@@ -121,17 +97,6 @@ class CurrentTenants:
         return True
 
 
-def _refuse_open_file(path: Path, found: os.stat_result) -> None:
-    if found.st_mode & (stat.S_IWGRP | stat.S_IRWXO):
-        raise ConfigurationError(
-            f"the tenants file {path} is open to others and it names salts; run: chmod g-w,o-rwx {path}"
-        )
-    if found.st_uid not in (0, os.getuid()):
-        raise ConfigurationError(
-            f"the tenants file {path} belongs to user {found.st_uid}; it must be this user's or root's"
-        )
-
-
 def _union(principals: list[Principal]) -> Principal:
     tenants = None
     if not any(p.operator for p in principals):
@@ -144,7 +109,6 @@ _PRIORITIES = {p.name.lower(): p for p in Priority}
 _LIMITS = ("arena_bytes", "store_bytes", "entries", "ttl", "pin_bytes", "priority")
 _TENANT = ("salt", "salt_hex", "tokens", "certificates", "operator", *_LIMITS)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_TOKEN = re.compile(r"sha256:([0-9a-f]{64})")
 _MOST = 1 << 62
 
 
@@ -177,12 +141,12 @@ class _Reader:
             if principal.operator and any(key in table for key in _LIMITS):
                 self._refuse(where, "an operator has no salt and no limits; leave them out")
             for text in self._texts(table, "tokens", where):
-                found = _TOKEN.fullmatch(text)
-                if not found:
+                digest = digest_of(text)
+                if digest is None:
                     self._refuse(
                         where, "an entry of tokens is not sha256: and 64 hex digits; only a token's hash is kept"
                     )
-                tokens.setdefault(bytes.fromhex(found[1]), []).append(principal)
+                tokens.setdefault(digest, []).append(principal)
             for text in self._texts(table, "certificates", where):
                 certificates.setdefault(text, []).append(principal)
         return Tenants(
@@ -197,23 +161,14 @@ class _Reader:
         operator = table.get("operator", False)
         if not isinstance(operator, bool):
             self._refuse(where, "operator must be true or false")
-        named = [key for key in ("salt", "salt_hex") if key in table]
         if operator:
-            if named:
+            if "salt" in table or "salt_hex" in table:
                 self._refuse(where, "an operator has no salt and no limits; leave them out")
             return Principal(name, operator=True, tenants=None)
-        if len(named) != 1:
-            self._refuse(where, "it needs salt (text) or salt_hex, one of them")
-        value = table[named[0]]
-        if not isinstance(value, str):
-            self._refuse(where, f"{named[0]} must be a text")
-        if named[0] == "salt":
-            salt = value.encode()
-        else:
-            try:
-                salt = bytes.fromhex(value)
-            except ValueError:
-                self._refuse(where, "salt_hex must be an even number of hex digits")
+        try:
+            salt = salt_of(table)
+        except ValueError as error:
+            self._refuse(where, str(error))
         if len(salt) > MAX_SALT_BYTES:
             self._refuse(where, f"its salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are allowed")
         return Principal(name, tenants=frozenset([salt]))

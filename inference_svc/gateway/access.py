@@ -6,15 +6,20 @@ import hmac
 import ipaddress
 import os
 
+import structlog
+from kvsidecar.errors import ConfigurationError, PermissionDenied
+from kvsidecar.tenants_file import by_token
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.peer import user_of
-from inference_svc.gateway.tenants import load_tenants, tenant_of
+from inference_svc.gateway.tenants import Tenant, load_tenants
 
 _HERE = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _HANDED_ON = frozenset({"forwarded", "via", "x-real-ip"})
+
+log = structlog.get_logger("gateway")
 
 
 class Keys:
@@ -24,9 +29,23 @@ class Keys:
     def __init__(self, config: GatewayConfig) -> None:
         """Raises ConfigurationError for a tenants file that cannot be used."""
         self._api, self._operator = config.api_key.get_secret_value(), config.operator_key.get_secret_value()
-        self._tenants = {} if config.tenants is None else load_tenants(config.tenants)
+        self._file = config.tenants
+        self._tenants = {} if self._file is None else load_tenants(self._file)
         self._any = bool(self._api or self._operator or self._tenants)
         self._by_place = config.local_operator and config.for_this_machine and not self._any
+
+    def reload(self) -> bool:
+        """Reads the tenants file again, at SIGHUP. One that cannot be used is logged and changes nothing; then it
+        returns False."""
+        if self._file is None:
+            return True
+        try:
+            self._tenants = load_tenants(self._file)
+        except ConfigurationError as error:
+            log.error("the tenants file was not read again, the one before holds", why=str(error))
+            return False
+        log.info("the tenants file was read again")
+        return True
 
     @property
     def has_tenants(self) -> bool:
@@ -34,17 +53,23 @@ class Keys:
 
     def lets_in(self, scope: Scope) -> bool:
         """Whether an HTTP request comes with a key that is asked for, or none is."""
-        given = _given(Headers(scope=scope))
         if not (self._api or self._tenants):
             return True
-        guest = bool(self._api) and _equal(given, self._api)
-        return guest or self._is_operators(given) or tenant_of(self._tenants, given) is not None
+        given = _given(Headers(scope=scope))
+        if _equal(given, self._api) or _equal(given, self._operator):
+            return True
+        return self._tenant(given) is not None
 
     def salt(self, scope: Scope, asked: str) -> str:
         """The salt of an HTTP request that names one, or none: a tenant's own. Raises PermissionDenied,
         InvalidRequest."""
-        found = tenant_of(self._tenants, _given(Headers(scope=scope)))
-        return asked if found is None else found.salt(asked)
+        given = _given(Headers(scope=scope))
+        found = self._tenant(given)
+        if found is not None:
+            return found.salt(asked)
+        if self._tenants and not (_equal(given, self._api) or _equal(given, self._operator)):
+            raise PermissionDenied("your API key was withdrawn while the request was read")
+        return asked
 
     def of_operator(self, scope: Scope) -> bool:
         """Whether an operator sent an HTTP request. Asks the kernel where that decides; so it is for few paths."""
@@ -56,19 +81,25 @@ class Keys:
         key keeps anybody apart."""
         return self._is_operators(_given(Headers(scope=scope))) or not self._any
 
-    def _is_operators(self, given: str) -> bool:
-        if self._operator and _equal(given, self._operator):
+    def _is_operators(self, given: bytes) -> bool:
+        if _equal(given, self._operator):
             return True
-        tenant = tenant_of(self._tenants, given)
+        tenant = self._tenant(given)
         return tenant is not None and tenant.operator
 
+    def _tenant(self, given: bytes) -> Tenant | None:
+        """Whom a key names. All are compared, whichever it is."""
+        return by_token(self._tenants, given) if self._tenants else None
 
-def _given(headers: Headers) -> str:
-    return headers.get("authorization", "").removeprefix("Bearer ")
+
+def _given(headers: Headers) -> bytes:
+    """The key as it was sent, which may be any bytes."""
+    return headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
 
 
-def _equal(given: str, key: str) -> bool:
-    return hmac.compare_digest(given.encode(), key.encode())
+def _equal(given: bytes, key: str) -> bool:
+    """Whether this is the key, where there is one."""
+    return bool(key) and hmac.compare_digest(given, key.encode())
 
 
 def _from_here(scope: Scope, headers: Headers) -> bool:

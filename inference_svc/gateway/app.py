@@ -353,7 +353,7 @@ def _events(events: AsyncIterator[bytes]) -> StreamingResponse:
 
 
 def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
-    """The application; its workers are polled from startup to shutdown."""
+    """The application; its workers are polled from startup to shutdown. Its ``state.keys`` can be read again."""
     gateway = Gateway(config)
 
     @asynccontextmanager
@@ -365,6 +365,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
         await gateway.router.close()
 
     app = new_application(lifespan)
+    app.state.keys = gateway.keys
     app.add_middleware(Traced, tracer=tracer)
     app.add_middleware(Guard, keys=gateway.keys, metrics=gateway.metrics)  # before all else it asks for the key
     surround(app, config.origins)

@@ -51,7 +51,8 @@ class GatewayConfig(BaseSettings):
     api_key: SecretStr = SecretStr("")
     """Clients must send it as a bearer token; empty for none. Better given by environment than by flag."""
     tenants: Path | None = None
-    """The daemon's tenants file: its tokens are API keys, each for the salts of its tenant alone."""
+    """The daemon's tenants file: its tokens are API keys, each for the salts of its tenant alone. Read again at
+    SIGHUP."""
     operator_key: SecretStr = SecretStr("")
     """Who sends this one also sees what all tenants use. Behind any proxy an operator needs one."""
     local_operator: bool = True

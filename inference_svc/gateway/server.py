@@ -28,7 +28,8 @@ log = structlog.get_logger("gateway")
 
 
 async def serve(config: GatewayConfig) -> None:
-    """Serves until SIGTERM or SIGINT. Raises ConfigurationError when it cannot listen."""
+    """Serves until SIGTERM or SIGINT; SIGHUP reads the tenants again. Raises ConfigurationError when it cannot
+    listen."""
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -46,6 +47,8 @@ async def serve(config: GatewayConfig) -> None:
         app = create_fleet_app(config) if config.nodes else create_app(config, tracer)
         server = _Server(configured(app, config))
         server.hear_signals()
+        if config.tenants is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.keys.reload)
         await asyncio.sleep(0)  # a signal that came until now cancels here, where nothing has begun
         if config.nodes:
             log.info("listening; it answers as soon as a node is ready", url=url, nodes=config.nodes)

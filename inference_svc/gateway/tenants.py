@@ -5,20 +5,13 @@ Quotas and times to live of these salts are the daemon's to keep; here is only w
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import os
-import re
-import stat
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvsidecar.errors import ConfigurationError, InvalidRequest, PermissionDenied
-
-_TOKEN = re.compile(r"sha256:([0-9a-f]{64})")
+from kvsidecar.tenants_file import digest_of, read_tables, salt_of
 
 
 @dataclass(frozen=True)
@@ -43,18 +36,7 @@ class Tenant:
 
 def load_tenants(path: Path) -> Mapping[bytes, Tenant]:
     """Tenants by the SHA-256 of their keys. Raises ConfigurationError with one sentence, without a salt or a token."""
-    try:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_mode & (stat.S_IWGRP | stat.S_IRWXO) or found.st_uid not in (0, os.getuid()):
-                raise ConfigurationError(
-                    f"the tenants file {path} is open to others or belongs to another user; run: chmod g-w,o-rwx {path}"
-                )
-            tables = tomllib.load(file).get("tenant", {})
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the tenants file {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigurationError(f"the tenants file {path} is not TOML in UTF-8") from error
+    tables = read_tables(path).get("tenant", {})
     tenants: dict[bytes, Tenant] = {}
     for name, table in tables.items() if isinstance(tables, dict) else ():
         for token, one in _of_table(f"the table tenant.{name} of {path}", table):
@@ -66,26 +48,19 @@ def load_tenants(path: Path) -> Mapping[bytes, Tenant]:
 
 
 def _of_table(where: str, table: Any) -> list[tuple[bytes, Tenant]]:
-    tokens = table.get("tokens", []) if isinstance(table, dict) else None
-    if not isinstance(tokens, list) or not all(isinstance(t, str) and _TOKEN.fullmatch(t) for t in tokens):
+    entries = table.get("tokens", []) if isinstance(table, dict) else None
+    digests = [digest_of(entry) for entry in entries] if isinstance(entries, list) else [None]
+    known = [digest for digest in digests if digest is not None]
+    if len(known) < len(digests):
         raise ConfigurationError(f"{where} has tokens that are no list of sha256:HASH")
-    if not tokens:
+    if not known:
         return []
-    operator = table.get("operator", False) is True
+    if table.get("operator") is True:
+        return [(digest, Tenant((), operator=True)) for digest in known]
     try:
-        salt = table["salt"] if "salt" in table else bytes.fromhex(table.get("salt_hex", "")).decode()
-    except (TypeError, ValueError):
-        salt = None
-    if not isinstance(salt, str) or (not salt and not operator):
+        salt = salt_of(table).decode()
+    except ValueError:
+        salt = ""
+    if not salt:
         raise ConfigurationError(f"{where} has no salt that is text, which its API keys are for")
-    one = Tenant((salt,) if salt else (), operator)
-    return [(bytes.fromhex(token.removeprefix("sha256:")), one) for token in tokens]
-
-
-def tenant_of(tenants: Mapping[bytes, Tenant], key: str) -> Tenant | None:
-    """Whom a key names. All are compared, in constant time, whichever it is."""
-    given, found = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest(), None
-    for token, tenant in tenants.items():
-        if hmac.compare_digest(given, token):
-            found = tenant
-    return found
+    return [(digest, Tenant((salt,))) for digest in known]

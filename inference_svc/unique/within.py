@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from llguidance import LLMatcher
 
+from inference_svc.unique.masking import MaskingMatcher
 from inference_svc.unique.vocabulary import Vocabulary
 from inference_svc.unique.watch import Allowed, Watch
 
@@ -29,53 +30,30 @@ class Opening:
     schema: dict[str, Any]
 
 
-class UniqueWithin:
-    """Stands for an ``LLMatcher``. Belongs to one thread at a time."""
+class UniqueWithin(MaskingMatcher):
+    """Of a text in which values stand."""
 
     def __init__(
         self, tokens: LLMatcher, watches: Sequence[tuple[Opening, Watch]], words: Vocabulary, marker: int | None
     ) -> None:
         """Takes over ``tokens``, which stands at the beginning of the grammar without ``uniqueItems``, and ``watches``
         at the beginnings of their values; ``marker`` is the token that calls begin with, where it is one."""
-        self._tokens, self._watches, self._words, self._marker = tokens, watches, words, marker
+        super().__init__(tokens, words.texts)
+        self._watches, self._words, self._marker = watches, words, marker
         self._longest = max(len(opening.text) for opening, _ in watches)
         self._watch: Watch | None = None
         self._since: From = "answer"
         self._begun = b""  # since then, as far as it may be an opening
         self._last = b""  # the last bytes of all
-        self._stuck = False
 
     def deep_copy(self) -> UniqueWithin:
         """Another one at the beginning, if this one stands there."""
         watches = [(opening, watch.another()) for opening, watch in self._watches]
         return UniqueWithin(self._tokens.deep_copy(), watches, self._words, self._marker)
 
-    def is_stopped(self) -> bool:
-        return self._tokens.is_stopped()
-
-    def is_error(self) -> bool:
-        return self._stuck or self._tokens.is_error()
-
-    def stop_reason(self) -> str:
-        return "NoItemLeft" if self._stuck else self._tokens.stop_reason()
-
-    def compute_bitmask(self) -> bytes:
-        """A bit for each token that may come next."""
-        mask = self._tokens.compute_bitmask()
-        if self._tokens.is_error() or self._tokens.is_stopped():
-            return mask
-        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
-        allowed = bits[: len(self._words.texts)].astype(bool)
-        denied = self._crossing(allowed) if self._watch is None else self._watch.denied(allowed)
-        if not denied:
-            return mask
-        bits[list(denied)] = 0
-        self._stuck = not bits.any()
-        return np.packbits(bits, bitorder="little").tobytes()
-
     def consume_token(self, token: int) -> bool:
         """Goes on with a token; False when that is not allowed, and nothing is from then on."""
-        text = self._words.texts[token]
+        text = self._texts[token]
         if (self._watch is not None and not self._watch.goes(text)) or not self._tokens.consume_token(token):
             self._stuck = True
             return False
@@ -110,9 +88,11 @@ class UniqueWithin:
                     return size, watch
         return len(text), None
 
+    def _denied(self, allowed: Allowed) -> set[int]:
+        return self._crossing(allowed) if self._watch is None else self._watch.denied(allowed)
+
     def _crossing(self, allowed: Allowed) -> set[int]:
         """Tokens that would begin a value and write more of it than is looked at; of others with the same text there
         are always some."""
-        texts = self._words.texts
         tokens = np.flatnonzero(allowed & self._words.crossing).tolist()
-        return {token for token in tokens if self._opened(texts[token])[1] is not None}
+        return {token for token in tokens if self._opened(self._texts[token])[1] is not None}

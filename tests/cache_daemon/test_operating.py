@@ -168,8 +168,9 @@ def test_a_guest_sees_what_its_salts_open_and_no_more(start: Callable[..., Node]
 
 def test_a_token_opens_a_tls_port(start: Callable[..., Node], tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
+    from kvsidecar.tenants_file import hash_token
+
     from benchmarks.authority import Authority
-    from cache_daemon.access.tenants import hash_token
 
     port, token = free_port(), "token-of-the-operator-0123456789"
     authority = Authority(tmp_path)

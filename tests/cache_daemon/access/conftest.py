@@ -14,10 +14,11 @@ import pytest
 from kvsidecar.connecting import aio_channel
 from kvsidecar.errors import KVSidecarError, from_rpc
 from kvsidecar.serving import Limits, listening_at
+from kvsidecar.tenants_file import hash_token
 
 from benchmarks.authority import Authority, Issued
 from cache_daemon.access.doors import doors
-from cache_daemon.access.tenants import CurrentTenants, hash_token
+from cache_daemon.access.tenants import CurrentTenants
 from cache_daemon.config import DaemonConfig
 from tests.cache_daemon.access.echo import SERVICE, add_echo
 

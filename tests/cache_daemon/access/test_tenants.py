@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from kvsidecar.errors import ConfigurationError, PermissionDenied
+from kvsidecar.tenants_file import hash_token
 
 from cache_daemon.access.principal import GUEST, OPERATOR, Principal
-from cache_daemon.access.tenants import UNLIMITED, CurrentTenants, Tenants, hash_token, load
+from cache_daemon.access.tenants import UNLIMITED, CurrentTenants, Tenants, load
 from cache_daemon.limits import Priority, TenantLimits
 from tests.cache_daemon.access.conftest import tenant_id
 

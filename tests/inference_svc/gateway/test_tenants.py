@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from kvsidecar.errors import ConfigurationError
+from kvsidecar.errors import ConfigurationError, PermissionDenied
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import ValidationError
 
+from benchmarks.node import free_port
 from inference_svc.gateway.access import Keys
 from inference_svc.gateway.app import create_app
 from inference_svc.gateway.config import GatewayConfig
@@ -130,6 +135,81 @@ def test_who_is_an_operator(file: Path) -> None:
     assert [key for key in ("alice", "chief", "guest", "") if keys.lets_in(scope(key))] == ["alice", "chief", "guest"]
     assert [key for key in ("alice", "chief", "") if keys.of_fleet(scope(key))] == ["chief"]
     assert keys.salt(scope("guest"), "anything") == "anything"
+
+
+def test_the_file_is_read_again(file: Path) -> None:
+    keys = Keys(GatewayConfig(tenants=file))
+    before = file.read_text()
+    file.write_text(before.replace(hashed("alice"), hashed("carol")))
+    assert keys.reload()
+    assert [key for key in ("alice", "carol", "both") if keys.lets_in(scope(key))] == ["carol", "both"]
+    assert keys.salt(scope("carol"), "") == "of alice"
+    with pytest.raises(PermissionDenied, match="withdrawn"):
+        keys.salt(scope("alice"), "of bob")  # it was let in before
+    for wrong in ("[tenant.", "", before.replace("sha256:", "hush:"), "a = " + "[" * 10000, "a = 1" + "0" * 5000):
+        file.write_text(wrong)
+        assert not keys.reload()
+        assert keys.lets_in(scope("carol")), "the ones before hold"
+    file.unlink()
+    assert not keys.reload()
+    assert keys.lets_in(scope("carol"))
+    file.write_text(before)
+    file.chmod(0o600)
+    assert keys.reload()
+    assert not keys.lets_in(scope("carol"))
+    assert keys.lets_in(scope("alice"))
+
+
+def test_sighup_reads_the_file_again(tmp_path: Path, file: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    flags = ["--port", str(port), "--workers", str(tmp_path / "none.sock"), "--tenants", str(file)]
+
+    def code(key: str) -> int:
+        url, headers = f"http://127.0.0.1:{port}/v1/models", {"Authorization": f"Bearer {key}"}
+        return httpx.get(url, headers=headers, timeout=30).status_code
+
+    def until(done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not done():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+
+    with log.open("wb") as file_of_log:
+        process = subprocess.Popen([sys.executable, "-m", "inference_svc", "gateway", *flags], stderr=file_of_log,
+                                   stdout=file_of_log)  # fmt: skip
+        try:
+            until(lambda: "listening" in log.read_text())
+            until(lambda: not refused(lambda: code("alice")))
+            assert (code("alice") == 401, code("carol") == 401) == (False, True)
+            file.write_text(file.read_text().replace(hashed("alice"), hashed("carol")))
+            process.send_signal(signal.SIGHUP)
+            until(lambda: code("carol") != 401)
+            assert code("alice") == 401
+            file.write_text("[tenant")
+            process.send_signal(signal.SIGHUP)
+            until(lambda: "the one before holds" in log.read_text())
+            assert code("carol") != 401
+            assert log.read_text().count("the one before holds") == 1
+            assert not any(word in log.read_text() for word in ("of alice", "of bob", hashed("both")))
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def refused(ask: Callable[[], object]) -> bool:
+    try:
+        ask()
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+def test_keys_of_other_letters(tmp_path: Path) -> None:
+    file = written(tmp_path, f"[tenant.a]\nsalt = 'x'\ntokens = ['{hashed('schlüssel')}']")
+    keys = Keys(GatewayConfig(tenants=file, api_key="clé", operator_key="ключ"))
+    assert [keys.lets_in(scope(key)) for key in ("schlüssel", "clé", "ключ", "cle")] == [True, True, True, False]
+    assert [keys.of_operator(scope(key)) for key in ("schlüssel", "clé", "ключ", "cle")] == [False, False, True, False]
 
 
 @pytest.mark.parametrize(
