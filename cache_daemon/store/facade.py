@@ -26,12 +26,13 @@ from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.errors import ArenaFull, ChunkNotFound, NamespaceMismatch
 
+from cache_daemon.durable import terms
 from cache_daemon.durable.tier import DurableTier
 from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.eviction.policy import EvictionPolicy
 from cache_daemon.memory.arena import Arena, footprint
 from cache_daemon.memory.staging import Staging
-from cache_daemon.store import pins, terms, verdicts
+from cache_daemon.store import pins, verdicts
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import Found, PrefixIndex
@@ -112,8 +113,7 @@ class ChunkStore:
         self.remote: Remote | None = None
         if remote is not None:
             publishing = Publishing(self.tiers, self._persistence, self._pins, self.terms)
-            hold, note = self._lookup.hold, self._note
-            self.remote = Remote(remote, self.tiers, publishing, note, hold, self._progress, around)
+            self.remote = Remote(remote, self.tiers, publishing, self._note, self._lookup.hold, self._progress, around)
         self._upkeep: asyncio.Task[None] | None = None
 
     # ---- beginning and end ----------------------------------------------------------------------------------
