@@ -21,7 +21,7 @@ from inference_svc.engine.cache_port import Cache
 from inference_svc.engine.decode_graphs import decode_graphs
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.loop import Loop
-from inference_svc.engine.mailbox import CancelAsked, Letter, Mailbox, Submitted, WorkAsked
+from inference_svc.engine.mailbox import CancelAsked, Letter, Mailbox, Submitted, Task
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.residents import Resident
 from inference_svc.engine.room import Room
@@ -156,7 +156,7 @@ class Engine:
             except Exception as error:
                 done.set_exception(error)
 
-        if not self._mail.post(WorkAsked(run)):
+        if not self._mail.post(Task(run)):
             raise Unavailable("the worker is shutting down; try again on another one")
         return done.result()
 

@@ -25,7 +25,7 @@ from inference_svc.engine.finish import Endings, take_token
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.gate import RestoreFailed
 from inference_svc.engine.leaving import Leaving
-from inference_svc.engine.mailbox import CancelAsked, Left, Letter, Loaded, PartSaved, Probed, Saved, Submitted, WorkAsked
+from inference_svc.engine.mailbox import CancelAsked, Left, Letter, Loaded, PartSaved, Probed, Saved, Submitted, Task
 from inference_svc.engine.passing import Passing
 from inference_svc.engine.planner import Planner
 from inference_svc.engine.pool import KVPool
@@ -138,7 +138,7 @@ class Loop:
             case CancelAsked(sequence):
                 if self._take_out(sequence):
                     self._endings.cancel(sequence)
-            case WorkAsked(work):
+            case Task(work):
                 work()
 
     def end_all(self, adapter: Adapter, error: KVSidecarError) -> None:

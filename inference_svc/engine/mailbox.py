@@ -56,13 +56,13 @@ class Probed:
 
 
 @dataclass(frozen=True)
-class WorkAsked:
+class Task:
     """Something to be done between two steps, which raises nothing."""
 
     work: Callable[[], None]
 
 
-Letter = Submitted | CancelAsked | Loaded | Saved | PartSaved | Left | Probed | WorkAsked
+Letter = Submitted | CancelAsked | Loaded | Saved | PartSaved | Left | Probed | Task
 
 
 class Mailbox:
@@ -86,7 +86,7 @@ class Mailbox:
     def post(self, letter: Letter) -> bool:
         """False when the box is closed to new sequences and to work, and this is one."""
         with self._changed:
-            if self._closed and isinstance(letter, Submitted | WorkAsked):
+            if self._closed and isinstance(letter, Submitted | Task):
                 return False
             self._submitted += isinstance(letter, Submitted)
             self._letters.append(letter)
