@@ -78,7 +78,7 @@ class LiveAdapters:
             if self._linears is None:
                 self._linears = linears_of(loaded.config, loaded.dtype, ATTENTION)
             weights = read_weights(opened, self._linears, loaded.id)
-        except ConfigurationError as error:
+        except (ConfigurationError, OSError) as error:
             raise InvalidRequest(str(error), param="path") from error
         descriptor = loaded.descriptor(self._config.storage_bits, weights.fingerprint)
         if namespace and keys.namespace_id(descriptor) != namespace:
@@ -127,6 +127,7 @@ def _below(root: Path, path: str) -> Path:
     refusal = InvalidRequest(f"{path[:200]!r} is no folder below --lora-root", param="path")
     try:
         folder = (root / path).resolve()
+        folder.is_dir()  # raises for a name that is too long
         if folder == root or not folder.is_relative_to(root):
             raise refusal
         for name in (CONFIG, WEIGHTS):

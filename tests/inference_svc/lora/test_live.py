@@ -22,7 +22,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from benchmarks.node import Node, free_port
 from inference_svc.engine.cache_port import LoadDone, NoCache, Restored
 from inference_svc.engine.pool import KVPool
-from inference_svc.engine.sequence import Output, Sequence
+from inference_svc.engine.sequence import CacheUse, Output, Sequence
 from inference_svc.model.loader import load
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 from tests.inference_svc.lora.making import adapter, linears, tensors, write
@@ -313,11 +313,11 @@ def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> Non
     engine = engine_of(2048, tmp_path, batch_sequences=4)
     slow = Slow()
     engine._loop._cache = slow
+    reached, go_on = threading.Event(), threading.Event()
     try:
         loading = ask(engine, "a", prompt(3, 40), 8, keep=True)
         wait(lambda: slow.asked)
         # The engine's thread stands still with the first token, so that all is as it is meant to be.
-        reached, go_on = threading.Event(), threading.Event()
         running = Request(prompt(0, 40), 200)
         tell = running.sequence.sink
 
@@ -327,6 +327,7 @@ def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> Non
             assert go_on.wait(120)
 
         running.sequence.sink, running.sequence.adapter = hold, engine.adapters["a"]
+        running.sequence.cache = CacheUse(read=False, write=False)
         engine.submit(running.sequence)
         assert reached.wait(120)
         other = ask(engine, "b", prompt(4, 40), 8)
@@ -350,6 +351,7 @@ def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> Non
         with pytest.raises(UnknownModel):
             engine.drop("a")
     finally:
+        go_on.set()
         engine.stop()
 
 
