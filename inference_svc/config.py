@@ -69,7 +69,7 @@ class ModelSettings(BaseSettings):
     agents; draft: the draft model; auto: whichever promises more. How much is guessed follows what is measured."""
     draft_model: str = ""
     """A smaller model with the same tokenizer that guesses tokens, named as a model is, or self for a copy of the model
-    at 4 bits (CPU); for speculate draft or auto."""
+    at 4 bits (CPU), which stays in memory where the model itself is streamed; for speculate draft or auto."""
     num_speculative_tokens: int = Field(default=16, ge=1, le=64)
     """Most tokens that are guessed for a request one behind the other."""
     num_speculative_branches: int = Field(default=2, ge=1, le=MOST_BRANCHES)

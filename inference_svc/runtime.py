@@ -33,7 +33,7 @@ from inference_svc.lora.adapter import Adapter
 from inference_svc.lora.folder import Folder
 from inference_svc.lora.weights import AdapterWeights, linears_of, read_weights
 from inference_svc.model.dense_linear import becomes_dense
-from inference_svc.model.draft import load_draft
+from inference_svc.model.draft import COPY_BITS, load_draft
 from inference_svc.model.loader import LoadedModel, load
 from inference_svc.model.packed_linear import PackedLinear
 from inference_svc.model.preflight import SELF, check_draft, open_adapters
@@ -101,6 +101,7 @@ def _build(config: WorkerConfig) -> Runtime:
             config.pool_bytes,
             config.batch_sequences,
             beside_bytes=sum(folder.most_bytes for folder in folders),
+            copy_bits=COPY_BITS if config.draft_model == SELF else 0,
         ),
     )
     try:
@@ -193,10 +194,10 @@ def _draft(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftMode
     check_draft(config.speculate, config.draft_model, config.strict)
     if not config.draft_model:
         return None
-    if loaded.streamed is not None:
+    if loaded.streamed is not None and config.draft_model != SELF:
         raise ConfigurationError(
-            f"draft_model is {config.draft_model}, and {loaded.id} is streamed: there is no memory for a second model; "
-            "leave draft_model out, or lower weights until the model fits"
+            f"draft_model is {config.draft_model}, and {loaded.id} is streamed: there is no memory for a second model "
+            f"and its pool; name {SELF}, for a copy at {COPY_BITS} bits, or lower weights until the model fits"
         )
     draft = load_draft(config.draft_model, config.model, loaded, config.strict, config.context_length)
     copy = config.draft_model == SELF
