@@ -39,7 +39,9 @@ class LiveAdapters:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._engine, self._config = runtime, runtime.engine, runtime.config
         self._lock = threading.Lock()
-        self._linears: Linears | None = None
+        loaded, allowed = runtime.engine.loaded, runtime.config.lora_root is not None
+        # Now, before requests run: transformers sets torch's default type meanwhile, which is every thread's.
+        self._linears: Linears = linears_of(loaded.config, loaded.dtype, ATTENTION) if allowed else {}
 
     def load(self, name: str, path: str, namespace: bytes = b"") -> Adapter:
         """An adapter of this name from a folder below the root. One that is there already is left as it is, and another
@@ -75,8 +77,6 @@ class LiveAdapters:
                     f"LoRA adapter {name} may take {format_size(opened.most_bytes)} of memory, and {format_size(free)} "
                     "are free; unload another one first"
                 )
-            if self._linears is None:
-                self._linears = linears_of(loaded.config, loaded.dtype, ATTENTION)
             weights = read_weights(opened, self._linears, loaded.id)
         except (ConfigurationError, OSError) as error:
             raise InvalidRequest(str(error), param="path") from error

@@ -15,15 +15,18 @@ import httpx
 import openai
 import pytest
 import torch
-from kvsidecar.errors import FailedPrecondition, Unavailable, UnknownModel, from_rpc
+from kvsidecar.errors import FailedPrecondition, LimitExceeded, Unavailable, UnknownModel, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 
 from benchmarks.node import Node, free_port
+from inference_svc.adapters import LiveAdapters
+from inference_svc.config import WorkerConfig
 from inference_svc.engine.cache_port import LoadDone, NoCache, Restored
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.sequence import CacheUse, Output, Sequence
 from inference_svc.model.loader import load
+from inference_svc.runtime import build
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 from tests.inference_svc.lora.making import adapter, linears, tensors, write
 from tests.inference_svc.lora.test_engine import ask, engine_of
@@ -287,6 +290,27 @@ def test_not_over_the_network(root: Path) -> None:
                 assert isinstance(error, FailedPrecondition)
                 assert str(error) == "adapters come and go at the worker's Unix socket only"
         assert not one.client().model().adapters
+
+
+def test_nothing_of_other_threads_changes_while_one_is_loaded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's default type is the process's: with another one, what the engine computes meanwhile would be wrong."""
+    runtime = build(WorkerConfig(model="demo", dtype="bfloat16", pool_bytes="32MiB", cache_socket=None, lora_root=root))
+    try:
+        adapters = LiveAdapters(runtime)
+        touched: list[torch.dtype] = []
+        monkeypatch.setattr(torch, "set_default_dtype", touched.append)
+        assert adapters.load("law", "law") is runtime.engine.adapters["law"]
+        assert adapters.load("law", "law") is runtime.engine.adapters["law"]
+        assert not touched
+        with pytest.raises(FailedPrecondition, match="does not have the adapter that other workers have as 'med'"):
+            adapters.load("med", "med", bytes(32))
+        monkeypatch.setattr("inference_svc.adapters.free_bytes", lambda allowed: 1000)
+        with pytest.raises(LimitExceeded, match="of memory, and 1000 B are free; unload another one first"):
+            adapters.load("med", "med")
+        adapters.unload("law")
+        assert not runtime.engine.adapters
+    finally:
+        runtime.close()
 
 
 # ---- in the engine ------------------------------------------------------------------------------------------
