@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from inference_svc.lora.folder import WEIGHTS, Folder
+from inference_svc.lora.folder import MOST_HEADER, WEIGHTS, Folder
 from inference_svc.model.skeleton import skeleton
 
 # Raise it when what is added to a row gets other bits: chunks of before are not mixed with those of after.
@@ -74,6 +74,9 @@ def read_weights(folder: Folder, linears: Linears, model: str) -> AdapterWeights
         raise folder.refusal(f"has no weights for {lacking}, which target_modules names{meant}")
     found: dict[str, LowRank] = {}
     try:
+        size = (folder.path / WEIGHTS).stat().st_size
+        if size > folder.most_bytes + MOST_HEADER:
+            raise folder.refusal(f"cannot be read: it has {size} bytes, more than its tensors take")
         # Not mapped: a file that is cut while it is read would end the process.
         tensors = load((folder.path / WEIGHTS).read_bytes())
         for path in sorted(pairs):

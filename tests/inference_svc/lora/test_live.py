@@ -174,6 +174,8 @@ def test_a_load_that_fails_fails_alone_and_says_why(gateway: Gateway, root: Path
     (root / "empty").mkdir(exist_ok=True)
     cut = write(root / "cut", tensors(LAYERS, 1)) / "adapter_model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-100])
+    with (write(root / "long", tensors(LAYERS, 1)) / "adapter_model.safetensors").open("ab") as file:
+        file.truncate(1 << 30)  # a hole, as a disk has them that was full
     write(root / "nan", {name: weight * torch.nan for name, weight in tensors(LAYERS, 1).items()})
     (root / "json").mkdir(exist_ok=True)
     (root / "json" / "adapter_config.json").write_text("{")
@@ -195,6 +197,7 @@ def test_a_load_that_fails_fails_alone_and_says_why(gateway: Gateway, root: Path
         "shapes": "it must be",
         "other": "which is no linear layer in the layers of demo; it was made for big/model",
         "cut": "cannot be read",
+        "long": "has 1073741824 bytes, more than its tensors take",
         "nan": "is no finite number",
         "json": "cannot read",
         "out": outside,
