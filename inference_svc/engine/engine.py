@@ -140,7 +140,7 @@ class Engine:
         def end() -> Adapter:
             adapter = self.adapters.pop(name, None)
             if adapter is None:
-                raise UnknownModel(f"there is no adapter {name!r}", param="name")
+                raise UnknownModel(f"there is no adapter {name[:100]!r}", param="name")
             self._loop.end_all(adapter, _gone(adapter))
             return adapter
 

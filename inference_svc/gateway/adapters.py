@@ -26,6 +26,7 @@ from inference_svc.gateway.router import Router, Worker, retryable
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # Reading and packing a large one; what is queued for the daemon is waited for when one goes.
 _SECONDS = 300.0
+_LONGEST_NAME, _LONGEST_PATH = 96, 4096
 _FIELDS = {"name": "lora_name", "path": "lora_path"}
 
 log = structlog.get_logger("gateway")
@@ -35,15 +36,15 @@ class LoadBody(BaseModel):
     """An adapter's name, and its folder below the workers' --lora-root."""
 
     model_config = ConfigDict(extra="forbid")
-    lora_name: str = Field(min_length=1)
-    lora_path: str = Field(min_length=1)
+    lora_name: str = Field(min_length=1, max_length=_LONGEST_NAME)
+    lora_path: str = Field(min_length=1, max_length=_LONGEST_PATH)
 
 
 class UnloadBody(BaseModel):
     """An adapter's name."""
 
     model_config = ConfigDict(extra="forbid")
-    lora_name: str = Field(min_length=1)
+    lora_name: str = Field(min_length=1, max_length=_LONGEST_NAME)
 
 
 class Adapters:

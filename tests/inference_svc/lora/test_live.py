@@ -222,6 +222,7 @@ def test_a_load_that_fails_fails_alone_and_says_why(gateway: Gateway, root: Path
     for body in ({"lora_name": "x"}, {"lora_path": "x"}, {"lora_name": 7, "lora_path": "x"}, {}):
         assert told(post(gateway, "load", **body))[0] == 400, body
     assert httpx.post(f"{gateway.url}/v1/load_lora_adapter", content=b"{").status_code == 400
+    assert told(post(gateway, "unload", lora_name="x" * 1_000_000))[0] == 400
     assert names(gateway) == ["demo", "first"]
     assert complete(gateway, "first")
 
