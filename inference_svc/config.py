@@ -14,7 +14,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from inference_svc.engine.speculation.mode import MOST_BRANCHES
 
-_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,95}")
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,95}")
+NAMED_LIKE = "at most 96 letters, digits and . _ : / -, the first of them a letter or a digit"
 MOST_ADAPTERS = 32
 
 
@@ -68,7 +69,7 @@ class ModelSettings(BaseSettings):
     agents; draft: the draft model; auto: whichever promises more. How much is guessed follows what is measured."""
     draft_model: str = ""
     """A smaller model with the same tokenizer that guesses tokens, named as a model is, or self for a copy of the model
-    at 4 bits (CPU); for speculate draft or auto."""
+    at 4 bits (CPU), which stays in memory where the model itself is streamed; for speculate draft or auto."""
     num_speculative_tokens: int = Field(default=16, ge=1, le=64)
     """Most tokens that are guessed for a request one behind the other."""
     num_speculative_branches: int = Field(default=2, ge=1, le=MOST_BRANCHES)
@@ -76,6 +77,9 @@ class ModelSettings(BaseSettings):
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters, NAME=FOLDER each, in folders that PEFT wrote; several in a flag or in several, or separated by
     commas. Clients choose one by its name, as their model. All are computed together, and with the model itself."""
+    lora_root: Path | None = None
+    """Lets operators load adapters from folders below this one, and unload adapters, while requests run
+    (/v1/load_lora_adapter, /v1/unload_lora_adapter); when left out, none come or go."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "json"] = "auto"
     """How the model writes calls of tools; auto: as its chat template has it, else as JSON that its prompt asks for."""
     cache_address: str = ""
@@ -121,11 +125,8 @@ class ModelSettings(BaseSettings):
         names = set[str]()
         for one in value:
             name, _, folder = one.partition("=")
-            if not _ADAPTER_NAME.fullmatch(name) or not folder:
-                raise ValueError(
-                    f"{one!r} is not NAME=FOLDER with a name of at most 96 letters, digits and . _ : / -, the first of "
-                    "them a letter or a digit"
-                )
+            if not ADAPTER_NAME.fullmatch(name) or not folder:
+                raise ValueError(f"{one!r} is not NAME=FOLDER with a name of {NAMED_LIKE}")
             if name in names:
                 raise ValueError(f"two adapters are called {name!r}")
             names.add(name)

@@ -53,7 +53,7 @@ class Prompter:
     ) -> None:
         """``speculate`` is what requests get that do not say; ``adapters`` can be asked for by name. ``room`` tells why
         the context is no longer, where it is not the model's."""
-        self._adapters = adapters or {}
+        self._adapters = adapters if adapters is not None else {}  # others come while requests run
         self._room = room or Room(context_length, context_length, 0)
         self._speculate, self._has_draft_model = Speculation(speculate), has_draft_model
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
@@ -254,10 +254,11 @@ class Prompter:
         """The adapter of this name; None for the model itself. Raises UnknownModel."""
         if name in ("", self._loaded.id):
             return None
-        if name not in self._adapters:
+        found = self._adapters.get(name)
+        if found is None:
             known = ", ".join([self._loaded.id, *self._adapters])
             raise UnknownModel(f"the model {name!r} is not served here; served: {known}", param="model")
-        return self._adapters[name]
+        return found
 
     def prompt_text(self, request: pb.GenerateRequest, sequence: Sequence) -> str:
         """The prompt as it was read."""

@@ -6,6 +6,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 from kvsidecar.connecting import Address
@@ -28,10 +29,11 @@ from inference_svc.engine.pool import KVPool
 from inference_svc.engine.speculation.draft_model import DraftModel
 from inference_svc.engine.stats import EngineLimits
 from inference_svc.freed_memory import give_back_freed_memory, keep_freed_memory
+from inference_svc.lora.adapter import Adapter
 from inference_svc.lora.folder import Folder
 from inference_svc.lora.weights import AdapterWeights, linears_of, read_weights
 from inference_svc.model.dense_linear import becomes_dense
-from inference_svc.model.draft import load_draft
+from inference_svc.model.draft import COPY_BITS, load_draft
 from inference_svc.model.loader import LoadedModel, load
 from inference_svc.model.packed_linear import PackedLinear
 from inference_svc.model.preflight import SELF, check_draft, open_adapters
@@ -99,6 +101,7 @@ def _build(config: WorkerConfig) -> Runtime:
             config.pool_bytes,
             config.batch_sequences,
             beside_bytes=sum(folder.most_bytes for folder in folders),
+            copy_bits=COPY_BITS if config.draft_model == SELF else 0,
         ),
     )
     try:
@@ -169,18 +172,21 @@ def _daemons(
     and with it a verdict on reuse elsewhere. Empty where there is no daemon."""
     if address is None:
         return {}
-    gpu = (loaded.device.index or 0) if loaded.device.type == "cuda" else None
     names = {b"": ""} | {a.fingerprint: a.name for a in adapters}
-    return {
-        fingerprint: DaemonLink(
-            address,
-            f"{config.name}:{adapter}"[:_NAME_LENGTH] if adapter else config.name,
-            loaded.descriptor(config.storage_bits, fingerprint),
-            gpu,
-            log=structlog.get_logger("cache", **({"adapter": adapter} if adapter else {})),
-        )
-        for fingerprint, adapter in names.items()
-    }
+    return {key: daemon_link(address, config, loaded, key, name) for key, name in names.items()}
+
+
+def daemon_link(
+    address: Address, config: WorkerConfig, loaded: LoadedModel, fingerprint: bytes, adapter: str
+) -> DaemonLink:
+    """The link for the adapter of this name and fingerprint; both are empty for the model."""
+    return DaemonLink(
+        address,
+        f"{config.name}:{adapter}"[:_NAME_LENGTH] if adapter else config.name,
+        loaded.descriptor(config.storage_bits, fingerprint),
+        (loaded.device.index or 0) if loaded.device.type == "cuda" else None,
+        log=structlog.get_logger("cache", **({"adapter": adapter} if adapter else {})),
+    )
 
 
 def _draft(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModel | None:
@@ -188,10 +194,10 @@ def _draft(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftMode
     check_draft(config.speculate, config.draft_model, config.strict)
     if not config.draft_model:
         return None
-    if loaded.streamed is not None:
+    if loaded.streamed is not None and config.draft_model != SELF:
         raise ConfigurationError(
-            f"draft_model is {config.draft_model}, and {loaded.id} is streamed: there is no memory for a second model; "
-            "leave draft_model out, or lower weights until the model fits"
+            f"draft_model is {config.draft_model}, and {loaded.id} is streamed: there is no memory for a second model "
+            f"and its pool; name {SELF}, for a copy at {COPY_BITS} bits, or lower weights until the model fits"
         )
     draft = load_draft(config.draft_model, config.model, loaded, config.strict, config.context_length)
     copy = config.draft_model == SELF
@@ -226,18 +232,19 @@ def _warn_where_bits_differ(bad: list[str], loaded: LoadedModel) -> None:
 
 def _say_what_adapters_are(config: WorkerConfig, engine: Engine, cached: bool) -> None:
     for adapter in engine.adapters.values():
-        log.info("an adapter is ready", adapter=adapter.name, size=format_size(adapter.size_bytes))
+        engine.between_steps(partial(say_what_an_adapter_is, adapter, engine.loaded))
     if engine.adapters and cached and config.approximate == "verified":
         log.info(
             "what adapters have read is reused where a prompt begins with it, exactly: kvsidecar verify is of the model"
         )
-    if engine.adapters and engine.loaded.device.type == "cpu":
-        pairs = [pair for adapter in engine.adapters.values() for pair in adapter.pairs.values()]
-        products = [product for pair in pairs for product in pair.products]
-        _warn_where_bits_differ(uneven(products, _PROBED_ROWS), engine.loaded)
-        for product in products:
-            if isinstance(product, PackedLinear):
-                product.reconsider()
+
+
+def say_what_an_adapter_is(adapter: Adapter, loaded: LoadedModel) -> None:
+    """Logs that it is there, and which of its products keep no bits on this thread, the engine's."""
+    log.info("an adapter is ready", adapter=adapter.name, size=format_size(adapter.size_bytes))
+    if loaded.device.type == "cpu":
+        products = [product for pair in adapter.pairs.values() for product in pair.products]
+        _warn_where_bits_differ(uneven(products, _PROBED_ROWS), loaded)
 
 
 def _say_what_is_reused(policy: ReusePolicy, daemon: DaemonLink) -> None:

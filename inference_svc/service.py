@@ -13,15 +13,17 @@ import grpc
 import structlog
 from google.protobuf.message import Message
 from kvsidecar import keys
-from kvsidecar.errors import INFERENCE_DOMAIN, InvalidRequest, KVSidecarError, abort, unary
+from kvsidecar.errors import INFERENCE_DOMAIN, FailedPrecondition, InvalidRequest, KVSidecarError, abort, unary
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 from kvsidecar.requests import add_calls
 
+from inference_svc.adapters import LiveAdapters
 from inference_svc.engine.block_table import PAGE_TOKENS
 from inference_svc.engine.sequence import Output, Sequence
 from inference_svc.explaining import prompt_parts
 from inference_svc.freed_memory import give_back_freed_memory
+from inference_svc.lora.adapter import Adapter
 from inference_svc.model.streaming.loading import Streamed
 from inference_svc.observing import NOBODY, UNSEEN, Observed, Observer
 from inference_svc.prompts import Prompter
@@ -55,6 +57,7 @@ class InferenceService(InferenceServiceServicer):
             runtime.engine.room,
         )
         self._prompter.prepare()
+        self._adapters = LiveAdapters(runtime)
         self._loop = asyncio.get_running_loop()
         # Templates and tokenizers take seconds for a long prompt: answers are streamed meanwhile.
         self._reading = ThreadPoolExecutor(2, "tokenize")
@@ -228,28 +231,51 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        m, bits = self._loaded, self._runtime.config.storage_bits
+        m = self._loaded
         return pb.GetModelResponse(
             model_id=m.id,
             architecture=m.architecture,
             context_length=self._engine.context_length,
-            namespace=keys.namespace_id(m.descriptor(bits)),
+            namespace=self._namespace(b""),
             dtype=str(m.dtype).removeprefix("torch."),
             device=str(m.device),
-            storage_bits=bits,
+            storage_bits=self._runtime.config.storage_bits,
             vocab_size=m.config.vocab_size,
             has_chat_template=bool(m.tokenizer.chat_template),
-            adapters=[
-                pb.Adapter(
-                    name=name, namespace=keys.namespace_id(m.descriptor(bits, a.fingerprint)), size_bytes=a.size_bytes
-                )
-                for name, a in self._engine.adapters.items()
-            ],
+            adapters=[self._told(adapter) for adapter in list(self._engine.adapters.values())],
         )
+
+    def _namespace(self, fingerprint: bytes) -> bytes:
+        return keys.namespace_id(self._loaded.descriptor(self._runtime.config.storage_bits, fingerprint))
+
+    def _told(self, adapter: Adapter) -> pb.Adapter:
+        return pb.Adapter(
+            name=adapter.name, namespace=self._namespace(adapter.fingerprint), size_bytes=adapter.size_bytes
+        )
+
+    # ---- adapters -------------------------------------------------------------------------------------------
+
+    @unary(INFERENCE_DOMAIN)
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        _refuse_strangers(context)
+        work = partial(self._adapters.load, request.name, request.path, request.namespace)
+        return pb.LoadAdapterResponse(adapter=self._told(await asyncio.to_thread(work)))
+
+    @unary(INFERENCE_DOMAIN)
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        _refuse_strangers(context)
+        await asyncio.to_thread(self._adapters.unload, request.name)
+        return pb.UnloadAdapterResponse()
 
     @unary(INFERENCE_DOMAIN)
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         return worker_stats(self._runtime)
+
+
+def _refuse_strangers(context: Context) -> None:
+    """Only the worker's own user can connect to its Unix socket; at TCP everybody who reaches it is let in."""
+    if not context.peer().startswith("unix"):
+        raise FailedPrecondition("adapters come and go at the worker's Unix socket only")
 
 
 def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:

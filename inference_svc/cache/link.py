@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import grpc
 import structlog
@@ -85,43 +85,63 @@ class CacheLink:
         pack_chunk(pool.keys, pool.values, slots, header, memoryview(payload))
         unpack_chunk(pool.keys, pool.values, slots, header, memoryview(payload).toreadonly())
 
+    def has(self, adapter: bytes) -> bool:
+        """Whether an adapter has a link."""
+        return adapter in self._daemons
+
+    def add(self, adapter: bytes, daemon: DaemonLink) -> None:
+        """A link for an adapter that has none. Not beside ``remove``."""
+        self._daemons = {**self._daemons, adapter: daemon}
+
+    def remove(self, adapter: bytes) -> None:
+        """Ends the session of an adapter that no sequence has any more, once what is queued for it is done. Blocks."""
+        daemon = self._thread.submit(self._take, adapter).result()
+        wait(set(self._queued))
+        daemon.close()
+
+    def _take(self, adapter: bytes) -> DaemonLink:
+        daemon = self._daemons[adapter]
+        self._daemons = {key: link for key, link in self._daemons.items() if key != adapter}
+        return daemon
+
     # ---- loading --------------------------------------------------------------------------------------------
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
         # Of few missing tokens, fewer still would be found: the question alone costs as much as they do.
         least = 2 if not sequence.computed else _LEAST_MISSING
-        session = self._daemon(sequence).session
-        if session is None or sequence.missing < least or not self._economy.worth_loading(sequence.missing):
+        found = self._session(sequence)
+        if found is None or sequence.missing < least or not self._economy.worth_loading(sequence.missing):
             return False
-        if not self._loading.places(session, sequence) and self._loading.in_vain(
-            session, self._root(sequence), sequence
-        ):
+        session, root = found
+        if not self._loading.places(session, sequence) and self._loading.in_vain(session, root, sequence):
             return False
         self._thread.submit(self._guarded_load, sequence, pool, done)
         return True
 
-    def _daemon(self, sequence: Sequence) -> DaemonLink:
-        return self._daemons[sequence.realm.adapter]
-
-    def _root(self, sequence: Sequence) -> bytes:
-        return keys.tenant_root(self._daemon(sequence).namespace, sequence.cache.tenant_salt)
+    def _session(self, sequence: Sequence) -> tuple[Session, bytes] | None:
+        """The session for a sequence, if there is one, and the root of its tenant's chunks."""
+        daemon = self._daemons.get(sequence.realm.adapter)
+        session = None if daemon is None else daemon.session
+        if daemon is None or session is None:
+            return None
+        return session, keys.tenant_root(daemon.namespace, sequence.cache.tenant_salt)
 
     def probe(self, sequence: Sequence, done: ProbeDone) -> None:
-        session = self._daemon(sequence).session
-        if session is None or not sequence.cache.read:
+        found = self._session(sequence)
+        if found is None or not sequence.cache.read:
             return
-        if session.may_hold(self._root(sequence), sequence.tokens):
+        session, root = found
+        if session.may_hold(root, sequence.tokens):
             self._thread.submit(self._probe, sequence, done)
 
     def _probe(self, sequence: Sequence, done: ProbeDone) -> None:
         """A Match without a session: nothing is leased. A failure is left to the load that follows."""
-        session = self._daemon(sequence).session
-        if session is None or sequence.state is not State.WAITING:
+        daemon = self._daemons.get(sequence.realm.adapter)
+        session = None if daemon is None else daemon.session
+        if daemon is None or session is None or sequence.state is not State.WAITING:
             return
         request = pb.MatchRequest(
-            tenant_salt=sequence.cache.tenant_salt,
-            token_ids=sequence.tokens,
-            namespace=self._daemon(sequence).namespace,
+            tenant_salt=sequence.cache.tenant_salt, token_ids=sequence.tokens, namespace=daemon.namespace
         )
         with contextlib.suppress(grpc.RpcError):
             done(sequence, session.stub.Match(request, timeout=self._timeout).matched_tokens)
@@ -132,18 +152,18 @@ class CacheLink:
         if sequence.plan is None:
             computed = sequence.prompt_tokens - sequence.cached_tokens
             self._economy.prefilled(computed, sequence.timings.prefill_ms / 1e3)
-        session = self._daemon(sequence).session
-        if session is None or sequence.reusable <= sequence.stored.covered:
+        found = self._session(sequence)
+        if found is None or sequence.reusable <= sequence.stored.covered:
             return False
         tokens = sequence.reusable - sequence.stored.covered
-        return self._queue(session, tokens, lambda: self._guarded_save(sequence, pool, done))
+        return self._queue(found[0], tokens, lambda: self._guarded_save(sequence, pool, done))
 
     def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
-        session = self._daemon(sequence).session
-        if session is None:
+        found = self._session(sequence)
+        if found is None:
             return False
         part = Part.of(sequence, pool, table, tokens)
-        return self._queue(session, tokens, lambda: self._guarded_save_part(sequence, part, done))
+        return self._queue(found[0], tokens, lambda: self._guarded_save_part(sequence, part, done))
 
     def _queue(self, session: Session, tokens: int, save: Callable[[], None]) -> bool:
         """Has so many tokens stored, if they are to be."""
@@ -168,52 +188,53 @@ class CacheLink:
             told = True
             done(loaded, restored)
 
-        with self._guard(sequence) as session:
-            if session is not None:
-                self._loading.load(session, self._root(sequence), sequence, pool, tell)
+        with self._guard(sequence) as found:
+            if found is not None:
+                self._loading.load(*found, sequence, pool, tell)
         if not told:
             done(sequence, Restored())
 
     def _guarded_save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> None:
         stored: StoredPrefix | None = None
-        with self._guard(sequence) as session:
-            if session is not None:
-                stored = self._storing.save(session, self._root(sequence), sequence, pool)
+        with self._guard(sequence) as found:
+            if found is not None:
+                stored = self._storing.save(*found, sequence, pool)
         done(sequence, stored)
 
     def _guarded_save_part(self, sequence: Sequence, part: Part, done: SaveDone) -> None:
         stored: StoredPrefix | None = None
-        with self._guard(sequence) as session:
-            if session is not None:
-                stored = self._storing.save_part(session, self._root(sequence), sequence, part)
+        with self._guard(sequence) as found:
+            if found is not None:
+                stored = self._storing.save_part(*found, sequence, part)
         done(sequence, stored)
 
     @contextlib.contextmanager
-    def _guard(self, sequence: Sequence) -> Iterator[Session | None]:
-        """The session, if there is one; any failure with it counts, and the request goes on without. A call that was
-        not answered in time is undone by the daemon, one that was refused changed nothing; any other failure ends the
-        session."""
-        session = self._daemon(sequence).session
+    def _guard(self, sequence: Sequence) -> Iterator[tuple[Session, bytes] | None]:
+        """The session and its root, if there is one; any failure counts, and the request goes on without. A call that
+        was not answered in time is undone by the daemon, one that was refused changed nothing; any other failure ends
+        the session."""
+        found = self._session(sequence)
+        session = None if found is None else found[0]
         try:
-            yield session
+            yield found
         except grpc.RpcError as error:
             self._count()
             if session is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 session.doubt()
             elif session is not None and error.code() not in REFUSALS:
-                self._daemon(sequence).drop(session)
+                session.finish()
             log.warning("cache failed, computing instead", request=sequence.id, error=str(from_rpc(error)))
         except (KVSidecarError, ConnectionError, ValueError) as error:
-            self._give_up(sequence, session)
+            self._give_up(session)
             log.warning("cache failed, computing instead", request=sequence.id, error=str(error))
         except Exception:
-            self._give_up(sequence, session)
+            self._give_up(session)
             log.exception("cache failed, computing instead", request=sequence.id)
 
-    def _give_up(self, sequence: Sequence, session: Session | None) -> None:
+    def _give_up(self, session: Session | None) -> None:
         self._count()
         if session is not None:
-            self._daemon(sequence).drop(session)
+            session.finish()
 
     def _count(self) -> None:
         with self._counting:

@@ -18,7 +18,7 @@ from inference_svc.engine import scheduler
 from inference_svc.engine.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.engine.pool import WINDOW_STEP, KVPool
 from inference_svc.engine.residents import LEAST_SHARED, Resident, Residents, Tokens, common_prefix
-from inference_svc.engine.room import outgrows
+from inference_svc.engine.room import AHEAD_TOKENS, outgrows
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 
 # Waiting requests that are compared with each other; the others wait their turn.
@@ -166,7 +166,7 @@ class Admission:
                 self._pool.free(table)
                 sequence.table = None
                 return False
-            self._pool.back(table, source.tokens, len(sequence.tokens) + 1)
+            self._pool.back(table, source.tokens, len(sequence.tokens) + AHEAD_TOKENS)
             self._begin(sequence, source)
             return True
         if resident is not None:
@@ -177,7 +177,7 @@ class Admission:
         if found is None:
             return False
         sequence.table = found  # from here on whoever fails frees it
-        self._pool.back(found, 0, len(sequence.tokens) + 1)
+        self._pool.back(found, 0, len(sequence.tokens) + AHEAD_TOKENS)
         if source.tokens and _table(source).ranges:  # it may have gone to make room
             self._bring(found, sequence, source)
         return True

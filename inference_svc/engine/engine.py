@@ -7,18 +7,21 @@ meanwhile.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Many
+from concurrent.futures import Future
+from typing import TypeVar
 
 import structlog
 import torch
-from kvsidecar.errors import ModelUnsupported, Overloaded, Unavailable
+from kvsidecar.errors import ModelUnsupported, Overloaded, Unavailable, UnknownModel
 
 from inference_svc.engine import rows
 from inference_svc.engine.cache_port import Cache
 from inference_svc.engine.decode_graphs import decode_graphs
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.loop import Loop
-from inference_svc.engine.mailbox import CancelAsked, Mailbox, Submitted
+from inference_svc.engine.mailbox import CancelAsked, Letter, Mailbox, Submitted, Task
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.residents import Resident
 from inference_svc.engine.room import Room
@@ -36,6 +39,7 @@ from inference_svc.lora.weights import AdapterWeights
 from inference_svc.model.loader import LoadedModel
 
 log = structlog.get_logger("engine")
+T = TypeVar("T")
 
 
 class Engine:
@@ -57,6 +61,7 @@ class Engine:
         forward fails."""
         self.loaded, self.pool, self.stats = loaded, pool, EngineStats()
         self.decoder = Decoder(loaded)
+        # Only the engine's thread changes it; others copy it before they walk over it.
         self.adapters = {weights.name: self.decoder.adopt(weights) for weights in adapters}
         self._limits = limits or EngineLimits()
         graphs = decode_graphs(self.decoder, pool, self._limits.batch_sequences)
@@ -116,6 +121,45 @@ class Engine:
         sequence.cancelled.set()
         self._mail.post(CancelAsked(sequence))
 
+    def adopt(self, weights: AdapterWeights) -> Adapter:
+        """Places an adapter, which no other has the name of, beside the model; requests go on. Blocks, and raises
+        Unavailable, or what its first forward does: nobody may name it then."""
+        adapter = self.decoder.place(weights)
+
+        def let_in() -> Adapter:
+            self.decoder.let_in(adapter)
+            self._run_rows(1, 0, adapter)
+            self.adapters[adapter.name] = adapter
+            return adapter
+
+        return self.between_steps(let_in)
+
+    def drop(self, name: str) -> Adapter:
+        """Ends an adapter, and its requests. Blocks. Raises UnknownModel, Unavailable."""
+
+        def end() -> Adapter:
+            adapter = self.adapters.pop(name, None)
+            if adapter is None:
+                raise UnknownModel(f"there is no adapter {name[:100]!r}", param="name")
+            self._loop.end_all(adapter, _gone(adapter))
+            return adapter
+
+        return self.between_steps(end)
+
+    def between_steps(self, work: Callable[[], T]) -> T:
+        """What the engine's thread makes of something that no forward may run beside. Raises what it raises."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
+
+        if not self._mail.post(Task(run)):
+            raise Unavailable("the worker is shutting down; try again on another one")
+        return done.result()
+
     @property
     def load(self) -> tuple[int, int, int]:
         """Sequences running, waiting, being saved."""
@@ -173,7 +217,7 @@ class Engine:
         while self._mail.wait(lambda: self._loop.busy):
             with self._stepping:
                 try:
-                    self._mail.take(self._loop.read)
+                    self._mail.take(self._read)
                     self._loop.step()
                 except Exception as error:
                     log.exception("step failed")
@@ -182,6 +226,12 @@ class Engine:
                 self._free_overflow_pages = self._loop.count_free_overflow()
         self._mail.take(self._loop.read)
         self._loop.shut_down()
+
+    def _read(self, letter: Letter) -> None:
+        self._loop.read(letter)
+        adapter = letter.sequence.adapter if isinstance(letter, Submitted) else None
+        if adapter is not None and self.adapters.get(adapter.name) is not adapter:
+            self._loop.end_all(adapter, _gone(adapter))  # it went while the prompt was being read
 
     def _warm_up(self) -> None:
         """Runs every kernel once, so that none is compiled while a request waits."""
@@ -201,3 +251,7 @@ class Engine:
             logits = self._loop.compute([rows.Span([0] * count, 0, table, True, drafted=drafted, adapter=adapter)])
             logits[0, 0].item()  # a device works on by itself
             self.pool.free(table)
+
+
+def _gone(adapter: Adapter) -> UnknownModel:
+    return UnknownModel(f"the adapter {adapter.name!r} has been unloaded", param="model")

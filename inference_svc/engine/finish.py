@@ -120,6 +120,16 @@ class Endings:
         sequence.state = State.DONE
         _tell(sequence, Output(finish=Finish.FAILED, error=as_failure(error)))
 
+    def due(self, sequence: Sequence) -> bool:
+        """Ends a sequence that was to end while another thread had its pages. False for others."""
+        if sequence.refused is not None:
+            self.fail(sequence, sequence.refused)
+        elif sequence.cancelled.is_set():
+            self.cancel(sequence)
+        else:
+            return False
+        return True
+
     def release(self, sequence: Sequence) -> None:
         """Frees a sequence's pages."""
         _wait_for_loader(sequence)

@@ -65,14 +65,21 @@ class Decoder:
         return len(self._layers)
 
     @torch.inference_mode()
+    def place(self, weights: AdapterWeights) -> Adapter:
+        """An adapter that rows of this decoder may name once it was let in. On any thread."""
+        return placed(weights, {} if self._fused is None else fused.TOGETHER, self._dtype, self._device)
+
     def adopt(self, weights: AdapterWeights) -> Adapter:
         """An adapter that rows of this decoder may name. Not while a forward runs."""
-        if self._fused is not None:
-            return placed(weights, fused.TOGETHER, self._dtype, self._device)
-        adapter = placed(weights, {}, self._dtype, self._device)
-        self._hooks = self._hooks or Hooks(self._layers)
-        self._hooks.install(adapter.pairs)
+        adapter = self.place(weights)
+        self.let_in(adapter)
         return adapter
+
+    def let_in(self, adapter: Adapter) -> None:
+        """Rows may name an adapter from now on. Not while a forward runs."""
+        if self._fused is None:
+            self._hooks = self._hooks or Hooks(self._layers)
+            self._hooks.install(adapter.pairs)
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:

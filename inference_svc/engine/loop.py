@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import structlog
 import torch
-from kvsidecar.errors import GenerationFailed, Unavailable
+from kvsidecar.errors import GenerationFailed, KVSidecarError, Unavailable
 
 from inference_svc.engine import rows, scheduler
 from inference_svc.engine.admission import Admission
@@ -25,7 +25,7 @@ from inference_svc.engine.finish import Endings, take_token
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.gate import RestoreFailed
 from inference_svc.engine.leaving import Leaving
-from inference_svc.engine.mailbox import CancelAsked, Left, Letter, Loaded, PartSaved, Probed, Saved, Submitted
+from inference_svc.engine.mailbox import CancelAsked, Left, Letter, Loaded, PartSaved, Probed, Saved, Submitted, Task
 from inference_svc.engine.passing import Passing
 from inference_svc.engine.planner import Planner
 from inference_svc.engine.pool import KVPool
@@ -36,6 +36,7 @@ from inference_svc.engine.sequence import Finish, Output, Sequence, State
 from inference_svc.engine.speculation.speculator import Speculator
 from inference_svc.engine.stats import EngineLimits, EngineStats
 from inference_svc.engine.walk import Walk
+from inference_svc.lora.adapter import Adapter
 
 log = structlog.get_logger("engine")
 
@@ -137,6 +138,15 @@ class Loop:
             case CancelAsked(sequence):
                 if self._take_out(sequence):
                     self._endings.cancel(sequence)
+            case Task(work):
+                work()
+
+    def end_all(self, adapter: Adapter, error: KVSidecarError) -> None:
+        """Ends all sequences of an adapter that are not finished."""
+        for sequence in [s for s in (*self.running, *self.waiting) if s.adapter is adapter]:
+            self._fail(sequence, error)
+        for sequence in [s for s in (*self.loading, *self.leaving.sequences) if s.adapter is adapter]:
+            sequence.refused = error
 
     def shut_down(self) -> None:
         """Fails all that is not finished. Other workers may take it over."""
@@ -233,8 +243,7 @@ class Loop:
         if not sequence.first_token_at:
             approximate = len(restored.plan.approximate_positions) if restored.plan else 0
             sequence.cached_tokens, sequence.approximate_tokens = sequence.computed + approximate, approximate
-        if sequence.cancelled.is_set():
-            self._endings.cancel(sequence)
+        if self._endings.due(sequence):
             return
         sequence.state, sequence.passed_over = State.RUNNING, 0
         self.running.append(sequence)
@@ -363,10 +372,8 @@ class Loop:
         else:
             self._endings.release(sequence)
         sequence.restart()
-        self.waiting.appendleft(sequence)
-        if sequence.cancelled.is_set():  # while it was being stored
-            self.waiting.remove(sequence)
-            self._endings.cancel(sequence)
+        if not self._endings.due(sequence):
+            self.waiting.appendleft(sequence)
 
     def _read_again(self, sequence: Sequence) -> None:
         """Sends a sequence whose loading failed back to the queue, to be computed without the cache."""

@@ -55,7 +55,14 @@ class Probed:
     tokens: int
 
 
-Letter = Submitted | CancelAsked | Loaded | Saved | PartSaved | Left | Probed
+@dataclass(frozen=True)
+class Task:
+    """Something to be done between two steps, which raises nothing."""
+
+    work: Callable[[], None]
+
+
+Letter = Submitted | CancelAsked | Loaded | Saved | PartSaved | Left | Probed | Task
 
 
 class Mailbox:
@@ -77,12 +84,11 @@ class Mailbox:
         return self._submitted
 
     def post(self, letter: Letter) -> bool:
-        """False when the box is closed to new sequences, and this is one."""
+        """False when the box is closed to new sequences and to work, and this is one."""
         with self._changed:
-            if isinstance(letter, Submitted):
-                if self._closed:
-                    return False
-                self._submitted += 1
+            if self._closed and isinstance(letter, Submitted | Task):
+                return False
+            self._submitted += isinstance(letter, Submitted)
             self._letters.append(letter)
             self._changed.notify()
             return True

@@ -19,15 +19,13 @@ from inference_svc.engine.leaving import Leaving
 from inference_svc.engine.passing import Passing
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.residents import Residents
+from inference_svc.engine.room import AHEAD_TOKENS
 from inference_svc.engine.rows import Span
 from inference_svc.engine.scoring import rows_due, shares
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.speculation.proposer import Draft
 from inference_svc.engine.speculation.speculator import Speculator
 from inference_svc.engine.work import work_of
-
-# Guesses are written behind what is computed, never further.
-_AHEAD_TOKENS = 128
 
 
 class Planner:
@@ -79,7 +77,7 @@ class Planner:
                     self._preempt(sequence)
                 continue
             try:
-                self._pool.back(sequence.table, sequence.computed, end + _AHEAD_TOKENS)
+                self._pool.back(sequence.table, sequence.computed, end + AHEAD_TOKENS)
             except OverflowFailed as error:
                 self._fail(sequence, error)
                 continue

@@ -9,6 +9,10 @@ from kvsidecar.errors import PromptExceedsPool, PromptTooLong
 from inference_svc.engine.block_table import PAGE_TOKENS
 from inference_svc.engine.pool import WINDOW_STEP, KVPool
 
+# In the overflow, so many tokens behind those of a pass have room on disk before it: guesses are written there, by who
+# makes them too, and never further.
+AHEAD_TOKENS = 128
+
 
 def peak_tokens(pool: KVPool, piece: int, tokens: int) -> int:
     """For how many tokens a request holds pages at most that has so many with its answer, computed in pieces of so

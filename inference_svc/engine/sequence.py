@@ -150,6 +150,7 @@ class Sequence:
     timings: Timings = field(default_factory=Timings)
     trace: Span = NOT_TRACED  # of the request
     cancelled: threading.Event = field(default_factory=threading.Event)
+    refused: KVSidecarError | None = None  # why it ends as soon as no other thread has its pages
     queued_at: float = 0.0  # when it last began to wait
     admitted_at: float = 0.0  # and when that was over
     first_token_at: float = 0.0

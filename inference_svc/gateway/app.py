@@ -22,6 +22,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from inference_svc.gateway import answers
 from inference_svc.gateway.access import Keys
+from inference_svc.gateway.adapters import LOAD, UNLOAD, Adapters
 from inference_svc.gateway.application import new_application, surround
 from inference_svc.gateway.body import read_json
 from inference_svc.gateway.checking import parse
@@ -59,6 +60,7 @@ class Gateway:
         self.keys = Keys(config)
         self.router = Router(config.targets)
         self.metrics = Metrics(self.router)
+        self.adapters = Adapters(self.router, self.keys, self._body)
         self._memory = Memory()
         self._waiting = 0  # requests for which no worker is up
         self.node = NodeView(self.router, config.cache_socket)
@@ -377,6 +379,8 @@ def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
     app.add_api_route("/v1/responses/{name}", gateway.response, methods=["GET"])
     app.add_api_route("/v1/responses/{name}", gateway.forget, methods=["DELETE"])
     app.add_api_route("/v1/embeddings", gateway.embed, methods=["POST"])
+    app.add_api_route(LOAD, gateway.adapters.load, methods=["POST"])
+    app.add_api_route(UNLOAD, gateway.adapters.unload, methods=["POST"])
     app.add_api_route("/tokenize", gateway.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", gateway.detokenize, methods=["POST"])
     app.add_api_route("/openapi.json", gateway.describe, methods=["GET"])

@@ -6,13 +6,14 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_svc.gateway.access import Keys
+from inference_svc.gateway.adapters import LOAD, UNLOAD
 from inference_svc.gateway.counted import Counted
 
 NODE, FLEET = "/kvsidecar/v1/node", "/kvsidecar/v1/fleet"
 # Open to everybody: probes and scrapers have no key, and the page asks for it.
 _OPEN, _OPEN_FILES = frozenset({"/", "/health", "/metrics", "/openapi.json", "/version"}), "/page/"
 _API = frozenset({NODE, FLEET, "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
-_PATHS = _OPEN | _API | {"/tokenize", "/detokenize"}
+_PATHS = _OPEN | _API | {LOAD, UNLOAD, "/tokenize", "/detokenize"}
 
 
 class Guard:

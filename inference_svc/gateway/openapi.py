@@ -10,6 +10,7 @@ from kvsidecar import __version__
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from inference_svc.gateway.adapters import LOAD, UNLOAD, LoadBody, UnloadBody
 from inference_svc.gateway.checking import IGNORED
 from inference_svc.gateway.responses.schema import ResponsesRequest
 from inference_svc.gateway.schema import ChatRequest, CompletionRequest
@@ -31,10 +32,17 @@ _GETS: list[tuple[str, str, tuple[str, ...]]] = [
     ("/health", "Whether a worker is up", ("status", "workers_up", "workers")),
     ("/version", "This server's version", ("version",)),
 ]
+# For operators; they answer with a sentence.
+_ORDERS: list[tuple[str, type[BaseModel], str]] = [
+    (LOAD, LoadBody, "Loads a LoRA adapter"),
+    (UNLOAD, UnloadBody, "Unloads a LoRA adapter, and ends its requests"),
+]
 _ERRORS = {
     "400": "The request is wrong; `param` says where",
     "401": "The API key is missing or wrong",
+    "403": "The key is not the operator's",
     "404": "There is no such model or response",
+    "409": "This server does not do that as it was started",
     "422": "A grammar or the cache could not be kept to",
     "429": "Too many requests wait, or a quota is used up",
     "500": "This request could not be computed",
@@ -46,7 +54,7 @@ _ERRORS = {
 @functools.cache
 def document() -> dict[str, Any]:
     """The whole document."""
-    bodies = [body for _, body, *_ in _POSTS]
+    bodies = [body for _, body, *_ in _POSTS] + [body for _, body, _ in _ORDERS]
     _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=_COMPONENTS + "{model}")
     schemas: dict[str, Any] = found.get("$defs", {})
     for body in bodies:
@@ -56,9 +64,11 @@ def document() -> dict[str, Any]:
     schemas["Error"] = _object("error") | {"properties": {"error": _error()}}
     paths: dict[str, Any] = {}
     for path, body, summary, streams, fields in _POSTS:
-        content = {"application/json": {"schema": {"$ref": _COMPONENTS + body.__name__}}}
-        operation = _operation(summary, fields, streams) | {"requestBody": {"required": True, "content": content}}
-        paths[path] = {"post": operation}
+        paths[path] = {"post": _operation(summary, fields, streams) | _takes(body)}
+    for path, body, summary in _ORDERS:
+        operation = _operation(summary, ())
+        operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+        paths[path] = {"post": operation | _takes(body)}
     for path, summary, fields in _GETS:
         paths[path] = {"get": _operation(summary, fields)}
     paths["/v1/responses/{name}"]["delete"] = _operation("Forgets it", ("id", "object", "deleted"))
@@ -72,6 +82,11 @@ def document() -> dict[str, Any]:
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{"key": []}, {}],
     }
+
+
+def _takes(body: type[BaseModel]) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": _COMPONENTS + body.__name__}}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def _operation(summary: str, fields: tuple[str, ...], streams: bool = False) -> dict[str, Any]:

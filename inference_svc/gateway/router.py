@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,7 @@ class Worker:
     model: pb.GetModelResponse = field(default_factory=pb.GetModelResponse)
     stats: pb.GetStatsResponse | None = None  # what it said last
     in_flight: int = 0
+    refused: set[str] = field(default_factory=set)  # adapters that it did not load, or unload, since it came up
 
     @property
     def names(self) -> list[str]:
@@ -59,19 +61,32 @@ class Worker:
         found = {adapter.name: adapter.namespace for adapter in self.model.adapters}
         return found.get(name, self.model.namespace)
 
-    async def poll(self) -> None:
+    async def poll(self, prepare: Prepare | None = None) -> None:
+        """Asks what it has, once it was prepared to be asked for that."""
         try:
-            self.model = await self.client.stub.GetModel(pb.GetModelRequest(), timeout=_POLL_SECONDS * 2)
+            model = await self._model()
+            if prepare is not None and await prepare(self, model):
+                model = await self._model()
+            self.model = model
             if not self.alive:
                 log.info("worker is up", worker=self.target, model=self.model.model_id)
             self.alive = self.seen = True
         except grpc.RpcError as error:
             self.down(error.code().name)
 
+    async def _model(self) -> pb.GetModelResponse:
+        found: pb.GetModelResponse = await self.client.stub.GetModel(pb.GetModelRequest(), timeout=_POLL_SECONDS * 2)
+        return found
+
     def down(self, why: str) -> None:
         if self.alive:
             log.warning("worker is down", worker=self.target, error=why)
         self.alive = False
+        self.refused.clear()
+
+
+Prepare = Callable[[Worker, pb.GetModelResponse], Awaitable[bool]]
+"""Makes a worker ready that says to have this; whether that changed something."""
 
 
 class Router:
@@ -81,6 +96,7 @@ class Router:
         self.workers = [Worker(t, AsyncClient(t, RECONNECT)) for t in targets]
         self._read_by: OrderedDict[bytes, Worker] = OrderedDict()
         self._pollers: list[asyncio.Task[None]] = []
+        self.prepare: Prepare | None = None
 
     async def start(self) -> None:
         await asyncio.gather(*(w.poll() for w in self.workers))
@@ -91,11 +107,10 @@ class Router:
             poller.cancel()
         await asyncio.gather(*(w.client.close() for w in self.workers))
 
-    @staticmethod
-    async def _poll(worker: Worker) -> None:
+    async def _poll(self, worker: Worker) -> None:
         while True:
             await asyncio.sleep(_POLL_SECONDS if worker.alive else _WAITING_POLL_SECONDS)
-            await worker.poll()
+            await worker.poll(self.prepare)
 
     @property
     def alive(self) -> list[Worker]:

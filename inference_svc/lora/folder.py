@@ -19,7 +19,7 @@ from inference_svc.lora.peft import CONFIG, Settings, read_settings
 
 WEIGHTS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
-_MOST_HEADER = 100 << 20
+MOST_HEADER = 100 << 20
 # Each element takes at most so many bytes when it is placed: float32, in layers that are computed three at once.
 _ELEMENT_BYTES = 4 * 3
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.(?P<which>lora_A|lora_B)\.weight")
@@ -85,7 +85,7 @@ def _shapes(name: str, file: Path) -> dict[str, tuple[int, ...]]:
     try:
         with file.open("rb") as data:
             length = int.from_bytes(data.read(8), "little")
-            if not 2 <= length <= _MOST_HEADER:
+            if not 2 <= length <= MOST_HEADER:
                 raise ValueError(f"its header has {length} bytes")
             header: dict[str, Any] = json.loads(data.read(length))
         return {key: tuple(map(int, one["shape"])) for key, one in header.items() if key != "__metadata__"}

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 CONFIG = "adapter_config.json"
 _ALL_LINEAR = "all-linear"
-_MOST_RANK = 1024
+_MOST_RANK, _MOST_BYTES = 1024, 1 << 20
 # The first number in a module's path is its layer's.
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 # What these set is more than pairs of matrices beside linear layers.
@@ -99,6 +99,8 @@ class Settings(BaseModel):
 def read_settings(file: Path) -> Settings:
     """Reads an ``adapter_config.json``. Raises ConfigurationError with one sentence for what is not served."""
     try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
         read = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot read {file}: {error}") from error

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor, nn
 
-from inference_svc.lora.folder import WEIGHTS, Folder
+from inference_svc.lora.folder import MOST_HEADER, WEIGHTS, Folder
 from inference_svc.model.skeleton import skeleton
 
 # Raise it when what is added to a row gets other bits: chunks of before are not mixed with those of after.
@@ -73,13 +74,19 @@ def read_weights(folder: Folder, linears: Linears, model: str) -> AdapterWeights
         raise folder.refusal(f"has no weights for {lacking}, which target_modules names{meant}")
     found: dict[str, LowRank] = {}
     try:
-        with safe_open(folder.path / WEIGHTS, framework="pt") as file:
-            for path in sorted(pairs):
-                down, up = (file.get_tensor(key) for key in pairs[path])
-                _check(folder, path, down, up, linears[path], f" in {model}{meant}")
-                found[path] = LowRank(down, up, settings.scale(path))
+        size = (folder.path / WEIGHTS).stat().st_size
+        if size > folder.most_bytes + MOST_HEADER:
+            raise folder.refusal(f"cannot be read: it has {size} bytes, more than its tensors take")
+        # Not mapped: a file that is cut while it is read would end the process.
+        tensors = load((folder.path / WEIGHTS).read_bytes())
+        for path in sorted(pairs):
+            down, up = (tensors[key] for key in pairs[path])
+            _check(folder, path, down, up, linears[path], f" in {model}{meant}")
+            found[path] = LowRank(down, up, settings.scale(path))
     except (OSError, SafetensorError) as error:
         raise folder.refusal(f"cannot be read: {error}") from error
+    except KeyError as error:
+        raise folder.refusal(f"was changed while it was read: it has no {error.args[0]} any more") from error
     return AdapterWeights(folder.name, found, linears, _fingerprint(found))
 
 

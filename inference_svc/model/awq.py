@@ -189,11 +189,17 @@ def is_packed(where: dict[str, Path], linear: str) -> bool:
 def group_in(where: dict[str, Path], linear: str) -> int:
     """Inputs that share a scale in a linear layer for our CPU kernels; 0 for one that they do not take."""
     if f"{linear}.{compressed.PACKED}" in where:
-        outputs, inputs = (int(n) for n in tensor_in(where, f"{linear}.{compressed.SHAPE}"))
-        groups = shape_in(where, f"{linear}.{compressed.SCALE}")[-1]
+        sizes, scales = tensor_in(where, f"{linear}.{compressed.SHAPE}").tolist(), f"{linear}.{compressed.SCALE}"
+        shape, at = [int(n) for n in sizes] if isinstance(sizes, list) else [], -1
     else:
-        inputs, outputs = shape_in(where, f"{linear}.qweight")[0], 8 * shape_in(where, f"{linear}.qweight")[1]
-        groups = shape_in(where, f"{linear}.scales")[0]
+        shape, scales, at = shape_in(where, f"{linear}.qweight")[::-1], f"{linear}.scales", 0
+        shape[:1] = [8 * n for n in shape[:1]]
+    if scales not in where:
+        raise ModelUnsupported(f"the model's files have no {scales}, which its 4-bit weights need")
+    groups = (shape_in(where, scales) or [0])[at]
+    if len(shape) != 2 or not groups:
+        raise ModelUnsupported(f"{linear} has 4-bit weights of the shape {shape} in {groups} groups")
+    outputs, inputs = shape
     return inputs // groups if quantized.serves(inputs, outputs, inputs // groups) else 0
 
 

@@ -23,7 +23,10 @@ _MIDDLE = 8  # what zero is written as
 def check(settings: dict[str, Any]) -> None:
     """Raises ModelUnsupported unless all of a model's quantized weights are 4-bit integers in groups, and nothing else
     is quantized."""
-    schemes = list((settings.get("config_groups") or {}).values())
+    groups = settings.get("config_groups") or {}
+    schemes = list(groups.values()) if isinstance(groups, dict) else [groups]
+    if not all(isinstance(one, dict) and isinstance(one.get("weights") or {}, dict) for one in schemes):
+        raise ModelUnsupported(f"quantization_config of {METHOD} has config_groups that describe no weights")
     wanted: list[tuple[str, object, object]] = [("format", "pack-quantized", settings.get("format"))]
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         wanted.append((name, None, settings.get(name) or None))
@@ -48,8 +51,13 @@ def check(settings: dict[str, Any]) -> None:
 
 def parts(packed: Tensor, scales: Tensor, zeros: Tensor | None, shape: Tensor) -> list[Tensor]:
     """``qweight``, ``qzeros`` and ``scales`` of a linear layer. Raises ValueError when parts do not fit."""
+    if shape.shape != (2,) or scales.dim() != 2:
+        raise ValueError(f"{SHAPE} has {list(shape.shape)} numbers and {SCALE} {scales.dim()} dimensions; both are 2")
+    wrong = [one.dtype for one in (packed, zeros) if one is not None and one.dtype != torch.int32]
+    if wrong or not scales.is_floating_point():
+        raise ValueError(f"its numbers are {wrong or [scales.dtype]}; packed ones are int32, scales floating")
     outputs, inputs = (int(n) for n in shape)
-    groups = scales.shape[-1]
+    groups = scales.shape[1]
     fit = scales.shape == (outputs, groups) and packed.shape == (outputs, -(-inputs // 8))
     fit &= zeros is None or zeros.shape == (-(-outputs // 8), groups)
     if not fit or groups == 0 or inputs % groups or outputs % 8:

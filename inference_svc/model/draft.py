@@ -6,8 +6,9 @@ from kvsidecar.errors import ConfigurationError
 
 from inference_svc.model.loader import LoadedModel, load
 from inference_svc.model.preflight import SELF
+from inference_svc.model.streaming.plan import OFF, Asked
 
-_COPY_BITS = 4
+COPY_BITS = 4
 
 
 def load_draft(name: str, model: str, loaded: LoadedModel, strict: bool, context_length: int = 0) -> LoadedModel:
@@ -17,7 +18,23 @@ def load_draft(name: str, model: str, loaded: LoadedModel, strict: bool, context
     if name == SELF:
         if loaded.device.type != "cpu":
             raise ConfigurationError(f"draft_model is {SELF}, and device {device} quantizes no weights; name a model")
-        return load(model, device=device, dtype=dtype, weights=_COPY_BITS, strict=strict, context_length=context_length)
+        # Of a model that does not fit, a copy is made layer by layer; all of it stays in memory.
+        stream = OFF if loaded.streamed is None else Asked("partial_resident", keep_first=loaded.layers)
+        copy = load(
+            model,
+            device=device,
+            dtype=dtype,
+            weights=COPY_BITS,
+            strict=strict,
+            context_length=context_length,
+            stream=stream,
+        )
+        if loaded.streamed is not None and copy.weights == loaded.weights:
+            raise ConfigurationError(
+                f"draft_model is {SELF}, and {loaded.id} is streamed at {COPY_BITS} bits: its copy would be itself; "
+                "leave draft_model out"
+            )
+        return copy
     draft = load(name, device=device, dtype=dtype, strict=strict)
     differ = len(loaded.tokenizer.get_vocab().items() ^ draft.tokenizer.get_vocab().items())
     if differ:

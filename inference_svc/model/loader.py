@@ -318,7 +318,7 @@ def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: Asked) 
 
 def _is_needed(folder: Path, recipe: Recipe, width: int, stream: Asked) -> bool:
     # No weight gets larger than that: where there is plenty, nothing need be known of the model.
-    most = 4 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    most = (4 + bool(stream.copy_bits)) * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return most + reserved(stream) > free_bytes(stream.memory_bytes) and is_needed(recipe, width, stream)
 
 

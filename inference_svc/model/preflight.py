@@ -49,6 +49,8 @@ def open_adapters(settings: ModelSettings) -> list[Folder]:
     model = settings.served_name or settings.model
     if model in settings.adapters:
         raise ConfigurationError(f"a LoRA adapter is called {model!r}, as the model is; choose another name for it")
+    if settings.lora_root is not None and not settings.lora_root.expanduser().is_dir():
+        raise ConfigurationError(f"lora_root is {settings.lora_root}, and there is no such folder; create it first")
     return [open_folder(name, path) for name, path in settings.adapters.items()]
 
 

@@ -113,6 +113,12 @@ def test_other_schemes_are_refused_by_name(changes: dict[str, Any], message: str
     compressed.check(SETTINGS)
 
 
+@pytest.mark.parametrize("groups", [["Linear"], {"group_0": "int4"}, {"group_0": {"weights": [4]}}, 7])
+def test_groups_that_describe_nothing_are_refused_in_a_sentence(groups: Any) -> None:
+    with pytest.raises(ModelUnsupported, match="config_groups that describe no weights"):
+        compressed.check(SETTINGS | {"config_groups": groups})
+
+
 @pytest.mark.parametrize("part", ["weight_scale", "weight_shape"])
 def test_a_missing_part_is_named(part: str, tmp_path: Path) -> None:
     parts, _ = quantize(torch.randn(16, GROUP), False)
@@ -128,8 +134,36 @@ def test_parts_that_do_not_fit_and_an_order_of_inputs_are_refused(tmp_path: Path
         ({"weight_shape": torch.tensor([16, 128])}, "16 x 128 comes with weight_packed"),
         ({"weight_zero_point": torch.zeros(1, 1, dtype=torch.int32)}, "weight_zero_point"),
         ({"weight_g_idx": torch.zeros(GROUP, dtype=torch.int32)}, "weight_g_idx"),
+        ({"weight_packed": parts["weight_packed"].long()}, "packed ones are int32"),
+        ({"weight_scale": torch.tensor(1.0)}, "weight_scale 0 dimensions"),
+        ({"weight_scale": parts["weight_scale"].int()}, "scales floating"),
+        ({"weight_shape": torch.tensor(16)}, r"weight_shape has \[\] numbers"),
     ):
         tensors = {f"layer.{name}": tensor for name, tensor in (parts | wrong).items()}
         save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(ModelUnsupported, match=message):
             awq.parts_in(awq.where_in(tmp_path), "layer")
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {
+            "weight_packed": torch.zeros(16, 8).int(),
+            "weight_shape": torch.tensor([16, 64]),
+            "weight_scale": torch.zeros(16, 0),
+        },
+        {
+            "weight_packed": torch.zeros(16, 8).int(),
+            "weight_shape": torch.tensor(16),
+            "weight_scale": torch.zeros(16, 1),
+        },
+        {"weight_packed": torch.zeros(16, 8).int(), "weight_shape": torch.tensor([16, 64])},
+        {"qweight": torch.zeros(64, 2).int(), "scales": torch.zeros(0, 16)},
+        {"qweight": torch.zeros(64).int(), "scales": torch.zeros(1, 16)},
+    ],
+)
+def test_estimating_a_damaged_layer_says_what_is_wrong_with_it(tensors: Tensors, tmp_path: Path) -> None:
+    save_file({f"layer.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelUnsupported, match="layer"):
+        awq.group_in(awq.where_in(tmp_path), "layer")

@@ -297,6 +297,31 @@ def test_a_full_disk_is_one_clear_error_of_that_request(
     engine.close()
 
 
+def test_whoever_guesses_finds_room_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the model writes what it guesses before the pass that verifies it is planned: where all of a prompt
+    but its last token was there, that is before anything was computed."""
+    engine = small(tmp_path)
+    pool, speculator = engine.engine.pool, engine.engine.speculator
+    beyond, real, without, asked = pool.overflow, speculator.prepare, list[int](), list[int]()
+    assert beyond is not None
+
+    def prepare(decoding: Any, rows: int, longest: int) -> Any:
+        for one in decoding:
+            asked.append(one.computed)
+            end = min(one.computed + 64, one.table.tokens)
+            pages = {int(slot) // PAGE_TOKENS - beyond.first_page for slot in one.table.slots(one.computed, end)}
+            without.extend(page for page in pages if page // beyond._group not in beyond._users)
+        return real(decoding, rows, longest)
+
+    monkeypatch.setattr(speculator, "prepare", prepare)
+    first, _ = engine.answer(LONG[:1000], 23)
+    asked.clear()
+    _, cached = engine.answer([*LONG[:1000], *first], 100)
+    assert (cached, asked[0]) == (1022, 1022)
+    assert not without
+    engine.close()
+
+
 def test_by_torchs_attention_too(tmp_path: Path, answers: Windowed) -> None:
     """Where our kernel cannot run, and the next turn's pages lie in several pieces."""
     engine = small(tmp_path)

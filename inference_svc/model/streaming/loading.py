@@ -66,7 +66,7 @@ class Streamed:
 def load_streamed(recipe: Recipe, identity: bytes, asked: Asked, models: Library | None = None) -> tuple[Any, Streamed]:
     """The model of a recipe, whose weights ``identity`` names. Its file is written first if it is not there, and again
     if it is damaged. Raises ModelUnsupported, ConfigurationError."""
-    models = models or Library()
+    models, asked = models or Library(), with_copy(recipe, asked)
     check(recipe)
     target = _place(recipe, identity, models.root / "converted")
     for last in (False, True):
@@ -126,11 +126,19 @@ def check(recipe: Recipe) -> None:
         )
 
 
+def with_copy(recipe: Recipe, asked: Asked) -> Asked:
+    """What is asked for, with the bytes of the copy that is."""
+    if not asked.copy_bits:
+        return asked
+    size = expected(replace(recipe, bits=asked.copy_bits)).sizes.all
+    return replace(asked, beside_bytes=asked.beside_bytes + size, copy_bits=0)
+
+
 def is_needed(recipe: Recipe, width: int, asked: Asked) -> bool:
     """Whether loading the model into memory, its weights at ``width`` bits, would take more than there is. Where
     streaming would not help, a model whose weights fit is loaded: the pool's pages are taken as they are used. Raises
     ConfigurationError when they do not either, before anything is written."""
-    found = expected(recipe)
+    found, asked = expected(recipe), with_copy(recipe, asked)
     # Weights that are quantized here are all there first.
     most = max(found.kept, found.dense if recipe.bits == width else 0)
     free = free_bytes(asked.memory_bytes)

@@ -28,7 +28,8 @@ class Asked:
     memory_bytes: int = 0
     pool_bytes: int = 0
     sequences: int = 0  # that are computed together at the most; 0 where nobody said
-    beside_bytes: int = 0  # of what stays in memory beside the model: its adapters
+    beside_bytes: int = 0  # of what stays in memory beside the model: its adapters, and a copy of it
+    copy_bits: int = 0  # of such a copy, whose bytes are still to be added; 0 where there is none
     poisoned: bool = False  # slots are overwritten as soon as nobody uses them; for tests
 
 
@@ -102,11 +103,11 @@ def decide(sizes: Sizes, free: int, asked: Asked) -> Residency:
         return partial
     fitting = [one for one in (partial, feed_forward, full) if one.resident_bytes <= room]
     if not fitting:
-        adapters = f", up to {format_size(asked.beside_bytes)} of adapters" if asked.beside_bytes else ""
+        beside = f", up to {format_size(asked.beside_bytes)} of adapters and draft" if asked.beside_bytes else ""
         raise ConfigurationError(
             f"the model does not fit: {format_size(max(0, free))} are free, and even with every layer streamed it "
             f"takes {format_size(full.resident_bytes)} of weights and slots, {format_size(asked.pool_bytes)} of pool "
-            f"(pool_bytes){adapters} and {format_size(_SPARE_BYTES)} to compute in; lower pool_bytes or weights"
+            f"(pool_bytes){beside} and {format_size(_SPARE_BYTES)} to compute in; lower pool_bytes or weights"
         )
     return min(fitting, key=lambda one: one.streamed_bytes)
 

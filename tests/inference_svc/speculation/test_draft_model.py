@@ -66,9 +66,12 @@ def test_a_copy_guesses_in_the_pages_that_the_sequence_has() -> None:
 def test_a_draft_beside_a_streamed_model_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     config = WorkerConfig(
-        model="demo", dtype="float32", stream="full_stream", speculate="draft", draft_model="self", pool_bytes="64MiB"
+        model="demo", dtype="float32", stream="full_stream", speculate="draft", draft_model="demo", pool_bytes="64MiB"
     )
-    with pytest.raises(ConfigurationError, match="draft_model is self, and demo is streamed"):
+    with pytest.raises(ConfigurationError, match="draft_model is demo, and demo is streamed"):
+        build(config)
+    config = config.model_copy(update={"draft_model": "self", "weights": 4})
+    with pytest.raises(ConfigurationError, match="draft_model is self, and demo is streamed at 4 bits"):
         build(config)
 
 

@@ -74,6 +74,16 @@ class InferenceServiceStub:
                 request_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/kvsidecar.inference.v1.InferenceService/LoadAdapter',
+                request_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/kvsidecar.inference.v1.InferenceService/UnloadAdapter',
+                request_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -133,6 +143,21 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads a LoRA adapter while requests run. At the Unix socket only, and FAILED_PRECONDITION without --lora-root.
+        INVALID_ARGUMENT for one that cannot be used, which changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Ends an adapter and its requests, however it was loaded. Where and when as LoadAdapter; NOT_FOUND for no adapter.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -170,6 +195,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetStatsRequest.FromString,
                     response_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -366,6 +401,60 @@ class InferenceService:
             '/kvsidecar.inference.v1.InferenceService/GetStats',
             kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetStatsRequest.SerializeToString,
             kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsidecar.inference.v1.InferenceService/LoadAdapter',
+            kvsidecar_dot_inference_dot_v1_dot_inference__pb2.LoadAdapterRequest.SerializeToString,
+            kvsidecar_dot_inference_dot_v1_dot_inference__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsidecar.inference.v1.InferenceService/UnloadAdapter',
+            kvsidecar_dot_inference_dot_v1_dot_inference__pb2.UnloadAdapterRequest.SerializeToString,
+            kvsidecar_dot_inference_dot_v1_dot_inference__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

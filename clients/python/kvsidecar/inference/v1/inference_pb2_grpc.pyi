@@ -52,6 +52,12 @@ class InferenceServiceStub:
     """Describes the model."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetStatsRequest, _inference_pb2.GetStatsResponse]
     """Load, cache and speed of this worker."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_inference_pb2.LoadAdapterRequest, _inference_pb2.LoadAdapterResponse]
+    """Loads a LoRA adapter while requests run. At the Unix socket only, and FAILED_PRECONDITION without --lora-root.
+    INVALID_ARGUMENT for one that cannot be used, which changes nothing.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UnloadAdapterRequest, _inference_pb2.UnloadAdapterResponse]
+    """Ends an adapter and its requests, however it was loaded. Where and when as LoadAdapter; NOT_FOUND for no adapter."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -77,6 +83,12 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Describes the model."""
     GetStats: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetStatsRequest, _inference_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Load, cache and speed of this worker."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_inference_pb2.LoadAdapterRequest, _inference_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads a LoRA adapter while requests run. At the Unix socket only, and FAILED_PRECONDITION without --lora-root.
+    INVALID_ARGUMENT for one that cannot be used, which changes nothing.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_inference_pb2.UnloadAdapterRequest, _inference_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Ends an adapter and its requests, however it was loaded. Where and when as LoadAdapter; NOT_FOUND for no adapter."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """An inference worker: one model, continuous batching, and the node's cache behind it.
@@ -141,5 +153,23 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetStatsResponse, _abc.Awaitable[_inference_pb2.GetStatsResponse]]:
         """Load, cache and speed of this worker."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _inference_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.LoadAdapterResponse, _abc.Awaitable[_inference_pb2.LoadAdapterResponse]]:
+        """Loads a LoRA adapter while requests run. At the Unix socket only, and FAILED_PRECONDITION without --lora-root.
+        INVALID_ARGUMENT for one that cannot be used, which changes nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _inference_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.UnloadAdapterResponse, _abc.Awaitable[_inference_pb2.UnloadAdapterResponse]]:
+        """Ends an adapter and its requests, however it was loaded. Where and when as LoadAdapter; NOT_FOUND for no adapter."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
