@@ -331,9 +331,9 @@ async def test_googles_objects_are_for_their_account_or_for_all() -> None:
     ("said", "told"),
     [
         ("GET http://h/p/ab507c/head in 1.5ms - HTTP error: error sending request, kind: Connect", "be connected to"),
-        ("PUT http://h/p/x in 1.507ms - Server returned non-2xx status code: 400 Bad Request: nonsense", "says Exception"),
+        ("PUT http://h/p/x in 1.507ms - Server returned non-2xx status code: 400 Bad Request: no", "says Exception"),
         ("PUT http://h/p/x - Server returned non-2xx status code: 507 Insufficient Storage: none", "the store is full"),
-        ("Error performing token request: Error performing GET http://169.254.169.254/x, kind: Connect", "no key is given"),
+        ("token request: Error performing GET http://169.254.169.254/x, kind: Connect", "no key is given"),
     ],
 )
 def test_what_a_store_says_is_not_taken_from_a_name_or_a_time(said: str, told: str) -> None:
