@@ -202,7 +202,8 @@ def _reason(error: Exception) -> str:
         ("NoSuchBucket", "there is no such bucket"),
         ("ContainerNotFound", "there is no such container"),
         ("SlowDown", "the store says that it is asked too much"),
-        ("507", "the store is full"),
+        ("status code: 507", "the store is full"),  # by itself it may be part of a name, or of a time
+        ("token request", "no key is given, and this machine has none for the store; see --remote-secret-file"),
         ("kind: Connect", "it cannot be connected to"),
     ):
         if sign in text:

@@ -24,12 +24,14 @@ def test_a_daemon_that_is_killed_is_back_at_once_with_what_was_durable(daemon: N
     daemon.crash_daemon()
     began = time.monotonic()
     daemon.wait_daemon()
-    # A new interpreter alone takes a second of CPU.
-    assert time.monotonic() - began < 5
+    took = time.monotonic() - began
     again = Peer(daemon)
     assert again.read([1, 2, 3]) == 3
     assert daemon.pid("daemon") != first
     again.close()
+    began = time.monotonic()
+    daemon.restart_daemon()  # on this machine, as busy as it is
+    assert took < 3 + 3 * (time.monotonic() - began)
 
 
 def test_no_daemon_outlives_its_guardian(daemon: Node) -> None:

@@ -21,6 +21,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.memory import ARENA, STAGING, receive_descriptor
 
 from benchmarks.node import Node
+from cache_daemon.memory.handing_out import _PATIENCE_SECONDS
 from cache_daemon.memory.staging import Staging
 from tests.cache_daemon.conftest import Peer, payload_of
 from tests.cache_daemon.test_durability import run_daemon
@@ -151,7 +152,7 @@ def test_one_that_says_nothing_keeps_nobody_waiting(peer: Peer) -> None:
         rude.sendall(b"x" * 5)
         began = time.monotonic()
         os.close(receive_descriptor(peer.welcome, ARENA))
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < _PATIENCE_SECONDS, "as long as either of them may take"
 
 
 def test_memory_is_handed_out_again_after_the_daemon_ran_out_of_descriptors(start: Callable[..., Node]) -> None:

@@ -122,18 +122,18 @@ async def test_the_durable_tier_is_not_serving_while_it_cannot_be_written() -> N
         async with reporting(DURABLE, lambda: writer.failing, set_health, patience_seconds=1.0):
             assert said == [(DURABLE, SERVING)]
             bench.tier.fail_applies(10_000, TierFailed("the disk is gone"))
-            await bench.put(FIRST)
             began = time.monotonic()
+            await bench.put(FIRST)
             while len(said) < 2:
                 await asyncio.sleep(0.05)
-                assert time.monotonic() - began < 10
+                assert time.monotonic() - began < 30
             assert said[-1] == (DURABLE, NOT_SERVING)
             assert time.monotonic() - began > 0.9, "a short failure is none"
             bench.tier._apply_errors.clear()
             await bench.put(SECOND)
             while len(said) < 3:
                 await asyncio.sleep(0.05)
-                assert time.monotonic() - began < 20
+                assert time.monotonic() - began < 60
             assert said[-1] == (DURABLE, SERVING)
 
 

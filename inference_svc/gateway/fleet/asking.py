@@ -12,7 +12,7 @@ import httpx
 from kvsidecar.errors import InvalidRequest, Unavailable, UnknownModel
 from prometheus_client import Histogram
 
-from inference_svc.gateway.fleet.members import BROKEN, Members, Node
+from inference_svc.gateway.fleet.members import BROKEN, NONSENSE, Members, Node
 from inference_svc.gateway.fleet.placing import Beginnings, beginnings, candidates, choose
 from inference_svc.gateway.standing import HELD, WARM
 
@@ -22,6 +22,8 @@ _PROMPTS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, WARM
 _PATIENCE_SECONDS = 0.5
 # What is shorter is as quickly computed as asked for.
 _WORTH_ASKING_BYTES = 256
+# Names of responses have some 40 characters, and everybody is asked.
+_MOST_NAME = 200
 # Asked at once: each is a connection, and a descriptor.
 _MOST_ASKED = 256
 
@@ -117,12 +119,16 @@ class Asking:
             found = answer.raise_for_status().json()
             node.busy = int(found.get("busy", 0))
             return _Held(node, int(found["prompt_tokens"]), int(found["held_tokens"]))
-        except (TimeoutError, *BROKEN, ValueError, KeyError, TypeError):
+        except (TimeoutError, *BROKEN, *NONSENSE):
             return _Held(node, 0, 0)
 
     async def holder(self, response_id: str) -> Node | None:
         """The node that keeps a response; None when none says so."""
-        if not response_id.isascii() or not response_id.replace("_", "").replace("-", "").isalnum():
+        if (
+            len(response_id) > _MOST_NAME
+            or not response_id.isascii()
+            or not response_id.replace("_", "").replace("-", "").isalnum()
+        ):
             return None  # no id of ours, and no path
         nodes = self._members.alive
         kept = await asyncio.gather(*(self._keeps(node, response_id) for node in nodes))

@@ -28,6 +28,8 @@ _SILENCES = 3
 
 # A connection that failed. TLS refuses a certificate after the handshake, and httpx hands that on as it is.
 BROKEN = (httpx.HTTPError, ssl.SSLError)
+# An answer that is no node's, whatever JSON it is: a proxy's, or that of another service.
+NONSENSE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class NodeFailed(Exception):
@@ -114,10 +116,10 @@ class Node:
             hint = "; give its key as KVSIDECAR_GATEWAY_NODE_KEY" if answer.status_code == 401 else ""
             self.down(f"it answers {answer.status_code}{hint}")
             return
-        except (ValueError, KeyError, TypeError):
+        except NONSENSE:
             self.down("what answers is no gateway of a node")
             return
-        if not workers:
+        if workers < 1:
             self.down("none of its workers is up")
             return
         self.models, self.workers, self.busy = models, workers, busy
@@ -192,7 +194,7 @@ class Members:
         while not node.leaving or node.in_flight:
             await asyncio.sleep(_POLL_SECONDS if node.alive else _WAITING_POLL_SECONDS)
             await node.poll(self._client)
-        del self._nodes[node.url]
+        del self._nodes[node.url], self._tasks[node.url]  # addresses of a cluster's pods hardly come again
 
     async def _look_up_again(self, place: Place) -> None:
         while True:

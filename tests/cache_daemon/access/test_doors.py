@@ -273,24 +273,35 @@ async def test_connections_beyond_the_limit_are_closed(
         tcp="127.0.0.1:0", tls_cert=server_files.certificate, tls_key=server_files.key, tenants=tenants_file,
     )  # fmt: skip
     port = int(running.addresses[TCP].rpartition(":")[2])
-    assert await closed_of([socket.create_connection(("127.0.0.1", port)) for _ in range(8)]) == 4
+    assert await closed_of([socket.create_connection(("127.0.0.1", port)) for _ in range(8)], 4) == 4
     private = [socket.socket(socket.AF_UNIX) for _ in range(8)]
     for connection in private:
         connection.connect(running.addresses[PRIVATE].removeprefix("unix:"))
-    assert await closed_of(private) == 0, "the owner's connections are not counted"
+    assert await closed_of(private, 0) == 0, "the owner's connections are not counted"
 
 
-async def closed_of(connections: list[socket.socket]) -> int:
-    """How many of these the other side has closed; closes all."""
-    await asyncio.sleep(0.5)
-    closed = 0
-    for connection in connections:
-        with connection, contextlib.suppress(BlockingIOError):
+async def closed_of(connections: list[socket.socket], expected: int) -> int:
+    """How many of these the other side has closed, half a second after so many are; closes all."""
+    closed: set[socket.socket] = set()
+
+    def look() -> int:
+        for connection in connections:
             connection.setblocking(False)
-            while connection.recv(4096):  # HTTP/2's greeting
-                pass
-            closed += 1
-    return closed
+            with contextlib.suppress(BlockingIOError):
+                with contextlib.suppress(ConnectionError):
+                    while connection.recv(4096):  # HTTP/2's greeting
+                        pass
+                closed.add(connection)
+        return len(closed)
+
+    deadline = asyncio.get_running_loop().time() + 20
+    while look() < expected and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)
+    look()
+    for connection in connections:
+        connection.close()
+    return len(closed)
 
 
 # ---- health and reflection ------------------------------------------------------------------------------------

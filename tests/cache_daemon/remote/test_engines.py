@@ -187,7 +187,7 @@ async def test_values_end_by_themselves(kind: str, urls: dict[str, str]) -> None
     await engine.connect()
     await engine.put_many([("h/1", b"x")], 1)
     await engine.put_many([("h/2", b"x")], 100)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (await engine.get_many(["h/1", "h/2"])) != [None, b"x"]:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
@@ -325,3 +325,18 @@ async def test_googles_objects_are_for_their_account_or_for_all() -> None:
         with pytest.raises(RemoteFailed, match="there is no such bucket"):
             await engine.put_many([("x", b"y")], None)
         await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("GET http://h/p/ab507c/head in 1.5ms - HTTP error: error sending request, kind: Connect", "be connected to"),
+        ("PUT http://h/p/x in 1.507ms - Server returned non-2xx status code: 400 Bad Request: no", "says Exception"),
+        ("PUT http://h/p/x - Server returned non-2xx status code: 507 Insufficient Storage: none", "the store is full"),
+        ("token request: Error performing GET http://169.254.169.254/x, kind: Connect", "no key is given"),
+    ],
+)
+def test_what_a_store_says_is_not_taken_from_a_name_or_a_time(said: str, told: str) -> None:
+    from cache_daemon.remote.objects import _reason
+
+    assert told in _reason(Exception(f"Generic S3 error: Error performing {said}"))

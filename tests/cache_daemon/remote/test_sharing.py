@@ -96,8 +96,7 @@ async def test_what_is_quicker_computed_is_not_asked_for() -> None:
         await a.share(prompt(4))
         calls = engine.calls
         found, brought = await b.ask(prompt(4), price=1e-9)
-        assert (found, engine.calls) == (0, calls)
-        assert brought.seconds < 0.02
+        assert (found, brought.tokens, engine.calls) == (0, 0, calls)
         assert b.stats.remote_bypassed == 1
 
 
@@ -141,7 +140,7 @@ async def test_what_has_come_in_time_is_used() -> None:
         await a.share(ids)
         b.tier.groups = lambda entries: [[e] for e in entries]  # type: ignore[method-assign]
         engine.hangs_at = 5  # the look-up, and the first four payloads at the most
-        found, _ = await b.ask(ids, price=0.3 / len(ids))
+        found, _ = await b.ask(ids, price=2.0 / len(ids))
         assert 0 < found < len(ids)
         assert found % CHUNK == 0
         assert b.stats.remote_late == 1

@@ -112,7 +112,7 @@ async def test_a_store_that_is_not_vouched_for_costs_nothing_but_the_sharing(
         await alone.read(prompt(3))
         found, brought = await alone.ask(prompt(3))
         assert (found, brought.tokens) == (3 * CHUNK, 0)
-        assert brought.seconds < 0.1, "an engine that is not trusted is not waited for"
+        assert alone.stats.remote_lookups == 0, "an engine that is not trusted is not waited for"
         assert alone.stats.remote_written_chunks == 0
         assert S3Server.secret not in alone.stats.remote_failing
 

@@ -132,7 +132,7 @@ def test_the_daemon_is_told_what_the_worker_served(node: Node) -> None:
     try:
         assert link.wait(10)
         link.served = lambda: Served(prompts=3, prompt_tokens=100, cached_tokens=60, pool_tokens=20)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while (stats := node.cache_stats()).prompt_tokens < 100:
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -187,9 +187,9 @@ def test_a_link_that_is_cut_while_chunks_come_costs_a_moment_and_no_lease(remote
 def test_a_link_that_stands_still_is_not_waited_for(
     remote: Remote, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed, "_STALL_SECONDS", 0.5)
     there = attach(remote.address(remote.proxy.port), "still")
     there.store()
+    monkeypatch.setattr(streamed, "_STALL_SECONDS", 0.5)
     found, began = there.match(), time.monotonic()
     with pytest.raises(ConnectionError, match=r"sent nothing for 0\.5 s"):  # noqa: PT012
         for _ in found.session.read(found.lease_id, found.matches, 5.0):

@@ -32,6 +32,7 @@ class Peer:
     served: dict[str, Any] = field(default_factory=lambda: dict(SERVED))
     served_code: int = 200
     held_tokens: int = 0
+    held: Any = None  # what is said instead, whatever it is
     answer: Handler | None = None
     responses: frozenset[str] = frozenset()
     silent: bool = False
@@ -72,7 +73,8 @@ class Peer:
             await says(self.served, self.served_code)(writer)
         elif path.startswith("/kvsidecar/v1/held/"):
             self.asked += 1
-            await says({"prompt_tokens": 1000, "held_tokens": self.held_tokens, "busy": self.served["busy"]})(writer)
+            said = {"prompt_tokens": 1000, "held_tokens": self.held_tokens, "busy": self.served["busy"]}
+            await says(self.held or said)(writer)
         elif path.startswith("/v1/responses/"):
             name = path.rpartition("/")[2]
             await says({"id": name}, 200 if name in self.responses else 404)(writer)

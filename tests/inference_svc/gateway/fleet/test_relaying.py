@@ -197,6 +197,33 @@ async def test_garbage_gets_a_sentence(body: bytes, named: str) -> None:
     assert named in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("said", ["OK", [1, 2], {"prompt_tokens": 1, "held_tokens": 1, "busy": float("inf")}], ids=repr)
+async def test_a_node_that_talks_nonsense_of_a_prompt_has_nothing_of_it(said: Any) -> None:
+    strange, warm = Peer(held=said), Peer(held_tokens=900)
+    async with fleet_of(strange, warm) as (client, _):
+        assert (await ask(client)).json() == {"from": warm.url}
+    assert strange.asked == 1
+
+
+@pytest.mark.parametrize("more", [{"workers": float("inf")}, {"workers": -1}, {"busy": float("inf")}], ids=repr)
+async def test_a_node_that_talks_nonsense_of_itself_is_down_until_it_talks_sense(more: dict[str, Any]) -> None:
+    peer = Peer()
+    async with fleet_of(peer) as (client, fleet):
+        for served, alive in ((SERVED | more, 0), (SERVED, 1)):
+            peer.served = served
+            async with asyncio.timeout(20):
+                while len(fleet.members.alive) != alive:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        assert (await ask(client)).json() == {"from": peer.url}
+
+
+async def test_a_name_that_no_response_has_is_asked_of_nobody() -> None:
+    async with fleet_of(Peer(), Peer()) as (client, _):
+        body = {"input": "and then?", "previous_response_id": "a" * 70_000}
+        assert (await client.post("/v1/responses", json=body)).status_code == 200  # the node will say that it has none
+        assert (await client.get("/v1/responses/" + "a" * 60_000)).status_code == 404
+
+
 async def test_addresses_of_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_svc.gateway.fleet.members._LOOK_UP_SECONDS", 0.02)
     first = Peer()
@@ -219,3 +246,6 @@ async def test_addresses_of_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch) 
         addresses[:] = ["127.0.0.2"]
         await up(second.url)
         assert (await ask(client)).json() == {"from": second.url}
+        async with asyncio.timeout(10):
+            while first.url in fleet.members._tasks:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
