@@ -5,30 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from secrets import token_hex
 from typing import Any, TypeVar
 from urllib.parse import unquote, unquote_to_bytes
 
 import grpc
 import structlog
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from kvsidecar import __version__
 from kvsidecar.errors import InvalidRequest, KVSidecarError, Unavailable, UnknownModel, UnsupportedOption, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.tracing import NO_TRACER, Tracer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from inference_svc.gateway import answers
 from inference_svc.gateway.access import Keys
-from inference_svc.gateway.adapters import LOAD, UNLOAD, Adapters
-from inference_svc.gateway.application import new_application, surround
+from inference_svc.gateway.adapters import Adapters
 from inference_svc.gateway.body import read_json
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.gone import while_there
-from inference_svc.gateway.guard import NODE, Guard
 from inference_svc.gateway.metrics import Metrics
 from inference_svc.gateway.node import NodeView
 from inference_svc.gateway.openapi import document
@@ -40,10 +36,9 @@ from inference_svc.gateway.responses.writing import ResponseWriter
 from inference_svc.gateway.router import Router, Worker, retryable
 from inference_svc.gateway.schema import MAX_ANSWERS, ChatRequest, CompletionRequest
 from inference_svc.gateway.scored import ask_once, handed_on
-from inference_svc.gateway.standing import HELD, SERVING, WARM, WarmBody, busy, held, serving, warm
-from inference_svc.gateway.static import Page
+from inference_svc.gateway.standing import WarmBody, busy, held, serving, warm
 from inference_svc.gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
-from inference_svc.gateway.tracing import FIRST_TOKEN, GENERATE_STREAM, Traced, current
+from inference_svc.gateway.tracing import FIRST_TOKEN, GENERATE_STREAM, current
 from inference_svc.gateway.writing import Writer
 
 log = structlog.get_logger("gateway")
@@ -352,50 +347,3 @@ class Gateway:
 def _events(events: AsyncIterator[bytes]) -> StreamingResponse:
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-
-
-def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
-    """The application; its workers are polled from startup to shutdown. Its ``state.keys`` can be read again."""
-    gateway = Gateway(config)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await gateway.router.start()
-        await gateway.node.start()
-        yield
-        await gateway.node.close()
-        await gateway.router.close()
-
-    app = new_application(lifespan)
-    app.state.keys = gateway.keys
-    app.add_middleware(Traced, tracer=tracer)
-    app.add_middleware(Guard, keys=gateway.keys, metrics=gateway.metrics)  # before all else it asks for the key
-    surround(app, config.origins)
-    app.add_api_route("/v1/models", gateway.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
-    app.add_api_route("/v1/chat/completions", gateway.chat, methods=["POST"])
-    app.add_api_route("/v1/completions", gateway.complete, methods=["POST"])
-    app.add_api_route("/v1/responses", gateway.respond, methods=["POST"])
-    app.add_api_route("/v1/responses/{name}", gateway.response, methods=["GET"])
-    app.add_api_route("/v1/responses/{name}", gateway.forget, methods=["DELETE"])
-    app.add_api_route("/v1/embeddings", gateway.embed, methods=["POST"])
-    app.add_api_route(LOAD, gateway.adapters.load, methods=["POST"])
-    app.add_api_route(UNLOAD, gateway.adapters.unload, methods=["POST"])
-    app.add_api_route("/tokenize", gateway.tokenize, methods=["POST"])
-    app.add_api_route("/detokenize", gateway.detokenize, methods=["POST"])
-    app.add_api_route("/openapi.json", gateway.describe, methods=["GET"])
-    app.add_api_route("/version", gateway.version, methods=["GET"])
-    app.add_api_route("/health", gateway.health, methods=["GET"])
-    app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"])
-    app.add_api_route(NODE, gateway.show_node, methods=["GET"])
-    app.add_api_route(SERVING, gateway.serving, methods=["GET"])
-    app.add_api_route(HELD + "/v1/chat/completions", gateway.held_of_chat, methods=["POST"])
-    app.add_api_route(HELD + "/v1/completions", gateway.held_of_completion, methods=["POST"])
-    app.add_api_route(HELD + "/v1/responses", gateway.held_of_response, methods=["POST"])
-    app.add_api_route(HELD + WARM, gateway.held_of_warming, methods=["POST"])
-    app.add_api_route(WARM, gateway.warm, methods=["POST"])
-    if config.page:
-        page = Page()
-        app.add_api_route("/", page.index, methods=["GET", "HEAD"])
-        app.add_api_route("/page/{name}", page.file, methods=["GET", "HEAD"])
-    return app

@@ -18,10 +18,10 @@ from kvsidecar.errors import ConfigurationError
 from kvsidecar.telemetry import sending
 from kvsidecar.tracing import NO_TRACER
 
-from inference_svc.gateway.app import create_app
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.connections import bounded
 from inference_svc.gateway.fleet.app import create_app as create_fleet_app
+from inference_svc.gateway.routes import create_app
 from inference_svc.gateway.tracing import SERVICE_NAME
 
 log = structlog.get_logger("gateway")

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from kvsidecar.tracing import NOT_TRACED, Attributes, Span, Tracer
 
-from inference_svc.gateway.app import create_app
 from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.routes import create_app
 
 
 class Noting(Tracer):

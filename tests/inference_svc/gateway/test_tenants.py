@@ -20,8 +20,8 @@ from pydantic import ValidationError
 
 from benchmarks.node import free_port
 from inference_svc.gateway.access import Keys
-from inference_svc.gateway.app import create_app
 from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.routes import create_app
 from inference_svc.gateway.tenants import load_tenants
 from tests.inference_svc.gateway.test_waiting import Worker
 

@@ -19,9 +19,9 @@ from kvsidecar.inference.v1.inference_pb2_grpc import (
     add_InferenceServiceServicer_to_server,
 )
 
-from inference_svc.gateway.app import create_app
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.gone import ClientGone, while_there
+from inference_svc.gateway.routes import create_app
 
 WAIT_SECONDS = 20.0
 SOON = 5.0

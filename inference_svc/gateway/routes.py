@@ -1,0 +1,65 @@
+"""A node's HTTP application: its paths, and what surrounds them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from kvsidecar.tracing import NO_TRACER, Tracer
+
+from inference_svc.gateway.adapters import LOAD, UNLOAD
+from inference_svc.gateway.app import Gateway
+from inference_svc.gateway.application import new_application, surround
+from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.guard import NODE, Guard
+from inference_svc.gateway.standing import HELD, SERVING, WARM
+from inference_svc.gateway.static import Page
+from inference_svc.gateway.tracing import Traced
+
+
+def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
+    """The application; its workers are polled from startup to shutdown. Its ``state.keys`` can be read again."""
+    gateway = Gateway(config)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await gateway.router.start()
+        await gateway.node.start()
+        yield
+        await gateway.node.close()
+        await gateway.router.close()
+
+    app = new_application(lifespan)
+    app.state.keys = gateway.keys
+    app.add_middleware(Traced, tracer=tracer)
+    app.add_middleware(Guard, keys=gateway.keys, metrics=gateway.metrics)  # before all else it asks for the key
+    surround(app, config.origins)
+    app.add_api_route("/v1/models", gateway.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
+    app.add_api_route("/v1/chat/completions", gateway.chat, methods=["POST"])
+    app.add_api_route("/v1/completions", gateway.complete, methods=["POST"])
+    app.add_api_route("/v1/responses", gateway.respond, methods=["POST"])
+    app.add_api_route("/v1/responses/{name}", gateway.response, methods=["GET"])
+    app.add_api_route("/v1/responses/{name}", gateway.forget, methods=["DELETE"])
+    app.add_api_route("/v1/embeddings", gateway.embed, methods=["POST"])
+    app.add_api_route(LOAD, gateway.adapters.load, methods=["POST"])
+    app.add_api_route(UNLOAD, gateway.adapters.unload, methods=["POST"])
+    app.add_api_route("/tokenize", gateway.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", gateway.detokenize, methods=["POST"])
+    app.add_api_route("/openapi.json", gateway.describe, methods=["GET"])
+    app.add_api_route("/version", gateway.version, methods=["GET"])
+    app.add_api_route("/health", gateway.health, methods=["GET"])
+    app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"])
+    app.add_api_route(NODE, gateway.show_node, methods=["GET"])
+    app.add_api_route(SERVING, gateway.serving, methods=["GET"])
+    app.add_api_route(HELD + "/v1/chat/completions", gateway.held_of_chat, methods=["POST"])
+    app.add_api_route(HELD + "/v1/completions", gateway.held_of_completion, methods=["POST"])
+    app.add_api_route(HELD + "/v1/responses", gateway.held_of_response, methods=["POST"])
+    app.add_api_route(HELD + WARM, gateway.held_of_warming, methods=["POST"])
+    app.add_api_route(WARM, gateway.warm, methods=["POST"])
+    if config.page:
+        page = Page()
+        app.add_api_route("/", page.index, methods=["GET", "HEAD"])
+        app.add_api_route("/page/{name}", page.file, methods=["GET", "HEAD"])
+    return app
