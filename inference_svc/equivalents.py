@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 from inference_svc.complement import NotWritten, complement
@@ -111,7 +111,7 @@ def _one_of(schema: Schema, whole: _Whole) -> list[Schema]:
         if not found or len(found) > whole.told_apart:
             return []
         whole.told_apart -= len(found)
-    elif all(not a & b for a, b in combinations([_types(part, whole.root) for part in parts], 2)):
+    elif _are_apart([_types(part, whole.root) for part in parts]):
         found = parts
     else:
         return []
@@ -119,9 +119,16 @@ def _one_of(schema: Schema, whole: _Whole) -> list[Schema]:
     return [{"anyOf": found}]
 
 
+def _are_apart(kinds: list[frozenset[str]]) -> bool:
+    """None of these is in two of them."""
+    return sum(map(len, kinds)) == len(frozenset().union(*kinds))
+
+
 def _one_of_required(sets: list[frozenset[str]]) -> list[Schema]:
     """Objects with all members of exactly one of these sets; nothing where that would take too many words."""
     found: list[Schema] = []
+    if len(sets) > _MOST_ALTERNATIVES:
+        return []
     for i, one in enumerate(sets):
         absent = [sorted(other - one) for j, other in enumerate(sets) if j != i]
         if math.prod(len(names) for names in absent) > _MOST_ALTERNATIVES:
@@ -245,12 +252,18 @@ def _other_values(values: list[Any], base: Schema, whole: _Whole) -> Schema | No
     )
     if isinstance(listed, list):
         gone = {json.dumps(value, sort_keys=True) for value in values}
-        if any(isinstance(value, float | list | dict) for value in values):
+        if any(isinstance(value, list | dict) for value in values) or any(map(_is_float, [*values, *listed])):
             return None  # equal in other words, perhaps
         return {"enum": [value for value in listed if json.dumps(value, sort_keys=True) not in gone]}
-    if base.get("type") == "string" and all(isinstance(value, str) for value in values):
-        return {"type": "string", "pattern": whole.complement(f"^(?:{'|'.join(map(re.escape, values))})$")}
+    if base.get("type") == "string":
+        texts = [value for value in values if isinstance(value, str)]
+        pattern = whole.complement(f"^(?:{'|'.join(map(re.escape, texts))})$") if texts else ""
+        return {"type": "string", "pattern": pattern}
     return None
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float)
 
 
 def _is_length(value: Any) -> bool:

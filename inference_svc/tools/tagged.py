@@ -42,12 +42,18 @@ _FORMATS = {
 }
 
 
-def kinds_of(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
+def kinds_of(schema: Any, root: Schema) -> frozenset[str]:
     """The JSON types that a value may have; empty where nothing says so. ``root`` has what is referred to."""
-    if not isinstance(schema, dict) or depth > 16:
+    return _kinds_of(schema, root, set())
+
+
+def _kinds_of(schema: Any, root: Schema, seen: set[int]) -> frozenset[str]:
+    """Without what was ``seen`` before, which says nothing new."""
+    if not isinstance(schema, dict) or id(schema) in seen:
         return frozenset()
+    seen.add(id(schema))
     if "$ref" in schema:
-        return kinds_of(_referred(schema["$ref"], root), root, depth + 1)
+        return _kinds_of(_referred(schema["$ref"], root), root, seen)
     kinds = schema.get("type")
     if isinstance(kinds, str):
         return frozenset((kinds,)) & _KINDS
@@ -58,7 +64,7 @@ def kinds_of(schema: Any, root: Schema, depth: int = 0) -> frozenset[str]:
         return frozenset(map(_kind, values)) if isinstance(values, list) else frozenset()
     for name in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(name), list):
-            return frozenset[str]().union(*(kinds_of(part, root, depth + 1) for part in schema[name]))
+            return frozenset[str]().union(*(_kinds_of(part, root, seen) for part in schema[name]))
     return frozenset()
 
 

@@ -30,7 +30,7 @@ _COUNTED = {
     "boolean": frozenset[str](),
     "null": frozenset[str](),
 }
-_MOST_STEPS = 64
+_MOST_LOOKS = 50_000  # subschemas that are asked for a name or an item, of all places together: a second or less
 
 
 class Places:
@@ -39,6 +39,7 @@ class Places:
     def __init__(self, root: Schema) -> None:
         self.root = root
         self._known: dict[frozenset[int], Place] = {}
+        self._counts: dict[int, float] = {}  # by subschema
         self.start = self.at([root])
 
     def at(self, schemas: Iterable[Any]) -> Place:
@@ -48,10 +49,14 @@ class Places:
         return self._known.setdefault(frozenset(found), Place(self, list(found.values())))
 
     def all(self) -> Iterator[Place]:
-        """Every place that a text can come to."""
-        seen, due = {id(self.start)}, [self.start]
+        """Every place that a text can come to. Raises ValueError where they are too many: alternatives that refer to
+        each other can describe as many as there are sets of them."""
+        seen, due, left = {id(self.start)}, [self.start], _MOST_LOOKS
         while due:
             place = due.pop()
+            left -= place.looks
+            if left < 0:
+                raise ValueError("uniqueItems beside too many alternatives that hold together; leave some of them out")
             yield place
             for other in place.below():
                 if id(other) not in seen:
@@ -86,20 +91,27 @@ class Places:
                 raise ValueError(f"the reference {pointer[:80]} names nothing in the schema")
         return at
 
-    def count(self, schema: Any, steps: int = 0) -> float:
+    def count(self, schema: Any) -> float:
         """Different values that a schema allows, at least; 0 where that is not known."""
         if schema is True:
             return math.inf
-        if not isinstance(schema, dict) or steps > _MOST_STEPS:
+        if not isinstance(schema, dict):
             return 0
+        found = self._counts.get(id(schema))
+        if found is None:
+            self._counts[id(schema)] = 0  # while it is looked for: what refers to itself adds nothing
+            found = self._counts[id(schema)] = self._count(schema)
+        return found
+
+    def _count(self, schema: Schema) -> float:
         said = schema.keys() - _REMARKS
         if not said:
             return math.inf
         for key in ("anyOf", "oneOf"):
             if said == {key} and isinstance(schema[key], list):
-                return max((self.count(part, steps + 1) for part in schema[key]), default=0)
+                return max(map(self.count, schema[key]), default=0)
         if said == {"$ref"}:
-            return self.count(self.referred(schema["$ref"]), steps + 1)
+            return self.count(self.referred(schema["$ref"]))
         kind = schema.get("type")
         if "enum" in said and said <= {"enum", "type"} and isinstance(schema["enum"], list):
             return len({json.dumps(one) for one in schema["enum"] if isinstance(one, str) and kind in (None, "string")})
@@ -116,8 +128,7 @@ class Places:
                 least, most = _number(schema, "minimum", -math.inf), _number(schema, "maximum", math.inf)
                 return max(0.0, float(most - least - 1))
             case _:
-                parts = _named(schema, "properties").values()
-                return max((self.count(part, steps + 1) for part in parts), default=0)
+                return max(map(self.count, _named(schema, "properties").values()), default=0)
 
 
 class Place:
@@ -146,11 +157,20 @@ class Place:
             found = self._items[index] = self._places.at(p for schema in self.schemas for p in _listed(schema, index))
         return found
 
+    @cached_property
+    def _names(self) -> list[str]:
+        """Members that have subschemas of their own."""
+        return sorted({name for schema in self.schemas for name in _named(schema, "properties")})
+
+    @property
+    def looks(self) -> int:
+        """What it takes to say what is below: how often a subschema is asked."""
+        return (2 + len(self._names) + self._listed) * (1 + len(self.schemas))
+
     def below(self) -> list[Place]:
         """The places of all members and items."""
-        names = {name for schema in self.schemas for name in _named(schema, "properties")}
         other = self._places.at(part for schema in self.schemas for part in _unnamed(schema))
-        return [other, *map(self.key, sorted(names)), *(self.item(i) for i in range(self._listed + 1))]
+        return [other, *map(self.key, self._names), *(self.item(i) for i in range(self._listed + 1))]
 
     @property
     def arrays(self) -> list[Schema]:

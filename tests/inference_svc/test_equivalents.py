@@ -48,6 +48,8 @@ SCHEMAS: list[Any] = [
     {"type": ["string", "null"], "not": {"pattern": "x"}},
     {"type": "string", "not": {"type": "string", "enum": ["x", "y"]}},
     {"enum": ["x", 1, None], "not": {"enum": ["x", None]}},
+    {"type": "string", "not": {"enum": ["x", None, 1]}},
+    {"type": "string", "not": {"const": 1}},
     {"type": "object", "properties": {"a": {"enum": ["x", "y"]}, "b": TEXT},
      "if": {"properties": {"a": {"const": "x"}}}, "then": {"required": ["b"]}, "else": {"required": ["c"]}},
     {"type": "object", "properties": {"a": {"$ref": "#/$defs/k"}}, "$defs": {"k": {"enum": ["x", "y"]}},
@@ -97,6 +99,17 @@ def test_the_same_values_are_allowed(schema: Any) -> None:
         assert after.is_valid(value) == valid, value
         assert not accepts(matcher, value) or valid, value
     assert any(accepts(matcher, value) for value in VALUES if before.is_valid(value))
+
+
+def test_numbers_that_are_equal_in_other_words_are_left_to_the_compiler() -> None:
+    for schema in ({"enum": [1.0, 2], "not": {"const": 1}}, {"enum": [1, 2], "not": {"const": 1.0}}):
+        assert rewritten(schema) == schema
+
+
+def test_too_many_alternatives_are_left_to_the_compiler() -> None:
+    for count in (64, 65, 3000):
+        schema = {"oneOf": [{"required": ["a"]}, *({"required": ["a", "b"]} for _ in range(count - 1))]}
+        assert ("oneOf" in rewritten(schema)) == (count > 64)
 
 
 def found(pattern: str, text: str) -> bool:

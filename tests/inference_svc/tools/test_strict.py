@@ -19,7 +19,7 @@ from inference_svc.engine.grammar import Steering
 from inference_svc.schemas import plain
 from inference_svc.tools.conversation import Conversations
 from inference_svc.tools.parsing import CallParser
-from inference_svc.tools.tagged import rules_of_parameters
+from inference_svc.tools.tagged import kinds_of, rules_of_parameters
 from tests.inference_svc.test_text import END, TOKENIZER
 from tests.inference_svc.tools.test_conversation import HISTORY, SCHEMA, TOOLS, conversations
 
@@ -285,3 +285,9 @@ def test_strings_between_tags_are_as_their_schema_has_them() -> None:
         text = go_on(made, steering, [], "</tool_call>", seed)
         deltas = parser.feed(text)
         jsonschema.validate(json.loads("".join(delta.arguments for delta in deltas)), schema)
+
+
+def test_types_that_refer_to_each_other_are_asked_once() -> None:
+    several = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}] * 20
+    named = {"a": {"anyOf": several}, "b": {"anyOf": [*several, {"type": "string"}]}}
+    assert kinds_of({"$ref": "#/$defs/a"}, {"$defs": named}) == {"string"}

@@ -164,3 +164,43 @@ def test_what_is_left_is_drawn_from_as_if_it_were_all() -> None:
 def test_what_cannot_be_promised_is_refused(schema: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         steering_of({**schema, "uniqueItems": True})
+
+
+def _each_twice(levels: int) -> dict[str, Any]:
+    """Each level refers to the next one twice."""
+    named = {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}, {"$ref": f"#/$defs/{i + 1}"}]} for i in range(levels)}
+    return {"$defs": {**named, str(levels): {"type": "integer"}}, "type": "array", "uniqueItems": True,
+            "items": {"$ref": "#/$defs/0"}, "minItems": 2}  # fmt: skip
+
+
+_TREE = {
+    "$defs": {"node": {
+        "type": "object", "required": ["a"], "additionalProperties": False,
+        "properties": {"a": {"enum": ["a", "b"]}, **{side: {"$ref": "#/$defs/node"} for side in ("b", "c", "d")}},
+    }},
+    "type": "array", "items": {"$ref": "#/$defs/node"}, "uniqueItems": True, "minItems": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", [_TREE, {**_TREE, "minItems": 2}, _each_twice(12), _each_twice(50)])
+def test_what_refers_to_itself_is_counted_once(schema: dict[str, Any]) -> None:
+    for seed in range(4):
+        text = answer(steering_of(schema), seed)
+        if text is not None:
+            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("levels", [4, 40])
+def test_sets_of_alternatives_beyond_number_are_refused(levels: int) -> None:
+    """Which of them hold depends on the last names of the path, so that there are as many places as ways."""
+    steps = {str(i): {"type": "object", "properties": {key: {"$ref": f"#/$defs/{i + 1}"} for key in "ab"}}
+             for i in range(1, levels)}  # fmt: skip
+    either = {"anyOf": [{"$ref": "#/$defs/0"}, {"$ref": "#/$defs/1"}]}
+    first = {"type": "object", "properties": {"a": either, "b": {"$ref": "#/$defs/0"}}}
+    last = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    schema = {"$defs": {"0": first, **steps, str(levels): last}, "$ref": "#/$defs/0"}
+    if levels < 10:
+        assert steering_of(schema)
+    else:
+        with pytest.raises(InvalidRequest, match="uniqueItems beside too many alternatives that hold together"):
+            steering_of(schema)
