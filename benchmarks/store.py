@@ -25,7 +25,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32
 from kvsidecar.layout import Geometry
 
-from benchmarks import report
+from benchmarks import page_cache, report
 from benchmarks.node import Node
 from benchmarks.peer import GEOMETRY, Peer
 from benchmarks.remote_servers import RedisServer
@@ -34,7 +34,6 @@ from cache_daemon.durable.tier import ReadJob, ReadResult
 
 _TOKENS, _HEADS, _DIM = 64, 2, 64
 _LAYER_BYTES = 2 * _TOKENS * _HEADS * _DIM * 4
-_DROP = Path("/proc/sys/vm/drop_caches")
 _CHUNK_TOKENS = 16
 _PATHS = (
     "memcpy",
@@ -198,15 +197,10 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         if redis is not None:
             redis.close()
         node.kill("daemon")
-        if os.access(_DROP, os.W_OK):
+        if page_cache.can_drop():
             for _ in range(options.cold_repeats):
                 cold(node.folder / "store", 8 * options.total_mb << 20, arms, chunks)
     return [arm.row() for arm in arms.values() if arm.seconds]
-
-
-def drop_caches() -> None:
-    os.sync()
-    _DROP.write_text("3")
 
 
 def cold(folder: Path, budget: int, arms: dict[str, Timed], chunks: int) -> None:
@@ -216,7 +210,7 @@ def cold(folder: Path, budget: int, arms: dict[str, Timed], chunks: int) -> None
         headers = [found.header for found in tier.load()][:chunks]
         buffers = [memoryview(bytearray(h.payload_bytes)) for h in headers]
         jobs = [ReadJob(h.prefix_hash, b, h.checksum) for h, b in zip(headers, buffers, strict=True)]
-        drop_caches()
+        page_cache.drop()
 
         def read() -> None:
             assert set(tier.read(jobs)) == {ReadResult.SOUND}
@@ -227,7 +221,7 @@ def cold(folder: Path, budget: int, arms: dict[str, Timed], chunks: int) -> None
     wanted = sum(map(len, buffers))
     handle = os.open(folder / "data.mdb", os.O_RDONLY)
     try:
-        drop_caches()
+        page_cache.drop()
 
         def plain() -> None:
             piece = 1 << 20
@@ -282,7 +276,7 @@ def matches(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
 def run(options: argparse.Namespace) -> dict[str, Any]:
     if not shutil.which("redis-server"):
         report.console.print("redis is left out: no redis-server is installed (Debian: apt-get install redis-server)")
-    if not os.access(_DROP, os.W_OK):
+    if not page_cache.can_drop():
         report.console.print("lmdb_cold and pread_cold are left out: dropping the page cache needs root")
     rows: list[dict[str, Any]] = []
     with report.progress() as progress:

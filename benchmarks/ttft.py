@@ -3,7 +3,8 @@
 ``bound`` is the engine's own forward over the question alone, with the document's keys and values in the pool
 already: what nothing that loads them can beat. ``shuffled_*`` read the document's pieces in another order than they
 were stored in, and repair them; ``cost`` is what the repair's own formula says, as a share of nocache, ``formula``
-that of CacheBlend, ``(1 + q + r (L - 1)) / L``. Arms alternate within every repetition.
+that of CacheBlend, ``(1 + q + r (L - 1)) / L``. ``daemon_restarted_cold`` finds the page cache empty. Arms alternate
+within every repetition.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from typing import Any
 
 from kvsidecar.client import Completion
 
-from benchmarks import report
+from benchmarks import page_cache, report
 from benchmarks.node import Node
 
-REPAIRS = ("none", "selective", "cacheblend", "guided")
+REPAIRS = ("none", "selective", "cacheblend", "salient", "guided")
 SHUFFLED = tuple(f"shuffled_{repair}" for repair in REPAIRS)
-ARMS = ("nocache", "exact", "worker_restarted", "daemon_restarted", *SHUFFLED, "bound")
+_COLD = "daemon_restarted_cold"
+ARMS = ("nocache", "exact", "worker_restarted", "daemon_restarted", _COLD, *SHUFFLED, "bound")
 _BOUND_REPEATS = 3
 # Arms that ask another one's node.
-_SHARED = {"exact": "nocache", "daemon_restarted": "worker_restarted"}
+_SHARED = {"exact": "nocache", "daemon_restarted": "worker_restarted", _COLD: "worker_restarted"}
 # Room for more than a document: questions that were stored.
 _SPARE_TOKENS = 1024
 # Documents of the shuffled arms.
@@ -117,8 +119,10 @@ class Arms:
         node = self._nodes[name]
         if name == "worker_restarted":
             node.restart_worker(0)
-        if name == "daemon_restarted":
+        if name in ("daemon_restarted", _COLD):
             node.restart_daemon()
+        if name == _COLD:
+            page_cache.drop()
         result = node.client().generate(
             document + question,
             max_tokens=1,
@@ -134,6 +138,9 @@ class Arms:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(options.seed)
     names = options.arms.split(",")
+    if _COLD in names and not page_cache.can_drop():
+        report.console.print(f"{_COLD} is left out: emptying the page cache needs root")
+        names.remove(_COLD)
     rows: list[dict[str, Any]] = []
     ratios: dict[str, Any] = {}
     with ExitStack() as stack, report.progress() as progress:
@@ -198,9 +205,11 @@ def _ratios(context: int, p50: dict[str, float], costs: dict[str, float]) -> dic
             out[f"{name}_over_cost_{context}"] = round(p50[name] / (share * p50["nocache"]), 3)
             one_layer = costs["shuffled_cacheblend"]
             out[f"{name}_over_formula_{context}"] = round(p50[name] / (one_layer * p50["nocache"]), 3)
-    for name in ("exact", "worker_restarted", "daemon_restarted"):
+    for name in ("exact", "worker_restarted", "daemon_restarted", _COLD):
         if {name, "bound"} <= set(p50):
             out[f"{name}_over_bound_{context}"] = round(p50[name] / p50["bound"], 3)
+    if {_COLD, "exact"} <= set(p50):
+        out[f"{_COLD}_over_exact_{context}"] = round(p50[_COLD] / p50["exact"], 3)
     return out
 
 
