@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import structlog
 from kvkernels.cpu import build
@@ -12,6 +13,9 @@ from benchmarks.node import Node, Process
 from inference_svc.model.numerics import make_reproducible
 from tests.nursery import Nursery
 
+# An example takes as long as the machine is busy; how long work may take is what tests marked `alone` say.
+hypothesis.settings.register_profile("kvsidecar", deadline=None)
+hypothesis.settings.load_profile("kvsidecar")
 make_reproducible()  # before any test's first product
 
 

@@ -79,7 +79,7 @@ TOOLCHAINS = [
     Toolchain(
         "go",
         ("make", "go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"),
-        ("/usr/share/gocode/src/google.golang.org/grpc",),
+        tuple(f"/usr/share/gocode/src/google.golang.org/{package}" for package in ("grpc", "protobuf")),
         (("make", "build"),),
         lambda program: [str(BUILT / "go" / "bin" / program)],
     ),

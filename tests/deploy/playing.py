@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,14 @@ class Podman:
         (folder / "containers.conf").write_text(
             _CONFIGURATION.format(resource.getrlimit(resource.RLIMIT_NOFILE)[1]), encoding="utf-8"
         )
+        # Paths of more than 50 characters are refused.
+        self._state = tempfile.TemporaryDirectory(prefix="kvs-", ignore_cleanup_errors=True)
         self._environment = {**os.environ, "CONTAINERS_CONF": str(folder / "containers.conf")}
         self._command: list[str] = []
         tried = []
         for runtime in filter(shutil.which, ("crun", "runc")):
             self._command = [
-                "podman", "--root", str(folder / "storage"), "--runroot", str(folder / "run"), "--runtime", runtime,
+                "podman", "--root", str(folder / "storage"), "--runroot", self._state.name, "--runtime", runtime,
                 "--cgroup-manager", "cgroupfs", "--events-backend", "file",
             ]  # fmt: skip
             try:
