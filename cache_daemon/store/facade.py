@@ -180,7 +180,7 @@ class ChunkStore:
         expected = keys.namespace_id(descriptor)
         if namespace != expected:
             raise NamespaceMismatch(
-                f"the namespace id {namespace.hex() or '(empty)'} does not belong to the descriptor sent "
+                f"the namespace id {namespace.hex()[:64] or '(empty)'} does not belong to the descriptor sent "
                 f"(its id is {expected.hex()}); worker and daemon must be of the same version"
             )
         if descriptor.format_version != keys.FORMAT_VERSION:

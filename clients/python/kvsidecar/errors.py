@@ -22,6 +22,8 @@ S = TypeVar("S")
 Q = TypeVar("Q")
 R = TypeVar("R")
 _DETAILS_KEY = "grpc-status-details-bin"
+# Bytes of a text that go over gRPC: it is sent twice, escaped, and metadata of 16 KiB end a call without a reason.
+_LONGEST_TEXT, _LONGEST_END = 1500, 400
 # What gRPC says where nothing listens: the address, some words of its own, and the system's reason.
 _NOBODY_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: (\w+):(\S+): .*: ([\w ]+)")
 
@@ -272,10 +274,19 @@ def trailing_status(error: KVSidecarError, domain: str) -> tuple[grpc.StatusCode
     """``(code, text, trailing metadata)`` that carry an error over gRPC."""
     code, _ = status_of(error)
     info = any_pb2.Any()
-    about = {"param": error.param} if error.param else {}
+    text = _bounded(str(error))
+    about = {"param": _bounded(error.param)} if error.param else {}
     info.Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=domain, metadata=about))
-    status = status_pb2.Status(code=code_pb2.Code.Value(code.name), message=str(error), details=[info])
-    return code, str(error), ((_DETAILS_KEY, status.SerializeToString()),)
+    status = status_pb2.Status(code=code_pb2.Code.Value(code.name), message=text, details=[info])
+    return code, text, ((_DETAILS_KEY, status.SerializeToString()),)
+
+
+def _bounded(text: str) -> str:
+    """Without its middle where it is too long: what a caller sent may be quoted there."""
+    sent = text.encode("utf-8", "replace")
+    if len(sent) > _LONGEST_TEXT:
+        sent = sent[: _LONGEST_TEXT - _LONGEST_END] + b" [...] " + sent[-_LONGEST_END:]
+    return sent.decode("utf-8", "ignore")
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KVSidecarError, domain: str) -> NoReturn:
