@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from kvsidecar.errors import Unavailable
@@ -13,6 +16,7 @@ from kvsidecar.models.pull import pull
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from benchmarks.systems.environments import Missing, find
 from inference_svc import Engine
 from inference_svc.model.gguf.file import read
 from inference_svc.model.gguf.geometry import config_of
@@ -61,6 +65,51 @@ def test_greedy_answers_are_those_of_transformers_with_the_same_file(smollm2: Pa
             logits = theirs(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
         assert logits.argmax(-1).tolist() == answer
     assert len({tuple(a) for a in answers}) == len(PROMPTS)
+
+
+_LLAMA_CPP = """
+import json, sys
+import llama_cpp as l, numpy as np
+file, prompts = sys.argv[1], json.load(sys.stdin)
+model = l.llama_model_load_from_file(file.encode(), l.llama_model_default_params())
+size, out = l.llama_vocab_n_tokens(l.llama_model_get_vocab(model)), []
+for prompt in prompts:
+    context = l.llama_init_from_model(model, l.llama_context_default_params())
+    tokens = (l.llama_token * len(prompt))(*prompt)  # the batch points to it
+    assert l.llama_decode(context, l.llama_batch_get_one(tokens, len(prompt))) == 0
+    out.append(np.ctypeslib.as_array(l.llama_get_logits_ith(context, -1), (size,)).copy())
+    l.llama_free(context)
+np.save(sys.argv[2], np.stack(out))
+"""
+
+
+def test_distributions_are_those_of_llama_cpp_with_the_same_file(smollm2: Path, tmp_path: Path) -> None:
+    """As far as llama.cpp's go, which rounds a product's inputs to 8 bits where its weights have few."""
+    try:
+        environment = find("llama_cpp")
+    except Missing as error:
+        pytest.skip(str(error))
+    theirs = _transformers(smollm2)
+    with Engine.from_pretrained("smollm2", cache=None, dtype="float32", pool_bytes="128MiB") as engine:
+        tokenizer = engine._runtime.engine.loaded.tokenizer
+        prompts = [_asked(tokenizer, question) for question in PROMPTS[::2]]
+        ours = [r.token_ids[0] for r in engine.generate_batch(prompts, max_tokens=1, temperature=0)]
+    file = tmp_path / "logits.npy"
+    command = [str(environment.python), "-c", _LLAMA_CPP, str(smollm2), str(file)]
+    subprocess.run(
+        command,
+        input=json.dumps(prompts),
+        text=True,
+        env=environment.variables(),
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+    logits = torch.from_numpy(np.load(file)).log_softmax(-1)
+    with torch.inference_mode():
+        exact = torch.stack([theirs(torch.tensor([p])).logits[0, -1] for p in prompts]).log_softmax(-1)
+    divergence = (exact.exp() * (exact - logits)).sum(-1)
+    assert divergence.mean() < 0.01
+    assert (logits.argmax(-1) == torch.tensor(ours)).float().mean() > 0.9
 
 
 def _asked(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
