@@ -18,7 +18,7 @@ _QUIET, _QUIET_BELOW = frozenset({"/", "/health", "/metrics", "/version", "/open
 _LONGEST_PATH = 120
 # What a client may call its request; anything else could be text of its own.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,64}")
-_GONE, _FAILED = 499, 500
+_GONE, _FAILED, _NOT_NOW = 499, 500, 503
 
 
 @dataclass
@@ -92,7 +92,9 @@ def _write(scope: Scope, known: Line, status: int, whole: bool) -> None:
     # As it was sent: what was escaped there could do things to a terminal.
     sent = scope.get("raw_path", b"").decode("ascii", "replace")[:_LONGEST_PATH]
     told = {"method": scope["method"], "path": sent, "status": status, "ms": _since(known.began)}
-    if status >= _FAILED:
+    if status == _NOT_NOW:  # a node that starts or drains, which its probes and waiting clients ask again and again
+        log.warning("request", **told, **known.told)
+    elif status >= _FAILED:
         log.error("request", **told, **known.told)
     elif path in _QUIET or path.startswith(_QUIET_BELOW):
         log.debug("request", **told, **known.told)

@@ -49,13 +49,13 @@ class Podman:
             _CONFIGURATION.format(resource.getrlimit(resource.RLIMIT_NOFILE)[1]), encoding="utf-8"
         )
         # Paths of more than 50 characters are refused.
-        self._state = tempfile.TemporaryDirectory(prefix="kvs-", ignore_cleanup_errors=True)
+        self._state = tempfile.mkdtemp(prefix="kvs-")
         self._environment = {**os.environ, "CONTAINERS_CONF": str(folder / "containers.conf")}
         self._command: list[str] = []
         tried = []
         for runtime in filter(shutil.which, ("crun", "runc")):
             self._command = [
-                "podman", "--root", str(folder / "storage"), "--runroot", self._state.name, "--runtime", runtime,
+                "podman", "--root", str(folder / "storage"), "--runroot", self._state, "--runtime", runtime,
                 "--cgroup-manager", "cgroupfs", "--events-backend", "file",
             ]  # fmt: skip
             try:
@@ -64,6 +64,7 @@ class Podman:
                 return
             except RuntimeError as error:
                 tried.append(f"{runtime}: {str(error).splitlines()[-1]}")
+        self.close()
         raise RuntimeError("; ".join(tried) or "neither crun nor runc is installed")
 
     def __call__(self, *arguments: str, given: bytes = b"", check: bool = True) -> str:
@@ -74,6 +75,10 @@ class Podman:
         if check and done.returncode:
             raise RuntimeError(f"podman {' '.join(arguments)}: {done.stderr.decode()[-2000:]}")
         return done.stdout.decode().strip()
+
+    def close(self) -> None:
+        """Removes what is kept outside of the folder, as far as no container holds it."""
+        shutil.rmtree(self._state, ignore_errors=True)
 
     def _import_empty_image(self) -> None:
         """An image of links and nothing else."""

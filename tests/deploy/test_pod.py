@@ -113,6 +113,7 @@ def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
     finally:
         podman("pod", "rm", "--force", "--time", "5", "kvsidecar", check=False)
         podman("rmi", "--all", "--force", check=False)
+        podman.close()
 
 
 def test_probes_are_answered_at_the_ports_of_the_manifests(pod: Pod) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -9,8 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from benchmarks.node import Node
+from inference_svc.gateway.request_log import Logged
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 
 SECRET, KEY = "the marmot whistles at noon", "sesame-4711"
@@ -104,3 +109,16 @@ def test_probes_and_names_that_are_no_names_are_not_written(asked: Asked, two: N
     assert httpx.get(f"{asked._url}/v1/models", headers=wild).status_code == 200
     asked.line("/v1/models", None, method="GET")  # what came before it is written
     assert "probe-1" not in (two.folder / "log").read_text()
+
+
+@pytest.mark.parametrize(("status", "level"), [(200, "info"), (400, "info"), (500, "error"), (503, "warning")])
+def test_a_node_that_is_not_ready_is_no_error(status: int, level: str) -> None:
+    """Those who wait for a node ask twice a second: it would begin with a page of errors."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(status_code=status)(scope, receive, send)
+
+    with structlog.testing.capture_logs() as lines:
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(Logged(app)), base_url="http://node")
+        asyncio.run(client.get("/v1/models"))
+    assert [(line["status"], line["log_level"]) for line in lines] == [(status, level)]
