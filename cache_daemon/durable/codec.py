@@ -60,10 +60,10 @@ def element_bytes(header: ChunkHeader) -> int:
     return 4 if header.dtype == DATA_TYPE_FLOAT32 else 2
 
 
-def pack(payload: memoryview, element: int) -> bytes | None:
-    """The packed payload, or None when packing does not pay."""
+def pack(payload: memoryview, element: int, planes: frozenset[int] | None = None) -> bytes | None:
+    """The packed payload, or None when packing does not pay. ``planes`` are those to compress; None looks for them."""
     raw = np.frombuffer(payload, np.uint8)
-    planes = _worthwhile_planes(raw, element)
+    planes = worthwhile_planes(payload, element) if planes is None else planes
     if not planes:
         return None
     parts: list[bytes | Bytes] = [bytes([element]).ljust(_HEADER_BYTES, b"\0")]
@@ -82,8 +82,9 @@ def pack(payload: memoryview, element: int) -> bytes | None:
     return packed if len(packed) < _WORTHWHILE * len(raw) else None
 
 
-def _worthwhile_planes(raw: Bytes, element: int) -> frozenset[int]:
+def worthwhile_planes(payload: memoryview, element: int) -> frozenset[int]:
     """The planes whose sample shrinks. The sample is from the middle: a payload may begin and end with special rows."""
+    raw = np.frombuffer(payload, np.uint8)
     whole = len(raw) // element * element
     begin = max(0, (whole - _SAMPLE_BYTES * element) // 2) // element * element
     found = set()

@@ -72,3 +72,27 @@ def test_a_mode_that_is_given_is_not_measured() -> None:
     assert Packing("none").active is False
     assert Packing("zstd").active is True
     assert Packing("auto").active is None
+
+
+def test_planes_are_looked_for_in_few_payloads_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    look = packing.codec.worthwhile_planes
+
+    def counted(payload: memoryview, element: int) -> frozenset[int]:
+        looked.append(element)
+        return look(payload, element)
+
+    monkeypatch.setattr(packing.codec, "worthwhile_planes", counted)
+    store_packing = Packing("zstd")
+    noise = chunk([1], payload=random.Random(1).randbytes(300_000))
+    trained = trained_chunks()[0]
+    assert store_packing.pack([noise]) == [None]
+    (alone,) = Packing("zstd").pack([trained])
+    looked.clear()
+    for _ in range(33):
+        assert store_packing.pack([trained]) == [alone], "as if it had been looked at, also after noise"
+    assert len(looked) == 3
+    assert store_packing.pack([noise]) == [None]
+    other = chunk([1], root=bytes(32), payload=bytes(trained.payload))
+    assert store_packing.pack([other]) == [alone]
+    assert len(looked) == 4, "another tenant's are another model's, as far as this knows"
