@@ -17,6 +17,7 @@ namespace {
 constexpr int OUTPUTS = 32;
 constexpr int64_t BLOCK = 128;  // inputs: a strip's, widened, and those of a few rows fit into the first cache
 constexpr int64_t TILE = 192;   // rows that a thread takes
+constexpr int64_t FEW = 96;     // rows for which weights come from memory in their order; with more, rows do
 // Of a tile, sums of so many rows and vectors of outputs are in registers.
 #if defined(__AVX512F__)
 constexpr int MOST_ROWS = 12, VECTORS = 2;
@@ -45,6 +46,7 @@ struct Turned {
 
 // The weights of some neighbouring outputs, a vector each: `work(i, weights)` for one input after the other.
 template <class W> struct Plain {
+  static constexpr bool WIDENS_FAST = true;  // so that it is done again for further rows, and memory is read meanwhile
   static constexpr int64_t STRIDE = OUTPUTS * sizeof(W);  // bytes of an input
   const char* at;
   static Plain of(const void* weight, int64_t strip, int64_t inputs, int64_t input) {
@@ -66,6 +68,7 @@ template <class W> struct Plain {
 };
 
 template <int BITS> struct Coded {
+  static constexpr bool WIDENS_FAST = false;
   static constexpr int GROUP = 32;
   static constexpr int64_t CODES = GROUP * OUTPUTS * BITS / 8, BYTES = CODES + 2 * OUTPUTS * sizeof(half);
   const uint8_t* at;
@@ -131,7 +134,8 @@ void multiply(const DenseJob& job, Rows rows, Weights weights, int64_t inputs, i
   }
 }
 
-// A strip's block times MOST_ROWS rows at most.
+// A strip's block times rows, as many at a time as registers hold sums of: but rather twice 8 than 12 and 4, for the sums
+// of 4 rows wait for each other.
 template <class Rows, class Weights>
 void multiply_rows(const DenseJob& job, Rows rows, int64_t count, Weights weights, int64_t strip, int64_t block, float* y) {
   const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
@@ -140,9 +144,10 @@ void multiply_rows(const DenseJob& job, Rows rows, int64_t count, Weights weight
     int64_t row = 0;
     const auto some = [&](auto number) __attribute__((always_inline)) {
       constexpr int ROWS = decltype(number)::count;
-      if (count - row < ROWS) return;
-      multiply<ROWS>(job, rows.from(row), weights.from(part), inputs, column, block, y + row * job.outputs + column);
-      row += ROWS;
+      while (count - row >= ROWS && (ROWS < MOST_ROWS || count - row != ROWS + ROWS / 3)) {
+        multiply<ROWS>(job, rows.from(row), weights.from(part), inputs, column, block, y + row * job.outputs + column);
+        row += ROWS;
+      }
     };
     some(Fixed<MOST_ROWS>());
     if constexpr (MOST_ROWS > 8) some(Fixed<8>());
@@ -166,6 +171,13 @@ void turn_over(const float* from, int64_t line, int64_t rows, int64_t inputs, fl
     for (int64_t r = 0; r < rows; r++) to[i * MOST_ROWS + r] = from[r * line + i];
 }
 
+template <class Weights> void widen(Weights weights, int64_t inputs, float* wide) {
+  for (int part = 0; part < OUTPUTS; part += VECTORS * LANES)
+    weights.from(part).template each<true>(inputs, [&](int64_t i, const Floats(&w)[VECTORS]) {
+      for (int n = 0; n < VECTORS; n++) store(wide + i * OUTPUTS + part + n * LANES, w[n]);
+    });
+}
+
 // Many rows: what registers meet together lies together, and a weight is widened once.
 template <class Weights> void multiply_tile(const DenseJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
   alignas(64) float turned[TILE * BLOCK + LANES], wide[BLOCK * OUTPUTS];
@@ -175,16 +187,30 @@ template <class Weights> void multiply_tile(const DenseJob& job, int64_t first, 
       turn_over(job.x + row * job.inputs + block, job.inputs, smaller_of(MOST_ROWS, end - row), inputs,
                 turned + (row - first) * BLOCK);
     for (int64_t s = strip; s < last; s++) {
-      const Weights weights = Weights::of(job.weight, s, job.inputs, block);
-      for (int part = 0; part < OUTPUTS; part += VECTORS * LANES)
-        weights.from(part).template each<true>(inputs, [&](int64_t i, const Floats(&w)[VECTORS]) {
-          for (int n = 0; n < VECTORS; n++) store(wide + i * OUTPUTS + part + n * LANES, w[n]);
-        });
+      widen(Weights::of(job.weight, s, job.inputs, block), inputs, wide);
       for (int64_t row = first; row < end; row += MOST_ROWS)
         multiply_rows(job, Turned{turned + (row - first) * BLOCK}, smaller_of(MOST_ROWS, end - row),
                       Plain<float>{(const char*)wide}, s, block, job.y + row * job.outputs);
     }
   }
+}
+
+// Few rows, as they come.
+template <class Weights> void multiply_lines(const DenseJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
+  alignas(64) float wide[BLOCK * OUTPUTS];
+  for (int64_t s = strip; s < last; s++)
+    for (int64_t block = 0; block < job.inputs; block += BLOCK) {
+      const auto multiply_by = [&](auto weights) {
+        multiply_rows(job, Lines{job.x + first * job.inputs + block, job.inputs}, end - first, weights, s, block,
+                      job.y + first * job.outputs);
+      };
+      const Weights weights = Weights::of(job.weight, s, job.inputs, block);
+      if (Weights::WIDENS_FAST || end - first <= MOST_ROWS) multiply_by(weights);
+      else {
+        widen(weights, smaller_of(BLOCK, job.inputs - block), wide);
+        multiply_by(Plain<float>{(const char*)wide});
+      }
+    }
 }
 
 template <class Weights> void run(DenseJob& job) {
@@ -193,12 +219,8 @@ template <class Weights> void run(DenseJob& job) {
     const int64_t tile = unit % tiles, part = unit / tiles;
     const int64_t first = tile * TILE, end = smaller_of(first + TILE, job.rows);
     const int64_t strip = strips * part / job.parts, last = strips * (part + 1) / job.parts;
-    if (end - first > MOST_ROWS) multiply_tile<Weights>(job, first, end, strip, last);
-    else
-      for (int64_t s = strip; s < last; s++)
-        for (int64_t block = 0; block < job.inputs; block += BLOCK)
-          multiply_rows(job, Lines{job.x + first * job.inputs + block, job.inputs}, end - first,
-                        Weights::of(job.weight, s, job.inputs, block), s, block, job.y + first * job.outputs);
+    if (end - first > FEW) multiply_tile<Weights>(job, first, end, strip, last);
+    else multiply_lines<Weights>(job, first, end, strip, last);
   }
 }
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not library.usable(), reason="no variant of the 
 # outputs, inputs: less than a strip, one, several; less than a block of inputs, one, several, and some more
 LAYERS = [(7, 20), (32, 128), (70, 300), (328, 320), (96, 640)]
 NUMBERS = ("float32", "bfloat16", "float16")
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 24, 37, 191, 192, 193, 230)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 24, 28, 37, 95, 96, 97, 191, 192, 193, 230)
 
 
 @pytest.fixture(params=library.usable(), autouse=True)

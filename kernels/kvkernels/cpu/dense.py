@@ -29,7 +29,7 @@ BLOCK = 128
 KEPT = ("float32", "bfloat16", "float16", "coded4", "coded8")
 # With more parts than threads, a thread that is held up leaves some to the others. Many rows are turned over for each.
 _PARTS_PER_THREAD = 4
-_MANY_ROWS = 13
+_MANY_ROWS = 97
 # Outputs that are turned over at a time, so that what is in between stays small.
 _SLICE = 2048
 
