@@ -31,6 +31,7 @@ from cache_daemon.remote.naming import RECORD_VERSION
 
 MARK_BYTES = 16
 MOST_PARTS = 4096
+_MOST_SECONDS = 1 << 40  # of Unix time; milliseconds of it still fit where ends of chunks are noted
 _MAGIC = b"KVSR"
 _PREFIX = struct.Struct(f"<4sBBHQQQ{MARK_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
@@ -132,6 +133,8 @@ def decode_record(seal: Seal, name: str, record: bytes) -> Entry:
     # What is packed is smaller than what is not; what is sealed is larger by the seal.
     if not 1 <= parts <= MOST_PARTS or length > header.payload_bytes + seal.overhead:
         raise Unfit("its record has impossible sizes")
+    if ends_at >= _MOST_SECONDS:
+        raise Unfit("its record ends in no time that there will be")
     return Entry(header, kind, parts, length, checksum, ends_at, mark)
 
 

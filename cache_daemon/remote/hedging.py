@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from cache_daemon.remote.engine import RemoteFailed
+
 _SHARE, _MOST_SAVED = 0.1, 4.0
 
 T = TypeVar("T")
@@ -23,7 +25,8 @@ class Hedging:
         self.hedged = 0
 
     async def first(self, work: Callable[[int], Awaitable[T]], patience_seconds: float) -> T:
-        """The first answer of ``work``, which is told its lane. Raises what the work raised when all of it did."""
+        """The first answer of ``work``, which is told its lane. Raises what the work raised when all of it did, and
+        RemoteFailed where the work was cancelled and the caller was not."""
         self._saved = min(_MOST_SAVED, self._saved + _SHARE)
         lane = self._next = (self._next + 1) % self._lanes
         running = {asyncio.ensure_future(work(lane))}
@@ -35,14 +38,21 @@ class Hedging:
                 running.add(asyncio.ensure_future(work((lane + 1) % self._lanes)))
             while True:
                 done, waiting = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                good = next((task for task in done if task.exception() is None), None)
-                if good is not None or not waiting:
-                    return (good or done.pop()).result()
+                good = next((task for task in done if _failure(task) is None), None)
+                if good is not None:
+                    return good.result()
+                if not waiting:
+                    raise next(filter(None, map(_failure, done)))
                 running = waiting
         finally:
             for task in running:
                 task.cancel()
                 task.add_done_callback(_heard)
+
+
+def _failure(task: asyncio.Future[Any]) -> BaseException | None:
+    """What became of work that has ended. Work that was cancelled, though nobody cancelled us, has failed."""
+    return RemoteFailed("it gave a call up") if task.cancelled() else task.exception()
 
 
 def _heard(task: asyncio.Future[Any]) -> None:

@@ -21,7 +21,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from cache_daemon.durable.seal import Seal
 from cache_daemon.remote.breaker import Breaker
 from cache_daemon.remote.engine import Item, RemoteEngine, RemoteFailed
-from cache_daemon.remote.entries import MARK_BYTES, Entry, Unfit, decode_record, encode_record, mark_of
+from cache_daemon.remote.entries import MARK_BYTES, MOST_PARTS, Entry, Unfit, decode_record, encode_record, mark_of
 from cache_daemon.remote.figures import Figures
 from cache_daemon.remote.hedging import Hedging
 from cache_daemon.remote.naming import Names
@@ -144,15 +144,15 @@ class RemoteTier:
         return out
 
     def groups(self, entries: Sequence[Entry]) -> list[list[Entry]]:
-        """Entries in order, as many together as one call may bring."""
+        """Entries in order, as many together as one call may bring: records may claim many parts of few bytes."""
         out: list[list[Entry]] = []
-        size = 0
+        size = parts = 0
         for entry in entries:
-            if not out or size + entry.stored_length > _CALL_BYTES:
+            if not out or size + entry.stored_length > _CALL_BYTES or parts + entry.parts > MOST_PARTS:
                 out.append([])
-                size = 0
+                size = parts = 0
             out[-1].append(entry)
-            size += entry.stored_length
+            size, parts = size + entry.stored_length, parts + entry.parts
         return out
 
     def _parts_of(self, entry: Entry) -> list[str]:
@@ -224,16 +224,18 @@ class RemoteTier:
 
     # ---- deleting -------------------------------------------------------------------------------------------
 
-    async def forget_tenant(self, root: bytes) -> None:
-        """Makes everything of a tenant worthless at once, wherever it is written from, then removes it. Raises
-        RemoteFailed."""
-        await self._new_mark(self.names.tenant_mark(root))
-        await self._purge(self.names.tenant(root), self.names.tenant_mark(root))
+    async def void(self, root: bytes) -> None:
+        """Makes everything of a tenant, without ``root`` everything under the prefix, worthless at once, wherever it is
+        written from. Raises RemoteFailed."""
+        name = self.names.tenant_mark(root) if root else self.names.mark
+        await self._write([(name, secrets.token_bytes(MARK_BYTES))], None)
 
-    async def forget_everything(self) -> None:
-        """The same for all tenants under the prefix, whose marks go too. Raises RemoteFailed."""
-        await self._new_mark(self.names.mark)
-        await self._purge(self.names.everything, self.names.mark)
+    async def purge(self, root: bytes) -> None:
+        """Removes what is worth nothing after ``void``; of everything, tenants' marks too. Raises RemoteFailed."""
+        names = self.names
+        prefix, but = (names.tenant(root), names.tenant_mark(root)) if root else (names.everything, names.mark)
+        async for page in self._scanned(prefix):
+            await self._delete([name for name in page if name != but])
 
     async def forget_branch(self, root: bytes, key: bytes) -> int:
         """Removes a chunk and all that continues it, with all parts of every payload that was ever written of them.
@@ -272,13 +274,6 @@ class RemoteTier:
             for gone in some:
                 self.spoilt.pop(gone, None)
 
-    async def _new_mark(self, name: str) -> None:
-        await self._write([(name, secrets.token_bytes(MARK_BYTES))], None)
-
-    async def _purge(self, prefix: str, but: str) -> None:
-        async for page in self._scanned(prefix):
-            await self._delete([name for name in page if name != but])
-
     async def _scanned(self, prefix: str) -> AsyncIterator[list[str]]:
         pages = aiter(self.engine.scan(prefix))
         while True:
@@ -307,21 +302,24 @@ class RemoteTier:
         if not breaker.allows:
             self.asked.set()
             raise RemoteFailed(breaker.why)
+        turn = breaker.opened
         try:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError as error:
             if seconds >= _FAIR_SECONDS:
-                self._failed(breaker, "it does not answer in time")
+                self._failed(breaker, turn, "it does not answer in time")
             raise RemoteFailed("it did not answer in time") from error
         except RemoteFailed as error:
-            self._failed(breaker, str(error))
+            self._failed(breaker, turn, str(error))
             raise
-        breaker.succeeded()
+        if breaker.opened == turn:
+            breaker.succeeded()
 
-    def _failed(self, breaker: Breaker, why: str) -> None:
+    def _failed(self, breaker: Breaker, turn: int, why: str) -> None:
+        """A call that began before the circuit last opened says nothing about the engine that has come back since."""
         self.counts.failures += 1
-        if breaker.failed(why):
+        if breaker.opened == turn and breaker.failed(why):
             self.asked.set()
 
     # ---- watching -------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class ValkeyEngine:
         while True:
             with told(_reason):
                 cursor, found = await client.scan(cursor, match=match, count=_SCANNED)
-            yield [name.decode() for name in found]
+            yield [text for text in map(_text, found) if text is not None]
             if cursor.is_finished() if self._address.cluster else cursor == b"0":
                 return
 
@@ -145,6 +145,14 @@ def _reason(error: Exception) -> str:
         if sign in text:
             return meaning
     return f"the client says {type(error).__name__}"
+
+
+def _text(name: bytes) -> str | None:
+    """A name, None for one that cannot be ours: who else writes there keeps nobody from deleting."""
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _escaped(prefix: str) -> str:

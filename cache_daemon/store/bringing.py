@@ -115,7 +115,7 @@ class Bringing:
     ) -> None:
         self._tiers, self._publishing, self._tier, self._in_thread = tiers, publishing, tier, in_thread
         self._seen, self._brought, self._closed = seen, brought, closed
-        self._running: dict[bytes, asyncio.Future[None]] = {}
+        self._running: dict[bytes, asyncio.Future[bool]] = {}  # the result is whether it came to its end
         self._asking: set[Asking] = set()
         self._downloads = Downloads(tier)
         self._measuring: asyncio.Task[None] | None = None
@@ -158,18 +158,23 @@ class Bringing:
         if worth and self._tier.figures.seconds(0, 2) > worth:
             self._bypass()
             return 0
-        other = self._running.get(links[0].key)
-        if other is not None:
-            # Somebody brings the same; what comes of it is found below.
-            await asyncio.wait({other}, timeout=min(wanted.patience, worth or _LOOKUP_SECONDS))
-            return 0
-        mine = self._running[links[0].key] = asyncio.get_running_loop().create_future()
+        while (other := self._running.get(links[0].key)) is not None:
+            # Somebody brings the same; what comes of it is found below, unless whoever asked for it went away.
+            limit = min(wanted.patience, worth or _LOOKUP_SECONDS)
+            await asyncio.wait({other}, timeout=max(0.0, began + limit - time.perf_counter()))
+            if not other.done() or other.result():
+                return 0
+        mine, done = asyncio.get_running_loop().create_future(), True
+        self._running[links[0].key] = mine
         try:
             with self.asking(wanted.root) as asking:
                 return await self._look_up(wanted, asking, links, worth, began)
+        except asyncio.CancelledError:
+            done = False
+            raise
         finally:
             del self._running[links[0].key]
-            mine.set_result(None)
+            mine.set_result(done)
 
     # ---- what to ask for ------------------------------------------------------------------------------------
 

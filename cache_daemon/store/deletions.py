@@ -22,6 +22,7 @@ class Deletion:
     known: bool
     done: asyncio.Future[int]
     began: bool = False
+    voided: int = -1  # the generation of an engine in which nothing of it is believed any more, only to be removed
     again: asyncio.Future[int] | None = None  # asked for once more after it began
 
 
@@ -76,7 +77,8 @@ class Deletions:
         if not deletion.done.done():
             deletion.done.set_result(gone)
         if deletion.again is not None:
-            deletion.done, deletion.again, deletion.began = deletion.again, None, False
+            deletion.done, deletion.again = deletion.again, None
+            deletion.began, deletion.voided = False, -1
             self._waiting.move_to_end((deletion.root, deletion.key))
             return False
         del self._waiting[deletion.root, deletion.key]

@@ -71,6 +71,7 @@ class Sending:
         self._known: OrderedDict[bytes, float] = OrderedDict()  # what is there, and when it ends (monotonic)
         # What tenants' marks were when last seen, and when they changed (monotonic; 0: not since they are known).
         self._marks: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
+        self._unknown_since = 0.0  # the same for tenants whose marks are not remembered any more
         self._deletions = Deletions()
         self._generation, self._on_their_way = tier.generation, 0
         self._wake, self._idle, self._turn = asyncio.Event(), asyncio.Event(), asyncio.Lock()
@@ -106,12 +107,13 @@ class Sending:
         deleted the tenant there, and what was listed here before that is not sent any more."""
         if mark is None:
             return False
-        before, since = self._marks.get(root, (mark, 0.0))
+        before, since = self._marks.get(root, (mark, self._unknown_since))
         changed = mark != before
         self._marks[root] = mark, time.monotonic() if changed else since
         self._marks.move_to_end(root)
         if len(self._marks) > _MOST_MARKS:
-            self._marks.popitem(last=False)
+            _, (_, gone_since) = self._marks.popitem(last=False)
+            self._unknown_since = max(self._unknown_since, gone_since)
         if not changed:
             return False
         self._drop_queued(root)
@@ -131,7 +133,7 @@ class Sending:
 
     def _is_old(self, chunk: Chunk) -> bool:
         """Whether somebody has deleted the tenant elsewhere since the chunk was listed here."""
-        return chunk.made_at <= self._marks.get(chunk.root, (b"", 0.0))[1]
+        return chunk.made_at <= self._marks.get(chunk.root, (b"", self._unknown_since))[1]
 
     def _lasts(self, chunk: Chunk) -> bool:
         """Whether the engine is known to have a chunk. At half its time one that is still in use is written once more,
@@ -246,12 +248,16 @@ class Sending:
             # Walking over all that the engine has of a tenant takes long: not for a hash that nobody knows.
             if deletion.known or await self._tier.holds(root, key):
                 gone = await self._tier.forget_branch(root, key)
-        elif root:
-            await self._tier.forget_tenant(root)
-            self._marks.pop(root, None)
         else:
-            await self._tier.forget_everything()
-            self._marks.clear()
+            # Once: what others write from then on is theirs, however often removing the rest is tried.
+            if deletion.voided != self._tier.generation:
+                await self._tier.void(root)
+                deletion.voided = self._tier.generation
+            await self._tier.purge(root)
+            if root:
+                self._marks.pop(root, None)
+            else:
+                self._marks.clear()
         if gone or not key:
             self._known.clear()
         if self._deletions.finished(deletion, gone):

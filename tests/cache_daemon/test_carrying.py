@@ -10,7 +10,7 @@ import grpc
 import pytest
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.carrying import Carried, Tenant, carry
-from kvsidecar.errors import InvalidRequest
+from kvsidecar.errors import InvalidRequest, Unavailable
 
 from benchmarks.authority import Authority
 from benchmarks.node import Node, free_port
@@ -140,6 +140,21 @@ def test_what_goes_meanwhile_is_left_out_with_what_continues_it(start: Start) ->
     carried = carry(source, other.stub, Tenant(peer.namespace), descriptor())
     assert (carried.chunks, carried.lost) == (2, 1)
     assert other.read(FIRST + THIRD) == 7
+
+
+def test_a_daemon_that_dies_meanwhile_is_said_and_not_taken_for_losses(start: Start) -> None:
+    for dies in ("source", "target"):
+        here, there = start(), start()
+        peer, other = filled(here), Peer(there)
+        gone = here if dies == "source" else there
+
+        def heard(done: int, total: int, gone: Node = gone) -> None:
+            assert total == 3
+            if done == 1:  # what continues it comes next
+                gone.kill("daemon")
+
+        with pytest.raises(Unavailable):
+            carry(peer.stub, other.stub, Tenant(peer.namespace), descriptor(), heard)
 
 
 def test_nothing_is_nothing(start: Start) -> None:

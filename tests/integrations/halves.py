@@ -63,8 +63,10 @@ class Request:
 class Vllm:
     """One scheduler and its ranks."""
 
-    def __init__(self, node: Node, name: str, *, ranks: int = 1, transposed: bool = False) -> None:
-        settings = Settings(str(node.cache_socket), chunk_tokens=BLOCK_TOKENS, timeout_ms=5000, least_tokens=1)
+    def __init__(
+        self, node: Node, name: str, *, ranks: int = 1, transposed: bool = False, chunk_tokens: int = BLOCK_TOKENS
+    ) -> None:
+        settings = Settings(str(node.cache_socket), chunk_tokens=chunk_tokens, timeout_ms=5000, least_tokens=1)
         self.scheduler = SchedulerHalf(settings, BLOCK_TOKENS, BLOCKS)
         self.caches, self.workers, self.writes = [], list[WorkerHalf](), []
         for rank in range(ranks):

@@ -3,7 +3,6 @@ stored there as if it had been read there. What requests asked to be kept for a 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -185,14 +184,16 @@ def _pieces(
 
 
 def _has_no_parent(target: Any, tenant: Tenant, chunk: pb.ChunkInfo) -> bool:
-    """Whether what a chunk continues is not stored."""
+    """Whether the daemon says that what a chunk continues is not stored."""
     parent = chunk.parent_prefix_hash
     if parent == keys.tenant_root(tenant.namespace, tenant.salt):
         return False
     request = pb.FetchRequest(namespace=tenant.namespace, tenant_salt=tenant.salt, prefix_hash=parent)
     call = target.Fetch(request, timeout=_CALL_SECONDS)
-    with contextlib.suppress(grpc.RpcError):
+    try:
         next(call)
+    except grpc.RpcError as error:
+        return isinstance(from_rpc(error), ChunkNotFound)
+    finally:
         call.cancel()
-        return False
-    return True
+    return False

@@ -46,7 +46,7 @@ class Relay:
 
     async def answer(self, request: Request, asked: Asked) -> Response:
         """Raises KVSidecarError when there is no answer to hand on, ClientGone."""
-        return await while_there(request, self._answer(asked))
+        return await while_there(request, self._answer(asked), _close)
 
     async def _answer(self, asked: Asked) -> Response:
         loop, began = asyncio.get_running_loop(), time.perf_counter()
@@ -184,7 +184,16 @@ class _Stream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._opened.close()
+            await self.close()
+
+    async def close(self) -> None:
+        await self._opened.close()
+
+
+async def _close(answer: Response) -> None:
+    """Ends what a node has begun, and nobody wants."""
+    if isinstance(answer, _Stream):
+        await answer.close()
 
 
 def whole(response: httpx.Response, content: bytes) -> Response:

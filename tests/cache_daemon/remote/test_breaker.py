@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
+from cache_daemon.durable.seal import NoSeal
 from cache_daemon.remote.breaker import Breaker, Circuit
 from cache_daemon.remote.engine import RemoteFailed
+from cache_daemon.remote.entries import MOST_PARTS, Entry
 from cache_daemon.remote.figures import Figures
 from cache_daemon.remote.hedging import Hedging
+from cache_daemon.remote.memory import MemoryEngine
+from cache_daemon.remote.naming import Names
+from cache_daemon.remote.tier import RemoteTier
 
 
 def closed() -> Breaker:
@@ -119,6 +125,28 @@ async def test_with_one_lane_nothing_is_asked_for_twice() -> None:
     assert hedging.hedged == 0
 
 
+async def test_work_that_is_cancelled_by_itself_has_failed_and_its_caller_goes_on() -> None:
+    """As when a client ends what it was asked for, because it connects anew."""
+
+    async def work(lane: int) -> str:
+        await asyncio.sleep(0.01)
+        raise asyncio.CancelledError
+
+    with pytest.raises(RemoteFailed):
+        await Hedging(1).first(work, 60)
+
+    async def once(lane: int) -> str:
+        seen.append(lane)
+        if len(seen) == 1:
+            await asyncio.sleep(0.05)
+            raise asyncio.CancelledError
+        await asyncio.sleep(0.1)
+        return "good"
+
+    seen = list[int]()
+    assert await Hedging(2).first(once, 0.01) == "good"
+
+
 async def test_who_goes_away_takes_all_of_it_along() -> None:
     ended = list[int]()
 
@@ -160,3 +188,51 @@ def test_good_news_is_believed_sooner_than_bad() -> None:
     for _ in range(5):
         figures.looked(0.001)
     assert figures.latency_seconds < 0.1
+
+
+# ---- what a tier takes for an answer -------------------------------------------------------------------------
+
+
+class Held(MemoryEngine):
+    """An engine whose reads end when told to, well or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = list[asyncio.Future[None]]()
+
+    async def get_many(self, names, lane=0):  # type: ignore[no-untyped-def]
+        self.reads.append(asyncio.get_running_loop().create_future())
+        await self.reads[-1]
+        return await super().get_many(names, lane)
+
+
+@pytest.mark.parametrize("well", [True, False])
+async def test_a_call_of_before_an_engine_was_away_says_nothing_of_it_now(well: bool) -> None:
+    engine = Held()
+    tier = RemoteTier(engine, Names("t"), NoSeal())
+    tier.reads.answered()
+    calls = [asyncio.create_task(tier.find(b"r" * 32, [], 60)) for _ in range(2)]
+    while len(engine.reads) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    engine.reads[0].set_exception(RemoteFailed("it went away"))
+    await asyncio.wait({calls[0]})
+    assert tier.reads.state is Circuit.OPEN
+    tier.reads.answered()
+    for _ in range(2):
+        tier.reads.succeeded()
+    if well:
+        engine.reads[1].set_result(None)
+    else:
+        engine.reads[1].set_exception(RemoteFailed("its connection was of before"))
+    await asyncio.wait(calls)
+    assert tier.reads.state is Circuit.HALF_OPEN
+    tier.reads.succeeded()
+    assert tier.reads.state is Circuit.CLOSED
+    assert all(call.exception() is not None or well for call in calls)
+
+
+async def test_records_that_claim_many_parts_are_not_asked_for_at_once() -> None:
+    header = ChunkHeader(root=b"r" * 32, prefix_hash=b"h" * 32)
+    entries = [Entry(header, 0, MOST_PARTS, 1, 0, 0, b"") for _ in range(3)] + [Entry(header, 0, 2, 9, 0, 0, b"")] * 3
+    groups = RemoteTier(MemoryEngine(), Names("t"), NoSeal()).groups(entries)
+    assert [len(group) for group in groups] == [1, 1, 1, 3]

@@ -11,6 +11,7 @@ from kvsidecar.errors import ChunkNotFound, LimitExceeded
 
 from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.limits import TenantLimits
+from cache_daemon.remote.engine import RemoteFailed
 from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.store.bringing import Bringing, Wanted
 from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, node, parent_of, prompt, until
@@ -185,6 +186,54 @@ async def test_what_a_node_has_from_before_a_deletion_elsewhere_is_not_written_b
         await b.bench.found(prompt(3))
         await b.sent()
         assert (await a.ask(prompt(3)))[0] == 0
+
+
+async def test_what_was_deleted_elsewhere_is_remembered_among_many_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_daemon.store.sending._MOST_MARKS", 2)
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(3))
+        assert (await b.ask(prompt(3)))[0] == 3 * CHUNK
+        await a.bench.store.delete(a.bench.root(), b"")
+        await b.ask(prompt(2, 9))
+        for other in (b"one", b"two", b"three"):
+            await a.share(prompt(2), salt=other)
+            assert (await b.ask(prompt(2), salt=other))[0] == 2 * CHUNK
+        await b.bench.found(prompt(3))
+        await b.sent()
+        assert (await a.ask(prompt(3)))[0] == 0
+        await b.share(prompt(2, 4))
+        assert (await a.ask(prompt(2, 4)))[0] == 2 * CHUNK, "what came after it is shared"
+
+
+@pytest.mark.parametrize("what", ["tenant", "everything"])
+async def test_however_often_removing_fails_a_mark_is_made_anew_once(what: str) -> None:
+    """Each new one is a deletion to all other nodes, and ends what they have written meanwhile."""
+
+    class Unlisted(Slow):
+        refused, marks = 3, 0
+
+        async def put_many(self, items, ttl_seconds):  # type: ignore[no-untyped-def]
+            self.marks += sum(name.endswith("/mark") for name, _ in items)
+            await super().put_many(items, ttl_seconds)
+
+        async def scan(self, prefix):  # type: ignore[no-untyped-def]
+            if self.refused:
+                self.refused -= 1
+                raise RemoteFailed("told to")
+            async for page in super().scan(prefix):
+                yield page
+
+    engine = Unlisted()
+    async with node(engine) as a:
+        await a.share(prompt(3))
+        deletion = a.remote.forget(a.bench.root() if what == "tenant" else b"", b"")
+        assert engine.marks == 0, "the first one is made where there is none"
+        await until(deletion.done)
+        assert (engine.refused, engine.marks) == (0, 1)
+        assert (await a.ask(prompt(3, 5)))[0] == 0
+        await asyncio.wait_for(asyncio.shield(a.remote.forget(a.bench.root(), b"")), 10)
+        assert engine.marks == 2, "asked for again, it is made again"
 
 
 @pytest.mark.parametrize("what", ["tenant", "chunk", "everything"])

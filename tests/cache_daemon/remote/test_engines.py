@@ -29,6 +29,7 @@ from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.remote.address import Credentials, new_engine, parse_remote
 from cache_daemon.remote.engine import RemoteEngine, RemoteFailed
 from cache_daemon.remote.memory import MemoryEngine
+from cache_daemon.remote.valkey import ValkeyEngine
 from tests.cache_daemon.remote.nodes import CHUNK, node, prompt, until
 from tests.cache_daemon.stores import opened
 
@@ -115,6 +116,23 @@ async def test_a_scan_finds_what_begins_so(engine: RemoteEngine) -> None:
     found = {name async for page in engine.scan("d/") for name in page}
     assert found == wanted
     assert [page async for page in engine.scan("nothing/") if page] == []
+
+
+@pytest.mark.parametrize("kind", ["valkey", "cluster"])
+async def test_names_that_cannot_be_ours_keep_nobody_from_deleting(kind: str, urls: dict[str, str]) -> None:
+    """A server that others use, too: its names are any bytes."""
+    engine = new_engine(parse_remote(urls[kind].replace("prefix=e", "prefix=names")), Credentials(""))
+    assert isinstance(engine, ValkeyEngine)
+    async with node(engine, prefix="names") as a:
+        await a.share(prompt(2))
+        begin = a.tier.names.tenant(a.bench.root()).encode()
+        strangers = [begin + b"\xff\xfe", begin + b"\xc3/head", begin + b" /head"]
+        for name in strangers:
+            await engine._client(0).set(name, b"x")
+        assert len(await a.tier.listed(a.bench.root())) == 2
+        await asyncio.wait_for(asyncio.shield(a.remote.forget(a.bench.root(), b"")), 20)
+        assert await a.tier.listed(a.bench.root()) == []
+        await engine._client(0).unlink(strangers)
 
 
 async def test_many_large_values_at_once(engine: RemoteEngine) -> None:

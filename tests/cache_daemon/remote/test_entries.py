@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from kvsidecar import keys
 from kvsidecar.layout import Geometry, new_header
 
 from cache_daemon.durable.seal import AesSeal, NoSeal, Seal
+from cache_daemon.durable.terms import note_of
 from cache_daemon.remote.entries import Entry, Unfit, decode_record, encode_record, mark_of, packed, unpacked
 from tests.cache_daemon.conftest import GEOMETRY, payload_of
 
@@ -77,6 +79,19 @@ def test_a_record_is_of_its_name_alone() -> None:
     entry, *_ = stored(NoSeal(), True)
     with pytest.raises(Unfit):
         decode_record(NoSeal(), NAME.replace("hash", "other"), encode_record(NoSeal(), NAME, entry))
+
+
+@pytest.mark.parametrize("ends_at", [(1 << 64) - 1, 1 << 62, 1 << 40])
+def test_a_record_that_ends_in_no_time_is_not_believed(ends_at: int) -> None:
+    """Its chunk's end, in milliseconds, could be noted nowhere, and with it nobody else's."""
+    entry, *_ = stored(NoSeal(), True)
+    for good in (0, 77, (1 << 40) - 1):
+        assert (
+            decode_record(NoSeal(), NAME, encode_record(NoSeal(), NAME, replace(entry, ends_at=good))).ends_at == good
+        )
+    note_of(float((1 << 40) - 1))
+    with pytest.raises(Unfit, match="no time"):
+        decode_record(NoSeal(), NAME, encode_record(NoSeal(), NAME, replace(entry, ends_at=ends_at)))
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("plain", "sealed"), ("sealed", "plain"), ("sealed", "other")])

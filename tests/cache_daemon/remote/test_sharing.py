@@ -90,6 +90,20 @@ async def test_two_that_ask_for_the_same_bring_it_once() -> None:
 # ---- what it costs ------------------------------------------------------------------------------------------
 
 
+async def test_who_waits_for_another_that_goes_away_brings_it_itself() -> None:
+    engine = Gated()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(6))
+        engine.arrive.clear()
+        first, *others = (asyncio.create_task(b.ask(prompt(6))) for _ in range(3))
+        await until(lambda: engine.waiting)
+        first.cancel()
+        await asyncio.wait({first})
+        engine.arrive.set()
+        assert [found for found, _ in await asyncio.gather(*others)] == [6 * CHUNK] * 2
+        assert b.stats.remote_lookups == 2, "one of them, after the one that went"
+
+
 async def test_what_is_quicker_computed_is_not_asked_for() -> None:
     engine = Slow()
     async with node(engine) as a, node(engine) as b:

@@ -159,6 +159,27 @@ async def test_a_client_that_goes_takes_its_work_along() -> None:
         await ended.wait()
 
 
+async def test_an_answer_that_comes_while_its_client_goes_is_closed() -> None:
+    answered, closed = asyncio.Event(), list[str]()
+
+    class Going:
+        async def is_disconnected(self) -> bool:
+            answered.set()
+            await asyncio.sleep(0.01)  # the work ends while this is asked
+            return True
+
+    async def work() -> str:
+        await answered.wait()
+        return "an answer"
+
+    async def close(answer: str) -> None:
+        closed.append(answer)
+
+    with pytest.raises(ClientGone):
+        await while_there(Going(), work(), close)  # type: ignore[arg-type]
+    assert closed == ["an answer"]
+
+
 async def test_a_request_that_ends_workers_ends_two_of_one_at_most(tmp_path: Path) -> None:
     worker = Worker(tmp_path / "0", dies=True)
     async with serving(worker) as ask:

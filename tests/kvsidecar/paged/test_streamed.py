@@ -14,6 +14,7 @@ import grpc
 import pytest
 import torch
 from google.protobuf.message import DecodeError
+from kvkernels.cuda import visible
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32
@@ -218,6 +219,50 @@ def test_a_slow_link_is_given_up_when_time_is_over(remote: Remote, attach: Attac
     remote.proxy.go_on()
     nothing_held(remote.node)
     assert there.read() == len(PROMPT)
+
+
+@pytest.mark.parametrize("missing", ["memory", "pinned memory", "a thread"])
+def test_who_cannot_receive_leaves_no_call_open(
+    missing: str, remote: Remote, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is kept, and with it everything that it refers to: nothing is left to a collection of garbage."""
+    here = attach(remote.address(), f"lacks {missing}")
+    here.store()
+    carrier, calls, pinned = here.session.carrier, list[Any](), set[int]()
+    assert isinstance(carrier, streamed.Streamed)
+    fetch = carrier._fetch
+
+    def opened(*arguments: Any, **options: Any) -> Any:
+        calls.append(fetch(*arguments, **options))
+        return calls[-1]
+
+    carrier._fetch, carrier._pins = opened, missing == "pinned memory"
+
+    def none(*_: Any, **__: Any) -> Any:
+        raise MemoryError(f"there is not enough of {missing}")
+
+    def pin(buffer: memoryview) -> bool:
+        if pinned:
+            none()
+        pinned.add(visible.address_of(buffer))
+        return True
+
+    with monkeypatch.context() as lacking:
+        lacking.setattr(visible, "pin", pin)
+        lacking.setattr(visible, "unpin", pinned.remove)
+        if missing == "memory":
+            lacking.setattr(streamed.np, "empty", none)
+        elif missing == "a thread":
+            lacking.setattr(streamed.threading.Thread, "start", none)
+        found = here.match()
+        with pytest.raises(MemoryError, match=f"enough of {missing}"):
+            list(found.session.read(found.lease_id, found.matches, 5.0))
+        assert not pinned
+        assert not any(call.is_active() for call in calls)
+    here.matcher.release(found)
+    carrier._pins = False
+    assert here.read() == len(PROMPT)
+    nothing_held(remote.node)
 
 
 def test_a_daemon_that_dies_is_attached_to_again(tmp_path: Path, attach: Attach) -> None:

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import grpc
 
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import Geometry, layout_of
+from kvsidecar.paged.cutting import Cutting
 from kvsidecar.paged.session import Session
 
 # What is cold comes from a disk: a call may take so much longer for each byte that it may have to bring in.
 _SLOW_BYTES_PER_SECOND = 200e6
 _RELEASE_SECONDS = 5.0
+# The daemon waits no longer for a remote tier.
+_MOST_AFAR_SECONDS = 10.0
+_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
 class Found:
-    """The longest stored prefix of some tokens, and what was found of them by content, under lease until released."""
+    """The longest stored prefix of some tokens, and what was found of them by content, under lease until released.
+    ``cutting`` is how nodes that share chunks cut them; None where none do."""
 
     session: Session
     matches: tuple[pb.ChunkMatch, ...]
     tokens: int
     lease_id: bytes
     contents: tuple[pb.ContentMatch, ...] = ()
+    cutting: Cutting | None = None
 
     @property
     def whole(self) -> tuple[int, bytes]:
-        """Tokens of the leading chunks that match wholly, and the last one's prefix hash: where storing goes on."""
-        tokens, last = 0, b""
+        """Tokens of the leading chunks that match wholly, and the last one's prefix hash: where storing goes on. Where
+        nodes share chunks, of those that all of them cut so: behind a tail in between, which others do not know, they
+        would find nothing, so the chunk that takes its place is stored anew."""
+        tokens, last, most = 0, b"", self.session.max_chunk_tokens
         for match in self.matches:
             if match.matched_tokens < match.tokens:
+                break
+            if self.cutting is not None and match.tokens != self.cutting.length(most):
                 break
             tokens, last = tokens + match.tokens, match.prefix_hash
         return tokens, last
@@ -40,10 +52,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Matcher:
-    """Asks the daemon. ``timeout`` is in seconds, for a prompt of no length. Any thread may use it."""
+    """Asks the daemon. ``timeout`` is in seconds, for a prompt of no length. With a ``cutting``, the daemon asks its
+    remote tier, if it has one, for what is not there: keys follow from the cuts. Any thread may use it."""
 
     geometry: Geometry
     timeout: float
+    cutting: Cutting | None = None
     _releases: set[Any] = field(default_factory=set)
 
     def match(
@@ -54,14 +68,24 @@ class Matcher:
         *,
         leased: bool = False,
         contents: Sequence[pb.ContentProbe] = (),
+        seconds_per_token: float = 0.0,
     ) -> Found:
         """Finds and leases. What is ``leased`` already, by whom it may be, is in memory, and no disk is waited for.
-        Raises grpc.RpcError, and ValueError for an answer that cannot be meant."""
+        ``seconds_per_token`` is what computing takes, 0 when unknown: what is further away is not brought. Raises
+        grpc.RpcError, and ValueError for an answer that cannot be meant."""
+        cutting = self.cutting if session.remote else None
         request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
-        answer = session.stub.Match(request, timeout=self._patience(0 if leased else len(tokens)))
+        patience = self._patience(0 if leased else len(tokens))
+        if cutting is not None and not leased:
+            request.cuts.extend(cutting.known(len(tokens), session.max_chunk_tokens))
+            request.seconds_per_token = seconds_per_token
+            patience += min(len(tokens) * seconds_per_token, _MOST_AFAR_SECONDS)
+        answer = session.stub.Match(request, timeout=patience)
         if answer.epoch != session.epoch:
             raise ValueError(f"an answer of epoch {answer.epoch:x} in a session of epoch {session.epoch:x}")
-        found = Found(session, tuple(answer.matches), answer.matched_tokens, answer.lease_id, tuple(answer.contents))
+        found = Found(
+            session, tuple(answer.matches), answer.matched_tokens, answer.lease_id, tuple(answer.contents), cutting
+        )
         at = 0
         for match in found.matches:
             if match.start_position != at:
@@ -70,12 +94,37 @@ class Matcher:
             at += match.matched_tokens
         return found
 
+    def bring(self, session: Session, prompts: Sequence[list[int]], salt: bytes) -> Iterator[list[bytes]]:
+        """Has the daemon bring prompts that are a chunk each from its remote tier, ``_AT_ONCE`` at a time; yields the
+        leases of those that are here, to be given back by the caller. Raises grpc.RpcError."""
+        for at in range(0, len(prompts), _AT_ONCE):
+            calls = [
+                session.stub.Match.future(
+                    pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, cuts=[len(tokens)]),
+                    timeout=self._patience(len(tokens)),
+                )
+                for tokens in prompts[at : at + _AT_ONCE]
+            ]
+            leases, failed = list[bytes](), None
+            for call in calls:  # all are heard, or what they leased would stay
+                try:
+                    leases += filter(None, [call.result().lease_id])
+                except grpc.RpcError as error:
+                    failed = error
+            yield leases
+            if failed is not None:
+                raise failed
+
     def release(self, found: Found) -> None:
         """Gives the lease back without waiting for the answer."""
-        if found.lease_id and found.session.alive:
-            request = pb.ReleaseRequest(session_id=found.session.id, lease_ids=[found.lease_id])
+        self.give_back(found.session, [found.lease_id] if found.lease_id else [])
+
+    def give_back(self, session: Session, lease_ids: Sequence[bytes]) -> None:
+        """The same of any leases."""
+        if lease_ids and session.alive:
+            request = pb.ReleaseRequest(session_id=session.id, lease_ids=lease_ids)
             try:
-                call = found.session.stub.Release.future(request, timeout=_RELEASE_SECONDS)
+                call = session.stub.Release.future(request, timeout=_RELEASE_SECONDS)
             except ValueError:  # the channel was closed meanwhile: the session is over, and its leases with it
                 return
             # A call nobody refers to is cancelled, and its lease would stay until the session ends.

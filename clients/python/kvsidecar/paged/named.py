@@ -65,6 +65,13 @@ class NamedPages:
         """Finds and leases what is stored of some pages, all different; None when the summary knows of none. Raises
         grpc.RpcError and ValueError."""
         root = keys.tenant_root(self.namespace, salt)
+        leases = self._bring(session, pages, salt, root) if session.remote else []
+        try:
+            return self._find(session, pages, salt, root)
+        finally:
+            self.matcher.give_back(session, leases)
+
+    def _find(self, session: Session, pages: Sequence[Page], salt: bytes, root: bytes) -> Held | None:
         tokens, probes = list[int](), list[pb.ContentProbe]()
         for page in pages:
             ids = page.token_ids()
@@ -80,6 +87,25 @@ class NamedPages:
         if found.matches and found.matches[0].matched_tokens == found.matches[0].tokens == pages[0].tokens:
             there[0] = found.matches[0]  # the first one of all is a prefix, and not told twice
         return Held(found, there)
+
+    def _bring(self, session: Session, pages: Sequence[Page], salt: bytes, root: bytes) -> list[bytes]:
+        """Has pages that are not here brought from the daemon's remote tier, as far as it has some of so many
+        neighbours: a prompt's pages are stored from its beginning on. Returns leases on them."""
+        known, most, away = session.summary is not None, session.max_chunk_tokens, list[list[int]]()
+        for page in pages:
+            ids = page.token_ids()
+            if page.tokens <= most and not (known and session.may_hold_content(root, ids)):
+                away.append(ids)
+        leases = list[bytes]()
+        try:
+            for some in self.matcher.bring(session, away, salt):
+                leases += some
+                if not some:
+                    break
+        except BaseException:
+            self.matcher.give_back(session, leases)
+            raise
+        return leases
 
     def read(self, held: Held, matches: Sequence[pb.ChunkMatch]) -> Generator[Payload, None, None]:
         """Some of the pages' payloads, in their order. Close it when it is not wanted to its end. Raises as

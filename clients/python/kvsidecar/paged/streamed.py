@@ -9,7 +9,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -54,8 +56,8 @@ class Streamed:
             group = matches[first : first + _CHUNKS_OF_A_CALL]
             names = [match.prefix_hash for match in group]
             request = pb.FetchRequest(session_id=self._session_id, lease_id=lease_id, prefix_hashes=names)
-            call = self._fetch(request, timeout=max(0.0, ends - time.monotonic()))
-            with _Arriving(call, group, self._pins) as arriving:
+            left = max(0.0, ends - time.monotonic())
+            with _Arriving(partial(self._fetch, request, timeout=left), group, self._pins) as arriving:
                 yield from arriving
 
     def write(self, granted: Sequence[tuple[int, pb.Reservation]], fill: Fill, timeout: float) -> list[pb.CommitItem]:
@@ -66,7 +68,11 @@ class Streamed:
             items.append(pb.CommitItem(reservation_id=reservation.reservation_id, checksum=keys.checksum(payload)))
             payloads.append((reservation.reservation_id, payload))
         sending = _Sending(self._session_id, payloads)
-        sending.wait(self._stub.Fill.future(iter(sending), timeout=timeout))
+        call = self._stub.Fill.future(iter(sending), timeout=timeout)
+        try:
+            sending.wait(call)
+        finally:
+            call.cancel()
         return items
 
     def close(self) -> None:
@@ -97,35 +103,43 @@ class _Sending:
                 return
             except grpc.FutureTimeoutError:  # unless a message was taken meanwhile
                 continue
-        call.cancel()
         raise ConnectionError(f"the cache daemon took nothing for {_STALL_SECONDS:g} s")
 
 
 class _Arriving:
     """The payloads of one Fetch, received and checked on a thread of its own while those before them are used."""
 
-    def __init__(self, call: Any, matches: Sequence[pb.ChunkMatch], pins: bool) -> None:
-        self._call, self._matches = call, matches
+    def __init__(self, fetch: Callable[[], Any], matches: Sequence[pb.ChunkMatch], pins: bool) -> None:
+        """Calls ``fetch`` when there is memory for what it streams: the daemon holds all that a call was asked for
+        until it ends. Raises what memory, pinning or starting a thread raise, with nothing open."""
+        self._matches = matches
         size = max(match.payload_bytes for match in matches)
-        self._buffers = [np.empty(size, np.uint8).data for _ in matches[:_BUFFERS]]
-        self._pinned = [visible.address_of(b) for b in self._buffers if pins and size and visible.pin(b)]
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[tuple[memoryview, int] | Exception] = queue.SimpleQueue()
-        self._heard = time.monotonic()
-        for buffer in self._buffers:
-            self._free.put(buffer)
         self._thread = threading.Thread(target=self._receive, name="kv-fetch", daemon=True)
-        self._thread.start()
+        with ExitStack() as held:
+            for _ in matches[:_BUFFERS]:
+                buffer = np.empty(size, np.uint8).data
+                if pins and size and visible.pin(buffer):
+                    held.callback(visible.unpin, visible.address_of(buffer))
+                self._free.put(buffer)
+            self._call = fetch()
+            held.callback(self._end)
+            self._heard = time.monotonic()
+            self._thread.start()
+            self._held = held.pop_all()
 
     def __enter__(self) -> _Arriving:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._held.close()
+
+    def _end(self) -> None:
         self._call.cancel()
         self._free.put(None)
-        self._thread.join()
-        for address in self._pinned:
-            visible.unpin(address)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
 
     def __iter__(self) -> Iterator[memoryview]:
         for _ in self._matches:

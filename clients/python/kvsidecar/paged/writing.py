@@ -16,6 +16,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import Geometry, new_header
 from kvsidecar.paged.carrier import Fill, carrying_seconds
 from kvsidecar.paged.copying import BlockCopier
+from kvsidecar.paged.cutting import Cutting
 from kvsidecar.paged.session import Session
 
 # Chunks are written in groups of at most this many, so that a long prompt does not wait for its last chunk, and of at
@@ -50,7 +51,7 @@ class Writer:
 
     def __init__(self, copier: BlockCopier, geometry: Geometry, chunk_tokens: int, timeout: float) -> None:
         self._copier, self._geometry = copier, geometry
-        self._chunk_tokens, self._timeout = chunk_tokens, timeout
+        self._cutting, self._timeout = Cutting(chunk_tokens), timeout
 
     def store(
         self,
@@ -97,10 +98,8 @@ class Writer:
 
     def _headers(self, job: _Job, start: int) -> list[ChunkHeader]:
         """Headers of the chunks from ``start`` on; they end at multiples of the chunk length, and with the tokens."""
-        longest = min(self._chunk_tokens, job.session.max_chunk_tokens)
         headers = list[ChunkHeader]()
-        while start < len(job.tokens):
-            stop = min(start // longest * longest + longest, len(job.tokens))
+        for stop in self._cutting.ends(start, len(job.tokens), job.session.max_chunk_tokens):
             header = new_header(self._geometry, job.tokens[start:stop], start)
             header.prefill_seconds = job.token_seconds * (stop - start)
             headers.append(header)

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from inference_svc.gateway.gone import ClientGone
 from tests.inference_svc.gateway.fleet.peers import SERVED, Peer, breaks, fleet_of, hangs, named, says, streams
 
 CHAT = "/v1/chat/completions"
@@ -76,6 +77,46 @@ async def test_a_node_that_hangs_is_given_up_and_its_prompts_go_elsewhere() -> N
         await hung.began.wait()
         hung.silent = True
         assert (await answer).json() == {"from": other.url}
+
+
+async def test_a_stream_that_nobody_wants_any_more_is_ended_at_its_node() -> None:
+    """The client goes in the moment in which the node's first words are there."""
+    leaving, gone = asyncio.Event(), asyncio.Event()
+
+    async def begins(writer: asyncio.StreamWriter) -> None:
+        data = b"data: one\n\n"
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        await leaving.wait()
+        event = f"{len(data):x}\r\n".encode() + data + b"\r\n"
+        writer.write(head)
+        while not writer.transport.is_closing():  # until who reads it has closed
+            writer.write(event)
+            await asyncio.sleep(0.01)
+        gone.set()
+
+    class Going:
+        async def is_disconnected(self) -> bool:
+            leaving.set()
+            while not any(task.done() for task in asked):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            return True
+
+    node = Peer(answer=begins)
+    async with fleet_of(node) as (_, fleet):
+        asked: list[asyncio.Task[Any]] = []
+        answer = fleet._relay._answer
+
+        async def noted(*arguments: Any) -> Any:
+            asked.append(asyncio.current_task())  # type: ignore[arg-type]
+            return await answer(*arguments)
+
+        fleet._relay._answer = noted  # type: ignore[method-assign]
+        raw = json.dumps(BODY | {"stream": True}).encode()
+        with pytest.raises(ClientGone):
+            await fleet._relay.answer(Going(), await fleet._asking.read(CHAT, raw, json.loads(raw)))  # type: ignore[arg-type]
+        assert all(one.in_flight == 0 for one in fleet.members.all)
+        async with asyncio.timeout(20):
+            await gone.wait()
 
 
 async def test_a_refusal_of_the_request_is_handed_on_and_nobody_else_asked() -> None:

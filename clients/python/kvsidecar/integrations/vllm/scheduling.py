@@ -14,9 +14,11 @@ from typing import Any
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.integrations.vllm.messages import Introduction, Load, Step, Store
+from kvsidecar.integrations.vllm.pace import Pace
 from kvsidecar.integrations.vllm.salts import Adapters, Unidentified, cacheable_tokens, salt_of, since
 from kvsidecar.integrations.vllm.settings import Settings
 from kvsidecar.layout import Geometry
+from kvsidecar.paged.cutting import Cutting
 from kvsidecar.paged.failing import give_up
 from kvsidecar.paged.link import DaemonLink
 from kvsidecar.paged.matching import Found, Matcher
@@ -80,6 +82,7 @@ class _Followed:
     ordered: int = 0  # tokens that workers were told to store
     began: float = 0.0
     computed_from: int = 0
+    timed: bool = False
 
 
 class SchedulerHalf:
@@ -92,7 +95,7 @@ class SchedulerHalf:
         self._pinned: dict[str, int] = {}  # blocks of finished requests that the workers may still be reading
         self._ranks: list[_Rank] = []
         self._followed: dict[str, _Followed] = {}
-        self._step = Step()
+        self._step, self._pace = Step(), Pace()
         self._generation = b""
         self._adapters, self._told = Adapters(), set[str]()
         self._patience, self._swept = _AT_ONCE_SECONDS, time.monotonic()
@@ -104,7 +107,8 @@ class SchedulerHalf:
             described = NamespaceDescriptor.FromString(introduction.descriptor)
             name = f"vllm-scheduler-{described.tensor_parallel_rank}"
             link = DaemonLink(self._settings.address, name, described, maps=False, log=log)
-            self._ranks.append(_Rank(link, Matcher(Geometry.of(described), self._settings.timeout)))
+            cutting = Cutting.of_blocks(self._settings.chunk_tokens, self._block)
+            self._ranks.append(_Rank(link, Matcher(Geometry.of(described), self._settings.timeout, cutting)))
 
     def reset(self) -> None:
         """What was stored may not be used any more: vLLM says so when its weights were changed in place. From here on
@@ -172,7 +176,8 @@ class SchedulerHalf:
         for rank, session in zip(self._ranks, self._sessions(), strict=True):
             if session is None:
                 return None
-            if not session.may_hold(keys.tenant_root(rank.link.namespace, salt), tokens):
+            # Others may have read what the summary knows nothing of.
+            if not session.remote and not session.may_hold(keys.tenant_root(rank.link.namespace, salt), tokens):
                 session.skipped(len(tokens))
                 return None
         return _Lookup(self._threads.submit(self._match, tokens, salt))
@@ -186,7 +191,7 @@ class SchedulerHalf:
             session = rank.link.session
             if session is not None:
                 try:
-                    found.append(rank.matcher.match(session, tokens, salt))
+                    found.append(rank.matcher.match(session, tokens, salt, seconds_per_token=self._pace.price))
                     continue
                 except Exception as error:
                     log.warning("looking a prompt up failed, computing instead: %s", give_up(rank.link, session, error))
@@ -252,9 +257,15 @@ class SchedulerHalf:
                 followed.loaded, followed.began = False, 0.0
         for name, scheduled in output.num_scheduled_tokens.items():
             followed = self._followed.get(name)
-            if followed is None or followed.prompt_ordered:
+            if followed is None:
                 continue
             request = followed.request
+            if followed.prompt_ordered:
+                if followed.began and not followed.timed:  # its prompt was computed in the steps before
+                    followed.timed = True
+                    computed = request.num_prompt_tokens - followed.computed_from
+                    self._pace.computed(computed, time.monotonic() - followed.began)
+                continue
             if request.num_computed_tokens + scheduled >= request.num_prompt_tokens:
                 blocks = output.kv_connector_block_state.resolve_block_ids(name)[0]
                 self._store(followed, request.num_prompt_tokens, blocks)

@@ -19,6 +19,7 @@ from kvsidecar.integrations.vllm.messages import Introduction, Load, Step, Store
 from kvsidecar.integrations.vllm.settings import Settings
 from kvsidecar.integrations.vllm.tally import Tally
 from kvsidecar.paged.copying import BlockCopier, slots_of
+from kvsidecar.paged.cutting import Cutting
 from kvsidecar.paged.failing import give_up
 from kvsidecar.paged.link import DaemonLink
 from kvsidecar.paged.placement import PagedCache
@@ -63,7 +64,7 @@ class WorkerHalf:
         copier = BlockCopier(cache)
         copier.warm_up()
         self._reader = Reader(copier, g, settings.timeout)
-        chunk_tokens = -(-settings.chunk_tokens // block_tokens) * block_tokens
+        chunk_tokens = Cutting.of_blocks(settings.chunk_tokens, block_tokens).chunk_tokens
         self._writer = Writer(BlockCopier(cache), g, chunk_tokens, settings.timeout)
         self._loads = ThreadPoolExecutor(1, "kvsidecar-load", spread)
         self._stores = ThreadPoolExecutor(1, "kvsidecar-store", spread)

@@ -1,0 +1,185 @@
+"""Other engines on two nodes with one remote tier: what one has stored, the other finds. All of it is real."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from kvsidecar.connecting import Address
+from kvsidecar.integrations.lmcache.objects import GEOMETRY, TOKEN_BYTES, Name, ObjectKeeper
+from kvsidecar.integrations.sglang.keeping import PageKeeper
+from kvsidecar.integrations.sglang.pool import cache_of
+from kvsidecar.integrations.vllm.pace import Pace
+from kvsidecar.paged.copying import slots_of
+from kvsidecar.paged.cutting import Cutting
+from kvsidecar.paged.link import DaemonLink
+
+from benchmarks.node import Node
+from benchmarks.remote_servers import RedisServer, why_no_valkey
+from tests.cache_daemon.conftest import descriptor
+from tests.cache_daemon.test_service import until
+from tests.integrations.halves import Request, Status, Vllm
+from tests.integrations.pools import MHATokenToKVPoolHost
+from tests.kvsidecar.paged.caches import BLOCK_TOKENS, fill
+
+pytestmark = pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
+
+CHUNK = 2 * BLOCK_TOKENS  # as many tokens as are worth asking a remote tier for
+
+
+@dataclass
+class Nodes:
+    """Two daemons with one tier, to which both write at once."""
+
+    one: Node
+    two: Node
+
+    def sent(self) -> None:
+        """Waits until the first one's chunks are there."""
+        until(
+            lambda: self.one.cache_stats().remote_written_chunks > 0 and self.one.cache_stats().remote_pending == 0, 20
+        )
+
+    def no_lease(self) -> None:
+        for node in (self.one, self.two):
+            until(lambda node=node: not node.cache_stats().leases, 20)  # type: ignore[misc]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        server = stack.enter_context(RedisServer(tmp_path / "redis"))
+        flags = {"heartbeat_ms": 1000, "remote": server.url, "remote_write": "all"}
+        one, two = (stack.enter_context(Node(workers=0, arena_bytes="32MiB", daemon_flags=flags)) for _ in range(2))
+        for node in (one, two):
+            until(lambda node=node: not node.cache_stats().remote_failing, 20)  # type: ignore[misc]
+        yield Nodes(one, two)
+
+
+@pytest.fixture
+def engines() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def vllm(stack: ExitStack, node: Node) -> Vllm:
+    found = Vllm(node, "remote", chunk_tokens=CHUNK)
+    found.scheduler._pace.computed(100, 100.0)  # dear enough that everything is worth bringing
+    stack.callback(found.close)
+    return found
+
+
+def turn(engine: Vllm, name: str, tokens: list[int], blocks: list[int]) -> int:
+    """Serves a prompt to its end. Returns how many of its tokens came from the daemon."""
+    request = Request(name, tokens)
+    found, _ = engine.matched(request)
+    if found:
+        engine.allocated(request, blocks, found)
+        engine.step()
+        engine.wait(set(), {name})
+        assert engine.workers[0].failed_blocks() == set()
+        request.num_computed_tokens = found
+    engine.allocated(request, blocks, 0)
+    left = request.num_tokens - request.num_computed_tokens
+    engine.step({name: (request, left, blocks)})
+    request.status = Status.FINISHED_STOPPED
+    if engine.scheduler.finished(request, blocks):
+        engine.step()
+        engine.wait({name}, set())
+    return found
+
+
+def test_what_a_vllm_of_another_node_read_is_found_to_the_last_whole_block(nodes: Nodes, engines: ExitStack) -> None:
+    one, two = vllm(engines, nodes.one), vllm(engines, nodes.two)
+    ids = list(range(700, 700 + 3 * BLOCK_TOKENS + 5))
+    fill(one.writes[0], torch.from_numpy(slots_of([0, 1, 2, 3], BLOCK_TOKENS)), torch.bfloat16)
+    assert turn(one, "a", ids, [0, 1, 2, 3]) == 0
+    nodes.sent()
+    assert turn(two, "b", ids, [4, 2, 0, 3]) == 3 * BLOCK_TOKENS
+    assert two.payload(0, [4, 2, 0]) == one.payload(0, [0, 1, 2])
+    assert nodes.two.cache_stats().remote_tokens == 3 * BLOCK_TOKENS
+    nodes.no_lease()
+
+
+def test_behind_a_turn_that_ended_within_a_chunk_prompts_are_cut_as_anywhere(nodes: Nodes, engines: ExitStack) -> None:
+    """One conversation in two turns, of which another node hears only the second."""
+    one, two = vllm(engines, nodes.one), vllm(engines, nodes.two)
+    ids = list(range(900, 900 + 5 * BLOCK_TOKENS))
+    assert turn(one, "a", ids[: 3 * BLOCK_TOKENS], [0, 1, 2]) == 0
+    until(lambda: nodes.one.cache_stats().chunks == 2, 20)
+    assert turn(one, "b", ids, [0, 1, 2, 3, 4]) == 3 * BLOCK_TOKENS
+    until(lambda: nodes.one.cache_stats().chunks == 3, 20)
+    nodes.sent()
+    assert turn(two, "c", ids, [4, 2, 0, 3, 1]) == 5 * BLOCK_TOKENS
+
+
+def sglang(stack: ExitStack, node: Node, pool: MHATokenToKVPoolHost) -> PageKeeper:
+    cache = cache_of(pool, 16)
+    link = DaemonLink(Address(node.cache_socket), "pages", descriptor("pages", cache.geometry))
+    stack.callback(link.close)
+    assert link.wait(10)
+    return PageKeeper(cache, link, timeout=5.0)
+
+
+def test_pages_that_an_sglang_of_another_node_stored_are_found(nodes: Nodes, engines: ExitStack) -> None:
+    """Its pages have no tokens that could be cut: each is asked for by its name."""
+    ours, theirs = (MHATokenToKVPoolHost(layout, page_size=CHUNK) for layout in ("layer_first", "page_first"))
+    one, two = sglang(engines, nodes.one, ours), sglang(engines, nodes.two, theirs)
+    names = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(40)]
+    ours.kv_buffer.copy_(torch.randn(ours.kv_buffer.shape, generator=torch.Generator().manual_seed(3)))
+    assert one.store(names[:3], slots_of([4, 1, 2], CHUNK)) == [True] * 3
+    nodes.sent()
+    assert two.exists(names) == 3
+    assert two.load(names[:3], slots_of([0, 3, 5], CHUNK)) == [True] * 3
+    for here, there in ((4, 0), (1, 3), (2, 5)):
+        assert torch.equal(ours.rows(here), theirs.rows(there))
+    assert two.exists(names[20:]) == 0
+    nodes.no_lease()
+
+
+def test_objects_that_an_lmcache_of_another_node_stored_are_found_and_deleted(nodes: Nodes, engines: ExitStack) -> None:
+    both = (nodes.one, nodes.two)
+    links = [DaemonLink(Address(node.cache_socket), "objects", descriptor("objects", GEOMETRY)) for node in both]
+    for link in links:
+        engines.callback(link.close)
+        assert link.wait(10)
+    one, two = (ObjectKeeper(link, timeout=5.0) for link in links)
+    size = 16 * TOKEN_BYTES - 3
+    names, objects = [Name(b"salt", b"%d" % i) for i in range(3)], [memoryview(bytes([i]) * size) for i in range(2)]
+    assert one.store(names[:2], objects).there == (True, True)
+    nodes.sent()
+    assert two.lock(names, [size] * 3) == [True, True, False]
+    into = [memoryview(bytearray(size)) for _ in names]
+    assert two.load(names, into) == [True, True, False]
+    assert into[:2] == objects
+    two.unlock(names[:2])
+    session = links[1].session
+    assert two.lock(names[2:], [TOKEN_BYTES * 4097]) == [False], "it is larger than a chunk may be"
+    assert links[1].session is session, "nothing was asked that is refused"
+    nodes.no_lease()
+    assert two.delete(names[:1], [size]) == [True]
+    until(lambda: nodes.two.cache_stats().remote_deletions == 0, 20)
+    assert two.load(names[:2], into[:2]) == [False, True]
+
+
+def test_cuts_are_where_chunks_are_stored() -> None:
+    cutting = Cutting.of_blocks(20, 8)
+    assert (cutting.chunk_tokens, cutting.ends(0, 60, 4096), cutting.ends(32, 60, 4096)) == (24, [24, 48, 56], [48, 56])
+    assert (cutting.known(7, 4096), cutting.known(8, 4096), cutting.ends(56, 59, 4096)) == ([], [8], [])
+    assert len(Cutting(1).known(1 << 20, 4096)) == 8192, "no look-up may have more"
+
+
+def test_what_computing_takes_follows_what_was_computed_and_is_always_a_number_of_seconds() -> None:
+    pace = Pace()
+    pace.computed(10, 5.0)
+    assert pace.price == 0, "a few tokens say nothing"
+    pace.computed(100, 5.0)
+    pace.computed(100, 10.0)
+    assert 0.05 < pace.price < 0.1
+    pace.computed(32, 1e9)
+    assert pace.price < 3600, "the daemon takes no more"
