@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from kvsidecar.interrupts import EXIT_CODE, ending_quietly
+from kvsidecar.lean import import_lean
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,6 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(command: str, rest: list[str]) -> int:
     with ending_quietly():
+        import_lean()
         from kvsidecar.cli.settings import run_service
     if command == "worker":
         with ending_quietly():
