@@ -24,11 +24,13 @@ def _run(command: str, rest: list[str]) -> int:
         with ending_quietly():
             from inference_svc.cache.address import daemon_address
             from inference_svc.config import WorkerConfig
+            from inference_svc.model.ahead import read_ahead
             from inference_svc.model.preflight import settled
 
         async def serve(config: WorkerConfig) -> None:
             config = settled(config)
             daemon_address(config)
+            read_ahead(config.model)
             from inference_svc.server import serve as run  # it imports torch
 
             await run(config)
