@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from kvsidecar.interrupts import EXIT_CODE, ending_quietly
+from kvsidecar.lean import import_lean
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,16 +18,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(command: str, rest: list[str]) -> int:
     with ending_quietly():
+        import_lean()
         from kvsidecar.cli.settings import run_service
     if command == "worker":
         with ending_quietly():
             from inference_svc.cache.address import daemon_address
             from inference_svc.config import WorkerConfig
+            from inference_svc.model.ahead import read_ahead
             from inference_svc.model.preflight import settled
 
         async def serve(config: WorkerConfig) -> None:
             config = settled(config)
             daemon_address(config)
+            read_ahead(config.model)
             from inference_svc.server import serve as run  # it imports torch
 
             await run(config)

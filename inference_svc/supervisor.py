@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import grpc
-import httpx
 import structlog
 import uvloop
 from kvsidecar.addresses import TcpAddress, why_not_bindable
 from kvsidecar.cli.flags import FlagParser, add_flags
-from kvsidecar.cli.services import of_another
+from kvsidecar.cli.programs import of_another
 from kvsidecar.cli.settings import configure_logging, read_settings, refuse_unknown_variables
 from kvsidecar.errors import ConfigurationError, KVSidecarError
 from kvsidecar.free_memory import free_bytes
@@ -137,6 +136,8 @@ class Supervisor:
         for worker, socket in zip(workers, self.worker_sockets, strict=True):
             await self._ready(worker, socket)
         url = f"http://{TcpAddress(self._config.host, self._config.port)}"
+        import httpx  # here: while the processes that it asks for are starting themselves
+
         async with httpx.AsyncClient() as client:
             while not self._stop.is_set():
                 try:

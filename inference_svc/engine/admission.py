@@ -166,7 +166,7 @@ class Admission:
                 self._pool.free(table)
                 sequence.table = None
                 return False
-            self._pool.back(table, source.tokens, len(sequence.tokens) + AHEAD_TOKENS)
+            self._residents.back(table, source.tokens, len(sequence.tokens) + AHEAD_TOKENS)
             self._begin(sequence, source)
             return True
         if resident is not None:
@@ -177,7 +177,7 @@ class Admission:
         if found is None:
             return False
         sequence.table = found  # from here on whoever fails frees it
-        self._pool.back(found, 0, len(sequence.tokens) + AHEAD_TOKENS)
+        self._residents.back(found, 0, len(sequence.tokens) + AHEAD_TOKENS)
         if source.tokens and _table(source).ranges:  # it may have gone to make room
             self._bring(found, sequence, source)
         return True

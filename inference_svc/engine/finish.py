@@ -108,7 +108,9 @@ class Endings:
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """Ends a sequence by an error of its own. Nobody reuses what it computed, or reads it by chance."""
-        log.error("request failed", request=sequence.id, error=str(error), exc_info=error)
+        # What is said to the caller says it all; of an error that nobody foresaw, somebody must find the place.
+        unforeseen = not isinstance(error, KVSidecarError)
+        log.error("request failed", request=sequence.id, error=str(error), exc_info=error if unforeseen else None)
         self._stats.failed += 1
         _wait_for_loader(sequence)
         if sequence.table is not None:

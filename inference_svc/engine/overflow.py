@@ -12,6 +12,7 @@ nobody holds them, after which they read as zeros.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import math
@@ -21,12 +22,15 @@ import tempfile
 import weakref
 from pathlib import Path
 
+import structlog
 import torch
 from kvsidecar.errors import ConfigurationError, OverflowFailed
 from kvsidecar.sizes import format_size
 
 from inference_svc.engine.block_table import KEY_BLOCK, PAGE_TOKENS
 from inference_svc.runs import runs_of
+
+log = structlog.get_logger("engine")
 
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # fallocate(2)
 _FIXED, _NORESERVE = 0x10, 0x4000  # mmap(2)
@@ -56,6 +60,7 @@ class Overflow:
         self._file = self._opened(folder)
         # Of pages so small that a block has several, so many get one together.
         self._group = max(1, max(mmap.PAGESIZE, os.fstatvfs(self._file).f_frsize) // self._page_bytes)
+        self._refused = False  # to give blocks back, which is said once
         self._users: dict[int, set[int]] = {}  # the groups with blocks, each with its pages that are in use
         self.memory_pages = max(1, memory_tokens // PAGE_TOKENS)
         self.first_page = self._whole(self.memory_pages + KEY_BLOCK // PAGE_TOKENS)
@@ -96,8 +101,10 @@ class Overflow:
             for groups in runs_of(fresh):
                 self._change(_KEEP_SIZE, groups)
         except OSError as error:
+            # What a file system does not take back is zeros still, and whoever gets these pages next finds it there.
             for groups in runs_of(fresh):
-                self._change(_KEEP_SIZE | _PUNCH_HOLE, groups)
+                with contextlib.suppress(OSError):
+                    self._change(_KEEP_SIZE | _PUNCH_HOLE, groups)
             size = len(fresh) * self._group * self._page_bytes * self._strips
             raise OverflowFailed(
                 f"the prompt and its answer need more than this worker's pool, and {self.folder} has no room for "
@@ -114,11 +121,11 @@ class Overflow:
             users = self._users.get(group, set())
             users.discard(p)
             if users:  # others have a part of its block: of that only this one's is cleared
-                self._change(_KEEP_SIZE | _PUNCH_HOLE, range(p, p + 1), self._page_bytes)
+                self._take_blocks(range(p, p + 1), self._page_bytes)
             elif self._users.pop(group, None) is not None:
                 gone.append(group)
         for groups in runs_of(gone):
-            self._change(_KEEP_SIZE | _PUNCH_HOLE, groups)
+            self._take_blocks(groups, self._group * self._page_bytes)
 
     # ---- parts ----------------------------------------------------------------------------------------------
 
@@ -156,9 +163,25 @@ class Overflow:
             _mmap(at, self._file_bytes, mmap.MAP_SHARED | _FIXED, self._file, offset)
         return out
 
-    def _change(self, mode: int, groups: range, each: int = 0) -> None:
-        """Gives groups of pages, or pages of ``each`` bytes, blocks, or takes them, in every strip. Raises OSError."""
-        each = each or self._group * self._page_bytes
+    def _take_blocks(self, units: range, each: int) -> None:
+        """Takes the blocks of units of ``each`` bytes, all written, in every strip. Where the file system refuses (one
+        that copies on write may, when it is full) they are cleared instead, and stay for whoever gets the pages next:
+        no page is lost, and none has anything of an earlier sequence's."""
+        at, size = units.start * each, len(units) * each
+        for strip in range(self._strips):
+            try:
+                _fallocate(self._file, _KEEP_SIZE | _PUNCH_HOLE, strip * self._file_bytes + at, size)
+            except OSError as error:
+                half, within = divmod(strip, self._strips // 2)
+                start = within * self._head_bytes + self.first_page * self._page_bytes + at
+                ctypes.memset(ctypes.addressof(self._ranges[half]) + start, 0, size)
+                if not self._refused:
+                    log.warning("blocks of the overflow are not given back", folder=str(self.folder), error=str(error))
+                self._refused = True
+
+    def _change(self, mode: int, groups: range) -> None:
+        """Gives groups of pages blocks, or takes them, in every strip. Raises OSError."""
+        each = self._group * self._page_bytes
         for strip in range(self._strips):
             _fallocate(self._file, mode, strip * self._file_bytes + groups.start * each, len(groups) * each)
 

@@ -77,7 +77,7 @@ class Planner:
                     self._preempt(sequence)
                 continue
             try:
-                self._pool.back(sequence.table, sequence.computed, end + AHEAD_TOKENS)
+                self._residents.back(sequence.table, sequence.computed, end + AHEAD_TOKENS)
             except OverflowFailed as error:
                 self._fail(sequence, error)
                 continue

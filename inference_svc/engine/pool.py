@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from inference_svc.engine.block_table import KEY_BLOCK, NOWHERE, PAGE_TOKENS, BlockTable
 from inference_svc.engine.overflow import Overflow
+from inference_svc.engine.pool_memory import populate, zeros
 
 # What a window has left behind goes in pieces of so many tokens: our kernels read keys in blocks of them, and none of
 # what is no longer there.
@@ -83,14 +84,16 @@ class KVPool:
         self._references: NDArray[np.int32] = np.zeros(self._first_apart + self.overflow_pages, np.int32)
         self.padding_slot = self.pages * PAGE_TOKENS
         end = self.padding_slot + KEY_BLOCK
+        shape = (layers, kv_heads, end, head_dim)
+        if device.type != "cpu":
+            self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            return
         if overflow is None:
-            self.keys = torch.empty((layers, kv_heads, end, head_dim), dtype=dtype, device=device)
-            self.values = torch.empty_like(self.keys)
+            self.keys, self.values = zeros(shape, dtype), zeros(shape, dtype)
         else:
             self.keys, self.values = overflow.keys, overflow.values
-        for tensor in (self.keys, self.values):
-            # Written once so that the memory is there before the first request needs it.
-            tensor[:, :, :end].zero_()
+        # The memory is to be there before a request needs it, and nobody is to wait for it.
+        populate([head for tensor in (self.keys, self.values) for layer in tensor for head in layer[:, :end]])
 
     @cached_property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

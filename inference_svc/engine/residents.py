@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from kvsidecar.errors import OverflowFailed
 from numpy.typing import NDArray
 
 from inference_svc.engine.block_table import PAGE_TOKENS, BlockTable
@@ -102,6 +103,16 @@ class Residents:
             return False
         self._drop(key)
         return True
+
+    def back(self, table: BlockTable, start: int, end: int) -> None:
+        """``KVPool.back``; where the disk is full, with the room that residents in the overflow have there. Raises
+        OverflowFailed."""
+        while True:
+            try:
+                return self._pool.back(table, start, end)
+            except OverflowFailed:
+                if not self.evict(apart=True):
+                    raise
 
     def _drop(self, key: int) -> None:
         self._pool.free(self._held.pop(key).table)

@@ -15,11 +15,12 @@ import psutil
 import pytest
 import torch
 from kvsidecar.errors import ConfigurationError, OverflowFailed, PromptExceedsPool, status_of
+from structlog.testing import capture_logs
 
 from benchmarks.node import Node
 from inference_svc.api import Engine as Api
 from inference_svc.config import WorkerConfig
-from inference_svc.engine import overflow
+from inference_svc.engine import finish, overflow
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.block_table import PAGE_TOKENS
 from inference_svc.engine.overflow import Overflow
@@ -103,6 +104,65 @@ def test_memory_and_file_are_one_tensor(tmp_path: Path, head_dim: int, dtype: to
     assert beyond.backed_pages == 0
     assert not pool.keys[:, :, there].any(), "who gets them next finds zeros"
     assert torch.equal(pool.values[:, :, here], -drawn)
+    pool.check_integrity()
+
+
+def test_where_blocks_are_not_taken_back_pages_are_cleared_and_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Btrfs does when it is full: to punch a hole it writes. Here every third strip is refused."""
+    beyond = Overflow(tmp_path, 3, 2, 64, 128, 4096, torch.float32)
+    pool = KVPool(3, 2, 64, 128, torch.float32, torch.device("cpu"), (), beyond)
+    real, asked = overflow._fallocate, [0]
+
+    def fallocate(handle: int, mode: int, at: int, size: int) -> None:
+        asked[0] += 1
+        if mode & overflow._PUNCH_HOLE and asked[0] % 3 == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle, mode, at, size)
+
+    one, other = pool.allocate_apart(256), pool.allocate_apart(256)
+    assert one is not None
+    assert other is not None
+    pool.back(one, 0, 256)
+    pool.back(other, 0, 256)
+    mine, theirs = (torch.from_numpy(table.slots(0, 256)) for table in (one, other))
+    for tensor in (pool.keys, pool.values):
+        tensor[:, :, mine], tensor[:, :, theirs] = torch.nan, 1.0
+    monkeypatch.setattr(overflow, "_fallocate", fallocate)
+    with capture_logs() as lines:
+        pool.free(one)
+    assert [line["event"] for line in lines] == ["blocks of the overflow are not given back"], "once"
+    pool.check_integrity()
+    for tensor in (pool.keys, pool.values):
+        assert not tensor[:, :, mine].any(), "who gets them next finds zeros"
+        assert (tensor[:, :, theirs] == 1.0).all()
+    again = pool.allocate_apart(pool.free_overflow_pages * PAGE_TOKENS)
+    assert again is not None, "none is lost"
+    pool.back(again, 0, again.tokens)
+    monkeypatch.undo()
+    pool.free(again)
+    pool.free(other)
+    assert on_disk(pool) <= METADATA
+    pool.check_integrity()
+
+
+def test_a_full_disk_that_takes_nothing_back_either_is_still_that_requests_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beyond = Overflow(tmp_path, 3, 2, 64, 128, 4096, torch.float32)
+    pool = KVPool(3, 2, 64, 128, torch.float32, torch.device("cpu"), (), beyond)
+
+    def fallocate(handle: int, mode: int, at: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(overflow, "_fallocate", fallocate)
+    table = pool.allocate_apart(256)
+    assert table is not None
+    with pytest.raises(OverflowFailed, match="has no room for"):
+        pool.back(table, 0, 256)
+    assert beyond.backed_pages == 0
+    pool.free(table)
     pool.check_integrity()
 
 
@@ -277,6 +337,9 @@ def test_a_full_disk_is_one_clear_error_of_that_request(
         real(handle, mode, at, size)
 
     monkeypatch.setattr(overflow, "_fallocate", fallocate)
+    lines: list[Any] = []
+    noted = SimpleNamespace(error=lambda event, **given: lines.append({"event": event, **given}))
+    monkeypatch.setattr(finish, "log", noted)
     other = engine.request(prompt(270, 50), 200)
     for filled_up in ("before", "meanwhile"):
         full[0] = filled_up == "before"
@@ -285,6 +348,8 @@ def test_a_full_disk_is_one_clear_error_of_that_request(
             failing.ended.wait(0.001)
         full[0] = True
         assert failing.ended.wait(30)
+        assert not any(line.get("exc_info") for line in lines), "a sentence, and no traceback"
+        assert lines[-1]["event"] == "request failed"
         error = failing.outputs[-1].error
         assert isinstance(error, OverflowFailed)
         assert "has no room for" in str(error)
@@ -293,6 +358,30 @@ def test_a_full_disk_is_one_clear_error_of_that_request(
     assert other.tokens() == right(answers, prompt(270, 50), 200)
     full[0] = False
     assert engine.answer(LONG)[0] == right(answers, LONG)
+    engine.engine.check_integrity()
+    engine.close()
+
+
+def test_on_a_full_disk_who_comes_gets_the_room_of_those_who_are_done(
+    tmp_path: Path, answers: Windowed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of an earlier answer stay for its next turn, and their blocks with them; not where somebody needs them."""
+    engine, real = small(tmp_path, beyond=2 * BEYOND), overflow._fallocate
+    engine.answer(LONG, 20, read=False)
+    pool = engine.engine.pool
+    assert pool.overflow is not None
+    most = pool.overflow.backed_pages
+    assert most >= len(LONG) // PAGE_TOKENS > 48, "it stays"
+
+    def fallocate(handle: int, mode: int, at: int, size: int) -> None:
+        assert pool.overflow is not None
+        if not mode & overflow._PUNCH_HOLE and pool.overflow.backed_pages > 48:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle, mode, at, size)
+
+    monkeypatch.setattr(overflow, "_fallocate", fallocate)
+    ids = prompt(290, 900)
+    assert engine.answer(ids, 20, read=False)[0] == right(answers, ids)
     engine.engine.check_integrity()
     engine.close()
 

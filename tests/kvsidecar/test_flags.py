@@ -43,6 +43,7 @@ def test_every_flag_says_what_it_is_and_its_default(settings: type) -> None:
     parser = FlagParser(prog="x")
     add_flags(parser, settings)
     public = [name for name, field in settings.model_fields.items() if not field.exclude]
+    parser.format_help()
     texts = describe_fields(settings)
     assert [name for name in public if not texts.get(name)] == []
     helped = {action.dest: action.help or "" for action in parser._actions}

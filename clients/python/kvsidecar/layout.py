@@ -8,10 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from kvsidecar.cache.v1.chunk_pb2 import (
     DATA_TYPE_BFLOAT16,
@@ -23,6 +20,9 @@ from kvsidecar.cache.v1.chunk_pb2 import (
 )
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.keys import FORMAT_VERSION
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SECTION_ALIGNMENT = 64
 # bfloat16 has no NumPy type; its bits are held in uint16.
@@ -44,10 +44,11 @@ class Section:
     offset: int
     shape: tuple[int, ...]
     type: str
+    """NumPy's name of an element's type, which ends with its bytes: ``<f4``."""
 
     @property
     def size_bytes(self) -> int:
-        return prod(self.shape) * np.dtype(self.type).itemsize
+        return prod(self.shape) * int(self.type[-1])
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Layout:
 
     def arrays(self, payload: memoryview) -> dict[str, NDArray[Any]]:
         """Views of the sections over ``payload``, which must be ``size_bytes`` long; nothing is copied."""
+        import numpy as np  # here: the command line and the gateway read no payloads
+
         return {s.name: np.frombuffer(payload, s.type, prod(s.shape), s.offset).reshape(s.shape) for s in self.sections}
 
 

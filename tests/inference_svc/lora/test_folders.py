@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvsidecar.cli.flags import add_flags
+from kvsidecar.cli.flags import FlagParser, add_flags
 from kvsidecar.cli.settings import read_settings
 from kvsidecar.errors import ConfigurationError
 from safetensors.torch import save_file
@@ -144,7 +143,7 @@ def test_what_it_computes_names_it_and_nothing_else(layers: Linears, tmp_path: P
 
 def test_the_setting(layers: Linears, tmp_path: Path) -> None:
     place = write(tmp_path / "a", tensors(layers, 1))
-    parser = argparse.ArgumentParser()
+    parser = FlagParser()
     add_flags(parser, WorkerConfig)
     given = vars(parser.parse_args(["--lora", f"law={place}", f"med={place}", f"--lora=x={place}"]))
     config = read_settings(WorkerConfig, given, given.pop("config"))

@@ -5,19 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import time
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from kvsidecar.bench.figures import figures, speedup
-from kvsidecar.bench.load import Answer, Server, model_of, send
-from kvsidecar.bench.prompts import Prompt, Shape, prompts
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 
 _ROWS = {
@@ -50,12 +44,17 @@ def bench(
     """
     if not url.startswith(("http://", "https://")):
         raise InvalidRequest(f"--url is {url!r}; it must begin with http:// or https://")
+    # Here: it brings an HTTP client, which takes longer than what most commands do.
+    from kvsidecar.bench.load import Server
+    from kvsidecar.bench.measuring import measured
+    from kvsidecar.bench.prompts import Shape
+
     shape = Shape(prefixes, prefix_words, question_words)
     seed = secrets.randbits(32) if seed is None else seed
     server = Server(url.rstrip("/"), model, api_key, chat=not completions)
     console = Console(stderr=as_json)
     options = {"concurrency": concurrency, "max_tokens": max_tokens, "ignore_eos": ignore_eos}
-    result = asyncio.run(_measured(server, shape, requests, seed, options, console))
+    result = asyncio.run(measured(server, shape, requests, seed, options, console))
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if as_json:
@@ -67,31 +66,6 @@ def bench(
         raise KVSidecarError(f"no request succeeded; the first said: {why}")
     if result["first"]["failed"] + result["again"]["failed"]:
         raise SystemExit(1)
-
-
-async def _measured(
-    server: Server, shape: Shape, requests: int, seed: int, options: dict[str, Any], console: Console
-) -> dict[str, Any]:
-    if not server.model:
-        server = replace(server, model=await model_of(server))
-    firsts, others = prompts(shape, requests, seed)
-    asked = {"url": server.url, "model": server.model, "chat": server.chat, "seed": seed, **asdict(shape), **options}
-    result: dict[str, Any] = {"asked": asked}
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("asking", total=len(firsts) + len(others))
-
-        async def phase(some: list[Prompt]) -> dict[str, Any]:
-            def told(_: Answer) -> None:
-                progress.advance(task)
-
-            began = time.perf_counter()
-            answers = await send(server, some, told=told, **options)
-            return figures(answers, time.perf_counter() - began)
-
-        result["first"] = await phase(firsts)
-        result["again"] = await phase(others)
-    result["ttft_speedup"] = speedup(result["first"], result["again"])
-    return result
 
 
 def _show(result: dict[str, Any], console: Console) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+from kvsidecar.cli.programs import ASKED_BY_SHELL, PROGRAMS, become
 from kvsidecar.interrupts import ending_quietly
 
 
 def main() -> None:
-    """Imports the commands, which takes a while, and runs one."""
+    """Becomes a service's process, or imports the commands, which takes a while, and runs one."""
     with ending_quietly():
+        if len(sys.argv) > 1 and sys.argv[1] in PROGRAMS and ASKED_BY_SHELL not in os.environ:
+            become(sys.argv[1], sys.argv[2:])
         from kvsidecar.cli.main import main as run
     run()

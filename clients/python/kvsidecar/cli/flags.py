@@ -24,6 +24,16 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, *, elsewhere: Callable[[str], str] = lambda flag: "", **given: Any) -> None:
         super().__init__(**given)
         self._elsewhere = elsewhere
+        self._described: list[Callable[[], None]] = []
+
+    def describe_by(self, describe: Callable[[], None]) -> None:
+        """``describe`` is called before help is shown: it sets the texts of arguments, which a start does without."""
+        self._described.append(describe)
+
+    def format_help(self) -> str:
+        for describe in self._described:
+            describe()
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -60,11 +70,11 @@ def describe_fields(settings: type[BaseSettings]) -> dict[str, str]:
     return texts
 
 
-def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> None:
+def add_flags(parser: FlagParser, settings: type[BaseSettings]) -> None:
     """One ``--flag`` per field, those of each class under its title (``flags_title``), the class's own before its
     parents'. Unset flags leave the decision to environment, file and default."""
-    texts = describe_fields(settings)
     left = dict(settings.model_fields)
+    added: dict[str, argparse.Action] = {}
     prefix = settings.model_config.get("env_prefix", "")
     for kind in reversed([*_lineage(settings)]):
         group = parser.add_argument_group(getattr(kind, "flags_title", "flags"))
@@ -80,16 +90,22 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[BaseSettings]) -> 
                 choices, more = ["true", "false"], {"nargs": "?", "const": "true"}
             elif get_origin(field.annotation) is tuple:  # several values, and the flag again for more
                 more = {"nargs": "+", "action": "extend"}
-            shown = _default(name, field.get_default(call_default_factory=True))
-            group.add_argument(
+            added[name] = group.add_argument(
                 f"--{name.replace('_', '-')}",
                 dest=name,
                 default=argparse.SUPPRESS,
                 # Others are refused by the settings, in one sentence; the parser would compare numbers with text.
                 metavar=f"{{{','.join(choices)}}}" if choices else _metavar(name, field.annotation),
                 **more,
-                help=f"{texts.get(name, '')} [{prefix}{name.upper()}; default: {shown}]".replace("%", "%%"),
             )
+
+    def describe() -> None:
+        texts = describe_fields(settings)
+        for name, action in added.items():
+            shown = _default(name, settings.model_fields[name].get_default(call_default_factory=True))
+            action.help = f"{texts.get(name, '')} [{prefix}{name.upper()}; default: {shown}]".replace("%", "%%")
+
+    parser.describe_by(describe)
 
 
 def _lineage(settings: type[BaseSettings]) -> Iterator[type[BaseSettings]]:

