@@ -21,7 +21,7 @@ import structlog
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import MAX_GRAMMAR_BYTES
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from inference_svc.engine.grammar import Matcher, Steering
@@ -239,25 +239,6 @@ def with_whitespace(schema: dict[str, Any], pattern: str = WHITESPACE) -> dict[s
     """A schema whose JSON has between its parts what the regular expression matches; empty for nothing."""
     how: dict[str, Any] = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
     return {**rewritten(plain(schema)), "x-guidance": how}
-
-
-def lark_of(grammar: pb.Grammar) -> str:
-    """A request's grammar as the right side of a rule in Lark's form. Raises InvalidRequest, UnsupportedOption."""
-    _check_size(grammar)
-    kind = grammar.WhichOneof("kind")
-    try:
-        if kind == "json_schema":
-            return f"%json {json.dumps(_schema(grammar))}"
-        if kind == "choice":
-            return _of_choice(list(grammar.choice.texts))
-        if kind == "regex":
-            return "/" + regex_to_lark(grammar.regex, "") + "/"
-    except (ValueError, RecursionError) as error:
-        raise _refused(str(error)) from error
-    raise UnsupportedOption(
-        "a grammar in Lark's or GBNF's form does not go with tools that the model may call; leave one of them out",
-        param="grammar",
-    )
 
 
 def _of_choice(texts: list[str]) -> str:

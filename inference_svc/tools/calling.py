@@ -37,16 +37,10 @@ class Calls:
     marker: int | None
 
 
-def grammar_of_calls(
-    dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special, instead: str = ""
-) -> Calls:
-    """An answer that calls at least one of the tools, or is as the rule ``instead`` says. Raises InvalidRequest."""
+def grammar_of_calls(dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special) -> Calls:
+    """An answer of nothing but calls of the tools, one at least. Raises InvalidRequest."""
     rules, unique = _rules(dialect, list(tools))
-    calls = _calls(dialect, single, special)
-    rules.append(f"calls: {calls}")
-    if instead:
-        rules.append(f"other: {instead}")
-    lark = "\n".join([f"start: calls{' | other' if instead else ''}", *rules])
+    lark = "\n".join([f"start: {_calls(dialect, single, special)}", *rules])
     return Calls(lark, _openings(dialect, unique, special), _marker_token(dialect, special))
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 T = TypeVar("T")
 # Asks for characters, of which None is the end, and returns T.
 Reading = Generator[None, str | None, T]
-_WHITE = " \t\n\r"
+WHITE = " \t\n\r"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Characters:
         if character not in "{[":
             self._push(character)
             text = ""
-            while (character := (yield from self._next())) is not None and character not in ",}]" + _WHITE:
+            while (character := (yield from self._next())) is not None and character not in ",}]" + WHITE:
                 text += character
             if character is None:
                 raise Broken
@@ -121,7 +121,7 @@ class Characters:
         """The next character that is not white."""
         while True:
             character = yield from self._next()
-            if character is None or character not in _WHITE:
+            if character is None or character not in WHITE:
                 return character
 
     def _optional(self, text: str) -> Reading[None]:
@@ -129,9 +129,9 @@ class Characters:
         read = ""
         while (character := (yield from self._next())) is not None:
             read += character
-            if read.lstrip(_WHITE) == text:
+            if read.lstrip(WHITE) == text:
                 return
-            if not text.startswith(read.lstrip(_WHITE)):
+            if not text.startswith(read.lstrip(WHITE)):
                 break
         self._push(read)
 

@@ -10,17 +10,19 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from inference_svc.tools.characters import Broken, Characters, Delta, Reading
+from inference_svc.tools.characters import WHITE, Broken, Characters, Delta, Reading
 from inference_svc.tools.tagged import PARAMETER, PARAMETER_END, is_text, json_of, kinds_of
 
 HERMES, HERMES_END = "<tool_call>", "</tool_call>"
 LLAMA = "<|python_tag|>"
 MISTRAL = "[TOOL_CALLS]"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
+# Where an answer begins so, it calls.
+_MARKERS = {"hermes": (HERMES,), "mistral": (MISTRAL,), "qwen3_coder": (HERMES, FUNCTION)}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FENCES = ("```json", "```")
 # Models forget to end a value where the next one begins, or the call ends.
@@ -32,11 +34,17 @@ class CallParser(Characters):
     """Reads one answer. ``feed`` it text, then ``finish`` it; both return what is new."""
 
     def __init__(
-        self, dialect: str, functions: Mapping[str, Mapping[str, Any]], single: bool = False, exact: bool = False
+        self,
+        dialect: str,
+        functions: Mapping[str, Mapping[str, Any]],
+        single: bool = False,
+        exact: bool = False,
+        whole: bool = False,
     ) -> None:
         """``functions`` are those that there are, with the JSON schemas of their arguments; ``single`` drops all calls
         after the first. ``dialect`` is hermes, llama3_json, mistral, qwen3_coder or json. With ``exact`` calls that
-        stand alone begin as they were asked for."""
+        stand alone begin as they were asked for. With ``whole`` an answer that begins with no call has none, whatever
+        its text quotes."""
         super().__init__()
         self.calls = 0
         self._functions, self._single, self._dialect = functions, single, dialect
@@ -48,7 +56,8 @@ class CallParser(Characters):
             "qwen3_coder": self._qwen3_coder,
             "json": self._json,
         }
-        self._reading = readings[dialect]()
+        markers = _MARKERS.get(dialect, ()) if whole else ()
+        self._reading = self._led(readings[dialect](), markers) if markers else readings[dialect]()
         next(self._reading)
 
     def feed(self, text: str) -> list[Delta]:
@@ -64,6 +73,23 @@ class CallParser(Characters):
             self._found.append(Delta(self._white))
             self._white = ""
         return self._take()
+
+    def _led(self, reading: Reading[None], markers: Sequence[str]) -> Reading[None]:
+        """Reads only what begins with a marker, after white space or not."""
+        read = begun = ""
+        while any(marker.startswith(begun) for marker in markers):
+            if begun in markers:
+                self._push(read)
+                yield from reading
+                return
+            character = yield from self._next()
+            if character is None:
+                break
+            read += character
+            begun = read.lstrip(WHITE)
+        self._say(read)
+        while (character := (yield from self._next())) is not None:
+            self._say(character)
 
     # ---- dialects -------------------------------------------------------------------------------------------
 
