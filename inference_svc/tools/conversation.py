@@ -108,7 +108,7 @@ class Conversations:
     def _compiled(self, calls: Callable[[], Calls]) -> Steering:
         try:
             found = calls()
-            return self._grammars.of_lark(found.lark, found.openings, found.marker)
+            return self._grammars.of_lark(found.lark, found.openings, found.marker, found.tags)
         except RecursionError as error:
             raise InvalidRequest("the grammar of these tools is nested too deeply", param="tools") from error
         except InvalidRequest as error:
@@ -123,7 +123,8 @@ class Conversations:
             return None
         functions = {tool.name: schema_of(tool) for tool in tools}
         either = request.HasField("grammar")
-        single, exact = use.single or bool(use.name), either or _strict(request)
+        single = use.single or bool(use.name)
+        exact = either or use.mode == pb.TOOL_MODE_REQUIRED or _strict(request)
         return CallParser(self._dialect, functions, single, exact, whole=either)
 
     def shows_special(self, request: pb.GenerateRequest) -> bool:
