@@ -21,7 +21,7 @@ import structlog
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import MAX_GRAMMAR_BYTES
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from inference_svc.engine.grammar import Matcher, Steering
@@ -31,7 +31,7 @@ from inference_svc.unique.compiling import places_of
 from inference_svc.unique.matcher import UniqueMatcher
 from inference_svc.unique.vocabulary import Vocabulary
 from inference_svc.unique.watch import Watch
-from inference_svc.unique.within import Opening, UniqueWithin
+from inference_svc.unique.within import Opening, Tags, UniqueWithin
 
 log = structlog.get_logger("worker")
 
@@ -77,9 +77,11 @@ class Grammars:
             return self._steering(source)
         return self._steering(source, lambda: self._compile_unique(bare, schema))
 
-    def of_lark(self, lark: str, openings: Sequence[Opening] = (), marker: int | None = None) -> Steering:
+    def of_lark(
+        self, lark: str, openings: Sequence[Opening] = (), marker: int | None = None, tags: Tags | None = None
+    ) -> Steering:
         """The same for a grammar of our own making, in Lark's form. Behind ``openings``, of which some come after the
-        token ``marker``, stand values whose ``uniqueItems`` it lacks."""
+        token ``marker`` or between ``tags``, stand values whose ``uniqueItems`` it lacks."""
         if len(lark) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(
                 f"the grammar has {len(lark)} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param="grammar"
@@ -88,7 +90,7 @@ class Grammars:
         if not openings:
             return self._steering(source)
         name = source + "".join(json.dumps(opening.schema) for opening in openings)
-        return self._steering(name, lambda: self._compile_within(source, openings, marker))
+        return self._steering(name, lambda: self._compile_within(source, openings, marker, tags))
 
     def special_token(self, text: str) -> int | None:
         """The one token that a text is, if it is one that text cannot spell."""
@@ -128,13 +130,15 @@ class Grammars:
         tokens = self._compile(LLMatcher.grammar_from_json_schema(bare))
         return UniqueMatcher(tokens, self._watch(schema), self._vocabulary_read().texts)
 
-    def _compile_within(self, source: str, openings: Sequence[Opening], marker: int | None) -> UniqueWithin:
+    def _compile_within(
+        self, source: str, openings: Sequence[Opening], marker: int | None, tags: Tags | None
+    ) -> UniqueWithin:
         tokens, watches = self._compile(source), dict[str, Watch]()
         for opening in openings:
             name = json.dumps(opening.schema)
             watches[name] = watches.get(name) or self._watch(opening.schema)
         found = [(opening, watches[json.dumps(opening.schema)]) for opening in openings]
-        return UniqueWithin(tokens, found, self._vocabulary_read(), marker)
+        return UniqueWithin(tokens, found, self._vocabulary_read(), marker, tags)
 
     def _watch(self, schema: dict[str, Any]) -> Watch:
         """What keeps a value to a schema's ``uniqueItems``. Raises InvalidRequest."""
@@ -239,25 +243,6 @@ def with_whitespace(schema: dict[str, Any], pattern: str = WHITESPACE) -> dict[s
     """A schema whose JSON has between its parts what the regular expression matches; empty for nothing."""
     how: dict[str, Any] = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
     return {**rewritten(plain(schema)), "x-guidance": how}
-
-
-def lark_of(grammar: pb.Grammar) -> str:
-    """A request's grammar as the right side of a rule in Lark's form. Raises InvalidRequest, UnsupportedOption."""
-    _check_size(grammar)
-    kind = grammar.WhichOneof("kind")
-    try:
-        if kind == "json_schema":
-            return f"%json {json.dumps(_schema(grammar))}"
-        if kind == "choice":
-            return _of_choice(list(grammar.choice.texts))
-        if kind == "regex":
-            return "/" + regex_to_lark(grammar.regex, "") + "/"
-    except (ValueError, RecursionError) as error:
-        raise _refused(str(error)) from error
-    raise UnsupportedOption(
-        "a grammar in Lark's or GBNF's form does not go with tools that the model may call; leave one of them out",
-        param="grammar",
-    )
 
 
 def _of_choice(texts: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import structlog
-from kvsidecar.errors import Cancelled, GenerationFailed, KVSidecarError
+from kvsidecar.errors import Cancelled, GenerationFailed, KVSidecarError, status_of
 
 from inference_svc.engine.admission import as_array
 from inference_svc.engine.cache_port import Cache, SaveDone
@@ -109,8 +109,11 @@ class Endings:
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """Ends a sequence by an error of its own. Nobody reuses what it computed, or reads it by chance."""
         # What is said to the caller says it all; of an error that nobody foresaw, somebody must find the place.
-        unforeseen = not isinstance(error, KVSidecarError)
-        log.error("request failed", request=sequence.id, error=str(error), exc_info=error if unforeseen else None)
+        foreseen = isinstance(error, KVSidecarError)
+        if isinstance(error, KVSidecarError) and status_of(error)[1] < 500:  # nothing here is broken
+            log.info("request ended by an error", request=sequence.id, error=str(error))
+        else:
+            log.error("request failed", request=sequence.id, error=str(error), exc_info=None if foreseen else error)
         self._stats.failed += 1
         _wait_for_loader(sequence)
         if sequence.table is not None:

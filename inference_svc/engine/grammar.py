@@ -7,6 +7,7 @@ drawn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from typing import Protocol, Self
 
@@ -26,6 +27,41 @@ class Matcher(Protocol):
     def consume_token(self, token: int, /) -> bool: ...
 
 
+class EitherMatcher:
+    """A place in a text that some of several grammars describe: as long as it may be of more than one, what any of them
+    allows may follow. There is one at least."""
+
+    def __init__(self, matchers: Sequence[Matcher]) -> None:
+        """Takes over ``matchers``, which stand at the same place."""
+        self._matchers = list(matchers)
+
+    def deep_copy(self) -> EitherMatcher:
+        """Another one at the same place."""
+        return EitherMatcher([matcher.deep_copy() for matcher in self._matchers])
+
+    def is_stopped(self) -> bool:
+        return all(matcher.is_stopped() for matcher in self._matchers)
+
+    def is_error(self) -> bool:
+        return all(matcher.is_error() for matcher in self._matchers)
+
+    def stop_reason(self) -> str:
+        return self._matchers[0].stop_reason()
+
+    def compute_bitmask(self) -> bytes:
+        """A bit for each token that may come next."""
+        masks = [np.frombuffer(matcher.compute_bitmask(), np.uint8) for matcher in self._matchers]
+        able = [mask for mask, one in zip(masks, self._matchers, strict=True) if not one.is_error()]
+        either: NDArray[np.uint8] = np.bitwise_or.reduce(able or masks)
+        return either.tobytes()
+
+    def consume_token(self, token: int) -> bool:
+        """Goes on with a token in those grammars that allow it; False when none does."""
+        went = [matcher for matcher in self._matchers if not matcher.is_error() and matcher.consume_token(token)]
+        self._matchers = went or self._matchers[:1]
+        return bool(went)
+
+
 class Steering:
     """One answer's place in its grammar. Belongs to the engine's thread once its sequence is submitted; between
     ``look_ahead`` and ``mask`` a thread of ``threads`` works on it."""
@@ -34,6 +70,10 @@ class Steering:
         """Takes over ``matcher``, which stands at the grammar's beginning."""
         self._matcher, self._threads = matcher, threads
         self._next: Future[bytes] | None = None
+
+    def either(self, other: Steering) -> Steering:
+        """An answer that is as this one or the other would have it. Takes over both, which stand at the beginning."""
+        return Steering(EitherMatcher((self._matcher, other._matcher)), self._threads)
 
     @property
     def complete(self) -> bool:

@@ -11,43 +11,42 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.grammars import with_whitespace
 from inference_svc.schemas import plain
 from inference_svc.tools.dialects import Dialect, schema_of
-from inference_svc.tools.parsing import FUNCTION, FUNCTION_END, HERMES, HERMES_END, LLAMA, MISTRAL, first_keys
-from inference_svc.tools.tagged import ending, opening_of, rules_of_parameters
-from inference_svc.unique.within import From, Opening
+from inference_svc.tools.parsing import HERMES, HERMES_END, LLAMA, MISTRAL, first_keys
+from inference_svc.tools.tagged import FUNCTION, FUNCTION_END, ending, rules_of_parameters
+from inference_svc.unique.within import From, Opening, Tags
 
 # The one token that a marker is, where text cannot spell it.
 Special = Callable[[str], int | None]
 _MOST_CALLS = 16
+_TAGS = Tags(FUNCTION.encode(), b">", f"\n{FUNCTION_END}".encode())
 _WRAPPER = '{"tool_calls": ['
+
+
+# A function's name, what stands before one of its values, and that value's schema, which has uniqueItems.
+Unique = tuple[str, str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Calls:
     """A grammar in Lark's form, and what it leaves out: where arguments begin that must have no duplicates. ``marker``
-    is the token that calls begin with, where it is one."""
+    is the token that calls begin with, where it is one, ``tags`` what they stand between, where these are text."""
 
     lark: str
     openings: Sequence[Opening]
     marker: int | None
+    tags: Tags | None = None
 
 
-def grammar_of_calls(
-    dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special, instead: str = ""
-) -> Calls:
-    """An answer that calls at least one of the tools, or is as the rule ``instead`` says. Raises InvalidRequest."""
+def grammar_of_calls(dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special) -> Calls:
+    """An answer of nothing but calls of the tools, one at least. Raises InvalidRequest."""
     rules, unique = _rules(dialect, list(tools))
-    calls = _calls(dialect, single, special)
-    rules.append(f"calls: {calls}")
-    if instead:
-        rules.append(f"other: {instead}")
-    lark = "\n".join([f"start: calls{' | other' if instead else ''}", *rules])
-    return Calls(lark, _openings(dialect, unique, special), _marker_token(dialect, special))
+    lark = "\n".join([f"start: {_calls(dialect, single, special)}", *rules])
+    return _of(dialect, lark, unique, special)
 
 
 def grammar_of_free_calls(
@@ -57,7 +56,12 @@ def grammar_of_free_calls(
     the tokens that text cannot spell and that may stand in it. Raises InvalidRequest."""
     found, unique = _rules(dialect, list(tools))
     lark = _lark_of_free_calls(dialect, [*found, "TEXT: /(?s:.*)/"], single, special, specials)
-    return Calls(lark, _openings(dialect, unique, special), _marker_token(dialect, special))
+    return _of(dialect, lark, unique, special)
+
+
+def _of(dialect: Dialect, lark: str, unique: list[Unique], special: Special) -> Calls:
+    tags = _TAGS if dialect == "qwen3_coder" else None
+    return Calls(lark, _openings(dialect, unique, special), _marker_token(dialect, special), tags)
 
 
 def _lark_of_free_calls(
@@ -111,7 +115,7 @@ def _marker_token(dialect: Dialect, special: Special) -> int | None:
     return special(markers[dialect]) if dialect in markers else None
 
 
-def _openings(dialect: Dialect, unique: list[tuple[str, dict[str, Any]]], special: Special) -> list[Opening]:
+def _openings(dialect: Dialect, unique: list[Unique], special: Special) -> list[Opening]:
     """Where values begin of which it is known what stands right before them in a call."""
     marked = _marker_token(dialect, special) is not None
     places: list[tuple[From, str]]
@@ -124,45 +128,32 @@ def _openings(dialect: Dialect, unique: list[tuple[str, dict[str, Any]]], specia
     elif dialect == "json":
         places = [("answer", _WRAPPER), ("value", "}, ")]
     else:
-        places = [("anywhere", "\n")]
-    return [Opening(since, (before + text).encode(), schema) for text, schema in unique for since, before in places]
+        return [Opening("call", text.encode(), schema, f"{FUNCTION}{name}>".encode()) for name, text, schema in unique]
+    return [Opening(since, (before + text).encode(), schema) for _, text, schema in unique for since, before in places]
 
 
-def _rules(dialect: Dialect, tools: list[pb.Tool]) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
-    """What each tool's call looks like, and the values with ``uniqueItems``, which are not kept to, by what stands
-    before them."""
-    rules, unique = [], list[tuple[str, dict[str, Any]]]()
-    key = "parameters" if dialect == "llama3_json" else "arguments"
+def _rules(dialect: Dialect, tools: list[pb.Tool]) -> tuple[list[str], list[Unique]]:
+    """What each tool's call looks like, and the values with ``uniqueItems``, which are not kept to."""
+    rules, given, several = [], list[Unique](), dialect in ("mistral", "llama3_json", "json")
+    key, some = "parameters" if dialect == "llama3_json" else "arguments", False
     for i, tool in enumerate(tools):
         if dialect == "qwen3_coder":
             of_tool, more = rules_of_parameters(i, tool.name, schema_of(tool))
             rules += of_tool
-            unique += more
+            given += [(tool.name, text, schema) for text, schema in more]
+            some = some or bool(more)
             continue
         opening = f'{{"name": {json.dumps(tool.name)}, "{key}": '
         schema = with_whitespace(schema_of(tool))
         bare = plain(schema, unique=False)
-        if bare != schema:
-            unique.append((opening, ending(schema, tool.name)))
+        # Where calls stand in a row, the end of each is where the next one begins.
+        if bare != schema or several:
+            given.append((tool.name, opening, schema))
+        some = some or bare != schema
         rules.append(f'call_{i}: {json.dumps(opening)} arguments_{i} "}}"')
         rules.append(f"arguments_{i}: %json {json.dumps(bare)}")
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
-    if dialect == "qwen3_coder":
-        _check_names(tools, {text for text, _ in unique})
-    return rules, unique
-
-
-def _check_names(tools: list[pb.Tool], unique: set[str]) -> None:
-    """Raises InvalidRequest where what stands before a value with ``uniqueItems`` stands before others, too."""
-    known: dict[str, Any] = {}
-    for tool in tools:
-        for key, schema in (schema_of(tool).get("properties") or {}).items():
-            if opening_of(key) in unique and known.setdefault(key, schema) != schema:
-                raise InvalidRequest(
-                    f"two tools have an argument {key[:80]!r}, one of them with uniqueItems, and different schemas of "
-                    f"it, which calls in this model's form (qwen3_coder) do not tell apart",
-                    param="tools",
-                )
+    return rules, [(name, text, ending(schema, name)) for name, text, schema in given] if some else []
 
 
 def _several(item: str, between: str, single: bool) -> str:

@@ -37,7 +37,7 @@ class Characters:
 
     def __init__(self) -> None:
         self._found: list[Delta] = []
-        self._white = ""  # at the text's end: it goes when a call follows
+        self._white: list[str] = []  # at the text's end: it goes when a call follows
         self._back: list[str] = []  # read too far; the next one last
         self._raw: list[str] | None = None  # what is text after all should it be no call
         self._ended = False
@@ -126,14 +126,22 @@ class Characters:
 
     def _optional(self, text: str) -> Reading[None]:
         """Reads a text if it follows, after white space or not."""
-        read = ""
-        while (character := (yield from self._next())) is not None:
-            read += character
-            if read.lstrip(_WHITE) == text:
+        white, read = yield from self._white_before()
+        while text.startswith(read):
+            if read == text:
                 return
-            if not text.startswith(read.lstrip(_WHITE)):
+            character = yield from self._next()
+            if character is None:
                 break
-        self._push(read)
+            read += character
+        self._push(white + read)
+
+    def _white_before(self) -> Reading[tuple[str, str]]:
+        """White space, and the character behind it, if there is one."""
+        white: list[str] = []
+        while (character := (yield from self._next())) is not None and character in _WHITE:
+            white.append(character)
+        return "".join(white), character or ""
 
     def _expected(self, text: str) -> Reading[None]:
         """Drops a text that must follow, after white space or not. Raises Broken."""
@@ -142,11 +150,17 @@ class Characters:
             if (first if not i else (yield from self._next())) != wanted:
                 raise Broken
 
-    def _skip(self, end: str) -> Reading[None]:
-        """Drops everything up to and with a text."""
-        held = ""
-        while not held.endswith(end) and (character := (yield from self._next())) is not None:
-            held = (held + character)[-len(end) :]
+    def _skip(self, end: str, begin: str) -> Reading[None]:
+        """Drops all up to and with a text. Where that is missing, what comes before ``begin`` or the end is text,
+        but for the beginning of what is missing."""
+        dropped: list[str] = []
+        found = yield from self._text_before(end, begin, say=dropped.append)
+        if found == end:
+            return
+        text = "".join(dropped)
+        self._push(found)
+        if not end.startswith(text.strip(_WHITE + "}")):
+            self._say(text)
 
     def _text_before(self, *markers: str, say: Callable[[str], None] | None = None) -> Reading[str]:
         """Passes text on until one of the markers, which is dropped and returned; empty at the end."""
@@ -166,11 +180,12 @@ class Characters:
 
     def _say(self, text: str) -> None:
         """Passes text on; white space at its end waits for what follows."""
-        text = self._white + text
         solid = text.rstrip()
-        self._white = text[len(solid) :]
         if solid:
-            self._found.append(Delta(solid))
+            self._found.append(Delta("".join(self._white) + solid))
+            self._white = []
+        if len(solid) < len(text):
+            self._white.append(text[len(solid) :])
 
     def _take(self) -> list[Delta]:
         """What was found, neighbours of a kind as one."""

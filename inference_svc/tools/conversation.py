@@ -10,7 +10,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from transformers import PreTrainedTokenizerBase
 
 from inference_svc.engine.grammar import Steering
-from inference_svc.grammars import Grammars, lark_of
+from inference_svc.grammars import Grammars
 from inference_svc.tools.calling import Calls, grammar_of_calls, grammar_of_free_calls
 from inference_svc.tools.dialects import MARKERS, Dialect, dialect_of, knows_tools, schema_of
 from inference_svc.tools.parsing import CallParser
@@ -89,30 +89,31 @@ class Conversations:
                 raise InvalidRequest(
                     "a tool must be called, so the answer cannot be kept to a grammar", param="grammar"
                 )
-            return self._calling(able, use.single or bool(use.name), "", "tools")
+            return self._calling(able, use.single or bool(use.name))
         if not given:
             return self._free_calls(list(tools), use.single) if _strict(request) else None
+        steering = self._grammars.steering(grammar)
         if tools and use.mode != pb.TOOL_MODE_NONE:
-            return self._calling(list(tools), use.single, lark_of(grammar), "grammar")
-        return self._grammars.steering(grammar)
+            return self._calling(list(tools), use.single).either(steering)
+        return steering
 
-    def _calling(self, tools: list[pb.Tool], single: bool, instead: str, about: str) -> Steering:
+    def _calling(self, tools: list[pb.Tool], single: bool) -> Steering:
         special = self._grammars.special_token
-        return self._compiled(lambda: grammar_of_calls(self._dialect, tools, single, special, instead), about)
+        return self._compiled(lambda: grammar_of_calls(self._dialect, tools, single, special))
 
     def _free_calls(self, tools: list[pb.Tool], single: bool) -> Steering:
         special, specials = self._grammars.special_token, self._grammars.special_tokens()
-        return self._compiled(lambda: grammar_of_free_calls(self._dialect, tools, single, special, specials), "tools")
+        return self._compiled(lambda: grammar_of_free_calls(self._dialect, tools, single, special, specials))
 
-    def _compiled(self, calls: Callable[[], Calls], about: str) -> Steering:
+    def _compiled(self, calls: Callable[[], Calls]) -> Steering:
         try:
             found = calls()
-            return self._grammars.of_lark(found.lark, found.openings, found.marker)
+            return self._grammars.of_lark(found.lark, found.openings, found.marker, found.tags)
         except RecursionError as error:
-            raise InvalidRequest(f"the grammar of these {about} is nested too deeply", param=about) from error
+            raise InvalidRequest("the grammar of these tools is nested too deeply", param="tools") from error
         except InvalidRequest as error:
             raise type(error)(
-                str(error).replace("the grammar", f"the grammar of these {about}", 1), param=about
+                str(error).replace("the grammar", "the grammar of these tools", 1), param="tools"
             ) from error
 
     def parser(self, request: pb.GenerateRequest) -> CallParser | None:
@@ -121,7 +122,10 @@ class Conversations:
         if not tools or use.mode == pb.TOOL_MODE_NONE:
             return None
         functions = {tool.name: schema_of(tool) for tool in tools}
-        return CallParser(self._dialect, functions, use.single or bool(use.name), _strict(request))
+        either = request.HasField("grammar")
+        single = use.single or bool(use.name)
+        exact = either or use.mode == pb.TOOL_MODE_REQUIRED or _strict(request)
+        return CallParser(self._dialect, functions, single, exact, whole=either)
 
     def shows_special(self, request: pb.GenerateRequest) -> bool:
         """Special tokens belong to the answer's text, because calls are marked by them."""

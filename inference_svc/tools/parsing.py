@@ -10,21 +10,31 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from inference_svc.tools.characters import Broken, Characters, Delta, Reading
-from inference_svc.tools.tagged import PARAMETER, PARAMETER_END, is_text, json_of, kinds_of
+from inference_svc.tools.tagged import (
+    FUNCTION,
+    FUNCTION_END,
+    PARAMETER,
+    PARAMETER_END,
+    VALUE_ENDS,
+    Strings,
+    is_json,
+    is_text,
+    json_of,
+    kinds_of,
+)
 
 HERMES, HERMES_END = "<tool_call>", "</tool_call>"
 LLAMA = "<|python_tag|>"
 MISTRAL = "[TOOL_CALLS]"
-FUNCTION, FUNCTION_END = "<function=", "</function>"
+# Where an answer begins so, it calls.
+_MARKERS = {"hermes": (HERMES,), "mistral": (MISTRAL,), "qwen3_coder": (HERMES, FUNCTION)}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FENCES = ("```json", "```")
-# Models forget to end a value where the next one begins, or the call ends.
-_VALUE_ENDS = (f"\n{PARAMETER_END}", PARAMETER_END, f"\n{PARAMETER}", f"\n{FUNCTION_END}")
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -32,14 +42,21 @@ class CallParser(Characters):
     """Reads one answer. ``feed`` it text, then ``finish`` it; both return what is new."""
 
     def __init__(
-        self, dialect: str, functions: Mapping[str, Mapping[str, Any]], single: bool = False, exact: bool = False
+        self,
+        dialect: str,
+        functions: Mapping[str, Mapping[str, Any]],
+        single: bool = False,
+        exact: bool = False,
+        whole: bool = False,
     ) -> None:
         """``functions`` are those that there are, with the JSON schemas of their arguments; ``single`` drops all calls
-        after the first. ``dialect`` is hermes, llama3_json, mistral, qwen3_coder or json. With ``exact`` calls that
-        stand alone begin as they were asked for."""
+        after the first. ``dialect`` is hermes, llama3_json, mistral, qwen3_coder or json. With ``exact`` a grammar
+        keeps calls to what was asked for. With ``whole`` an answer that begins with no call has none, whatever
+        its text quotes."""
         super().__init__()
         self.calls = 0
         self._functions, self._single, self._dialect = functions, single, dialect
+        self._exact, self._mangled = exact, False
         self._first_keys = first_keys(dialect, exact)
         readings: dict[str, Callable[[], Reading[None]]] = {
             "hermes": self._hermes,
@@ -48,7 +65,8 @@ class CallParser(Characters):
             "qwen3_coder": self._qwen3_coder,
             "json": self._json,
         }
-        self._reading = readings[dialect]()
+        markers = _MARKERS.get(dialect, ()) if whole else ()
+        self._reading = self._led(readings[dialect](), markers) if markers else readings[dialect]()
         next(self._reading)
 
     def feed(self, text: str) -> list[Delta]:
@@ -61,9 +79,25 @@ class CallParser(Characters):
         with suppress(StopIteration):
             self._reading.send(None)
         if self._white and not self.calls:
-            self._found.append(Delta(self._white))
-            self._white = ""
+            self._found.append(Delta("".join(self._white)))
+            self._white = []
         return self._take()
+
+    def _led(self, reading: Reading[None], markers: Sequence[str]) -> Reading[None]:
+        """Reads only what begins with a marker, after white space or not."""
+        white, begun = yield from self._white_before()
+        while any(marker.startswith(begun) for marker in markers):
+            if begun in markers:
+                self._push(white + begun)
+                yield from reading
+                return
+            character = yield from self._next()
+            if character is None:
+                break
+            begun += character
+        self._say(white + begun)
+        while (character := (yield from self._next())) is not None:
+            self._say(character)
 
     # ---- dialects -------------------------------------------------------------------------------------------
 
@@ -71,7 +105,7 @@ class CallParser(Characters):
         """``<tool_call>{"name": …, "arguments": …}</tool_call>``, anywhere and as often as it likes: Hermes, Qwen."""
         while (yield from self._text_before(HERMES)):
             if (yield from self._tried(self._call(), HERMES)):
-                yield from self._skip(HERMES_END)
+                yield from self._skip(HERMES_END, HERMES)
 
     def _mistral(self) -> Reading[None]:
         """``[TOOL_CALLS][{"name": …, "arguments": …}, …]``, or since 2025 ``[TOOL_CALLS]NAME[ARGS]{…}`` for each."""
@@ -116,21 +150,29 @@ class CallParser(Characters):
         put = self._begin(called)
         schema = dict(self._functions.get(called, {}))
         properties, between = schema.get("properties"), "{"
-        while (yield from self._solid()) == "<":
+        while (following := (yield from self._solid())) == "<":
             self._push("<")
             tag: list[str] = []
             if not (yield from self._text_before(">", say=tag.append)):
-                raise Broken
+                key = "".join(tag)
+                if key.startswith(PARAMETER) or any(known.startswith(key) for known in (PARAMETER, FUNCTION_END)):
+                    raise Broken  # cut off
+                self._push(key)
+                break
             key = "".join(tag)
             if not key.startswith(PARAMETER):
                 if key + ">" != FUNCTION_END:
                     self._push(key + ">")
                 break
-            key = key.removeprefix(PARAMETER).strip()
+            key = key.removeprefix(PARAMETER)
+            if not isinstance(properties, dict) or key not in properties:
+                key = key.strip()
             put(f"{between}{json.dumps(key, ensure_ascii=False)}: ")
             kinds = kinds_of(properties.get(key), schema) if isinstance(properties, dict) else frozenset[str]()
             yield from self._tagged(put, kinds)
             between = ", "
+        else:
+            self._push(following or "")
         put("{}" if between == "{" else "}")
 
     def _tagged(self, put: Callable[[str], None], kinds: frozenset[str]) -> Reading[None]:
@@ -138,20 +180,43 @@ class CallParser(Characters):
         first = yield from self._next()
         if first not in (None, "\n"):
             self._push(first)
-        value: list[str] = []
 
         def quoted(text: str) -> None:
             put(json.dumps(text, ensure_ascii=False)[1:-1])
 
-        text = is_text(kinds)
-        if text:
+        if is_text(kinds):
             put('"')
-        end = yield from self._text_before(*_VALUE_ENDS, say=quoted if text else value.append)
-        if not end:
-            raise Broken
-        put('"' if text else json_of("".join(value), kinds))
+            end = yield from self._text_before(*VALUE_ENDS, say=quoted)
+            if not end:
+                raise Broken
+            put('"')
+        else:
+            value, end = yield from self._json_between()
+            put(json_of(value, kinds))
         if PARAMETER_END not in end:
             self._push(end)
+
+    def _json_between(self) -> Reading[tuple[str, str]]:
+        """A value between tags and what ends it. A tag in a string of JSON is part of that, but for JSON that is none:
+        there the first one ends it. Raises Broken."""
+        found, strings = list[str](), Strings()
+        early: tuple[int, str] | None = None
+        while end := (yield from self._text_before(*VALUE_ENDS, say=found.append)):
+            if self._mangled or not strings.open_behind(found):
+                break
+            early = early or (len("".join(found)), end)
+            found.append(end)
+        text = "".join(found)
+        if early is None or is_json(text):
+            if not end:
+                raise Broken
+            return text, end
+        if not end and self._exact:  # cut off within a string
+            raise Broken
+        size, first_end = early
+        self._mangled = True  # or every value of an answer might be looked for to its end
+        self._push(text[size + len(first_end) :] + end)
+        return text[:size], first_end
 
     def _llama(self) -> Reading[None]:
         """``{"name": …, "parameters": …}``, with ``;`` between several, and nothing else."""
@@ -209,14 +274,14 @@ class CallParser(Characters):
             yield from self._call(alone)
             self._raw = []
             following = yield from self._solid()
-            if following not in (";", ","):
-                break
-            following = yield from self._solid()
-            if following != "{":
-                break
-            self._push(following)
-        if following is not None:
-            self._push(following)
+            if following in (";", ","):
+                following = yield from self._solid()
+                if following == "{":
+                    self._push(following)
+                    continue
+            if following is not None:
+                self._push("".join(self._raw or ()))
+            break
 
     def _list(self, alone: bool) -> Reading[None]:
         while (character := (yield from self._solid())) != "]":
@@ -277,7 +342,7 @@ class CallParser(Characters):
             raise Broken
         index, dropped = self.calls, self._single and self.calls > 0
         self.calls += 1
-        self._raw, self._white = None, ""
+        self._raw, self._white = None, []
         if dropped:
             return lambda _: None
         self._found.append(Delta(index=index, id=new_id(self._dialect), name=name))

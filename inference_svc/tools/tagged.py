@@ -18,7 +18,10 @@ from llguidance import regex_to_lark
 from inference_svc.grammars import with_whitespace
 from inference_svc.schemas import FORMATS, plain
 
+FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+# Models forget to end a value where the next one begins, or the call ends.
+VALUE_ENDS = (f"\n{PARAMETER_END}", PARAMETER_END, f"\n{PARAMETER}", f"\n{FUNCTION_END}")
 Schema = dict[str, Any]
 _KINDS = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
 # What a schema of all arguments may say; the rest speaks of several of them at once.
@@ -30,6 +33,9 @@ _OF_ALL = frozenset(
 _OF_STRINGS = frozenset(
     "type title description default examples enum const minLength maxLength pattern format deprecated readOnly".split()
 )
+# What any value's schema may say, strings' too, and is not kept to.
+_OF_ANY = frozenset("not anyOf oneOf allOf if $ref".split())
+_MOST_REFERENCES = 16
 _DAY, _TIME = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])", "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
 _ZONE = r"(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _HEX = "[0-9a-f]"
@@ -44,28 +50,24 @@ _FORMATS = {
 
 def kinds_of(schema: Any, root: Schema) -> frozenset[str]:
     """The JSON types that a value may have; empty where nothing says so. ``root`` has what is referred to."""
-    return _kinds_of(schema, root, set())
-
-
-def _kinds_of(schema: Any, root: Schema, seen: set[int]) -> frozenset[str]:
-    """Without what was ``seen`` before, which says nothing new."""
-    if not isinstance(schema, dict) or id(schema) in seen:
-        return frozenset()
-    seen.add(id(schema))
-    if "$ref" in schema:
-        return _kinds_of(_referred(schema["$ref"], root), root, seen)
-    kinds = schema.get("type")
-    if isinstance(kinds, str):
-        return frozenset((kinds,)) & _KINDS
-    if isinstance(kinds, list):
-        return frozenset(kind for kind in kinds if isinstance(kind, str)) & _KINDS
-    if "const" in schema or "enum" in schema:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
-        return frozenset(map(_kind, values)) if isinstance(values, list) else frozenset()
-    for name in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(name), list):
-            return frozenset[str]().union(*(_kinds_of(part, root, seen) for part in schema[name]))
-    return frozenset()
+    kinds, due, seen = set[str](), [schema], set[int]()
+    while due:
+        schema = due.pop()
+        if not isinstance(schema, dict) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        given = schema.get("type")
+        if "$ref" in schema:
+            due.append(_referred(schema["$ref"], root))
+        elif isinstance(given, str | list):
+            kinds.update(kind for kind in ([given] if isinstance(given, str) else given) if isinstance(kind, str))
+        elif "const" in schema or "enum" in schema:
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            kinds.update(map(_kind, values if isinstance(values, list) else ()))
+        else:
+            parts = [schema[name] for name in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(name), list)]
+            due += parts[0] if parts else []
+    return frozenset(kinds & _KINDS)
 
 
 def _referred(reference: Any, root: Schema) -> Any:
@@ -94,13 +96,45 @@ def json_of(text: str, kinds: frozenset[str]) -> str:
         return word
     if kinds - {"null"} != {"string"} and not is_text(kinds):
         try:
-            value = json.loads(bare, parse_constant=_no_number)
+            # A number of thousands of digits is one, too; what it is is not asked.
+            value = json.loads(bare, parse_constant=_no_number, parse_int=lambda _: 0)
         except (ValueError, RecursionError):
             value = None
         kind = _kind(value)
         if value is not None and (kind in kinds or (kind == "integer" and "number" in kinds)):
             return bare
     return json.dumps(text, ensure_ascii=False)
+
+
+def is_json(text: str) -> bool:
+    """A text is a JSON value."""
+    try:
+        json.loads(text, parse_constant=_no_number, parse_int=lambda _: 0)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+class Strings:
+    """Whether a JSON text that comes in pieces is within a string; one that begins as no JSON with strings never is."""
+
+    def __init__(self) -> None:
+        self._open = self._escaped = False
+        self._begun = ""
+        self._seen = 0  # pieces
+
+    def open_behind(self, pieces: list[str]) -> bool:
+        """Behind all of these; those that were there before are not looked at again."""
+        for character in "".join(pieces[self._seen :]):
+            self._begun = self._begun or character.strip()
+            if self._escaped:
+                self._escaped = False
+            elif character == '"':
+                self._open = not self._open
+            else:
+                self._escaped = self._open and character == "\\"
+        self._seen = len(pieces)
+        return self._open and self._begun in '{["'
 
 
 def _no_number(word: str) -> None:
@@ -113,7 +147,7 @@ def opening_of(key: str) -> str:
 
 
 def ending(schema: Schema, name: str) -> Schema:
-    """The same; it has ``uniqueItems``. Raises InvalidRequest for a schema of numbers, too, whose end nothing tells."""
+    """The same. Raises InvalidRequest for a schema of numbers, too, whose end nothing tells."""
     kinds = kinds_of(schema, schema)
     if not kinds or kinds & {"integer", "number"}:
         raise InvalidRequest(
@@ -130,6 +164,8 @@ def rules_of_parameters(number: int, name: str, schema: Schema) -> tuple[list[st
     wrong = sorted(schema.keys() - _OF_ALL)
     if wrong:
         raise _refused(name, f"the keyword {wrong[0]!r} of all arguments")
+    if "object" not in kinds_of(schema, schema):
+        raise _refused(name, "arguments that are no object")
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
     if not isinstance(properties, dict) or not isinstance(required, list):
@@ -138,6 +174,8 @@ def rules_of_parameters(number: int, name: str, schema: Schema) -> tuple[list[st
     call, rules, unique = [json.dumps(f"{name}>\n")], list[str](), list[tuple[str, Schema]]()
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for i, (key, value) in enumerate({**properties, **missing}.items()):
+        if value is False and key not in required:
+            continue
         if any(sign in key for sign in "<>\n"):
             raise _refused(name, f"an argument called {key[:80]!r}")
         rule = f"given_{number}_{i}"
@@ -152,20 +190,27 @@ def _rules_of_value(
     """Adds to ``unique`` a value with ``uniqueItems``."""
     opening, end = json.dumps(opening_of(key)), json.dumps(f"\n{PARAMETER_END}\n")
     text = _text_schema(value, root)
+    if text is None and kinds_of(value, root) - {"null"} == {"string"}:
+        raise _refused(name, f"several schemas of the string {key!r}")
     if text is None:
         whole = {**value, **shared} if isinstance(value, dict) else value
         body = with_whitespace(whole) if isinstance(whole, dict) else {}
         bare = plain(body, unique=False)
         if bare != body:
-            unique.append((opening_of(key), ending(body, name)))
+            unique.append((opening_of(key), body))
         return [f"{rule}: {opening} {rule}_json {end}", f"{rule}_json: %json {json.dumps(bare)}"]
     values = [text["const"]] if "const" in text else text.get("enum")
     if values is not None:
+        ends = [one for one in values if any(end in f"{one}\n" for end in VALUE_ENDS)]
+        if ends:
+            raise _refused(name, f"a value of the argument {key!r} that has the text in it that ends values")
         return [f"{rule}: {opening} ({' | '.join(map(json.dumps, values))}) {end}"]
     terminal = rule.upper()
     return [
-        f'{rule}: {opening} {rule}_text "\\n"',
-        f"{rule}_text[suffix=/\\n?<\\/parameter>/]: {terminal}",
+        f'{rule}: {opening} {terminal}_ENDED "\\n"',
+        # Without the line's end, which belongs to the tag, the text has none of its own there.
+        f'{terminal}_ENDED: {terminal} "\\n{PARAMETER_END}" | {terminal}_LINE "{PARAMETER_END}"',
+        f"{terminal}_LINE: {terminal} & ~/(?s:.*)\\n/",
         f"{terminal}: {_regex(text, name, key)}",
     ]
 
@@ -174,14 +219,17 @@ def _text_schema(value: Any, root: Schema) -> Schema | None:
     """The schema of a value that is written as text, or null; None for one that is written as JSON."""
     if not isinstance(value, dict):
         return {}
-    if "$ref" in value:
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(value, dict) or "$ref" not in value:
+            break
         value = _referred(value["$ref"], root)
-        return _text_schema(value, root) if isinstance(value, dict) and "$ref" not in value else None
+    if not isinstance(value, dict) or "$ref" in value:
+        return None
     if not isinstance(value.get("enum", []), list):
         return None
     kinds = kinds_of(value, root)
     if not kinds - {"null"}:
-        return None if kinds else {key: part for key, part in value.items() if key in _OF_STRINGS}
+        return None if kinds else {key: part for key, part in value.items() if key in _OF_STRINGS | _OF_ANY}
     if kinds - {"null"} != {"string"}:
         return None
     for several in ("anyOf", "oneOf"):
@@ -210,8 +258,7 @@ def _regex(schema: Schema, name: str, key: str) -> str:
             parts.append(_search(str(schema["pattern"])))
         except ValueError as error:
             raise _refused(name, f"a pattern of the argument {key!r} that is none ({error})") from error
-    if len(parts) == 1:
-        parts.append(r"~/(?s:.*)\n<(parameter=|\/function>)(?s:.*)/")
+    parts.append(r"~/(?s:.*)(\n<(parameter=|\/function>)|<\/parameter>)(?s:.*)/")
     return " & ".join(parts)
 
 

@@ -19,10 +19,12 @@ from kvsidecar.errors import (
     Unavailable,
     UnknownModel,
     UnknownResponse,
+    UnsupportedOption,
 )
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from inference_svc.gateway.access import Keys
+from inference_svc.gateway.adapters import LOAD, UNLOAD
 from inference_svc.gateway.application import new_application, surround
 from inference_svc.gateway.body import read_json
 from inference_svc.gateway.config import GatewayConfig
@@ -91,6 +93,12 @@ class Fleet:
         body = {"status": "ok" if up else "no node is up", "nodes_up": up, "nodes": known}
         return JSONResponse(body, status_code=200 if up else 503)
 
+    async def refuse_adapters(self, request: Request) -> Response:
+        raise UnsupportedOption(
+            "a fleet's gateway loads and unloads no adapters: send this to the gateway of each node, and the fleet has "
+            "what they have"
+        )
+
     async def show_metrics(self, request: Request) -> Response:
         return PlainTextResponse(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -153,6 +161,8 @@ def create_app(config: GatewayConfig) -> FastAPI:
     app.add_api_route(RESPONSES + "/{name}", fleet.response, methods=["GET", "DELETE"])
     app.add_api_route("/v1/models", fleet.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", fleet.model, methods=["GET"])
+    for path in (LOAD, UNLOAD):
+        app.add_api_route(path, fleet.refuse_adapters, methods=["POST"])
     app.add_api_route("/version", fleet.version, methods=["GET"])
     app.add_api_route("/health", fleet.health, methods=["GET"])
     app.add_api_route("/metrics", fleet.show_metrics, methods=["GET"])

@@ -117,3 +117,16 @@ def test_a_grammar_that_cannot_be_followed_is_its_senders(gateway: Gateway) -> N
 def test_the_place_of_a_wrong_name_is_named(gateway: Gateway) -> None:
     answer = httpx.post(f"{gateway.url}/v1/completions", json={"prompt": "x", "logit_bias": {"five": 1}})
     assert answer.json()["error"]["param"] == "logit_bias.five"
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_what_is_no_number_is_refused_before_it_comes_back(gateway: Gateway, number: str) -> None:
+    """Answers of this path have the metadata and the tools that they were asked with."""
+    for more in (
+        f'"metadata": {{"a": {number}}}',
+        f'"tools": [{{"type": "function", "name": "f", "parameters": {{"a": {number}}}}}]',
+    ):
+        body = f'{{"input": "x", "max_output_tokens": 1, {more}}}'
+        answer = httpx.post(f"{gateway.url}/v1/responses", content=body, timeout=60)
+        assert answer.status_code == 400, answer.text
+        assert f"{number.lstrip('-')}" in answer.json()["error"]["message"]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import grpc
 import httpx
 import openai
 import pytest
+import structlog
 import torch
 from kvsidecar.errors import FailedPrecondition, LimitExceeded, Unavailable, UnknownModel, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
@@ -342,7 +344,7 @@ def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> Non
     engine = engine_of(2048, tmp_path, batch_sequences=4)
     slow = Slow()
     engine._loop._cache = slow
-    reached, go_on = threading.Event(), threading.Event()
+    reached, go_on, stack = threading.Event(), threading.Event(), ExitStack()
     try:
         loading = ask(engine, "a", prompt(3, 40), 8, keep=True)
         wait(lambda: slow.asked)
@@ -362,6 +364,7 @@ def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> Non
         other = ask(engine, "b", prompt(4, 40), 8)
         waiting = [ask(engine, "a", prompt(5 + i, 40), 8) for i in range(4)]
         gone = engine.adapters["a"]
+        logged = stack.enter_context(structlog.testing.capture_logs())
         with ThreadPoolExecutor(1) as thread:
             dropped = thread.submit(engine.drop, "a")
             go_on.set()
@@ -374,6 +377,10 @@ def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> Non
             done(sequence, Restored())
         ended = {failure(one) for one in (loading, running, *waiting, late)}
         assert ended == {"the adapter 'a' has been unloaded"}
+        said = [line for line in logged if "has been unloaded" in line.get("error", "")]
+        assert len(said) == 7
+        assert {line["log_level"] for line in said} == {"info"}, "nothing is broken"
+        assert not any("exc_info" in line for line in said)
         assert len(other.tokens()) == 8
         idle(engine)
         engine.check_integrity()
@@ -382,6 +389,7 @@ def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> Non
     finally:
         go_on.set()
         engine.stop()
+        stack.close()
 
 
 def test_loading_and_unloading_again_and_again_changes_no_answer_of_others(tmp_path: Path) -> None:

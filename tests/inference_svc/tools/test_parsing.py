@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.tools.parsing import CallParser
+from inference_svc.tools.tagged import kinds_of
 
 KINDS = {"a": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": ["object", "null"]}}
 KINDS |= {"b": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "r": {"$ref": "#/$defs/list"}}
@@ -98,6 +100,29 @@ WRITTEN: list[tuple[str, str, Read]] = [
     ("qwen3_coder", "a <tool_call> that is none", ("a <tool_call> that is none", [])),
     ("qwen3_coder", "<function=a b></function>", ("<function=a b></function>", [])),
     ("qwen3_coder", "<function=f", ("<function=f", [])),
+    ("qwen3_coder", "<function=f>\nof course", ("of course", [("f", "{}")])),
+    ("qwen3_coder", "<function=f>\n<a and no end", ("<a and no end", [("f", "{}")])),
+    ("qwen3_coder", "<function=f>\n<param", ("", [("f", "")])),
+    (
+        "qwen3_coder",
+        '<function=f>\n<parameter=r>\n["</parameter>", "\\"</parameter>"]\n</parameter>\n</function> so',
+        (" so", [("f", '{"r": ["</parameter>", "\\"</parameter>"]}')]),
+    ),
+    (
+        "qwen3_coder",
+        '<function=f>\n<parameter=r>\n["\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function> so',
+        (" so", [("f", '{"r": "[\\"", "n": 3}')]),
+    ),
+    ("qwen3_coder", '<function=f>\n<parameter=r>\n["</parameter>', ("", [("f", '{"r": "[\\""}')])),
+    ("qwen3_coder", f"<function=f><parameter=n>{'9' * 5000}</parameter></function>",
+     ("", [("f", f'{{"n": {"9" * 5000}}}')])),
+    ("hermes", '<tool_call>{"name": "f"} and then', (" and then", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f"}}\n</tool_c', ("", [("f", "{}")])),
+    ("hermes", '<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}\n', ("", [("f", "{}"), ("g", "{}")])),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>, <tool_call>{"name": "g"}', (",", [("f", "{}"), ("g", "{}")])),
+    ("llama3_json", '{"name": "f", "parameters": {}}; no more', ("; no more", [("f", "{}")])),
+    ("llama3_json", '{"name": "f", "parameters": {}} ; ', ("", [("f", "{}")])),
+    ("mistral", '[TOOL_CALLS]{"name": "f"} then', (" then", [("f", "{}")])),
     ("json", " \n", (" \n", [])),
     ("json", "``", ("``", [])),
 ]  # fmt: skip
@@ -183,11 +208,39 @@ def test_what_was_called_comes_out_whatever_the_pieces(
     assert [(name, json.loads(arguments)) for name, arguments in found] == wanted
 
 
+@pytest.mark.parametrize(
+    ("dialect", "before"),
+    [(d, "") for d in DIALECTS]
+    + [("qwen3_coder", "<tool_call><function=f></function>"), ("json", "```json"), ("json", '{"name": "f"}')],
+)
+def test_white_space_without_end_is_read_in_time_that_grows_with_it(dialect: str, before: str) -> None:
+    began = time.process_time()
+    assert read(dialect, [before, " " * 400_000, "."])[0].endswith(" .")
+    assert time.process_time() - began < 30, "minutes, were each looked at once for every other one"
+
+
+def test_json_that_never_ends_its_strings_is_looked_through_once() -> None:
+    values = '<parameter=o>{\\"</parameter>\n' * 3000
+    began = time.process_time()
+    (call,) = read("qwen3_coder", [f"<function=f>\n{values}</function>"])[1]
+    assert call[1].count('"o": ') == 3000
+    assert time.process_time() - began < 30
+
+
+def test_schemas_that_refer_on_and_on_are_read() -> None:
+    named: dict[str, Any] = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)}
+    nested: dict[str, Any] = {"type": "integer"}
+    for _ in range(900):
+        nested = {"anyOf": [nested]}
+    schema = {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": {**named, "3000": nested}}
+    assert kinds_of(schema["properties"]["a"], schema) == {"integer"}
+
+
 PARTS = [
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json", "```"),
     *('{"name": "f"', ', "arguments": ', '{"x": 1}', '{"tool_calls": [', "null"),
-    *("<function=", "</function>", "<parameter=a>", "</parameter>", ">"),
-    *("}", "]", "[", ";", "\n", " ", "f", '"', "\\", "é"),
+    *("<function=", "</function>", "<parameter=a>", "<parameter=r>", "<function=f>", "</parameter>", ">"),
+    *("}", "]", "[", "{", ";", ",", "\n", " ", "f", '"', "\\", "é", "🦊"),
 ]
 
 
@@ -199,6 +252,29 @@ def test_streamed_is_whole_and_what_is_no_call_is_text(dialect: str, data: st.Da
     assert read(dialect, data.draw(cut(text))) == whole
     if not whole[1]:
         assert whole[0] == text
+
+
+# Behind a whole call; what of it is dropped belongs to calls, or is white.
+CALLS = {
+    "hermes": '<tool_call>{"name": "f"}</tool_call>',
+    "llama3_json": '{"name": "f"}',
+    "mistral": '[TOOL_CALLS][{"name": "f"}]',
+    "qwen3_coder": "<function=f></function>",
+    "json": '{"tool_calls": [{"name": "f"}]}',
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@given(data=st.data(), before=st.text("a <é🦊", max_size=5), after=st.text('a <>]}"é🦊\n', max_size=8))
+def test_text_around_calls_is_kept(dialect: str, data: st.DataObject, before: str, after: str) -> None:
+    if dialect in ("llama3_json", "json"):
+        before = ""  # there a call is the whole answer
+    text = before + CALLS[dialect] + after
+    found = read(dialect, data.draw(cut(text)))
+    assert found == read(dialect, [text])
+    assert found[1] == [("f", "{}")]
+    assert found[0].split() == (before.rstrip() + after.rstrip()).split() or before.endswith(tuple(" "))
+    assert "".join(found[0].split()) == "".join((before + after).split())
 
 
 def test_half_a_character_is_no_name() -> None:

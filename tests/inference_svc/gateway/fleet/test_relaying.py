@@ -41,6 +41,16 @@ async def test_nobody_is_asked_about_what_is_short_or_not_to_be_reused() -> None
     assert len(warm.prompts) + len(cold.prompts) == 2
 
 
+async def test_adapters_are_for_the_nodes_own_gateways() -> None:
+    node = Peer()
+    async with fleet_of(node) as (client, _):
+        for what in ("load", "unload"):
+            answer = await client.post(f"/v1/{what}_lora_adapter", json={"lora_name": "law", "lora_path": "law"})
+            assert answer.status_code == 400
+            assert "send this to the gateway of each node" in answer.json()["error"]["message"]
+    assert not node.prompts
+
+
 @pytest.mark.parametrize("failing", [LOST, breaks, streams(end=False), LOCKED])
 async def test_an_answer_of_which_nothing_was_sent_comes_from_another(failing: Any) -> None:
     warm, other = Peer(held_tokens=900, answer=failing), Peer(answer=streams("whole", "[DONE]"))
