@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from kvsidecar.paged.session import Served, Session
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
+from tests.cache_daemon.test_service import until
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,30 @@ def test_an_end_of_one_session_does_not_end_the_next(node: Node) -> None:
         assert link.wait(10)
         time.sleep(1.0)
         assert link.session is not None
+    finally:
+        link.close()
+
+
+@pytest.mark.parametrize("name", ["Timer-", "kv-link-read", "kv-link-beat"])
+def test_a_process_that_has_no_thread_to_spare_tries_again(
+    name: str, node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, refused = threading.Thread.start, list[str]()
+
+    def limited(self: threading.Thread) -> None:
+        of_timer = isinstance(self, threading.Timer) and name == "Timer-"
+        if not refused and (of_timer or self.name == name):
+            refused.append(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    link = DaemonLink(Address(node.cache_socket), "spare", descriptor("spare"))
+    try:
+        assert link.wait(20)
+        assert refused
+        assert "can't start new thread; serving without cache" in caplog.text
+        until(lambda: [s.client_name for s in node.cache_stats().session_details].count("spare") == 1, 20)
     finally:
         link.close()
 

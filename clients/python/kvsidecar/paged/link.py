@@ -34,6 +34,8 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 ]
+# No thread, no memory, or a GPU that does not map what it is given: it may be otherwise in a moment.
+_LACKING = (RuntimeError, MemoryError)
 _Outgoing = queue.SimpleQueue[pb.AttachRequest | None]
 
 
@@ -98,7 +100,11 @@ class DaemonLink:
     def _run(self) -> None:
         backoff = _FIRST_BACKOFF
         while not self._stop.is_set():
-            attached = self._attach_once()
+            try:
+                attached = self._attach_once()
+            except _LACKING as error:
+                attached = False
+                self._note(f"no session with the cache daemon: {str(error) or 'no memory'}; serving without cache")
             backoff = _FIRST_BACKOFF if attached else min(_LAST_BACKOFF, backoff * 2)
             self._stop.wait(backoff)
 
@@ -126,10 +132,10 @@ class DaemonLink:
             stub: Any = CacheServiceStub(with_trace_context(channel))
             incoming = stub.Attach(iter(outgoing.get, None))
             watchdog = threading.Timer(CONNECT_SECONDS, incoming.cancel)
-            watchdog.start()
             session: Session | None = None
             held = False
             try:
+                watchdog.start()
                 welcome = next(incoming).welcome
                 watchdog.cancel()
                 session = Session(
