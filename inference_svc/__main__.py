@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from kvsidecar.interrupts import EXIT_CODE, ending_quietly
-from kvsidecar.lean import import_lean
+from kvsidecar.lean import collecting_later, import_lean
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,11 +17,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(command: str, rest: list[str]) -> int:
-    with ending_quietly():
+    with ending_quietly(), collecting_later():
         import_lean()
         from kvsidecar.cli.settings import run_service
     if command == "worker":
-        with ending_quietly():
+        with ending_quietly(), collecting_later():
             from inference_svc.cache.address import daemon_address
             from inference_svc.config import WorkerConfig
             from inference_svc.model.ahead import read_ahead
@@ -31,34 +31,35 @@ def _run(command: str, rest: list[str]) -> int:
             config = settled(config)
             daemon_address(config)
             read_ahead(config.model)
-            from inference_svc.server import serve as run  # it imports torch
+            with collecting_later():
+                from inference_svc.server import serve as run  # it imports torch
 
             await run(config)
 
         return run_service("kvsidecar worker", WorkerConfig, serve, rest)
     if command == "gateway":
-        with ending_quietly():
+        with ending_quietly(), collecting_later():
             from inference_svc.gateway.config import GatewayConfig
             from inference_svc.gateway.server import serve as serve_gateway
 
         return run_service("kvsidecar gateway", GatewayConfig, serve_gateway, rest)
     if command == "serve":
-        with ending_quietly():
+        with ending_quietly(), collecting_later():
             from inference_svc.supervisor import main as supervise
 
         return supervise(rest)
     if command == "verify":
-        with ending_quietly():
+        with ending_quietly(), collecting_later():
             from inference_svc.verify_command import main as verify
 
         return verify(rest)
     if command == "quantize":
-        with ending_quietly():
+        with ending_quietly(), collecting_later():
             from inference_svc.quantize_command import main as quantize
 
         return quantize(rest)
     if command == "prepare":
-        with ending_quietly():
+        with ending_quietly(), collecting_later():
             from inference_svc.model.prepare_command import main as prepare
 
         return prepare(rest)

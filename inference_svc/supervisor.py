@@ -127,14 +127,16 @@ class Supervisor:
     # ---- starting -------------------------------------------------------------------------------------------
 
     async def _start_all(self) -> None:
-        if not self._worker.cache_address:
-            await self._ready(self._launch("daemon", self._daemon_command()), self.cache_socket)
+        # All at once: the daemon serves long before a worker has imported what it computes with.
+        daemon = None if self._worker.cache_address else self._launch("daemon", self._daemon_command())
         workers = [
             self._launch(f"worker-{i}", self._worker_command(i, socket)) for i, socket in enumerate(self.worker_sockets)
         ]
         gateway = self._launch("gateway", self._gateway_command())
-        for worker, socket in zip(workers, self.worker_sockets, strict=True):
-            await self._ready(worker, socket)
+        awaited = [*zip(workers, self.worker_sockets, strict=True)]
+        if daemon is not None:
+            awaited.append((daemon, self.cache_socket))
+        await asyncio.gather(*(self._ready(child, socket) for child, socket in awaited))
         url = f"http://{TcpAddress(self._config.host, self._config.port)}"
         import httpx  # here: while the processes that it asks for are starting themselves
 

@@ -247,3 +247,26 @@ def test_only_what_never_served_ends_the_whole(tmp_path: Path, code: int) -> Non
     counted.unlink()
     assert asyncio.run(watch(served=False))
     assert counted.read_text() == "x"
+
+
+def test_nobody_waits_for_the_daemon_to_begin_his_own_start(tmp_path: Path) -> None:
+    """Its store may take long to open, and a worker's imports do."""
+
+    async def started() -> list[str]:
+        node = Supervisor(ServeConfig(model="demo", workers=2, runtime_dir=tmp_path), WorkerConfig(model="demo"))
+        node._daemon_command = lambda: ["sleep", "600"]  # type: ignore[method-assign]
+        node._worker_command = lambda i, socket: ["sleep", "600"]  # type: ignore[method-assign]
+        node._gateway_command = lambda: ["sleep", "600"]  # type: ignore[method-assign]
+        starting = asyncio.create_task(node._start_all())
+        for _ in range(3000):
+            running = [child.name for child in node._children if child.process is not None]
+            if len(running) == 4 or starting.done():
+                break
+            await asyncio.sleep(0.02)
+        assert not starting.done(), "nothing serves yet"
+        node._stop.set()
+        await starting
+        await node._end_all()
+        return running
+
+    assert asyncio.run(started()) == ["daemon", "worker-0", "worker-1", "gateway"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -109,3 +110,43 @@ def test_the_console_script_becomes_a_service_without_the_command_line(command: 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     program = "cache_daemon" if command == "daemon" else f"inference_svc {command}"
     assert (done.returncode, done.stdout) == (0, f"-m {program} --flag=1 more -- -h\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "first", "last"),
+    [
+        ("cache_daemon", ["--help"], "uvloop", "cache_daemon.server"),
+        ("inference_svc", ["gateway", "--help"], "fastapi", "inference_svc.gateway.server"),
+        # It ends as soon as it would take memory.
+        (
+            "inference_svc",
+            ["worker", "--model=demo", "--pool-bytes=1", "--cache-socket=none"],
+            "torch",
+            "inference_svc.runtime",
+        ),
+    ],
+)
+def test_nobody_looks_for_garbage_among_what_is_imported(
+    program: str, given: list[str], first: str, last: str, tmp_path: Path
+) -> None:
+    given = [*given, f"--socket={tmp_path / 'w.sock'}"] if given[0] == "worker" else given
+    code = (
+        f"import gc, sys, {program}.__main__ as program\n"
+        f"begun, done = (lambda: {first!r} in sys.modules), (lambda: hasattr(sys.modules.get({last!r}), 'log'))\n"
+        "seen = []\n"
+        "gc.callbacks.append(lambda phase, _: seen.append(phase) if begun() and not done() else None)\n"
+        f"try: program.main({given!r})\n"
+        "except SystemExit: pass\n"
+        "print('imported', done(), 'collections', len(seen), 'enabled', gc.isenabled())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.stdout.splitlines()[-1] == "imported True collections 0 enabled True", found.stderr
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    code = (
+        "import gc; from kvsidecar.lean import collecting_later; gc.disable()\n"
+        "with collecting_later(): pass\n"
+        "assert not gc.isenabled()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

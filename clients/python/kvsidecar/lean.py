@@ -6,8 +6,11 @@ cache. Imports nothing that takes time: it comes before what does.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def import_lean() -> None:
@@ -25,3 +28,16 @@ def import_lean() -> None:
         import structlog  # noqa: F401
     finally:
         del sys.modules["rich"]
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """No collector looks for garbage while the body imports: what modules make stays, and to look through all of it
+    again and again is an eighth of a worker's imports, or more."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
