@@ -238,7 +238,7 @@ class Gateway:
         served = {name for w in self.router.workers if w.seen for name in w.names}
         if name and served and name not in served:
             raise UnknownModel(
-                f"the model {name!r} is not served here; served: {', '.join(sorted(served))}", param="model"
+                f"the model {name[:80]!r} is not served here; served: {', '.join(sorted(served))}", param="model"
             )
 
     async def _merge(self, requests: list[pb.GenerateRequest], whole: bool) -> AsyncIterator[Piece]:

@@ -48,21 +48,27 @@ IGNORED = (
     # Vllm's, of what its fast tokenizers, like ours, do not do.
     "spaces_between_special_tokens",
 )
+# Python reads and writes JSON to its own limit, about 950 levels where a request is handled.
+_DEEPEST = 900
+_LONGEST_NAME = 200  # of what a client calls a field, in what it is told
 # Parts of a place in a body that name no field but an alternative of a union, by its type.
 _ALTERNATIVE = re.compile(r"(str|int|bool|dict|list|literal|function-\w+)(\[|$)|[A-Z]")
 
 
-def refuse_surrogates(body: dict[str, Any]) -> None:
-    """Raises InvalidRequest for text in a body that is not Unicode: half of a surrogate pair, which JSON can write and
-    UTF-8 cannot."""
-    left: list[tuple[str, Any]] = [("", body)]
+def refuse_unwritable(body: dict[str, Any]) -> None:
+    """Raises InvalidRequest for what could be read and not be written: text in a body that is not Unicode, half of a
+    surrogate pair, and what is nested too deeply."""
+    left: list[tuple[str, Any, int]] = [("", body, 1)]
     while left:
-        where, value = left.pop()
+        where, value, depth = left.pop()
+        if depth > _DEEPEST and isinstance(value, dict | list):
+            name = where.partition(".")[0][:_LONGEST_NAME].encode("ascii", "backslashreplace").decode()
+            raise InvalidRequest(f"{name} is nested more than {_DEEPEST} levels deep", param=name)
         if isinstance(value, str):
             try:
                 value.encode()
             except UnicodeEncodeError as error:
-                name = where.encode("ascii", "backslashreplace").decode()
+                name = where[:_LONGEST_NAME].encode("ascii", "backslashreplace").decode()
                 raise InvalidRequest(
                     f"{name} has the lone surrogate U+{ord(value[error.start]):04X} at character {error.start}; send "
                     f"whole characters",
@@ -70,16 +76,18 @@ def refuse_surrogates(body: dict[str, Any]) -> None:
                 ) from None
         elif isinstance(value, dict):
             names = [(f"{where}.{name}" if where else name, name, part) for name, part in value.items()]
-            left += [(at, part) for at, name, part in names] + [(at, name) for at, name, _ in names]
+            left += [(at, part, depth + 1) for at, name, part in names] + [(at, name, 0) for at, name, _ in names]
         elif isinstance(value, list):
-            left += [(f"{where}.{i}", part) for i, part in enumerate(value) if isinstance(part, str | dict | list)]
+            left += [
+                (f"{where}.{i}", part, depth + 1) for i, part in enumerate(value) if isinstance(part, str | dict | list)
+            ]
 
 
 def parse(kind: type[B], body: Any) -> B:
     """Checks a body. Raises UnsupportedOption, InvalidRequest; both name the field."""
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
-    refuse_surrogates(body)
+    refuse_unwritable(body)
     kept = {}
     for name, value in body.items():
         if name in _NEUTRAL and name not in kind.model_fields:
@@ -104,7 +112,7 @@ def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
     found = max(of_field, key=lambda one: len(one["loc"]))
     name, *inside = found["loc"] or ("the body",)
     where = ".".join([str(name), *(str(part) for part in inside if not _ALTERNATIVE.match(str(part)))])
-    where = where.removesuffix(".[key]")
+    where = where.removesuffix(".[key]")[:_LONGEST_NAME]
     if found["type"] == "extra_forbidden":
         known = _options(kind, found["loc"][:-1])
         asked = meant(str(found["loc"][-1]), known)

@@ -284,6 +284,8 @@ class CallParser(Characters):
             break
 
     def _list(self, alone: bool) -> Reading[None]:
+        """Calls up to the end of a list, one at least. Raises Broken."""
+        before = self.calls
         while (character := (yield from self._solid())) != "]":
             if character == ",":
                 continue
@@ -292,6 +294,8 @@ class CallParser(Characters):
             self._push(character)
             yield from self._call(alone)
             self._raw = []
+        if self.calls == before:
+            raise Broken
 
     def _call(self, alone: bool = False) -> Reading[None]:
         """One call's object. Raises Broken."""
@@ -331,9 +335,8 @@ class CallParser(Characters):
     def _wrapped(self) -> Reading[None]:
         if (yield from self._solid()) != "[":
             raise Broken
-        before = self.calls
         yield from self._list(alone=False)
-        if self.calls == before or (yield from self._solid()) != "}":
+        if (yield from self._solid()) != "}":
             raise Broken
 
     def _begin(self, name: str, known: bool = False) -> Callable[[str], None]:

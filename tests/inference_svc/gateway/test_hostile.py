@@ -130,3 +130,24 @@ def test_what_is_no_number_is_refused_before_it_comes_back(gateway: Gateway, num
         answer = httpx.post(f"{gateway.url}/v1/responses", content=body, timeout=60)
         assert answer.status_code == 400, answer.text
         assert f"{number.lstrip('-')}" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_what_is_said_of_long_names_is_short(gateway: Gateway, path: str) -> None:
+    said = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {}
+    said |= {"input" if path == "responses" else "prompt": "x"} if not said else {}
+    for wrong in ({"model": "m" * 100_000}, {"n" * 100_000: 1}, {"n" * 100_000: "\ud800"}):
+        body = json.dumps(said | wrong)
+        answer = httpx.post(f"{gateway.url}/v1/{path}", content=body, timeout=60)
+        assert answer.status_code in (400, 404)
+        assert len(answer.text) < 2000
+
+
+def test_what_is_nested_to_the_end_of_pythons_stack_is_refused_or_comes_back(gateway: Gateway) -> None:
+    codes = set()
+    for levels in range(880, 1000):
+        nested = '{"a":' * levels + "1" + "}" * levels
+        body = f'{{"input": "x", "max_output_tokens": 1, "metadata": {nested}}}'
+        answer = httpx.post(f"{gateway.url}/v1/responses", content=body, timeout=60)
+        codes.add(answer.status_code)
+    assert codes == {200, 400}

@@ -122,6 +122,8 @@ WRITTEN: list[tuple[str, str, Read]] = [
     ("hermes", '<tool_call>{"name": "f"}</tool_call>, <tool_call>{"name": "g"}', (",", [("f", "{}"), ("g", "{}")])),
     ("llama3_json", '{"name": "f", "parameters": {}}; no more', ("; no more", [("f", "{}")])),
     ("llama3_json", '{"name": "f", "parameters": {}} ; ', ("", [("f", "{}")])),
+    ("mistral", "[TOOL_CALLS][ ] none", ("[TOOL_CALLS][ ] none", [])),
+    ("json", "[]", ("[]", [])),
     ("mistral", '[TOOL_CALLS]{"name": "f"} then', (" then", [("f", "{}")])),
     ("json", " \n", (" \n", [])),
     ("json", "``", ("``", [])),
