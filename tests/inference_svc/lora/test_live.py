@@ -6,8 +6,6 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +13,19 @@ import grpc
 import httpx
 import openai
 import pytest
-import structlog
 import torch
-from kvsidecar.errors import FailedPrecondition, LimitExceeded, Unavailable, UnknownModel, from_rpc
+from kvsidecar.errors import FailedPrecondition, LimitExceeded, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 
 from benchmarks.node import Node, free_port
 from inference_svc.adapters import LiveAdapters
 from inference_svc.config import WorkerConfig
-from inference_svc.engine.cache_port import LoadDone, NoCache, Restored
-from inference_svc.engine.pool import KVPool
-from inference_svc.engine.sequence import CacheUse, Output, Sequence
 from inference_svc.model.loader import load
 from inference_svc.runtime import build
 from tests.inference_svc.gateway.conftest import Gateway, of_node
-from tests.inference_svc.lora.making import adapter, linears, tensors, write
-from tests.inference_svc.lora.test_engine import ask, engine_of
+from tests.inference_svc.lora.making import linears, tensors, write
 from tests.inference_svc.test_exactness import prompt, scores
-from tests.inference_svc.test_load import Request, idle
 
 LAYERS = linears(load("demo", dtype="float32"))
 
@@ -318,95 +310,3 @@ def test_nothing_of_other_threads_changes_while_one_is_loaded(root: Path, monkey
         assert not runtime.engine.adapters
     finally:
         runtime.close()
-
-
-# ---- in the engine ------------------------------------------------------------------------------------------
-
-
-class Slow(NoCache):
-    """A cache that keeps what it is asked to load."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Sequence, LoadDone]] = []
-
-    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
-        self.asked.append((sequence, done))
-        return True
-
-
-def failure(request: Request) -> str:
-    """Why a request failed."""
-    assert request.ended.wait(120)
-    return str(request.outputs[-1].error)
-
-
-def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> None:
-    engine = engine_of(2048, tmp_path, batch_sequences=4)
-    slow = Slow()
-    engine._loop._cache = slow
-    reached, go_on, stack = threading.Event(), threading.Event(), ExitStack()
-    try:
-        loading = ask(engine, "a", prompt(3, 40), 8, keep=True)
-        wait(lambda: slow.asked)
-        # The engine's thread stands still with the first token, so that all is as it is meant to be.
-        running = Request(prompt(0, 40), 200)
-        tell = running.sequence.sink
-
-        def hold(output: Output) -> None:
-            tell(output)
-            reached.set()
-            assert go_on.wait(120)
-
-        running.sequence.sink, running.sequence.adapter = hold, engine.adapters["a"]
-        running.sequence.cache = CacheUse(read=False, write=False)
-        engine.submit(running.sequence)
-        assert reached.wait(120)
-        other = ask(engine, "b", prompt(4, 40), 8)
-        waiting = [ask(engine, "a", prompt(5 + i, 40), 8) for i in range(4)]
-        gone = engine.adapters["a"]
-        logged = stack.enter_context(structlog.testing.capture_logs())
-        with ThreadPoolExecutor(1) as thread:
-            dropped = thread.submit(engine.drop, "a")
-            go_on.set()
-            assert dropped.result(120) is gone
-        late = Request(prompt(9, 40), 8)
-        late.sequence.adapter = gone
-        engine.submit(late.sequence)
-        assert not loading.ended.is_set()  # another thread has its pages
-        for sequence, done in slow.asked:
-            done(sequence, Restored())
-        ended = {failure(one) for one in (loading, running, *waiting, late)}
-        assert ended == {"the adapter 'a' has been unloaded"}
-        said = [line for line in logged if "has been unloaded" in line.get("error", "")]
-        assert len(said) == 7
-        assert {line["log_level"] for line in said} == {"info"}, "nothing is broken"
-        assert not any("exc_info" in line for line in said)
-        assert len(other.tokens()) == 8
-        idle(engine)
-        engine.check_integrity()
-        with pytest.raises(UnknownModel):
-            engine.drop("a")
-    finally:
-        go_on.set()
-        engine.stop()
-        stack.close()
-
-
-def test_loading_and_unloading_again_and_again_changes_no_answer_of_others(tmp_path: Path) -> None:
-    engine = engine_of(2048, tmp_path)
-    try:
-        want = ask(engine, "b", prompt(4, 40), 64).tokens()
-        first = ask(engine, "a", prompt(0, 40), 4).tokens()
-        weights = adapter(tmp_path / "a", engine.loaded, "a")
-        for _ in range(5):
-            beside = ask(engine, "b", prompt(4, 40), 64)
-            engine.drop("a")
-            engine.adopt(weights)
-            assert ask(engine, "a", prompt(0, 40), 4).tokens() == first
-            assert beside.tokens() == want
-        idle(engine)
-        engine.check_integrity()
-    finally:
-        engine.stop()
-    with pytest.raises(Unavailable):
-        engine.adopt(weights)
