@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from kvsidecar.errors import GenerationFailed
 from torch import Tensor
 
@@ -75,15 +76,17 @@ def _draw(logits: Tensor, rows: list[int], samplers: list[Sampler]) -> list[Outc
     """Tokens of some rows by all that their parameters ask for."""
     count, vocabulary = len(rows), logits.shape[1]
     chosen = logits if count == len(logits) else logits[rows]
-    scores = torch.full((count, -(-vocabulary // _BLOCK) * _BLOCK), _LEAST, device=logits.device)
-    scores[:, :vocabulary] = chosen
+    scores = torch.empty(count, -(-vocabulary // _BLOCK) * _BLOCK, device=logits.device)
+    scores[:, :vocabulary], scores[:, vocabulary:] = chosen, _LEAST
     # A maximum hands NaN through: one pass sees all that is wrong with a row.
-    sound = torch.isfinite(scores.amax(-1)).tolist()
+    best = scores.amax(-1)
+    sound = torch.isfinite(best).tolist()
     lost = _mask(scores, samplers, vocabulary)
     scored = [i for i, s in enumerate(samplers) if s.logprobs is not None and sound[i]]
     plain = torch.log_softmax(scores[scored, :vocabulary], -1) if scored else scores
     _push(scores, samplers)
-    best = scores.amax(-1)
+    if not all(s.as_they_are for s in samplers):
+        best = scores.amax(-1)
     able = torch.isfinite(best).tolist()
     cold = [i for i, s in enumerate(samplers) if s.params.greedy]
     found = [0] * count
@@ -198,16 +201,23 @@ def _sample(scores: Tensor, best: Tensor, samplers: list[Sampler]) -> list[int]:
         if not unsure:
             break
         checked = [left[k] for k in unsure]
-        limit = chances[unsure].float().to(weights.device)[:, None, None]
-        lines = blocks[checked]
-        before = (lines * (lines > limit)).sum(-1).cpu().double().sum(-1)
-        left = [i for i, mass in zip(checked, before.tolist(), strict=True) if mass >= nucleus[i] * totals[i]]
+        before = _mass_above(blocks, checked, chances[unsure].float()).tolist()
+        left = [i for i, mass in zip(checked, before, strict=True) if mass >= nucleus[i] * totals[i]]
         for i in left:
             # It is outside the nucleus, and with it all that is no likelier.
             row = weights[i]
             row.masked_fill_(row <= row[out[i]], 0.0)
         attempt += 1
     return out
+
+
+def _mass_above(blocks: Tensor, rows: list[int], limits: Tensor) -> Tensor:
+    """Of some rows of ``blocks [.., blocks, block]`` the sums of what is larger than their limits, on the host."""
+    if blocks.device.type == "cpu":  # a row at a time stays in the CPU's cache
+        each = zip(rows, limits.tolist(), strict=True)
+        return torch.stack([F.threshold(blocks[i], limit, 0.0).sum(-1).double().sum() for i, limit in each])
+    lines = blocks[rows]
+    return (lines * (lines > limits.to(lines.device)[:, None, None])).sum(-1).cpu().double().sum(-1)
 
 
 def _weights(scores: Tensor, best: Tensor, samplers: list[Sampler]) -> Tensor:

@@ -165,11 +165,15 @@ class Sampler:
         self._start = mix(secrets.randbits(64) if params.seed is None else params.seed & _WORD)
 
     @property
+    def as_they_are(self) -> bool:
+        """Nothing is masked, added to or taken from the logits."""
+        kept = self.counts is None and self.steering is None and not self.too_early
+        return kept and not self.params.logit_bias and self.params.allowed_tokens is None
+
+    @property
     def plain_greedy(self) -> bool:
         """The likeliest token of the logits as they are is all that is wanted."""
-        p = self.params
-        plain = self.logprobs is None and self.counts is None and self.steering is None and not self.too_early
-        return plain and p.greedy and not p.logit_bias and p.allowed_tokens is None
+        return self.logprobs is None and self.params.greedy and self.as_they_are
 
     @property
     def too_early(self) -> list[int]:
