@@ -8,12 +8,11 @@ import sys
 # Before numpy is imported: its threads have nothing to do here, and a process that forks should have none.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from kvsidecar.interrupts import ending_quietly
-from kvsidecar.lean import collecting_later, import_lean
+from kvsidecar.lean import import_lean, importing
 
 
 def main(arguments: list[str] | None = None) -> int:
-    with ending_quietly(), collecting_later():
+    with importing():
         import_lean()
         import uvloop  # noqa: F401 - imported once, before the guardian forks
         from kvsidecar.cli.settings import run_service

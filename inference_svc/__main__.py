@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from kvsidecar.interrupts import EXIT_CODE, ending_quietly
-from kvsidecar.lean import collecting_later, import_lean
+from kvsidecar.interrupts import EXIT_CODE
+from kvsidecar.lean import collecting_later, import_lean, importing
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,11 +17,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(command: str, rest: list[str]) -> int:
-    with ending_quietly(), collecting_later():
+    with importing():
         import_lean()
         from kvsidecar.cli.settings import run_service
     if command == "worker":
-        with ending_quietly(), collecting_later():
+        with importing():
             from inference_svc.cache.address import daemon_address
             from inference_svc.config import WorkerConfig
             from inference_svc.model.ahead import read_ahead
@@ -38,28 +38,28 @@ def _run(command: str, rest: list[str]) -> int:
 
         return run_service("kvsidecar worker", WorkerConfig, serve, rest)
     if command == "gateway":
-        with ending_quietly(), collecting_later():
+        with importing():
             from inference_svc.gateway.config import GatewayConfig
             from inference_svc.gateway.server import serve as serve_gateway
 
         return run_service("kvsidecar gateway", GatewayConfig, serve_gateway, rest)
     if command == "serve":
-        with ending_quietly(), collecting_later():
+        with importing():
             from inference_svc.supervisor import main as supervise
 
         return supervise(rest)
     if command == "verify":
-        with ending_quietly(), collecting_later():
+        with importing():
             from inference_svc.verify_command import main as verify
 
         return verify(rest)
     if command == "quantize":
-        with ending_quietly(), collecting_later():
+        with importing():
             from inference_svc.quantize_command import main as quantize
 
         return quantize(rest)
     if command == "prepare":
-        with ending_quietly(), collecting_later():
+        with importing():
             from inference_svc.model.prepare_command import main as prepare
 
         return prepare(rest)

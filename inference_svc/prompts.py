@@ -256,8 +256,7 @@ class Prompter:
             return None
         found = self._adapters.get(name)
         if found is None:
-            known = ", ".join([self._loaded.id, *self._adapters])
-            raise UnknownModel(f"the model {name[:80]!r} is not served here; served: {known}", param="model")
+            raise UnknownModel.among(name, [self._loaded.id, *self._adapters])
         return found
 
     def prompt_text(self, request: pb.GenerateRequest, sequence: Sequence) -> str:

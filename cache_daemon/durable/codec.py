@@ -26,6 +26,10 @@ _BLOCK_BYTES = 256 << 10
 _HEADER_BYTES = 8
 _WORTHWHILE = 0.95
 _SAMPLE_BYTES = 64 << 10
+# Looking which bytes of the elements are noise takes as long as compressing a small payload. It is a property of the
+# model, so it is looked at in one payload of this many.
+_LOOK_EVERY = 16
+_ROOTS = 256
 _local = threading.local()
 Bytes = NDArray[np.uint8]
 
@@ -58,6 +62,28 @@ def element_bytes(header: ChunkHeader) -> int:
     if header.bits != 16:
         return 1
     return 4 if header.dtype == DATA_TYPE_FLOAT32 else 2
+
+
+class Packer:
+    """Packs payloads, and remembers which planes of a root's are worth compressing. Safe from several threads: at worst
+    two look."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, int], tuple[frozenset[int], int]] = {}
+
+    def pack(self, header: ChunkHeader, payload: memoryview) -> bytes | None:
+        """The packed payload, or None when packing does not pay."""
+        element = element_bytes(header)
+        return pack(payload, element, self._planes(header.root, payload, element))
+
+    def _planes(self, root: bytes, payload: memoryview, element: int) -> frozenset[int]:
+        planes, uses = self._known.get((root, element), (frozenset(), 0))
+        if not planes or uses == 0:  # noise may be this payload's alone
+            planes = worthwhile_planes(payload, element)
+            if len(self._known) >= _ROOTS:
+                self._known.clear()
+        self._known[root, element] = planes, (uses + 1) % _LOOK_EVERY
+        return planes
 
 
 def pack(payload: memoryview, element: int, planes: frozenset[int] | None = None) -> bytes | None:

@@ -30,10 +30,6 @@ MEASURED_FROM_BYTES = 16 << 20
 _SAMPLE_BYTES = 8 << 20
 _THREADS = 2
 _TRIALS = 3
-# Looking which bytes of the elements are noise takes as long as compressing a small payload. It is a property of the
-# model, so it is looked at in one payload of this many.
-_LOOK_EVERY = 16
-_ROOTS = 256
 
 
 @dataclass(frozen=True)
@@ -49,31 +45,13 @@ class Measured:
         return self.ratio / self.disk + 1 / self.unpack <= 1 / self.disk
 
 
-class Planes:
-    """Which planes of a root's payloads are worth compressing. Safe from several threads: at worst two look."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[bytes, int], tuple[frozenset[int], int]] = {}
-
-    def of(self, put: Put) -> frozenset[int]:
-        element = codec.element_bytes(put.header)
-        key = put.header.root, element
-        planes, uses = self._known.get(key, (frozenset(), 0))
-        if not planes or uses == 0:  # noise may be this payload's alone
-            planes = codec.worthwhile_planes(put.payload, element)
-            if len(self._known) >= _ROOTS:
-                self._known.clear()
-        self._known[key] = planes, (uses + 1) % _LOOK_EVERY
-        return planes
-
-
 class Packing:
     """``active`` None means that it is not yet decided."""
 
     def __init__(self, mode: Compression) -> None:
         self.active: bool | None = {"auto": None, "none": False, "zstd": True}[mode]
         self._tries = 8
-        self._planes = Planes()
+        self._packer = codec.Packer()
         self._pool = ThreadPoolExecutor(_THREADS, "durable-pack")
 
     def pack(self, puts: Sequence[Put]) -> list[bytes | None]:
@@ -129,7 +107,7 @@ class Packing:
         return Measured(_disk_speed(data, entries), unpack, packed / raw)
 
     def _packed(self, put: Put) -> bytes | None:
-        return codec.pack(put.payload, codec.element_bytes(put.header), self._planes.of(put))
+        return self._packer.pack(put.header, put.payload)
 
     def close(self) -> None:
         self._pool.shutdown()

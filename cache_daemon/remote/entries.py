@@ -70,9 +70,10 @@ def mark_of(everything: bytes | None, tenant: bytes | None) -> bytes | None:
     return both.digest()[:MARK_BYTES]
 
 
-def packed(seal: Seal, header: ChunkHeader, payload: memoryview, compress: bool) -> tuple[int, memoryview]:
-    """The codec and the bytes that are stored of a payload. Heavy, and without the GIL for the most part."""
-    small = codec.pack(payload, codec.element_bytes(header)) if compress else None
+def packed(seal: Seal, header: ChunkHeader, payload: memoryview, packer: codec.Packer | None) -> tuple[int, memoryview]:
+    """The codec and the bytes that are stored of a payload, compressed by a ``packer`` if there is one. Heavy, without
+    the GIL for the most part."""
+    small = None if packer is None else packer.pack(header, payload)
     kind, plain = (codec.RAW, payload) if small is None else (codec.PLANES, memoryview(small))
     if not seal.overhead:
         return kind, memoryview(bytes(plain)) if small is None else plain

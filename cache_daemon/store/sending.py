@@ -23,6 +23,7 @@ import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
+from cache_daemon.durable import codec
 from cache_daemon.memory.arena import Slot
 from cache_daemon.remote.engine import RemoteFailed
 from cache_daemon.remote.entries import packed
@@ -65,7 +66,8 @@ class Sending:
         in_thread: Callable[[Callable[[], list[Outgoing]]], Awaitable[list[Outgoing]]],
         note: Callable[[bytes, bytes | None], None],
     ) -> None:
-        self._tiers, self._tier, self._policy, self._ttl, self._compress = tiers, tier, policy, ttl_seconds, compress
+        self._tiers, self._tier, self._policy, self._ttl = tiers, tier, policy, ttl_seconds
+        self._packer = codec.Packer() if compress else None
         self._in_thread, self._note = in_thread, note
         self._queue: OrderedDict[bytes, tuple[Chunk, int]] = OrderedDict()  # by prefix hash; and how often it was tried
         self._known: OrderedDict[bytes, float] = OrderedDict()  # what is there, and when it ends (monotonic)
@@ -349,12 +351,12 @@ class Sending:
         for chunk in chunks:
             assert chunk.slot is not None, "a resident has a slot"
             jobs.append((chunk.whole_header(), chunk.slot, self._ttl_of(chunk)))
-        arena, seal, compress = self._tiers.arena, self._tier.seal, self._compress
+        arena, seal, packer = self._tiers.arena, self._tier.seal, self._packer
 
         def work() -> list[Outgoing]:
             out = []
             for header, slot, ttl in jobs:
-                kind, stored = packed(seal, header, arena.read(slot), compress)
+                kind, stored = packed(seal, header, arena.read(slot), packer)
                 out.append(Outgoing(header, kind, stored, keys.checksum(stored), ttl, mark))
             return out
 

@@ -108,12 +108,12 @@ class Endings:
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """Ends a sequence by an error of its own. Nobody reuses what it computed, or reads it by chance."""
-        # What is said to the caller says it all; of an error that nobody foresaw, somebody must find the place.
-        foreseen = isinstance(error, KVSidecarError)
-        if isinstance(error, KVSidecarError) and status_of(error)[1] < 500:  # nothing here is broken
+        if not isinstance(error, KVSidecarError):  # nobody foresaw it, and somebody must find the place
+            log.error("request failed", request=sequence.id, error=str(error), exc_info=error)
+        elif status_of(error)[1] < 500:  # nothing here is broken
             log.info("request ended by an error", request=sequence.id, error=str(error))
         else:
-            log.error("request failed", request=sequence.id, error=str(error), exc_info=None if foreseen else error)
+            log.error("request failed", request=sequence.id, error=str(error))
         self._stats.failed += 1
         _wait_for_loader(sequence)
         if sequence.table is not None:

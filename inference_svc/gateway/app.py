@@ -237,9 +237,7 @@ class Gateway:
         """Raises UnknownModel. A worker that is away still has its models: it comes back."""
         served = {name for w in self.router.workers if w.seen for name in w.names}
         if name and served and name not in served:
-            raise UnknownModel(
-                f"the model {name[:80]!r} is not served here; served: {', '.join(sorted(served))}", param="model"
-            )
+            raise UnknownModel.among(name, sorted(served))
 
     async def _merge(self, requests: list[pb.GenerateRequest], whole: bool) -> AsyncIterator[Piece]:
         """The pieces of all choices as they come, or of each choice when it is whole. Ending early cancels all of

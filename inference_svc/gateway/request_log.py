@@ -93,13 +93,14 @@ def _write(scope: Scope, known: Line, status: int, whole: bool) -> None:
     sent = scope.get("raw_path", b"").decode("ascii", "replace")[:_LONGEST_PATH]
     told = {"method": scope["method"], "path": sent, "status": status, "ms": _since(known.began)}
     if status == _NOT_NOW:  # a node that starts or drains, which its probes and waiting clients ask again and again
-        log.warning("request", **told, **known.told)
+        say = log.warning
     elif status >= _FAILED:
-        log.error("request", **told, **known.told)
+        say = log.error
     elif path in _QUIET or path.startswith(_QUIET_BELOW):
-        log.debug("request", **told, **known.told)
+        say = log.debug
     else:
-        log.info("request", **told, **known.told)
+        say = log.info
+    say("request", **told, **known.told)
 
 
 def _since(began: float) -> float:

@@ -126,15 +126,19 @@ class Characters:
 
     def _optional(self, text: str) -> Reading[None]:
         """Reads a text if it follows, after white space or not."""
+        white, read = yield from self._leading(text)
+        if read != text:
+            self._push(white + read)
+
+    def _leading(self, *texts: str) -> Reading[tuple[str, str]]:
+        """White space, and one of the texts behind it, if one follows: else what was read to see that."""
         white, read = yield from self._white_before()
-        while text.startswith(read):
-            if read == text:
-                return
+        while read not in texts and any(text.startswith(read) for text in texts):
             character = yield from self._next()
             if character is None:
                 break
             read += character
-        self._push(white + read)
+        return white, read
 
     def _white_before(self) -> Reading[tuple[str, str]]:
         """White space, and the character behind it, if there is one."""

@@ -85,17 +85,11 @@ class CallParser(Characters):
 
     def _led(self, reading: Reading[None], markers: Sequence[str]) -> Reading[None]:
         """Reads only what begins with a marker, after white space or not."""
-        white, begun = yield from self._white_before()
-        while any(marker.startswith(begun) for marker in markers):
-            if begun in markers:
-                self._push(white + begun)
-                yield from reading
-                return
-            character = yield from self._next()
-            if character is None:
-                break
-            begun += character
-        self._say(white + begun)
+        white, begun = yield from self._leading(*markers)
+        self._push(white + begun)
+        if begun in markers:
+            yield from reading
+            return
         while (character := (yield from self._next())) is not None:
             self._say(character)
 

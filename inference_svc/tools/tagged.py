@@ -96,8 +96,7 @@ def json_of(text: str, kinds: frozenset[str]) -> str:
         return word
     if kinds - {"null"} != {"string"} and not is_text(kinds):
         try:
-            # A number of thousands of digits is one, too; what it is is not asked.
-            value = json.loads(bare, parse_constant=_no_number, parse_int=lambda _: 0)
+            value = _read(bare)
         except (ValueError, RecursionError):
             value = None
         kind = _kind(value)
@@ -106,10 +105,16 @@ def json_of(text: str, kinds: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _read(text: str) -> Any:
+    """A JSON value, of whose integers only the kind is right: one of thousands of digits is none of Python's. Raises
+    ValueError, RecursionError."""
+    return json.loads(text, parse_constant=_no_number, parse_int=lambda _: 0)
+
+
 def is_json(text: str) -> bool:
     """A text is a JSON value."""
     try:
-        json.loads(text, parse_constant=_no_number, parse_int=lambda _: 0)
+        _read(text)
     except (ValueError, RecursionError):
         return False
     return True

@@ -7,9 +7,9 @@ Every message is one sentence that names the value and what is allowed. Over gRP
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import wraps
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import grpc
 from google.protobuf import any_pb2
@@ -85,6 +85,11 @@ class UnknownModel(KVSidecarError):
     """The model asked for is not served here."""
 
     reason = "UNKNOWN_MODEL"
+
+    @classmethod
+    def among(cls, name: str, served: Iterable[str]) -> Self:
+        """Of a name that a client sent, with those that there are."""
+        return cls(f"the model {name[:80]!r} is not served here; served: {', '.join(served)}", param="model")
 
 
 class UnknownResponse(KVSidecarError):

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvsidecar.interrupts import ending_quietly
+
 
 def import_lean() -> None:
     """Imports structlog without rich, which it would draw tracebacks with: ours are plain. Keeps Pydantic from reading
@@ -41,3 +43,10 @@ def collecting_later() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Around imports before anything runs: nothing is collected, and Ctrl-C ends the process quietly."""
+    with ending_quietly(), collecting_later():
+        yield

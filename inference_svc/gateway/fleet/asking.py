@@ -76,9 +76,7 @@ class Asking:
         if name and name not in served:
             if any(name in node.models for node in self._members.all):
                 raise Unavailable(f"no node that serves {name[:80]!r} is up; try again in a moment")
-            raise UnknownModel(
-                f"the model {name[:80]!r} is not served here; served: {', '.join(sorted(served))}", param="model"
-            )
+            raise UnknownModel.among(name, sorted(served))
 
     async def place(self, asked: Asked, excluded: Sequence[Node]) -> Node:
         """The node for a request. Raises Unavailable when there is none."""

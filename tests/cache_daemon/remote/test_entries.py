@@ -9,6 +9,7 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.layout import Geometry, new_header
 
+from cache_daemon.durable import codec
 from cache_daemon.durable.seal import AesSeal, NoSeal, Seal
 from cache_daemon.durable.terms import note_of
 from cache_daemon.remote.entries import Entry, Unfit, decode_record, encode_record, mark_of, packed, unpacked
@@ -34,7 +35,7 @@ def chunk(compressible: bool = True) -> tuple[Entry, bytes, memoryview]:
 
 def stored(seal: Seal, compressible: bool, compress: bool = True) -> tuple[Entry, bytes, bytes, memoryview]:
     entry, payload, place = chunk(compressible)
-    kind, bytes_ = packed(seal, entry.header, memoryview(payload), compress)
+    kind, bytes_ = packed(seal, entry.header, memoryview(payload), codec.Packer() if compress else None)
     whole = Entry(entry.header, kind, 1, len(bytes_), keys.checksum(bytes_), 77, entry.mark)
     return whole, payload, bytes(bytes_), place
 
