@@ -31,10 +31,12 @@ class Walk:
 
     @property
     def logits(self) -> Tensor:
-        """A row for each of them."""
-        if len(self._going) == len(self._logits):
-            return self._logits
-        return self._logits[[self._first[i] + self._at[i] for i in self._going]]
+        """A row for each of them, not copied where one piece of memory has them all."""
+        places = [self._first[i] + self._at[i] for i in self._going]
+        first, count = places[0], len(places)
+        if places == list(range(first, first + count)):
+            return self._logits[first : first + count]
+        return self._logits[places]
 
     @property
     def guesses(self) -> list[Collection[int]]:
