@@ -84,9 +84,9 @@ class ModelSettings(BaseSettings):
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "json"] = "auto"
     """How the model writes calls of tools; auto: as its chat template has it, else as JSON that its prompt asks for."""
     vllm_grpc: str = ""
-    """Additional host:port that answers vLLM's gRPC contract (vllm.grpc.engine.VllmEngine), for routers such as smg, and
-    nothing else; of a node with several workers each has the port after the one before. Off by default; there is no
-    authentication. Needs kvsidecar[vllm-grpc]."""
+    """Additional host:port that answers vLLM's gRPC contract (vllm.grpc.engine.VllmEngine) and nothing else, for
+    routers such as smg; of a node with several workers each has the port after the one before. Off by default; there is
+    no authentication. Needs kvsidecar[vllm-grpc]."""
     cache_address: str = ""
     """host:port of a cache daemon on another host (its --tcp) instead of one on this host; chunks are streamed over
     TLS. Needs cache_ca, and what the daemon knows this worker by: cache_cert with cache_key, or cache_token_file."""

@@ -116,7 +116,7 @@ class InferenceService(InferenceServiceServicer):
     async def outputs(
         self, request: pb.GenerateRequest, seen: Observed = UNSEEN
     ) -> AsyncGenerator[tuple[Sequence, Output], None]:
-        """What the engine says of a request, until it ends. Leaving early, for whatever reason, cancels the sequence."""
+        """What the engine says of a request. Leaving early, for whatever reason, cancels the sequence."""
         with seen:
             sequence, outputs = await self._submit(request, seen)
             finished = False
