@@ -62,7 +62,7 @@ async def _built(config: WorkerConfig, stop: asyncio.Event) -> Runtime:
 async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, providers: Providers | None) -> None:
     observer = Telling(providers, runtime.engine.loaded.id) if providers is not None else NOBODY
     service = InferenceService(runtime, observer)
-    others = (vllm_door(config.vllm_grpc, service, runtime, observer),) if config.vllm_grpc else ()
+    others = (vllm_door(config.vllm_grpc, service, runtime, observer, stop),) if config.vllm_grpc else ()
     async with listening(
         Endpoint(SERVICE, config.socket, config.tcp, health_tcp=config.health_tcp, others=others),
         lambda server: add_InferenceServiceServicer_to_server(service, server),

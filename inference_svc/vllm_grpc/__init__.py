@@ -5,6 +5,7 @@ The contract is that of the package smg-grpc-proto, an optional extra: this modu
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from kvsidecar.addresses import parse_tcp
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 def require_contract() -> None:
     """Raises ConfigurationError where the contract's package is missing, or too new for what is installed."""
     try:
+        import msgspec  # noqa: F401
         from smg_grpc_proto import vllm_engine_pb2_grpc  # noqa: F401
     except (ImportError, RuntimeError) as error:
         raise ConfigurationError(
@@ -28,13 +30,15 @@ def require_contract() -> None:
         ) from error
 
 
-def vllm_door(address: str, service: InferenceService, runtime: Runtime, observer: Observer) -> Door:
-    """What answers the contract at ``host:port``."""
+def vllm_door(
+    address: str, service: InferenceService, runtime: Runtime, observer: Observer, stop: asyncio.Event
+) -> Door:
+    """What answers the contract at ``host:port``, until ``stop``."""
     from smg_grpc_proto import vllm_engine_pb2_grpc
 
     from inference_svc.vllm_grpc.service import SERVICE, VllmEngine
 
-    engine = VllmEngine(service, runtime, observer)
+    engine = VllmEngine(service, runtime, observer, stop)
     return Door(
         parse_tcp(address),
         lambda server: vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server),

@@ -104,7 +104,7 @@ def _grammar(params: vllm.SamplingParams) -> pb.Grammar | None:
 
 def _kept(params: vllm.SamplingParams, context_length: int) -> int:
     """How many of the prompt's last tokens are read at most."""
-    kept = params.truncate_prompt_tokens
+    kept: int = params.truncate_prompt_tokens
     if kept == -1:  # as many as the context holds, less what the answer is to have
         return 0 if params.HasField("max_tokens") else max(1, context_length - max(1, params.min_tokens))
     if kept < 1:

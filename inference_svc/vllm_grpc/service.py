@@ -13,24 +13,26 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
-from kvsidecar import __version__
-from kvsidecar.errors import INFERENCE_DOMAIN, FailedPrecondition, KVSidecarError, abort
+from kvsidecar import __version__, keys
+from kvsidecar.errors import INFERENCE_DOMAIN, FailedPrecondition, KVSidecarError, LimitExceeded, abort
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
+from inference_svc.cache.address import daemon_address
 from inference_svc.engine.block_table import PAGE_TOKENS
 from inference_svc.engine.sequence import Output, Sequence
 from inference_svc.observing import Observer
 from inference_svc.runtime import Runtime
 from inference_svc.service import InferenceService, worker_stats
 from inference_svc.vllm_grpc.answers import Answer
+from inference_svc.vllm_grpc.events import held_blocks
 from inference_svc.vllm_grpc.requests import to_requests
 from inference_svc.vllm_grpc.tokenizer_files import zipped
 
 SERVICE: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
-_PIECE_BYTES = 64 << 10
+_PIECE_BYTES, _MOST_SUBSCRIBERS = 64 << 10, 8
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -44,7 +46,9 @@ Event = tuple[Answer, Sequence, Output] | Exception
 class VllmEngine(VllmEngineServicer):
     """One instance per worker. All methods run on the service's event loop."""
 
-    def __init__(self, service: InferenceService, runtime: Runtime, observer: Observer) -> None:
+    def __init__(self, service: InferenceService, runtime: Runtime, observer: Observer, stop: asyncio.Event) -> None:
+        """``stop`` is set when the worker is to end: nobody waits for events then."""
+        self._stop, self._subscribers = stop, 0
         self._service, self._runtime, self._observer = service, runtime, observer
         self._engine, self._loaded = runtime.engine, runtime.engine.loaded
         self._began, self._asked_at = time.time(), 0.0
@@ -189,6 +193,28 @@ class VllmEngine(VllmEngineServicer):
             digest = hashlib.sha256(data).hexdigest() if last else ""
             yield common.GetTokenizerChunk(data=data[at : at + _PIECE_BYTES], sha256=digest)
 
+    async def SubscribeKvEvents(
+        self, request: common.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[common.KvEventBatch]:
+        """What the node's daemon holds, which is what this worker finds: all of it first, behind ``cleared``, whatever
+        the subscriber knows already."""
+        address = daemon_address(self._runtime.config)
+        if address is None:
+            await _refuse(context, "this worker has no cache daemon, whose KV events they would be")
+        if self._subscribers >= _MOST_SUBSCRIBERS:
+            await abort(context, LimitExceeded(f"{_MOST_SUBSCRIBERS} routers follow events already"), INFERENCE_DOMAIN)
+        self._subscribers += 1
+        namespace = keys.namespace_id(self._loaded.descriptor(self._runtime.config.storage_bits, b""))
+        try:
+            after = request.start_sequence_number
+            async with aclosing(held_blocks(address, namespace, after, self._stop)) as batches:
+                async for batch in batches:
+                    yield batch
+        except KVSidecarError as error:
+            await abort(context, error, INFERENCE_DOMAIN)
+        finally:
+            self._subscribers -= 1
+
     # ---- what there is not ----------------------------------------------------------------------------------
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
@@ -202,12 +228,6 @@ class VllmEngine(VllmEngineServicer):
 
     async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> common.ProfileResponse:
         await self.StartProfile(common.StartProfileRequest(), context)
-
-    async def SubscribeKvEvents(
-        self, request: common.SubscribeKvEventsRequest, context: Context
-    ) -> AsyncIterator[common.KvEventBatch]:
-        await _refuse(context, "KV events are not served here; subscribe to those of the daemon: kvsidecar events")
-        yield
 
 
 async def _refuse(context: Context, sentence: str) -> NoReturn:

@@ -139,7 +139,7 @@ def test_text_is_read_as_our_own_protocol_reads_it(door: Door) -> None:
 )
 def test_constraints_are_kept_to(door: Door, constraint: dict[str, Any], matches: Callable[[str], Any]) -> None:
     found = whole(door, prompt(4), max_tokens=60, seed=2, **constraint)
-    assert matches(door.node.client().detokenize(list(found.output_ids)).removesuffix("</s>").strip()), found
+    assert matches(door.node.client().detokenize(list(found.output_ids)).removesuffix("<|end|>").strip()), found
 
 
 def test_what_ended_an_answer_is_named(door: Door) -> None:
@@ -221,8 +221,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens is -2"),
     ({"regex": "("}, "regex"),
-    ({"json_schema": "{"}, "json_schema"),
-    ({"json_schema": ""}, "json_schema"),
+    ({"json_schema": "{"}, "the JSON schema is not JSON"),
+    ({"json_schema": ""}, "the JSON schema is not JSON"),
     ({"grammar": "no grammar"}, "grammar"),
     ({"choice": vllm.ChoiceConstraint()}, "choice"),
 ]
@@ -279,10 +279,76 @@ def test_what_there_is_not_is_said_in_a_sentence(door: Door) -> None:
         (lambda: door.stub.FlushCache(common.FlushCacheRequest(), timeout=60), "the cache is the node's"),
         (lambda: door.stub.StartProfile(common.StartProfileRequest(), timeout=60), "no profiler"),
         (lambda: door.stub.StopProfile(common.StopProfileRequest(), timeout=60), "no profiler"),
-        (lambda: list(door.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(), timeout=60)), "kvsidecar events"),
     ):
         code, said = status(call)
         assert (code, named in said) == (grpc.StatusCode.UNIMPLEMENTED, True), said
+
+
+# ---- what is held --------------------------------------------------------------------------------------------
+
+
+def stored_tokens(stream: Any, wanted: list[int], tier: int) -> list[int]:
+    """Reads events until the whole blocks of a prompt are stored in a tier; the numbers of the batches read."""
+    blocks: dict[int, tuple[int | None, list[int]]] = {}
+    numbers = []
+    for batch in stream:
+        numbers.append(batch.sequence_number)
+        for event in batch.events:
+            if event.HasField("cleared"):
+                blocks.clear()
+            if event.HasField("stored") and event.stored.tier == tier:
+                parent = event.stored.parent_block_hash if event.stored.HasField("parent_block_hash") else None
+                for block in event.stored.blocks:
+                    assert len(block.token_ids) == block.block_size == 32
+                    blocks[block.block_hash] = parent, list(block.token_ids)
+                    parent = block.block_hash
+        if any(prefix(blocks, name) == wanted for name in blocks):
+            return numbers
+    raise AssertionError("the stream ended before")
+
+
+def prefix(blocks: dict[int, tuple[int | None, list[int]]], name: int | None) -> list[int]:
+    """The tokens up to the end of a block; of a chain with a gap, none."""
+    found: list[int] = []
+    while name is not None:
+        if name not in blocks:
+            return []
+        name, tokens = blocks[name]
+        found = tokens + found
+    return found
+
+
+def test_a_router_hears_what_the_daemon_holds(door: Door) -> None:
+    def subscribed(after: int) -> Any:
+        return door.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(start_sequence_number=after), timeout=150)
+
+    early = subscribed(0)
+    first = next(early)
+    assert (first.sequence_number, first.events[0].WhichOneof("data")) == (1, "cleared")
+    ids = prompt(20, 320)
+    whole(door, ids, max_tokens=2, **GREEDY)
+    numbers = stored_tokens(early, ids, common.KV_CACHE_TIER_HOST)
+    assert numbers == list(range(2, len(numbers) + 2))
+    late = subscribed(41)
+    assert stored_tokens(late, ids, common.KV_CACHE_TIER_HOST)[0] == 42
+    others = [subscribed(0) for _ in range(6)]
+    for other in others:
+        next(other)
+    code, said = status(lambda: next(subscribed(0)))
+    assert (code, said) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "8 routers follow events already")
+    for stream in (early, late, *others):
+        stream.cancel()
+
+    def room() -> bool:
+        again = subscribed(0)
+        try:
+            return next(again).sequence_number == 1
+        except grpc.RpcError:
+            return False
+        finally:
+            again.cancel()
+
+    eventually(room)
 
 
 # ---- state ---------------------------------------------------------------------------------------------------
