@@ -11,8 +11,6 @@ import pytest
 
 from benchmarks.node import Node, free_port
 
-pytest.importorskip("smg_grpc_proto", reason="the contract's package is not installed: kvsidecar[vllm-grpc]")
-
 
 @dataclass(frozen=True)
 class Door:

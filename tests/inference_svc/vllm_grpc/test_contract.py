@@ -193,8 +193,7 @@ def test_a_call_that_is_cancelled_frees_its_pages(door: Door, stream: bool) -> N
     )
     if stream:
         next(call)
-    else:
-        eventually(lambda: door.node.client().stats().running > 0)
+    eventually(lambda: door.node.client().stats().running == 2)
     call.cancel()
     eventually(lambda: door.node.client().stats().cancelled == before.cancelled + 2)
     eventually(lambda: idle(door))
