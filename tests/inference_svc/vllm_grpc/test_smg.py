@@ -64,6 +64,10 @@ def chat(router: httpx.Client, **body: Any) -> Any:
     return answer.json()
 
 
+def in_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
 def test_it_knows_the_worker(router: httpx.Client) -> None:
     (worker,) = router.get("/workers").json()["workers"]
     assert (worker["runtime_type"], worker["connection_mode"], worker["is_healthy"]) == ("vllm", "grpc", True)
@@ -71,31 +75,34 @@ def test_it_knows_the_worker(router: httpx.Client) -> None:
 
 
 def test_a_chat_through_it_is_the_workers_answer(door: Door, router: httpx.Client) -> None:
-    own = door.node.client().generate(CHAT["messages"], max_tokens=16, temperature=0, ignore_eos=True)
-    body = {"max_tokens": 16, "ignore_eos": True}
+    """To a schema, without which the built-in model says nothing."""
+    schema = {"type": "string", "pattern": "^[a-z ]{40}$"}
+    own = door.node.client().generate(CHAT["messages"], max_tokens=60, temperature=0, json_schema=schema)
+    body = {"max_tokens": 60, "response_format": in_schema(schema)}
     whole = chat(router, **body)
     assert whole["choices"][0]["message"]["content"].strip() == own.text.strip() != ""
-    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (own.prompt_tokens, 16)
-    pieces, usage = [], {}
+    assert whole["usage"]["prompt_tokens"] == own.prompt_tokens
+    pieces = []
     with router.stream("POST", "/v1/chat/completions", json={**CHAT, **body, "stream": True}) as lines:
         for line in lines.iter_lines():
             if line.startswith("data: {"):
-                event = json.loads(line.removeprefix("data: "))
-                pieces += [choice["delta"].get("content") or "" for choice in event["choices"]]
-                usage = event.get("usage") or usage
+                choices = json.loads(line.removeprefix("data: "))["choices"]
+                pieces += [choice["delta"].get("content") or "" for choice in choices]
     assert "".join(pieces) == whole["choices"][0]["message"]["content"]
-    assert len([piece for piece in pieces if piece]) > 4
+    assert len([piece for piece in pieces if piece]) > 1
 
 
 def test_schemas_and_calls_are_kept_to(router: httpx.Client) -> None:
-    schema = {"name": "number", "schema": {"enum": [12, 13]}}
-    found = chat(router, max_tokens=20, response_format={"type": "json_schema", "json_schema": schema})
+    found = chat(router, max_tokens=20, response_format=in_schema({"enum": [12, 13]}))
     assert json.loads(found["choices"][0]["message"]["content"]) in (12, 13)
-    parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    parameters: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    parameters["additionalProperties"] = False  # the built-in model would find no end
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     forced = {"type": "function", "function": {"name": "f"}}
     found = chat(router, max_tokens=400, tools=[tool], tool_choice=forced)
-    (call,) = found["choices"][0]["message"]["tool_calls"]
+    message = found["choices"][0]["message"]
+    assert "tool_calls" in message, found
+    (call,) = message["tool_calls"]
     assert call["function"]["name"] == "f"
     assert json.loads(call["function"]["arguments"])["a"] in (1, 2)
 
