@@ -61,7 +61,8 @@ LMCACHE ?= 0.5.6
 ENGINES := $(CURDIR)/.engines
 FETCH   := $(BIN)/python -m pip install --quiet --disable-pip-version-check --target
 PEFT    ?= 0.21.2
-.PHONY: test-sglang test-lmcache test-peft
+SMG     ?= 1.13.0
+.PHONY: test-sglang test-lmcache test-peft test-smg
 test-sglang: setup $(ENGINES)/sglang-$(SGLANG)  ## Run the tests that need SGLang's own classes (40 MB, in .engines)
 	KVSIDECAR_TEST_SGLANG=$(ENGINES)/sglang-$(SGLANG) $(BIN)/python -m pytest -q tests/integrations/test_sglang.py
 
@@ -70,6 +71,13 @@ test-lmcache: setup $(ENGINES)/lmcache-$(LMCACHE)  ## Run the tests that need LM
 
 test-peft: setup $(ENGINES)/peft-$(PEFT)  ## Run the tests that hold adapters against PEFT itself (12 MB, in .engines)
 	KVSIDECAR_TEST_PEFT=$(ENGINES)/peft-$(PEFT) $(BIN)/python -m pytest -q tests/inference_svc/lora/test_peft.py
+
+test-smg: setup $(ENGINES)/smg-$(SMG)  ## Run the test that puts the router smg before a worker (37 MB, in .engines)
+	KVSIDECAR_TEST_SMG=$(ENGINES)/smg-$(SMG) $(BIN)/python -m pytest -q tests/inference_svc/vllm_grpc/test_smg.py
+
+$(ENGINES)/smg-$(SMG): $(STAMP)
+	$(FETCH) $@ --no-deps smg==$(SMG) setproctitle
+	@touch $@
 
 $(ENGINES)/sglang-$(SGLANG): $(STAMP)
 	$(FETCH) $@ --no-deps sglang==$(SGLANG)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
+from kvsidecar.addresses import parse_tcp
 from kvsidecar.runtime import default_data_dir, default_runtime_dir
 from kvsidecar.sizes import parse_size
 from kvsidecar.telemetry import checked_endpoint
@@ -82,6 +83,10 @@ class ModelSettings(BaseSettings):
     (/v1/load_lora_adapter, /v1/unload_lora_adapter); when left out, none come or go."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "json"] = "auto"
     """How the model writes calls of tools; auto: as its chat template has it, else as JSON that its prompt asks for."""
+    vllm_grpc: str = ""
+    """Additional host:port that answers vLLM's gRPC contract (vllm.grpc.engine.VllmEngine) and nothing else, for
+    routers such as smg; of a node with several workers each has the port after the one before. Off by default; there is
+    no authentication. Needs kvsidecar[vllm-grpc]."""
     cache_address: str = ""
     """host:port of a cache daemon on another host (its --tcp) instead of one on this host; chunks are streamed over
     TLS. Needs cache_ca, and what the daemon knows this worker by: cache_cert with cache_key, or cache_token_file."""
@@ -98,6 +103,13 @@ class ModelSettings(BaseSettings):
     the standard variables OTEL_EXPORTER_OTLP_... decide; off without those. Needs kvsidecar[otel]."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message to log."""
+
+    @field_validator("vllm_grpc")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if value:
+            parse_tcp(value)
+        return value
 
     @field_validator("otlp_endpoint")
     @classmethod

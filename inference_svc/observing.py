@@ -18,7 +18,7 @@ from kvsidecar.tracing import NOT_TRACED, Span, error_name
 from inference_svc.engine.sequence import Sequence
 
 SERVICE_NAME = "kvsidecar-worker"
-_SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
+SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _PROVIDER = "kvsidecar"
 # Advised by the conventions.
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -52,7 +52,9 @@ UNSEEN = Observed()
 class Observer:
     """Hears of requests; this one does nothing."""
 
-    def request(self, method: str, context: Context | None, prompt: pb.Prompt | None = None) -> Observed:
+    def request(
+        self, method: str, context: Context | None, prompt: pb.Prompt | None = None, service: str = SERVICE
+    ) -> Observed:
         """A call of a method begins; one that generates has a prompt."""
         return UNSEEN
 
@@ -76,10 +78,12 @@ class Telling(Observer):
         self.first = histogram("time_to_first_token", "From a request's arrival to its first token", _FIRST)
         self.each = histogram("time_per_output_token", "Of a request, between tokens after the first", _EACH)
 
-    def request(self, method: str, context: Context | None, prompt: pb.Prompt | None = None) -> Observed:
+    def request(
+        self, method: str, context: Context | None, prompt: pb.Prompt | None = None, service: str = SERVICE
+    ) -> Observed:
         sent = (context.invocation_metadata() or ()) if context is not None else ()
-        attributes = {"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": method}
-        span = self._tracer.serve(f"{_SERVICE}/{method}", sent, attributes)
+        attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
+        span = self._tracer.serve(f"{service}/{method}", sent, attributes)
         kind = None if prompt is None else "chat" if prompt.WhichOneof("kind") == "chat" else "text_completion"
         return _Told(self, span, kind)
 

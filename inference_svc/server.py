@@ -19,6 +19,7 @@ from inference_svc.model.progress import bars_on_terminals_only
 from inference_svc.observing import NOBODY, SERVICE_NAME, Telling
 from inference_svc.runtime import Runtime, build
 from inference_svc.service import InferenceService
+from inference_svc.vllm_grpc import require_contract, vllm_door
 
 GRACE_SECONDS = 10.0
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -32,6 +33,8 @@ async def serve(config: WorkerConfig) -> None:
     stop = asyncio.Event()
     stop_on_signals(stop)
     bars_on_terminals_only()
+    if config.vllm_grpc:
+        require_contract()
     config.socket.unlink(missing_ok=True)  # a killed worker's: nobody must take it for a live one while this loads
     log.info("loading the model", model=config.model)
     # First, so that calls of the daemon name their span.
@@ -59,11 +62,12 @@ async def _built(config: WorkerConfig, stop: asyncio.Event) -> Runtime:
 async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, providers: Providers | None) -> None:
     observer = Telling(providers, runtime.engine.loaded.id) if providers is not None else NOBODY
     service = InferenceService(runtime, observer)
+    others = (vllm_door(config.vllm_grpc, service, runtime, observer, stop),) if config.vllm_grpc else ()
     async with listening(
-        Endpoint(SERVICE, config.socket, config.tcp, health_tcp=config.health_tcp),
+        Endpoint(SERVICE, config.socket, config.tcp, health_tcp=config.health_tcp, others=others),
         lambda server: add_InferenceServiceServicer_to_server(service, server),
         lambda: GRACE_SECONDS,
-    ):
+    ) as addresses:
         if config.metrics_port:
             serve_metrics(runtime, config.metrics_port, config.metrics_host)
         loaded = runtime.engine.loaded
@@ -75,6 +79,7 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, pr
             dtype=str(loaded.dtype),
             pool_tokens=runtime.engine.pool.pages * PAGE_TOKENS,
             cache=runtime.cache is not None and runtime.cache.attached,
+            **({"vllm_grpc": addresses[-1]} if others else {}),
         )
         await stop.wait()
         log.info("stopping")

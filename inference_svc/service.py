@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -99,10 +100,25 @@ class InferenceService(InferenceServiceServicer):
         self, request: pb.GenerateRequest, seen: Observed = UNSEEN
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """The pieces of an answer. Leaving early, for whatever reason, cancels the sequence."""
+        calls, first = None, True
+        async with aclosing(self.outputs(request, seen)) as outputs:
+            async for sequence, output in outputs:
+                if first:
+                    calls = self._prompter.call_parser(request)
+                part = self._part(sequence, output, sequence.id if first else "")
+                if calls is not None:
+                    read_calls(calls, part)
+                if first and (request.explain or request.echo or sequence.prompt_logprobs is not None):
+                    await self._read(request, partial(self._tell_prompt, request, sequence, part))
+                first = False
+                yield part
+
+    async def outputs(
+        self, request: pb.GenerateRequest, seen: Observed = UNSEEN
+    ) -> AsyncGenerator[tuple[Sequence, Output], None]:
+        """What the engine says of a request. Leaving early, for whatever reason, cancels the sequence."""
         with seen:
             sequence, outputs = await self._submit(request, seen)
-            calls = self._prompter.call_parser(request)
-            request_id = sequence.id
             finished = False
             try:
                 while not finished:
@@ -110,15 +126,9 @@ class InferenceService(InferenceServiceServicer):
                     finished = output.finish is not None
                     if output.error is not None:
                         raise output.error
-                    part = self._part(sequence, output, request_id)
-                    if calls is not None:
-                        read_calls(calls, part)
-                    if request_id and (request.explain or request.echo or sequence.prompt_logprobs is not None):
-                        await self._read(request, partial(self._tell_prompt, request, sequence, part))
                     if finished:
                         seen.answered(sequence)
-                    yield part
-                    request_id = ""
+                    yield sequence, output
             finally:
                 if not finished:
                     self._engine.cancel(sequence)

@@ -23,7 +23,7 @@ from typing import ClassVar
 import grpc
 import structlog
 import uvloop
-from kvsidecar.addresses import TcpAddress, why_not_bindable
+from kvsidecar.addresses import TcpAddress, parse_tcp, why_not_bindable
 from kvsidecar.cli.flags import FlagParser, add_flags
 from kvsidecar.cli.programs import of_another
 from kvsidecar.cli.settings import configure_logging, read_settings, refuse_unknown_variables
@@ -189,6 +189,9 @@ class Supervisor:
             flags["overflow_bytes"] = 0
         if own.metrics_port:
             flags["metrics_port"] = own.metrics_port + i
+        if own.vllm_grpc:
+            first = parse_tcp(own.vllm_grpc)
+            flags["vllm_grpc"] = TcpAddress(first.host, first.port and first.port + i)
         return [sys.executable, "-m", "inference_svc", "worker", *_flags(flags)]
 
     @cached_property

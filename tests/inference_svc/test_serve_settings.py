@@ -94,6 +94,17 @@ def test_nothing_overflows_to_disk_where_texts_are_to_stay_off_it(
     assert told() == ["--overflow-bytes=0"]
 
 
+def test_each_worker_answers_vllms_contract_at_a_port_of_its_own(children: Any, serve: Any) -> None:
+    def told(*flags: str) -> list[str]:
+        return [part for child in children("demo", *flags) for part in child if part.startswith("--vllm-grpc")]
+
+    assert told() == []
+    assert told("--vllm-grpc", "[::1]:50051", "--workers", "2") == [
+        "--vllm-grpc=[::1]:50051",
+        "--vllm-grpc=[::1]:50052",
+    ]
+
+
 def test_two_models_are_refused(serve: Any) -> None:
     with pytest.raises(SystemExit):
         serve("demo", "--model", "shape:tiny")
@@ -117,6 +128,7 @@ def test_without_a_model_and_an_index_one_sentence_says_what_to_do(serve: Any, m
     [
         (["nothing-of-that-name"], "'nothing-of-that-name' is neither 'demo'"),
         (["shape:nothing"], "the shape 'nothing' is not known"),
+        (["demo", "--vllm-grpc", "50051"], "'50051' is not an address; write it like 127.0.0.1:7401"),
         (["demo", "--device", "tpu"], "device is 'tpu'; allowed are auto, cpu, cuda and cuda:N"),
         (["demo", "--device", "cuda:900"], "device is 'cuda:900'"),
         (["demo", "--dtype", "int8"], "dtype is 'int8'"),

@@ -71,6 +71,8 @@ class Door:
     """They see health and reflection, too."""
     group: str | None = None
     """A Unix socket's group, which may connect (mode 0660; "" is the process's own). None: the owner alone (0600)."""
+    service: str = ""
+    """Full name of what answers here, for health and reflection; empty where that is the process's own service."""
 
     @property
     def private(self) -> bool:
@@ -80,14 +82,15 @@ class Door:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A service with one servicer: its private socket, a plain TCP port unless ``tcp`` is empty, and one that answers
-    health alone unless ``health_tcp`` is."""
+    """A service with one servicer: its private socket, a plain TCP port unless ``tcp`` is empty, one that answers
+    health alone unless ``health_tcp`` is, and doors of ``others``."""
 
     service: str
     socket: Path
     tcp: str = ""
     max_message_bytes: int = Limits.message_bytes
     health_tcp: str = ""
+    others: tuple[Door, ...] = ()
 
 
 @asynccontextmanager
@@ -100,6 +103,7 @@ async def listening(endpoint: Endpoint, add: Register, grace_seconds: Callable[[
                 doors.append(Door(parse_tcp(address), register))
         except ValueError as error:
             raise ConfigurationError(f"cannot listen: {error}") from error
+    doors += endpoint.others
     limits = Limits(message_bytes=endpoint.max_message_bytes)
     async with listening_at(endpoint.service, doors, grace_seconds, limits) as addresses:
         yield addresses
@@ -133,7 +137,7 @@ async def listening_at(
                 addresses.append(_bind_port(server, door.at, door.credentials))
         for server in servers:
             await server.start()
-        for name in ("", service):
+        for name in {"", service, *(door.service for door in doors)}:
             await health.set(name, health_pb2.HealthCheckResponse.SERVING)
         try:
             yield addresses
@@ -162,7 +166,7 @@ def _server(service: str, door: Door, health: health_aio.HealthServicer, limits:
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if door.add is not None:
         door.add(server)
-        reflection.enable_server_reflection((service, HEALTH), server)
+        reflection.enable_server_reflection((door.service or service, HEALTH), server)
     return server
 
 

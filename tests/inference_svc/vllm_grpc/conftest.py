@@ -1,0 +1,41 @@
+"""A node whose worker answers vLLM's contract, and a client of that contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+
+from benchmarks.node import Node, free_port
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where the contract is answered, and who asks there."""
+
+    node: Node
+    address: str
+    channel: grpc.Channel
+    stub: Any
+
+    def ask(self, **fields: Any) -> list[Any]:
+        """The messages that a Generate is answered with."""
+        from smg_grpc_proto import vllm_engine_pb2
+
+        return list(self.stub.Generate(vllm_engine_pb2.GenerateRequest(**fields), timeout=120))
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Door]:
+    from smg_grpc_proto import vllm_engine_pb2_grpc
+
+    address = f"127.0.0.1:{free_port()}"
+    flags = {"vllm_grpc": address, "resident_sequences": 0}
+    with (
+        Node("demo", arena_bytes="128MiB", pool_bytes="64MiB", worker_flags=flags) as node,
+        grpc.insecure_channel(address) as channel,
+    ):
+        yield Door(node, address, channel, vllm_engine_pb2_grpc.VllmEngineStub(channel))
