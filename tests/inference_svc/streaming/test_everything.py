@@ -50,6 +50,7 @@ def served(home: Path, adapters: str, tmp_path_factory: pytest.TempPathFactory) 
         "stream_slots": 2,
         "lora": adapters,
         "resident_sequences": 0,
+        "cache_timeout_ms": 30_000,  # no request goes on without what is stored because this machine is busy
         "batch_sequences": 12,
         "speculate": "ngram",
         "num_speculative_branches": 3,
