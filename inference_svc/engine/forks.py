@@ -10,10 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+from kvsidecar.errors import GenerationFailed
+from torch import Tensor
+
 from inference_svc.engine.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.engine.pool import KVPool
-from inference_svc.engine.rows import Branch
+from inference_svc.engine.rows import Branch, Span
 from inference_svc.engine.sequence import Sequence
+from inference_svc.engine.speculation.mode import Speculation
 from inference_svc.engine.speculation.proposer import Draft
 
 
@@ -69,6 +74,25 @@ class Forks:
         """Clears a failed sequence's: what is not finite must not reach whoever gets the pages next."""
         for table in self._held.get(sequence, ()):
             self._pool.erase(table)
+
+    def check(self, spans: list[tuple[Sequence, Span]], logits: Tensor) -> None:
+        """Raises GenerationFailed where guesses made rows of ``logits [rows, vocabulary]``, those that spans draw from,
+        NaN or infinite: a right row that attends beside theirs, too. Their keys and values are cleared then, and
+        nothing more is guessed for these sequences."""
+        if not any(span.guessed for _, span in spans):
+            return
+        # A row that is not finite somewhere in the model is not so in any logit.
+        sound, at, spoiled = torch.isfinite(logits[:, 0]).tolist(), 0, list[str]()
+        for sequence, span in spans:
+            rows = 1 + span.guessed if span.wants_logits else 0
+            if span.guessed and not all(sound[at : at + rows]):
+                self._pool.clear(span.table, span.end - span.drafted, span.end)
+                self.erase(sequence)
+                sequence.speculation = Speculation.OFF
+                spoiled.append(sequence.id)
+            at += rows
+        if spoiled:
+            raise GenerationFailed(f"the model computed NaN or infinity of what was guessed for {', '.join(spoiled)}")
 
     def release(self) -> None:
         """Frees all pages. The branches are of no use any more."""

@@ -262,6 +262,7 @@ class Loop:
         began = time.perf_counter()
         try:
             logits = take_scores(spans, self.compute([span for _, span in spans]))
+            self._planner.forks.check(spans, logits)
         except RestoreFailed:
             # What others computed in this step they compute again in the next: nothing of it was counted.
             for sequence in [s for s, _ in spans if s.gate is not None and s.gate.failed]:

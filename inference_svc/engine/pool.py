@@ -262,6 +262,12 @@ class KVPool:
         for tensor in (self.keys, self.values):
             tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
 
+    def clear(self, table: BlockTable, start: int, end: int) -> None:
+        """Makes zeros of the keys and values of some positions, which only this table's sequence has."""
+        slots = torch.from_numpy(table.slots(start, end)).to(self.keys.device)
+        for tensor in (self.keys, self.values):
+            tensor.index_fill_(2, slots, 0)
+
     def free(self, table: BlockTable) -> None:
         """Lets go of all pages of a table and empties it; those nobody else holds are free. Idempotent."""
         for page, pages in table.held:

@@ -127,6 +127,8 @@ class DraftModel:
             logits = self._logits(spans)
             drawn = draw(logits, [one.sampler for one in due])
             _add_others(due, logits, drawn)
+            if self._copy:
+                self._clear([one for one, token in zip(due, drawn, strict=True) if not isinstance(token, Drawn)])
             due = [one for one, token in zip(due, drawn, strict=True) if _goes_on(one, token)]
             if alone:
                 seconds = time.perf_counter() - began
@@ -160,6 +162,12 @@ class DraftModel:
         if self._copy:
             return max(0, min(most, table.tokens - tokens, self._longest - tokens))
         return most if tokens + most <= self._longest and self._pool.grow(table, tokens + most) else 0
+
+    def _clear(self, failed: list[_Going]) -> None:
+        """Of guesses from which nothing can be drawn, keys and values may not be finite, and they lie in the model's
+        own pages: attention may read behind a sequence's end."""
+        for one in failed:
+            self._pool.clear(one.kept.table, one.kept.known - 1, one.kept.known + len(one.tokens))
 
     def _logits(self, spans: list[rows.Span]) -> Tensor:
         """As wide as the model's: what the draft does not know is never guessed."""

@@ -13,7 +13,8 @@ from kvsidecar.errors import Unavailable, UnknownModel
 
 from inference_svc.engine.cache_port import LoadDone, NoCache, Restored
 from inference_svc.engine.pool import KVPool
-from inference_svc.engine.sequence import CacheUse, Output, Sequence
+from inference_svc.engine.sequence import CacheUse, Finish, Output, Sequence
+from inference_svc.engine.speculation.mode import Speculation
 from tests.inference_svc.lora.making import adapter
 from tests.inference_svc.lora.test_engine import ask, engine_of
 from tests.inference_svc.lora.test_live import wait
@@ -108,3 +109,32 @@ def test_loading_and_unloading_again_and_again_changes_no_answer_of_others(tmp_p
         engine.stop()
     with pytest.raises(Unavailable):
         engine.adopt(weights)
+
+
+def test_unloading_while_guesses_are_verified_ends_those_that_name_it_alone(tmp_path: Path) -> None:
+    engine = engine_of(2048, tmp_path, draft_branches=3)
+    part = prompt(3, 24)
+    ids = part + prompt(503, 6) + part
+    try:
+        want = {name: ask(engine, name, ids, 40).tokens() for name in ("", "b")}
+        first = ask(engine, "a", ids, 40).tokens()
+        weights = adapter(tmp_path / "a", engine.loaded, "a")
+        for tokens in (0, 1, 2, 5, 9, 30):
+            going = [ask(engine, "a", ids, 400, guessed=Speculation.NGRAM) for _ in range(2)]
+            others = {name: ask(engine, name, ids, 40, guessed=Speculation.NGRAM) for name in want}
+            wait(lambda one=going[0], tokens=tokens: len(one.outputs) >= tokens)
+            engine.drop("a")
+            for one in going:
+                assert one.ended.wait(120)
+                last = one.outputs[-1]
+                assert last.finish is not Finish.FAILED or str(last.error) == "the adapter 'a' has been unloaded"
+            assert {name: one.tokens() for name, one in others.items()} == want
+            engine.adopt(weights)
+            assert ask(engine, "a", ids, 40, guessed=Speculation.NGRAM).tokens() == first
+        assert engine.speculator.stats.accepted_tokens > 0
+        idle(engine)
+        engine.check_integrity()
+        assert engine.free_pages == engine.pool.pages
+        assert not engine.speculator._own
+    finally:
+        engine.stop()

@@ -7,10 +7,12 @@ from typing import Any, cast
 import pytest
 import torch
 from kvsidecar.errors import ConfigurationError
+from torch import Tensor
 
 from inference_svc.config import WorkerConfig
 from inference_svc.engine.block_table import PAGE_TOKENS
 from inference_svc.engine.pool import KVPool
+from inference_svc.engine.rows import Batch
 from inference_svc.engine.speculation.draft_model import DraftModel
 from inference_svc.engine.speculation.mode import Speculation
 from inference_svc.engine.speculation.proposer import ROOT, Draft, Wish
@@ -61,6 +63,24 @@ def test_a_copy_guesses_in_the_pages_that_the_sequence_has() -> None:
     one.tokens += [1, 1, 1]
     one.computed = len(one.tokens) - 1
     assert draft.propose([Wish(one, MOST)])[0].tokens == ()
+
+
+def test_a_copy_that_computes_nan_leaves_none_in_the_models_pages() -> None:
+    class Spoiling(Table):
+        def __call__(self, batch: Batch) -> Tensor:
+            for tensor in (batch.pool.keys, batch.pool.values):
+                tensor[:, :, batch.slots[: batch.real]] = float("nan")
+            found = super().__call__(batch)
+            return found if self.passes < 3 else torch.full_like(found, float("nan"))
+
+    own = pool(2)
+    one = sequence([1] * 10, 64, Speculation.DRAFT)
+    one.table, one.computed = own.allocate(PAGE_TOKENS), 9
+    model = Spoiling(torch.zeros(VOCABULARY, VOCABULARY))
+    draft = DraftModel(cast(Any, model), own, VOCABULARY, 256, 512, copy=True)
+    assert len(draft.propose([Wish(one, MOST)])[0].tokens) == 2
+    assert own.keys.isfinite().all()
+    assert own.values.isfinite().all()
 
 
 def test_a_draft_beside_a_streamed_model_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
