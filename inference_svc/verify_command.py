@@ -1,4 +1,7 @@
-"""``kvsidecar verify MODEL``: may this model reuse text that was read in another context?"""
+"""``kvsidecar verify MODEL``: may this model reuse text that was read in another context?
+
+What computes is imported when the command line was understood: that takes seconds, and a mistyped flag none.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from inference_svc.cache.verdicts import store_verdict
-from inference_svc.model.loader import load, quiet_transformers
-from inference_svc.model.streaming.plan import Asked
 from inference_svc.reuse.judgement import Report, Thresholds
-from inference_svc.reuse.laboratory import Laboratory
 from inference_svc.reuse.strategies import AUTO, DEFAULT_RATIO, STRATEGIES, THOROUGH, THOROUGH_RATIO
-from inference_svc.reuse.verify import BUILT_IN, Verifier, candidates, read_questions
 
 _EXIT = {"passed": 0, "failed": 1, "inconclusive": 3}
 
@@ -39,11 +37,11 @@ def parser() -> argparse.ArgumentParser:
         description="Measures what a model's answers lose when documents are reused that were read in another order, "
         "and says whether that passes. Exit status: 0 passed, 1 failed, 2 could not be measured, 3 inconclusive.",
     )
-    out.add_argument("model", metavar="MODEL", help="as `kvsidecar serve` takes it")
+    out.add_argument("model", metavar="MODEL", nargs="?", help="as `kvsidecar serve` takes it")
+    out.add_argument("--model", dest="named", metavar="MODEL", help="the same as a flag, as `kvsidecar serve` has it")
     out.add_argument(
         "--prompts",
         type=Path,
-        default=BUILT_IN,
         metavar="FILE",
         help='JSONL of {"documents": [...], "question": "..."}, best of your own traffic; built-in ones when left out',
     )
@@ -89,26 +87,51 @@ def shown(report: Report) -> Table:
     return table
 
 
+def understood(arguments: list[str]) -> argparse.Namespace:
+    """The options, of which ``model`` is set. Ends the process with status 2 for what they cannot be."""
+    asking = parser()
+    options = asking.parse_args(arguments)
+    if options.model and options.named and options.model != options.named:
+        asking.error(f"MODEL is {options.model!r} and --model is {options.named!r}; give one of them")
+    options.model = options.model or options.named
+    if not options.model:
+        asking.error("the following arguments are required: MODEL")
+    if options.ratio is not None and not 0 <= options.ratio <= 1:
+        asking.error(f"--ratio is {options.ratio}; allowed are 0 to 1")
+    found: argparse.Namespace = options
+    return found
+
+
+def measured(options: argparse.Namespace, console: Console) -> Report:
+    """Loads the model, measures it, and hands the verdict on if that was asked for. Raises KVSidecarError, OSError."""
+    from inference_svc.cache.verdicts import store_verdict
+    from inference_svc.model.loader import load, quiet_transformers
+    from inference_svc.model.streaming.plan import Asked
+    from inference_svc.reuse.laboratory import Laboratory
+    from inference_svc.reuse.verify import BUILT_IN, Verifier, candidates, read_questions
+
+    questions = read_questions(options.prompts or BUILT_IN)
+    quiet_transformers()
+    loaded = load(
+        options.model, device=options.device, dtype=options.dtype, weights=options.weights, stream=Asked("auto")
+    )
+    lab = Laboratory(loaded)
+    limits = Thresholds(options.max_kl, options.min_agreement, options.max_harm, options.min_prompts)
+    verifier = Verifier(lab, options.bits, limits)
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("measuring", total=len(questions))
+        tried = candidates(options.repair, options.ratio)
+        report = verifier.run(questions, tried, ("cacheblend",), lambda: progress.advance(bar))
+    if options.store_verdict:
+        store_verdict(options.cache_socket, lab.loaded.descriptor(options.bits), report.verdict())
+    return report
+
+
 def main(arguments: list[str]) -> int:
-    options = parser().parse_args(arguments)
+    options = understood(arguments)
     console = Console(stderr=options.json)
     try:
-        if options.ratio is not None and not 0 <= options.ratio <= 1:
-            parser().error(f"--ratio is {options.ratio}; allowed are 0 to 1")
-        questions = read_questions(options.prompts)
-        quiet_transformers()
-        loaded = load(
-            options.model, device=options.device, dtype=options.dtype, weights=options.weights, stream=Asked("auto")
-        )
-        lab = Laboratory(loaded)
-        limits = Thresholds(options.max_kl, options.min_agreement, options.max_harm, options.min_prompts)
-        verifier = Verifier(lab, options.bits, limits)
-        with Progress(console=console, transient=True) as progress:
-            bar = progress.add_task("measuring", total=len(questions))
-            tried = candidates(options.repair, options.ratio)
-            report = verifier.run(questions, tried, ("cacheblend",), lambda: progress.advance(bar))
-        if options.store_verdict:
-            store_verdict(options.cache_socket, lab.loaded.descriptor(options.bits), report.verdict())
+        report = measured(options, console)
     except (KVSidecarError, OSError) as error:
         print(f"kvsidecar verify: {error}", file=sys.stderr)
         return 2

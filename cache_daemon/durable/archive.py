@@ -16,7 +16,11 @@ that every parent came before its child. A chunk whose time is over neither goes
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import os
+import secrets
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -271,13 +275,36 @@ def _checked_header(raw: bytes, payload: bytes, position: int) -> ChunkHeader:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when it is complete and on disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """A file that takes its name when it is complete and on disk. Until then it has a name that nobody else draws:
+    exporters in two containers have the same process ids."""
+    _remove_leftovers(path)
+    temporary, file = _drawn(path)
     try:
-        with temporary.open("xb") as file:
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _drawn(path: Path) -> tuple[Path, BinaryIO]:
+    """A new file beside ``path``, locked for as long as it is open, where the file system knows locks."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+        file = temporary.open("xb")
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if temporary.exists():  # nobody took it for a leftover before it was locked
+            return temporary, file
+        file.close()
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Removes what exporters to ``path`` have left that died: nobody holds a lock on it. What cannot be looked at
+    stays."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        with contextlib.suppress(OSError), left.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()

@@ -1,8 +1,9 @@
 """A circuit breaker: leaves a failing engine alone, and lets work through again carefully.
 
 Closed, everything goes. After some failures in a row, or when half of the last calls failed, it opens: nothing goes
-until somebody says that the engine answers. Then it is half open: one failure opens it again, some successes close it.
-A call that was not answered in time is a failure like any other.
+until somebody says that the engine answers. Then it is half open: as many calls go at a time as have to succeed, to all
+others it is as if it were open; one failure opens it again, some successes close it. A call that was not answered in
+time is a failure like any other.
 """
 
 from __future__ import annotations
@@ -30,16 +31,36 @@ class Breaker:
         self.why, self.since = "not connected yet", time.monotonic()
         self.opened = 0
         self._in_a_row = self._good = 0
+        self._trials: set[object] = set()  # the calls that go while it is half open
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
 
     @property
     def allows(self) -> bool:
         return self.state is not Circuit.OPEN
 
+    @property
+    def tried(self) -> bool:
+        """Whether it is half open, and as many calls go as may."""
+        return self.state is Circuit.HALF_OPEN and len(self._trials) >= _TRUSTED_AFTER
+
+    def enter(self) -> object | None:
+        """Begins a call: what ``leave`` wants when it has ended, None when none may begin."""
+        if not self.allows or self.tried:
+            return None
+        call = object()
+        if self.state is Circuit.HALF_OPEN:
+            self._trials.add(call)
+        return call
+
+    def leave(self, call: object) -> None:
+        """Ends a call. One of before the circuit last opened makes no room."""
+        self._trials.discard(call)
+
     def answered(self) -> None:
         """The engine was asked for trial, and answers."""
         if self.state is Circuit.OPEN:
             self.state, self._good, self._in_a_row = Circuit.HALF_OPEN, 0, 0
+            self._trials.clear()
             self._recent.clear()
 
     def succeeded(self) -> None:

@@ -17,6 +17,10 @@ class RemoteFailed(Exception):
     """The engine did not do what it was asked. The text has no secret, no key and no value."""
 
 
+class RemoteBusy(RemoteFailed):
+    """The engine was not asked: it is being tried after a failure, by few calls at a time."""
+
+
 @contextmanager
 def told(reason: Callable[[Exception], str]) -> Iterator[None]:
     """Turns a client's errors into ours, for their ``reason``."""

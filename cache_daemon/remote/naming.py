@@ -1,7 +1,10 @@
 """How values are named in a remote engine::
 
     PREFIX/FORMAT/mark                     the mark of everything
+    PREFIX/FORMAT/deletions/mark           another one after each deletion of anything
     PREFIX/FORMAT/ROOT/mark                a tenant's mark
+    PREFIX/FORMAT/ROOT/chunks/mark         another one after each deletion of single chunks of the tenant
+    PREFIX/FORMAT/ROOT/gone/HASH.ID        a chunk that was deleted; ID is random
     PREFIX/FORMAT/ROOT/HASH/head           a chunk's record
     PREFIX/FORMAT/ROOT/HASH/CHECKSUM/N     part N of its stored payload
 
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 from kvsidecar import keys
 
 RECORD_VERSION = 1
+GONE_ID_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,30 @@ class Names:
 
     def tenant_mark(self, root: bytes) -> str:
         return f"{self.tenant(root)}mark"
+
+    @property
+    def deletions_mark(self) -> str:
+        return f"{self.everything}deletions/mark"
+
+    def chunks_mark(self, root: bytes) -> str:
+        return f"{self.tenant(root)}chunks/mark"
+
+    def gone(self, root: bytes, name: bytes = b"") -> str:
+        """The name of a deleted chunk: its prefix hash and an id of ``GONE_ID_BYTES``. Without both, what all of a
+        tenant begin with."""
+        key, number = name[: keys.HASH_BYTES], name[keys.HASH_BYTES :]
+        return f"{self.tenant(root)}gone/" + (f"{key.hex()}.{number.hex()}" if name else "")
+
+    def name_of_gone(self, root: bytes, name: str) -> bytes | None:
+        """The prefix hash and the id of a deleted chunk, None for other names."""
+        begin = self.gone(root)
+        text = name.removeprefix(begin).replace(".", "", 1)
+        if not name.startswith(begin) or len(text) != 2 * (keys.HASH_BYTES + GONE_ID_BYTES):
+            return None
+        try:
+            return bytes.fromhex(text)
+        except ValueError:
+            return None
 
     def head(self, root: bytes, prefix_hash: bytes) -> str:
         return f"{self.tenant(root)}{prefix_hash.hex()}/head"

@@ -7,7 +7,6 @@ nothing waits at all. Runs on one event loop; what is heavy is the caller's to d
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -20,10 +19,11 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.durable.seal import Seal
 from cache_daemon.remote.breaker import Breaker
-from cache_daemon.remote.engine import Item, RemoteEngine, RemoteFailed
-from cache_daemon.remote.entries import MARK_BYTES, MOST_PARTS, Entry, Unfit, decode_record, encode_record, mark_of
+from cache_daemon.remote.engine import Item, RemoteBusy, RemoteEngine, RemoteFailed
+from cache_daemon.remote.entries import MOST_PARTS, Entry, Unfit, decode_record, encode_record
 from cache_daemon.remote.figures import Figures
 from cache_daemon.remote.hedging import Hedging
+from cache_daemon.remote.marks import Marks, new_mark
 from cache_daemon.remote.naming import Names
 
 # A call that had less time than this and did not make it says nothing about the engine.
@@ -35,6 +35,7 @@ _CALL_BYTES = 4 << 20
 # A call that writes, or looks before it writes, has this long, and longer by its bytes.
 _WRITE_SECONDS, _WRITE_BYTES_PER_SECOND = 2.0, 4e6
 _PAGE, _MOST_SPOILT = 256, 1024
+_TRIAL_SECONDS = 0.002
 # Records that are checked before others have their turn on the event loop.
 _SLICE = 32
 
@@ -55,10 +56,15 @@ class RemoteCounts:
 
 @dataclass(frozen=True)
 class Found:
-    """Chunks of a tenant that are there and sound, in the order asked; and the tenant's mark, None without one."""
+    """Chunks of a tenant that are there and sound, in the order asked; and the tenant's marks."""
 
     entries: list[Entry | None]
-    mark: bytes | None
+    marks: Marks
+
+    @property
+    def mark(self) -> bytes | None:
+        """What sound values of the tenant carry; None while nothing counts."""
+        return self.marks.value
 
     @property
     def leading(self) -> list[Entry]:
@@ -100,20 +106,37 @@ class RemoteTier:
         """Which of a tenant's chunks are there, in one round trip. What fails its checks is missing, and counted.
         Raises RemoteFailed."""
         names = self.names
-        wanted = [names.mark, names.tenant_mark(root), *(names.head(root, key) for key in hashes)]
+        wanted = [*self._marks_of(root), *(names.head(root, key) for key in hashes)]
         began = time.perf_counter()
         try:
-            everything, tenant, *records = await self._read(lambda lane: self.engine.get_many(wanted, lane), seconds, 0)
+            everything, tenant, chunks, *records = await self._read(
+                lambda lane: self.engine.get_many(wanted, lane), seconds, 0
+            )
         except RemoteFailed:
             self.figures.timed_out(min(time.perf_counter() - began, seconds))
             raise
         self.figures.looked(time.perf_counter() - began, sum(len(r or b"") for r in records))
-        mark, entries = mark_of(everything, tenant), list[Entry | None]()
+        marks, entries = Marks(everything, tenant, chunks), list[Entry | None]()
+        mark = marks.value
         for key, record in zip(hashes, records, strict=True):
             entries.append(self._entry(root, key, record, mark))
             if len(entries) % _SLICE == 0:
                 await asyncio.sleep(0)
-        return Found(entries, mark)
+        return Found(entries, marks)
+
+    def _marks_of(self, root: bytes) -> list[str]:
+        return [self.names.mark, self.names.tenant_mark(root), self.names.chunks_mark(root)]
+
+    async def marks(self, roots: Sequence[bytes]) -> list[Marks]:
+        """The marks of some tenants, in one round trip. Raises RemoteFailed."""
+        wanted = [self.names.mark, *(name for root in roots for name in self._marks_of(root)[1:])]
+        everything, *found = await self._read(lambda lane: self.engine.get_many(wanted, lane), _WRITE_SECONDS, 0)
+        return [Marks(everything, tenant, chunks) for tenant, chunks in zip(found[::2], found[1::2], strict=True)]
+
+    async def deletions(self) -> bytes | None:
+        """A value that is another one after each deletion of anything. Raises RemoteFailed."""
+        names = [self.names.deletions_mark]
+        return (await self._read(lambda lane: self.engine.get_many(names, lane), _WRITE_SECONDS, 0))[0]
 
     def _entry(self, root: bytes, key: bytes, record: bytes | None, mark: bytes | None) -> Entry | None:
         if record is None or mark is None:
@@ -134,6 +157,10 @@ class RemoteTier:
         names = [self._parts_of(entry) for entry in entries]
         flat = [name for of_one in names for name in of_one]
         size = sum(entry.stored_length for entry in entries)
+        tried_until = time.monotonic() + seconds
+        # Of a look-up that has begun nothing is left out: it waits for the calls that try the engine.
+        while self.reads.tried and time.monotonic() < tried_until:  # noqa: ASYNC110
+            await asyncio.sleep(_TRIAL_SECONDS)
         found = await self._read(lambda lane: self.engine.get_many(flat, lane), seconds, size)
         values = iter(found)
         out: list[list[bytes] | None] = []
@@ -185,7 +212,7 @@ class RemoteTier:
     async def listed(self, root: bytes) -> list[bytes]:
         """The prefix hashes of a tenant's records, sound or not, in no order. Raises RemoteFailed."""
         found: dict[bytes, None] = {}
-        async for page in self._scanned(self.names.tenant(root)):
+        async for page in self.scanned(self.names.tenant(root)):
             hashes = (self.names.hash_of_head(root, name) for name in page)
             found |= dict.fromkeys(key for key in hashes if key is not None)
         return list(found)
@@ -208,59 +235,22 @@ class RemoteTier:
         for items_by_ttl in (parts, records):
             for ttl, items in items_by_ttl.items():
                 for group in _grouped(items):
-                    await self._write(group, ttl)
+                    await self.write(group, ttl)
         self.counts.written_chunks += len(batch)
         self.counts.written_bytes += sum(len(out.stored) for out in batch)
 
     async def mark(self, root: bytes) -> None:
         """Gives a tenant a mark if it has none; of several nodes one wins. Raises RemoteFailed."""
         async with self._guarded(self.writes, _WRITE_SECONDS):
-            await self.engine.put_if_absent(self.names.tenant_mark(root), secrets.token_bytes(MARK_BYTES))
+            await self.engine.put_if_absent(self.names.tenant_mark(root), new_mark(deletion=False))
 
-    async def _write(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
+    async def write(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
+        """Writes values of a few megabytes. Raises RemoteFailed."""
         size = sum(len(value) for _, value in items)
         async with self._guarded(self.writes, _WRITE_SECONDS + size / _WRITE_BYTES_PER_SECOND):
             await self.engine.put_many(items, ttl_seconds)
 
     # ---- deleting -------------------------------------------------------------------------------------------
-
-    async def void(self, root: bytes) -> None:
-        """Makes everything of a tenant, without ``root`` everything under the prefix, worthless at once, wherever it is
-        written from. Raises RemoteFailed."""
-        name = self.names.tenant_mark(root) if root else self.names.mark
-        await self._write([(name, secrets.token_bytes(MARK_BYTES))], None)
-
-    async def purge(self, root: bytes) -> None:
-        """Removes what is worth nothing after ``void``; of everything, tenants' marks too. Raises RemoteFailed."""
-        names = self.names
-        prefix, but = (names.tenant(root), names.tenant_mark(root)) if root else (names.everything, names.mark)
-        async for page in self._scanned(prefix):
-            await self._delete([name for name in page if name != but])
-
-    async def forget_branch(self, root: bytes, key: bytes) -> int:
-        """Removes a chunk and all that continues it, with all parts of every payload that was ever written of them.
-        Returns how many there were. Raises RemoteFailed.
-
-        Two walks, of which the first remembers nothing but who continues whom.
-        """
-        names, begin = self.names, self.names.tenant(root)
-        children: dict[bytes, list[bytes]] = {}
-        there: set[bytes] = set()
-        async for page in self._scanned(begin):
-            hashes = [h for h in (names.hash_of_head(root, name) for name in page) if h is not None]
-            for at in range(0, len(hashes), _PAGE):
-                found = await self.find(root, hashes[at : at + _PAGE], _WRITE_SECONDS)
-                for entry in filter(None, found.entries):
-                    children.setdefault(entry.header.parent_prefix_hash, []).append(entry.header.prefix_hash)
-                    there.add(entry.header.prefix_hash)
-        doomed = [key]
-        for gone in doomed:
-            doomed += children.pop(gone, ())
-        await self._delete([names.head(root, gone) for gone in doomed])
-        whole = set(doomed)
-        async for page in self._scanned(begin):
-            await self._delete([name for name in page if names.hash_of(root, name) in whole])
-        return len(whole & there)
 
     async def holds(self, root: bytes, key: bytes) -> bool:
         """Whether a chunk is there, in one round trip. Raises RemoteFailed."""
@@ -270,11 +260,12 @@ class RemoteTier:
         """Removes records that were rejected; their parts are found by nobody then. Raises RemoteFailed."""
         while self.spoilt:
             some = list(self.spoilt)[:_PAGE]
-            await self._delete([self.names.head(root, key) for root, key in some])
+            await self.remove([self.names.head(root, key) for root, key in some])
             for gone in some:
                 self.spoilt.pop(gone, None)
 
-    async def _scanned(self, prefix: str) -> AsyncIterator[list[str]]:
+    async def scanned(self, prefix: str) -> AsyncIterator[list[str]]:
+        """All names with a prefix, as the engine tells them. Raises RemoteFailed."""
         pages = aiter(self.engine.scan(prefix))
         while True:
             async with self._guarded(self.writes, _WRITE_SECONDS * 2):
@@ -284,7 +275,8 @@ class RemoteTier:
                     return
             yield page
 
-    async def _delete(self, names: Sequence[str]) -> None:
+    async def remove(self, names: Sequence[str]) -> None:
+        """Removes values. Raises RemoteFailed."""
         for at in range(0, len(names), _PAGE):
             async with self._guarded(self.writes, _WRITE_SECONDS):
                 await self.engine.delete_many(names[at : at + _PAGE])
@@ -299,10 +291,10 @@ class RemoteTier:
     @asynccontextmanager
     async def _guarded(self, breaker: Breaker, seconds: float) -> AsyncIterator[None]:
         """A call behind a circuit, with a deadline. Raises RemoteFailed."""
-        if not breaker.allows:
+        call, turn = breaker.enter(), breaker.opened
+        if call is None:
             self.asked.set()
-            raise RemoteFailed(breaker.why)
-        turn = breaker.opened
+            raise RemoteBusy("it is being tried") if breaker.tried else RemoteFailed(breaker.why)
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -313,6 +305,8 @@ class RemoteTier:
         except RemoteFailed as error:
             self._failed(breaker, turn, str(error))
             raise
+        finally:
+            breaker.leave(call)
         if breaker.opened == turn:
             breaker.succeeded()
 

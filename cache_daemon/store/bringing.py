@@ -23,6 +23,7 @@ from kvsidecar.layout import Geometry
 from cache_daemon.memory.arena import Slot
 from cache_daemon.remote.engine import RemoteFailed
 from cache_daemon.remote.entries import Entry, Unfit, unpacked
+from cache_daemon.remote.marks import Marks
 from cache_daemon.remote.tier import RemoteTier
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.downloading import Download, Downloads, to_its_end
@@ -83,10 +84,12 @@ class BringingCounts:
 
 @dataclass(eq=False)
 class Asking:
-    """A look-up of a tenant's chunks; ``void`` as soon as some of them are deleted."""
+    """A look-up of a tenant's chunks; ``void`` as soon as some of them are deleted. ``keys`` are those that were found,
+    None while that is not known."""
 
     root: bytes
     void: bool = False
+    keys: frozenset[bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class _Link:
 
 
 class Bringing:
-    """``seen`` hears the mark that a tenant has in the engine, ``brought`` of every chunk that came and how many
+    """``seen`` hears the marks that a tenant has in the engine, ``brought`` of every chunk that came and how many
     seconds the engine keeps it still, ``closed`` whether a tenant's chunks must not be asked for. ``in_thread`` runs
     what is heavy."""
 
@@ -109,7 +112,7 @@ class Bringing:
         publishing: Publishing,
         tier: RemoteTier,
         in_thread: Callable[[Callable[[], None]], Awaitable[None]],
-        seen: Callable[[bytes, bytes | None], object],
+        seen: Callable[[bytes, Marks], object],
         brought: Callable[[Chunk, float], None],
         closed: Callable[[bytes], bool],
     ) -> None:
@@ -135,10 +138,12 @@ class Bringing:
             self._tier.asked.set()
         return Brought(tokens, time.perf_counter() - began)
 
-    def forget(self, root: bytes) -> None:
-        """A tenant, or without a root everybody, has deleted something: what was found before is not brought."""
+    def forget(self, root: bytes, keys: frozenset[bytes] | None = None) -> None:
+        """A tenant, or without a root everybody, has deleted something: what was found before is not brought. With
+        ``keys`` it was these chunks."""
         for asking in self._asking:
-            asking.void = asking.void or root in (b"", asking.root)
+            if root in (b"", asking.root) and (keys is None or asking.keys is None or keys & asking.keys):
+                asking.void = True
 
     @contextmanager
     def asking(self, root: bytes) -> Iterator[Asking]:
@@ -203,7 +208,10 @@ class Bringing:
         usual = min(_LOOKUP_MOST_SECONDS, max(_LOOKUP_SECONDS, _LOOKUP_LATE * self._tier.figures.latency_seconds))
         patience = min(usual, wanted.patience, worth * _LOOKUP_SHARE or _LOOKUP_SECONDS)
         found = await self._tier.find(wanted.root, [link.key for link in links], patience)
-        self._seen(wanted.root, found.mark)
+        void = asking.void
+        self._seen(wanted.root, found.marks)
+        asking.void = void  # what was found has the marks of after a deletion that was seen just now
+        asking.keys = frozenset(entry.header.prefix_hash for entry in found.leading)
         entries = await self._fitting(wanted, links, found.leading)
         before = self._covered(wanted)
         while entries and links[len(entries) - 1].end - before < _LEAST_TOKENS:

@@ -146,7 +146,7 @@ class Carrying:
 
     async def _entries(self, wanted: Wanted, hashes: Sequence[bytes]) -> list[Entry]:
         found = await self._tier.find(wanted.root, hashes, _LOOK_SECONDS)
-        self._sending.seen(wanted.root, found.mark)
+        self._sending.seen(wanted.root, found.marks)
         return [entry for entry in found.entries if entry is not None and wanted.fits(entry.header)]
 
     async def _pull(self, wanted: Wanted, asking: Asking, hashes: Sequence[bytes], patience: _Patience) -> list[int]:

@@ -113,7 +113,7 @@ class ChunkStore:
         self.remote: Remote | None = None
         if remote is not None:
             publishing = Publishing(self.tiers, self._persistence, self._pins, self.terms)
-            self.remote = Remote(remote, self.tiers, publishing, self._note, self._lookup.hold, self._progress, around)
+            self.remote = Remote(remote, self.walks, publishing, self._note, self._lookup.hold, self._progress, around)
         self._upkeep: asyncio.Task[None] | None = None
 
     # ---- beginning and end ----------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class ChunkStore:
         elif name.startswith(terms.NOTE_PREFIX):
             self.terms.restore(name, value)
         elif self.remote is not None:
-            self.remote.restore(name)
+            self.remote.restore(name, value)
 
     async def close(self) -> None:
         """Writes what is queued and closes the tiers."""

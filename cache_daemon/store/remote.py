@@ -14,13 +14,16 @@ from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 
 from cache_daemon.remote.tier import RemoteTier
 from cache_daemon.remote.watch import Watch
+from cache_daemon.store import marks
 from cache_daemon.store.bringing import Bringing, Brought, Wanted
 from cache_daemon.store.carrying import Carrying
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.elsewhere import Elsewhere
+from cache_daemon.store.marks import TenantMarks
 from cache_daemon.store.publishing import Publishing
 from cache_daemon.store.sending import NOTE_PREFIX, RemoteWrite, Sending
 from cache_daemon.store.sessions import Hold, Session
-from cache_daemon.store.tiers import Tiers
+from cache_daemon.store.walks import Walks
 
 _THREADS = 2
 # What waits is sent for so long at the end, and a caller that deletes waits so long for the engine.
@@ -44,7 +47,7 @@ class Remote:
     def __init__(
         self,
         settings: RemoteSettings,
-        tiers: Tiers,
+        walks: Walks,
         publishing: Publishing,
         note: Callable[[bytes, bytes | None], None],
         hold: Callable[[Chunk], Awaitable[Hold | None]],
@@ -54,20 +57,23 @@ class Remote:
         """``hold`` and ``progress`` are as for ``Carrying``."""
         self._around = around
         self._tier, self._threads = settings.tier, ThreadPoolExecutor(_THREADS, "remote")
-        in_thread = asyncio.get_running_loop().run_in_executor
+        in_thread, tiers = asyncio.get_running_loop().run_in_executor, walks.tiers
+        self._marks = TenantMarks(note)
         self._sending = Sending(
             tiers, settings.tier, settings.write, settings.ttl_seconds, settings.compress,
-            lambda work: in_thread(self._threads, work), note,
+            lambda work: in_thread(self._threads, work), note, self._marks, lambda *news: self._elsewhere.heard(*news),
         )  # fmt: skip
         self._bringing = Bringing(
             tiers, publishing, settings.tier, lambda work: in_thread(self._threads, work),
             self._sending.seen, self._sending.is_there, self._sending.closed,
         )  # fmt: skip
+        self._elsewhere = Elsewhere(settings.tier, self._marks, self._sending, walks, self._bringing.forget)
         self.carrying = Carrying(tiers, settings.tier, self._sending, self._bringing, hold, progress)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(Watch(self._tier).run()), asyncio.create_task(self._sending.run())]
+        work = (Watch(self._tier).run(), self._sending.run(), self._elsewhere.run())
+        self._tasks = [asyncio.create_task(one) for one in work]
 
     async def close(self) -> None:
         """Sends what waits, for a moment."""
@@ -118,10 +124,12 @@ class Remote:
         await asyncio.wait({deletion}, timeout=_DELETE_SECONDS)
         return deletion.result() if deletion.done() else 0
 
-    def restore(self, name: bytes) -> None:
+    def restore(self, name: bytes, value: bytes) -> None:
         """Takes up a note of an earlier start, if it is one of ours."""
         if name.startswith(NOTE_PREFIX):
             self._sending.restore(name)
+        elif name.startswith(marks.NOTE_PREFIX):
+            self._marks.restore(name, value)
 
     @property
     def failing(self) -> tuple[str, float] | None:

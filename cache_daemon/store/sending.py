@@ -25,11 +25,14 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.durable import codec
 from cache_daemon.memory.arena import Slot
-from cache_daemon.remote.engine import RemoteFailed
+from cache_daemon.remote import deleting
+from cache_daemon.remote.engine import RemoteBusy, RemoteFailed
 from cache_daemon.remote.entries import packed
+from cache_daemon.remote.marks import Marks
 from cache_daemon.remote.tier import Outgoing, RemoteTier
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.deletions import Deletion, Deletions
+from cache_daemon.store.marks import News, TenantMarks
 from cache_daemon.store.sessions import Hold
 from cache_daemon.store.tiers import Tiers
 
@@ -37,7 +40,7 @@ RemoteWrite = Literal["second-use", "all", "never"]
 NOTE_PREFIX = b"remote-forget:"
 MOST_QUEUED = 4096
 _BATCH_CHUNKS, _BATCH_BYTES = 64, 16 << 20
-_MOST_KNOWN, _MOST_MARKS = 200_000, 10_000
+_MOST_KNOWN = 200_000
 # How long to wait for a circuit that is open, before it is looked at again.
 _PAUSE_SECONDS = 0.25
 _TRIES = 2
@@ -54,7 +57,8 @@ class SendingCounts:
 
 
 class Sending:
-    """``note`` keeps a small value for the next start; None deletes it. ``in_thread`` runs what is heavy."""
+    """``note`` keeps a small value for the next start; None deletes it. ``in_thread`` runs what is heavy, ``told``
+    hears what tenants' ``marks`` have to say."""
 
     def __init__(
         self,
@@ -65,18 +69,19 @@ class Sending:
         compress: bool,
         in_thread: Callable[[Callable[[], list[Outgoing]]], Awaitable[list[Outgoing]]],
         note: Callable[[bytes, bytes | None], None],
+        marks: TenantMarks,
+        told: Callable[[bytes, News], None],
     ) -> None:
         self._tiers, self._tier, self._policy, self._ttl = tiers, tier, policy, ttl_seconds
         self._packer = codec.Packer() if compress else None
         self._in_thread, self._note = in_thread, note
         self._queue: OrderedDict[bytes, tuple[Chunk, int]] = OrderedDict()  # by prefix hash; and how often it was tried
         self._known: OrderedDict[bytes, float] = OrderedDict()  # what is there, and when it ends (monotonic)
-        # What tenants' marks were when last seen, and when they changed (monotonic; 0: not since they are known).
-        self._marks: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
-        self._unknown_since = 0.0  # the same for tenants whose marks are not remembered any more
+        self._marks, self._told = marks, told
         self._deletions = Deletions()
         self._generation, self._on_their_way = tier.generation, 0
-        self._wake, self._idle, self._turn = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self.turn = asyncio.Lock()  # for whoever writes there
         self._idle.set()
         self.counts = SendingCounts()
         tiers.on_unlisted.append(self._unlisted)
@@ -104,38 +109,31 @@ class Sending:
         self._queue.pop(chunk.key, None)
         self._know(chunk.key, seconds)
 
-    def seen(self, root: bytes, mark: bytes | None) -> bool:
-        """Hears a tenant's mark in the engine, None for none. Returns whether it is another than before: somebody has
-        deleted the tenant there, and what was listed here before that is not sent any more."""
-        if mark is None:
-            return False
-        before, since = self._marks.get(root, (mark, self._unknown_since))
-        changed = mark != before
-        self._marks[root] = mark, time.monotonic() if changed else since
-        self._marks.move_to_end(root)
-        if len(self._marks) > _MOST_MARKS:
-            _, (_, gone_since) = self._marks.popitem(last=False)
-            self._unknown_since = max(self._unknown_since, gone_since)
-        if not changed:
-            return False
-        self._drop_queued(root)
-        self._known.clear()
-        return True
+    def seen(self, root: bytes, marks: Marks) -> News:
+        """Hears a tenant's marks in the engine. Where somebody has deleted something there, or may have, what was
+        listed here before that is not sent any more. Returns what the marks say."""
+        news = self._marks.seen(root, marks)
+        if news is not News.NOTHING:
+            self._drop_queued(b"" if news is News.EVERYTHING else root)
+            if news is not News.CHUNKS:
+                self._known.clear()
+            self._told(root, news)
+        return news
+
+    def knows(self, key: bytes) -> bool:
+        """Whether a chunk is known to be there, or was not long ago."""
+        return key in self._known
 
     def _offer(self, chunk: Chunk) -> None:
         if chunk.key in self._queue or self._lasts(chunk):
             return
-        if self._is_old(chunk):
+        if self._marks.is_old(chunk):
             return
         if len(self._queue) >= MOST_QUEUED or self.closed(chunk.root):
             self.counts.dropped += 1
             return
         self._queue[chunk.key] = chunk, 0
         self._stir()
-
-    def _is_old(self, chunk: Chunk) -> bool:
-        """Whether somebody has deleted the tenant elsewhere since the chunk was listed here."""
-        return chunk.made_at <= self._marks.get(chunk.root, (b"", self._unknown_since))[1]
 
     def _lasts(self, chunk: Chunk) -> bool:
         """Whether the engine is known to have a chunk. At half its time one that is still in use is written once more,
@@ -211,7 +209,7 @@ class Sending:
                 continue
             self._idle.clear()
             try:
-                async with self._turn:
+                async with self.turn:
                     await self._step()
             except RemoteFailed:
                 await asyncio.sleep(_PAUSE_SECONDS)
@@ -249,17 +247,14 @@ class Sending:
         if key:
             # Walking over all that the engine has of a tenant takes long: not for a hash that nobody knows.
             if deletion.known or await self._tier.holds(root, key):
-                gone = await self._tier.forget_branch(root, key)
+                gone, left = await deleting.forget_branch(self._tier, root, key)
+                self._marks.left_here(root, left)
         else:
             # Once: what others write from then on is theirs, however often removing the rest is tried.
             if deletion.voided != self._tier.generation:
-                await self._tier.void(root)
+                self._marks.made_here(root, await deleting.void(self._tier, root))
                 deletion.voided = self._tier.generation
-            await self._tier.purge(root)
-            if root:
-                self._marks.pop(root, None)
-            else:
-                self._marks.clear()
+            await deleting.purge(self._tier, root)
         if gone or not key:
             self._known.clear()
         if self._deletions.finished(deletion, gone):
@@ -281,11 +276,12 @@ class Sending:
         self._on_their_way = len(batch)
         try:
             await self._write(batch)
-        except BaseException:
-            # Before what came later, and once more only.
+        except BaseException as error:
+            # Before what came later, and once more only where it was tried.
+            more = 0 if isinstance(error, RemoteBusy) else 1
             for chunk in reversed(batch):
-                if tries[chunk.key] + 1 < _TRIES and chunk.listed and not self.closed(chunk.root):
-                    self._queue[chunk.key] = chunk, tries[chunk.key] + 1
+                if tries[chunk.key] + more < _TRIES and chunk.listed and not self.closed(chunk.root):
+                    self._queue[chunk.key] = chunk, tries[chunk.key] + more
                     self._queue.move_to_end(chunk.key, last=False)
                 else:
                     self.counts.dropped += 1
@@ -296,7 +292,7 @@ class Sending:
     async def push(self, batch: Sequence[Chunk]) -> tuple[list[Chunk], int]:
         """Writes chunks of one tenant now, whatever the policy; they are held. Returns those that were written, and how
         many were there. Raises RemoteFailed."""
-        async with self._turn:
+        async with self.turn:
             if self.closed(batch[0].root):
                 raise RemoteFailed("a deletion of this tenant is not done there yet")
             for chunk in batch:
@@ -314,7 +310,7 @@ class Sending:
             found = await self._tier.find(root, asked, _LOOK_SECONDS)
         if found.mark is None:
             raise RemoteFailed("it does not keep what it is given")
-        if self.seen(root, found.mark):
+        if self.seen(root, found.marks) is not News.NOTHING:
             self.counts.dropped += len(batch)
             return [], 0
         entries = {key: entry for key, entry in zip(asked, found.entries, strict=True) if entry is not None}
@@ -343,7 +339,7 @@ class Sending:
         return fresh, known
 
     def _sendable(self, chunk: Chunk) -> bool:
-        return chunk.listed and chunk.in_arena is Residency.PRESENT and not self._is_old(chunk)
+        return chunk.listed and chunk.in_arena is Residency.PRESENT and not self._marks.is_old(chunk)
 
     def _packing(self, chunks: Sequence[Chunk], mark: bytes) -> Callable[[], list[Outgoing]]:
         """Work for a thread; all that changes meanwhile is read before."""

@@ -3,7 +3,8 @@ they walk over may change under them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from math import inf
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED, EventType, StatsResponse
@@ -20,16 +21,16 @@ class Walks:
     """Over a store's index."""
 
     def __init__(self, tiers: Tiers, terms: Terms) -> None:
-        self._tiers, self._terms = tiers, terms
+        self.tiers, self._terms = tiers, terms
 
-    async def delete(self, root: bytes, chunk: Chunk | None) -> int:
-        """Removes a chunk with all that continues it, without one a tenant's chunks, with no root everything. Returns
-        how many."""
+    async def delete(self, root: bytes, chunk: Chunk | None, made_by: float = inf) -> int:
+        """Removes a chunk with all that continues it, without one a tenant's chunks, with no root everything: those
+        that were listed by a time (monotonic), and what continues them. Returns how many."""
         if chunk is not None:
             return await self._drop_branch(chunk, EVENT_TYPE_DELETED, Turns())
         dropped, turns = 0, Turns()
         async for found in self.all_of(root):
-            if found.listed:
+            if found.listed and found.made_at <= made_by:
                 dropped += await self._drop_branch(found, EVENT_TYPE_DELETED, turns)
         return dropped
 
@@ -37,11 +38,11 @@ class Walks:
         """Drops what has passed the time that requests asked for, or its tenant's. Returns how many."""
         dropped, turns = 0, Turns()
         for chunk in self._terms.past():
-            if chunk.listed and chunk.expired(self._tiers.clock()):  # not asked for meanwhile
+            if chunk.listed and chunk.expired(self.tiers.clock()):  # not asked for meanwhile
                 dropped += await self._drop_branch(chunk, EVENT_TYPE_EVICTED, turns)
-        if not self._tiers.accounts.any_ttl:
+        if not self.tiers.accounts.any_ttl:
             return dropped
-        now = self._tiers.clock()
+        now = self.tiers.clock()
         async for chunk in self.all_of(b""):
             if chunk.listed and chunk.expired(now):
                 dropped += await self._drop_branch(chunk, EVENT_TYPE_EVICTED, turns)
@@ -64,7 +65,7 @@ class Walks:
     def page(self, root: bytes, after: bytes, limit: int) -> Sequence[Chunk]:
         """Chunks of a tenant ordered by prefix hash, or with an empty root of all, ordered by root and prefix hash;
         ``after`` is the last one's root and prefix hash."""
-        index = self._tiers.index
+        index = self.tiers.index
         if root:
             return index.of_root(root, after[keys.HASH_BYTES :], limit)
         out: list[Chunk] = []
@@ -74,6 +75,14 @@ class Walks:
             if len(out) >= limit:
                 break
         return out
+
+    def roots_from(self, first: bytes) -> Iterator[bytes]:
+        """Of tenants that have something here, in order; not while others have their turn."""
+        return self.tiers.index.roots_from(first)
+
+    def find(self, key: bytes) -> Chunk | None:
+        """A chunk by its prefix hash."""
+        return self.tiers.index.get(key)
 
     async def all_of(self, root: bytes) -> AsyncIterator[Chunk]:
         """A tenant's chunks, with no root all; those that come or go meanwhile may be among them or not."""
@@ -88,12 +97,12 @@ class Walks:
         """Drops a chunk and all that continues it, leaves first. Returns how many."""
         branch = [chunk]
         for member in branch:
-            branch.extend(self._tiers.index.children(member.key))
+            branch.extend(self.tiers.index.children(member.key))
             await turns.give_way()
         dropped = 0
         while branch:
             member = branch.pop()
             if member.listed:
-                dropped += self._tiers.drop(member, why)
+                dropped += self.tiers.drop(member, why)
             await turns.give_way()
         return dropped

@@ -13,6 +13,7 @@ from inference_svc.config import WorkerConfig
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.supervisor import ServeConfig, main
 from inference_svc.verify_command import main as verify
+from inference_svc.verify_command import understood
 
 SETTINGS = [DaemonConfig, WorkerConfig, GatewayConfig, ServeConfig]
 
@@ -27,6 +28,12 @@ SETTINGS = [DaemonConfig, WorkerConfig, GatewayConfig, ServeConfig]
         (main, ["demo", "more"], "kvsidecar serve: 'more' is one argument too many"),
         (main, ["--port"], "kvsidecar serve: argument --port: expected one argument"),
         (verify, [], "kvsidecar verify: the following arguments are required: MODEL"),
+        (
+            verify,
+            ["a", "--model", "b"],
+            "kvsidecar verify: MODEL is 'a' and --model is 'b'; give one of them",
+        ),
+        (verify, ["a", "--ratio", "2"], "kvsidecar verify: --ratio is 2.0; allowed are 0 to 1"),
     ],
 )
 def test_a_wrong_flag_is_one_line(
@@ -36,6 +43,11 @@ def test_a_wrong_flag_is_one_line(
         program(given)
     assert ended.value.code == 2
     assert re.fullmatch(re.escape(said) + r"; see kvsidecar \w+ --help\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("given", [["m"], ["--model", "m"], ["--model=m", "--json"], ["m", "--model", "m"]])
+def test_a_model_is_named_with_the_flag_that_serve_has_or_without(given: list[str]) -> None:
+    assert understood(given).model == "m"
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -69,6 +69,14 @@ def test_a_program_starts_so(program: str) -> None:
     assert {"structlog", "pydantic_settings"} <= found
 
 
+@pytest.mark.parametrize("given", [["--help"], ["--modle", "x"]])
+def test_a_command_line_is_read_before_what_computes_is_imported(given: list[str]) -> None:
+    ended = (
+        f"import inference_svc.__main__ as program\ntry: program.main({['verify', *given]})\nexcept SystemExit: pass\n"
+    )
+    assert imported(f"sys.argv = ['x']\n{ended}import sys") & {"torch", "transformers", "kvkernels"} == set()
+
+
 def test_rich_can_be_imported_afterwards() -> None:
     assert "rich.console" in imported("from kvsidecar.lean import import_lean; import_lean(); import rich.console")
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 import struct
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,6 +79,67 @@ def test_an_export_that_fails_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="does not answer"):
         export_archive(Broken(), tmp_path / "archive")
     assert list(tmp_path.iterdir()) == []
+
+
+class During(MemoryTier):
+    """A tier during whose export something else happens."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        super().__init__()
+        self._then = then
+
+    def stored_keys(self) -> list[bytes]:
+        return [b"x" * 32]
+
+    def header(self, prefix_hash: bytes) -> None:
+        self._then()
+
+
+def test_exporters_of_two_containers_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each container counts its processes from one, and both have the same volume."""
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    path = tmp_path / "archive"
+    inner: list[bytes] = []
+
+    def other() -> None:
+        export_archive(MemoryTier(), path)
+        inner.append(path.read_bytes())
+
+    assert export_archive(During(other), path).skipped == 1
+    assert (path.read_bytes(), list(tmp_path.iterdir())) == (inner[0], [path])
+    import_archive(MemoryTier(), path)
+
+
+def test_what_a_dead_exporter_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
+    path = tmp_path / "arch[i]ve"
+    child = subprocess.Popen(
+        [sys.executable, "-c", _EXPORTS_FOR_EVER, str(path)], stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    )
+    assert child.stdout is not None
+    with child:
+        assert child.stdout.readline() == "begun\n"
+        (living,) = tmp_path.iterdir()
+        export_archive(MemoryTier(), path)
+        assert sorted(tmp_path.iterdir()) == sorted([living, path])
+        child.kill()
+    stranger = tmp_path / ".archive.1.part"
+    stranger.write_bytes(b"another archive's")
+    export_archive(MemoryTier(), path)
+    assert sorted(tmp_path.iterdir()) == sorted([stranger, path])
+
+
+_EXPORTS_FOR_EVER = """
+import sys, time, pathlib
+from cache_daemon.durable.archive import export_archive
+from cache_daemon.durable.memory import MemoryTier
+class Late(MemoryTier):
+    def stored_keys(self):
+        return [b"x" * 32]
+    def header(self, name):
+        print("begun", flush=True)
+        time.sleep(600)
+export_archive(Late(), pathlib.Path(sys.argv[1]))
+"""
 
 
 def test_every_changed_byte_is_refused(archive: Path, tmp_path: Path) -> None:

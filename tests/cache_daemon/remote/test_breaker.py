@@ -9,13 +9,14 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.durable.seal import NoSeal
 from cache_daemon.remote.breaker import Breaker, Circuit
-from cache_daemon.remote.engine import RemoteFailed
+from cache_daemon.remote.engine import RemoteBusy, RemoteFailed
 from cache_daemon.remote.entries import MOST_PARTS, Entry
 from cache_daemon.remote.figures import Figures
 from cache_daemon.remote.hedging import Hedging
 from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.remote.naming import Names
 from cache_daemon.remote.tier import RemoteTier
+from tests.cache_daemon.remote.nodes import until
 
 
 def closed() -> Breaker:
@@ -62,6 +63,26 @@ def test_half_open_one_failure_is_enough() -> None:
     breaker.answered()
     assert breaker.failed("y")
     assert (breaker.state, breaker.why, breaker.opened) == (Circuit.OPEN, "y", 2)
+
+
+def test_half_open_three_calls_go_at_a_time() -> None:
+    breaker = Breaker()
+    assert breaker.enter() is None
+    breaker.answered()
+    first = [breaker.enter() for _ in range(3)]
+    assert (None not in first, breaker.enter(), breaker.tried) == (True, None, True)
+    breaker.failed("x")
+    assert (breaker.enter(), breaker.tried) == (None, False)
+    breaker.answered()
+    second = [breaker.enter() for _ in range(3)]
+    for call in first:
+        breaker.leave(call)
+    assert breaker.enter() is None, "a call of before the circuit opened makes no room"
+    breaker.leave(second[0])
+    assert breaker.enter() is not None
+    for _ in range(3):
+        breaker.succeeded()
+    assert None not in [breaker.enter() for _ in range(10)], "closed, all go"
 
 
 # ---- hedging ------------------------------------------------------------------------------------------------
@@ -206,24 +227,48 @@ class Held(MemoryEngine):
         return await super().get_many(names, lane)
 
 
+async def test_an_engine_that_may_be_back_is_asked_by_few_of_many() -> None:
+    """All others are told at once that it is away: few pay for an engine that accepts and does not answer."""
+    engine = Held()
+    tier = RemoteTier(engine, Names("t"), NoSeal())
+    tier.reads.answered()
+    calls = [asyncio.create_task(tier.find(b"r" * 32, [], 60)) for _ in range(50)]
+    await until(lambda: sum(call.done() for call in calls) == 47)
+    assert len(engine.reads) == 3
+    assert {type(call.exception()) for call in calls if call.done()} == {RemoteBusy}
+    assert (tier.counts.failures, tier.reads.state) == (0, Circuit.HALF_OPEN), "what was not asked did not fail"
+    trials = [call for call in calls if not call.done()]
+    trials[0].cancel()
+    await asyncio.wait({trials[0]})
+    another = asyncio.create_task(tier.find(b"r" * 32, [], 60))
+    await until(lambda: len(engine.reads) == 4)
+    engine.reads[3].set_exception(RemoteFailed("no"))
+    await asyncio.wait({another})
+    assert tier.reads.state is Circuit.OPEN
+    for trial in trials[1:]:
+        trial.cancel()
+    await asyncio.wait(trials)
+
+
 @pytest.mark.parametrize("well", [True, False])
 async def test_a_call_of_before_an_engine_was_away_says_nothing_of_it_now(well: bool) -> None:
     engine = Held()
     tier = RemoteTier(engine, Names("t"), NoSeal())
-    tier.reads.answered()
-    calls = [asyncio.create_task(tier.find(b"r" * 32, [], 60)) for _ in range(2)]
-    while len(engine.reads) < 2:  # noqa: ASYNC110
+    tier.reads = closed()
+    calls = [asyncio.create_task(tier.find(b"r" * 32, [], 60)) for _ in range(4)]
+    while len(engine.reads) < 4:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    engine.reads[0].set_exception(RemoteFailed("it went away"))
-    await asyncio.wait({calls[0]})
+    for read in engine.reads[:3]:
+        read.set_exception(RemoteFailed("it went away"))
+    await asyncio.wait(calls[:3])
     assert tier.reads.state is Circuit.OPEN
     tier.reads.answered()
     for _ in range(2):
         tier.reads.succeeded()
     if well:
-        engine.reads[1].set_result(None)
+        engine.reads[3].set_result(None)
     else:
-        engine.reads[1].set_exception(RemoteFailed("its connection was of before"))
+        engine.reads[3].set_exception(RemoteFailed("its connection was of before"))
     await asyncio.wait(calls)
     assert tier.reads.state is Circuit.HALF_OPEN
     tier.reads.succeeded()

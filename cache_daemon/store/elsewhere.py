@@ -1,0 +1,130 @@
+"""Deletions that other nodes have done in a remote tier, also while this node was down: found soon, and done here.
+
+One small value says whether there was any; then the marks of all tenants are read that have something here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+import structlog
+from kvsidecar import keys
+
+from cache_daemon.remote import deleting
+from cache_daemon.remote.engine import RemoteFailed
+from cache_daemon.remote.tier import RemoteTier
+from cache_daemon.store.marks import News, TenantMarks
+from cache_daemon.store.sending import Sending
+from cache_daemon.store.turns import Turns
+from cache_daemon.store.walks import Walks
+
+# How often is looked, and for how much longer than looking at all tenants took that is not done again.
+_EVERY_SECONDS, _FIRST_SECONDS, _REST = 2.0, 0.25, 10.0
+_TENANTS = 128
+
+log = structlog.get_logger("cache_daemon")
+
+
+class Elsewhere:
+    """Of one store. ``void`` hears whose look-ups that are under way are worth nothing any more, and with a second
+    argument only those that found some of these chunks."""
+
+    def __init__(
+        self, tier: RemoteTier, marks: TenantMarks, sending: Sending, walks: Walks, void: Callable[..., None]
+    ) -> None:
+        self._tier, self._marks, self._sending, self._walks, self._void = tier, marks, sending, walks, void
+        self._todo: dict[tuple[bytes, News], float] = {}  # by whose it is, and when it was heard
+        self._wake = asyncio.Event()
+        self._looked: tuple[int, bytes | None] | None = None  # at what everything was looked at
+        self._rests_until = 0.0
+
+    def heard(self, root: bytes, news: News) -> None:
+        """Others have deleted something of a tenant: it is done here soon."""
+        if news is News.LOST:
+            return
+        root = b"" if news is News.EVERYTHING else root
+        if news is not News.CHUNKS:
+            self._void(root)
+        self._todo[root, news] = self._marks.heard_at(root)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Goes on until it is cancelled."""
+        await self._forget_strangers()
+        while True:
+            self._wake.clear()
+            try:
+                await self._do()
+                await self._look()
+            except RemoteFailed:
+                log.debug("the remote tier does not say what other nodes have deleted")
+            except Exception:
+                log.exception("doing what other nodes have deleted failed, going on")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FIRST_SECONDS if self._looked is None else _EVERY_SECONDS):
+                    await self._wake.wait()
+
+    async def _forget_strangers(self) -> None:
+        """Tenants that have nothing on disk any more need not be known."""
+        turns = Turns()
+        for root in self._marks:
+            if not self._walks.page(root, root, 1):
+                self._marks.forget(root)
+            await turns.give_way()
+
+    # ---- finding out ----------------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        if not self._tier.reads.allows or time.monotonic() < self._rests_until:
+            return
+        state = self._tier.generation, await self._tier.deletions()
+        if state == self._looked:
+            return
+        began = time.monotonic()
+        await self._look_at_all()
+        self._looked = state
+        self._rests_until = time.monotonic() + _REST * (time.monotonic() - began)
+
+    async def _look_at_all(self) -> None:
+        after: bytes | None = b""
+        while after is not None:
+            roots: list[bytes] = []
+            for root in self._walks.roots_from(after):
+                if root != after:
+                    roots.append(root)
+                if len(roots) == _TENANTS:
+                    break
+            for root, marks in zip(roots, await self._tier.marks(roots) if roots else [], strict=True):
+                self._sending.seen(root, marks)
+            after = roots[-1] if len(roots) == _TENANTS else None
+
+    # ---- doing it -------------------------------------------------------------------------------------------
+
+    async def _do(self) -> None:
+        """What needs the engine comes last, and may fail."""
+        for (root, news), heard in sorted(self._todo.items(), key=lambda one: one[0][1].value, reverse=True):
+            if news is News.CHUNKS:
+                await self._drop_chunks(root, heard)
+            else:
+                dropped = await self._walks.delete(root, None, made_by=heard)
+                self._marks.acted_on(root, heard)
+                log.info("dropped here what another node has deleted", chunks=dropped)
+            if self._todo.get((root, news)) == heard:
+                del self._todo[root, news]
+
+    async def _drop_chunks(self, root: bytes, heard: float) -> None:
+        gone = await deleting.gone(self._tier, root)
+        async with self._sending.turn:  # what is being written now is known to be there afterwards
+            fresh = frozenset(name[: keys.HASH_BYTES] for name in self._marks.news_of(root, gone))
+            self._void(root, fresh)
+            for key in fresh:
+                chunk = self._walks.find(key)
+                if chunk is not None and chunk.root == root:
+                    await self._walks.delete(root, chunk)
+                if self._sending.knows(key):
+                    self._tier.drop(root, key)
+        self._sending.stir()
+        self._marks.acted_on(root, heard, gone)
