@@ -84,7 +84,8 @@ $(ENGINES)/sglang-$(SGLANG): $(STAMP)
 	@touch $@
 
 $(ENGINES)/lmcache-$(LMCACHE): $(STAMP)
-	$(FETCH) $@ --no-deps lmcache==$(LMCACHE)
+	@# Its kernels are numba's, which must leave our numpy as it is.
+	$(FETCH) $@ --no-deps lmcache==$(LMCACHE) numba==0.68.1 llvmlite==0.50.0
 	$(FETCH) $@ aiohttp cachetools py-cpuinfo
 	@touch $@
 
