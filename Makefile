@@ -66,7 +66,7 @@ SMG     ?= 1.13.0
 test-sglang: setup $(ENGINES)/sglang-$(SGLANG)  ## Run the tests that need SGLang's own classes (40 MB, in .engines)
 	KVSIDECAR_TEST_SGLANG=$(ENGINES)/sglang-$(SGLANG) $(BIN)/python -m pytest -q tests/integrations/test_sglang.py
 
-test-lmcache: setup $(ENGINES)/lmcache-$(LMCACHE)  ## Run the tests that need LMCache's own classes (20 MB, in .engines)
+test-lmcache: setup $(ENGINES)/lmcache-$(LMCACHE)  ## Run the tests that need LMCache's own classes (320 MB, in .engines)
 	KVSIDECAR_TEST_LMCACHE=$(ENGINES)/lmcache-$(LMCACHE) $(BIN)/python -m pytest -q tests/integrations/test_lmcache.py
 
 test-peft: setup $(ENGINES)/peft-$(PEFT)  ## Run the tests that hold adapters against PEFT itself (12 MB, in .engines)
