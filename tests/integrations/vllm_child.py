@@ -116,9 +116,9 @@ def _break_loads() -> str:
 
     whole = Reader.load
 
-    def half(self: Reader, session: Any, tokens: list[int], salt: bytes, slots: Any, first: int) -> int:
+    def half(self: Reader, session: Any, tokens: list[int], salt: bytes, slots: Any, first: int, **how: Any) -> int:
         middle = max(first, len(tokens) // 2)
-        whole(self, session, tokens[:middle], salt, slots[:middle], first)
+        whole(self, session, tokens[:middle], salt, slots[:middle], first, **how)
         raise ConnectionError("planted: the session ended while chunks were copied")
 
     Reader.load = half  # type: ignore[method-assign]
