@@ -60,7 +60,7 @@ class DurableWriter:
 
     def __init__(self, tier: DurableTier, loop: asyncio.AbstractEventLoop) -> None:
         self._tier, self._loop = tier, loop
-        self._queue: deque[_Put | bytes] = deque()  # a key is its removal
+        self._queue: deque[_Put | bytes | Done] = deque()  # a key is its removal; a Done hears of those before it
         self._puts: dict[bytes, list[_Put]] = {}
         self._next = _Small()
         self._owed = _Small()
@@ -97,6 +97,12 @@ class DurableWriter:
                     item.cancelled = True
                     self._loop.call_soon(item.done, _CANCELLED)
                 self._queue.append(key)
+            self._wake.notify()
+
+    def behind(self, done: Done) -> None:
+        """``done`` hears STORED when all removals up to now are on disk, or FAILED when they have to be tried again."""
+        with self._wake:
+            self._queue.append(done)
             self._wake.notify()
 
     def note(self, name: bytes, value: bytes | None, done: Done | None = None) -> None:
@@ -166,6 +172,8 @@ class DurableWriter:
                 count += 1
                 if isinstance(item, bytes):
                     self._owed.remove[item] = None
+                elif not isinstance(item, _Put):
+                    self._owed.waiting.append(item)
                 elif not item.cancelled:
                     size += item.header.payload_bytes
                     items.append(item)

@@ -3,18 +3,22 @@ they walk over may change under them."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from math import inf
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED, EventType, StatsResponse
 
+from cache_daemon.durable.tier import PutOutcome, PutResult
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.terms import Terms
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.turns import Turns
 
 _PAGE = 256
+# So long a deletion waits for a disk that is slow or fails.
+_REMOVED_SECONDS = 2.0
 
 
 class Walks:
@@ -26,13 +30,30 @@ class Walks:
     async def delete(self, root: bytes, chunk: Chunk | None, made_by: float = inf) -> int:
         """Removes a chunk with all that continues it, without one a tenant's chunks, with no root everything: those
         that were listed by a time (monotonic), and what continues them. Returns how many."""
-        if chunk is not None:
-            return await self._drop_branch(chunk, EVENT_TYPE_DELETED, Turns())
         dropped, turns = 0, Turns()
-        async for found in self.all_of(root):
-            if found.listed and found.made_at <= made_by:
-                dropped += await self._drop_branch(found, EVENT_TYPE_DELETED, turns)
+        if chunk is not None:
+            dropped = await self._drop_branch(chunk, EVENT_TYPE_DELETED, turns)
+        else:
+            async for found in self.all_of(root):
+                if found.listed and found.made_at <= made_by:
+                    dropped += await self._drop_branch(found, EVENT_TYPE_DELETED, turns)
+        await self.removed()
         return dropped
+
+    async def removed(self) -> bool:
+        """Whether all that was dropped has left the disk, too, for which is waited a moment: until then it comes back
+        with a sudden end."""
+        if self.tiers.writer is None:
+            return True
+        written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def done(result: PutResult) -> None:
+            if not written.done():
+                written.set_result(result.outcome is PutOutcome.STORED)
+
+        self.tiers.writer.behind(done)
+        await asyncio.wait({written}, timeout=_REMOVED_SECONDS)
+        return written.done() and written.result()
 
     async def expire(self) -> int:
         """Drops what has passed the time that requests asked for, or its tenant's. Returns how many."""
