@@ -106,20 +106,16 @@ class Elsewhere:
     async def _do(self) -> None:
         """What needs the engine comes last, and may fail."""
         for (root, news), heard in sorted(self._todo.items(), key=lambda one: one[0][1].value, reverse=True):
-            gone = None
             if news is News.CHUNKS:
-                gone = await self._drop_chunks(root)
+                await self._drop_chunks(root, heard)
             else:
                 dropped = await self._walks.delete(root, None, made_by=heard)
+                self._marks.acted_on(root, heard)
                 log.info("dropped here what another node has deleted", chunks=dropped)
-            if not await self._walks.removed():
-                continue  # the disk does not take it now, and what is not written down is done again
-            self._marks.acted_on(root, heard, gone)
             if self._todo.get((root, news)) == heard:
                 del self._todo[root, news]
 
-    async def _drop_chunks(self, root: bytes) -> set[bytes]:
-        """Returns what deleted chunks have left."""
+    async def _drop_chunks(self, root: bytes, heard: float) -> None:
         gone = await deleting.gone(self._tier, root)
         async with self._sending.turn:  # what is being written now is known to be there afterwards
             fresh = frozenset(name[: keys.HASH_BYTES] for name in self._marks.news_of(root, gone))
@@ -131,4 +127,4 @@ class Elsewhere:
                 if self._sending.knows(key):
                     self._tier.drop(root, key)
         self._sending.stir()
-        return gone
+        self._marks.acted_on(root, heard, gone)

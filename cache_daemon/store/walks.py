@@ -4,11 +4,14 @@ they walk over may change under them."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from math import inf
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED, EventType, StatsResponse
+from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
 from cache_daemon.durable.tier import PutOutcome, PutResult
 from cache_daemon.store.chunk import Chunk, Residency
@@ -18,7 +21,7 @@ from cache_daemon.store.turns import Turns
 
 _PAGE = 256
 # So long a deletion waits for a disk that is slow or fails.
-_REMOVED_SECONDS = 2.0
+_WRITTEN_SECONDS = 2.0
 
 
 class Walks:
@@ -30,30 +33,45 @@ class Walks:
     async def delete(self, root: bytes, chunk: Chunk | None, made_by: float = inf) -> int:
         """Removes a chunk with all that continues it, without one a tenant's chunks, with no root everything: those
         that were listed by a time (monotonic), and what continues them. Returns how many."""
-        dropped, turns = 0, Turns()
         if chunk is not None:
-            dropped = await self._drop_branch(chunk, EVENT_TYPE_DELETED, turns)
-        else:
-            async for found in self.all_of(root):
-                if found.listed and found.made_at <= made_by:
-                    dropped += await self._drop_branch(found, EVENT_TYPE_DELETED, turns)
-        await self.removed()
+            return await self._drop_branch(chunk, EVENT_TYPE_DELETED, Turns())
+        dropped, turns = 0, Turns()
+        async for found in self.all_of(root):
+            if found.listed and found.made_at <= made_by:
+                dropped += await self._drop_branch(found, EVENT_TYPE_DELETED, turns)
         return dropped
 
-    async def removed(self) -> bool:
-        """Whether all that was dropped has left the disk, too, for which is waited a moment: until then it comes back
-        with a sudden end."""
-        if self.tiers.writer is None:
-            return True
-        written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    @asynccontextmanager
+    async def on_disk(self) -> AsyncIterator[None]:
+        """Ends when what was deleted is gone from the disk, too; also where it was not found, as it may have been
+        deleted a moment ago. Raises StoreUnavailable when the disk does not take it in time."""
+        try:
+            yield
+        except ChunkNotFound:
+            await self._written()
+            raise
+        await self._written()
 
-        def done(result: PutResult) -> None:
-            if not written.done():
-                written.set_result(result.outcome is PutOutcome.STORED)
+    async def _written(self) -> None:
+        writer, until = self.tiers.writer, time.monotonic() + _WRITTEN_SECONDS
+        while writer is not None:
+            heard: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
 
-        self.tiers.writer.behind(done)
-        await asyncio.wait({written}, timeout=_REMOVED_SECONDS)
-        return written.done() and written.result()
+            def hear(result: PutResult, heard: asyncio.Future[PutOutcome] = heard) -> None:
+                if not heard.done():
+                    heard.set_result(result.outcome)
+
+            writer.written(hear)
+            await asyncio.wait({heard}, timeout=max(0.0, until - time.monotonic()))
+            if heard.done() and heard.result() is PutOutcome.STORED:
+                return
+            if time.monotonic() >= until:
+                why = writer.failing[0] if writer.failing else f"it has not answered for {_WRITTEN_SECONDS:g} seconds"
+                raise StoreUnavailable(
+                    "what was to be deleted is not found any more, but the durable store has not removed it yet "
+                    f"({why}): it comes back if the daemon is killed now; that is tried until it succeeds, and deleting "
+                    "it again tells whether it has"
+                )
 
     async def expire(self) -> int:
         """Drops what has passed the time that requests asked for, or its tenant's. Returns how many."""

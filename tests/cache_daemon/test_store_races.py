@@ -50,8 +50,11 @@ async def test_a_deleted_successor_takes_nothing_durable_along() -> None:
         bench.tier.hold()
         longer, _ = await bench.put([1, 2, 3])
         assert await asyncio.to_thread(bench.tier.wait_until_held)
-        await bench.store.delete(bench.root(), longer)
+        deleting = asyncio.create_task(bench.store.delete(bench.root(), longer))
+        while bench.store.tiers.index.get(longer) is not None:
+            await asyncio.sleep(0)
         bench.tier.let_go()
+        assert await deleting == 1
         await bench.store.settle()
         assert bench.store._persistence is not None
         bench.store._persistence.retry()

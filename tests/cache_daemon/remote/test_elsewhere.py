@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
 from benchmarks.peer import Peer
 from benchmarks.remote_servers import RedisServer, why_no_valkey
@@ -281,7 +282,7 @@ async def test_notes_of_tenants_that_have_nothing_here_go() -> None:
 
 async def test_a_mark_is_written_down_behind_what_it_says_was_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sudden end in between does it again; also where the disk fails, and takes little at a time."""
-    monkeypatch.setattr("cache_daemon.durable.writer._GROUP_ITEMS", 1)
+    monkeypatch.setattr("cache_daemon.durable.writer._GROUP_REMOVALS", 1)
     engine = MemoryEngine()
     async with node(engine) as a, node(engine) as b:
         await b.share(prompt(6))
@@ -299,7 +300,7 @@ async def test_a_mark_is_written_down_behind_what_it_says_was_deleted(monkeypatc
 
 
 async def test_a_deletion_is_on_disk_when_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_daemon.store.walks._REMOVED_SECONDS", SOON)
+    monkeypatch.setattr("cache_daemon.store.walks._WRITTEN_SECONDS", SOON)
     async with node(MemoryEngine()) as a:
         await a.read(prompt(3))
         await a.bench.store.settle()
@@ -310,6 +311,25 @@ async def test_a_deletion_is_on_disk_when_it_is_answered(monkeypatch: pytest.Mon
         a.bench.tier.let_go()
         assert await deleting_it == 3
         assert list(a.bench.tier.inner.load()) == []
+
+
+async def test_a_deletion_that_the_disk_does_not_take_says_so_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_daemon.store.walks._WRITTEN_SECONDS", 0.2)
+    async with opened() as bench:
+        key, _ = await bench.put([1, 2])
+        await bench.store.settle()
+        bench.tier.fail_applies(10_000)
+        for _ in range(2):  # the second time there is no such chunk any more
+            with pytest.raises(StoreUnavailable, match="has not removed it yet"):
+                await bench.store.delete(bench.root(), key)
+        assert await bench.found([1, 2]) == 0
+        assert len(list(bench.tier.inner.load())) == 1
+        monkeypatch.setattr("cache_daemon.store.walks._WRITTEN_SECONDS", SOON)
+        bench.tier._apply_errors.clear()
+        with pytest.raises(ChunkNotFound):
+            await bench.store.delete(bench.root(), key)
+        assert list(bench.tier.inner.load()) == []
+        assert await bench.store.delete(bench.root(), b"") == 0, "what has nothing to write waits for nothing"
 
 
 @pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
