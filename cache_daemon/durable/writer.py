@@ -73,6 +73,7 @@ class DurableWriter:
         self._wake = threading.Condition()
         self._stop_at: float | None = None
         self._failing: tuple[str, float] | None = None
+        self.transactions = 0  # that succeeded
         self._pause = 0.0
         self._outcomes: list[tuple[Done, PutResult]] = []
         self._thread = threading.Thread(target=self._run, name="durable-writer", daemon=True)
@@ -328,6 +329,7 @@ class DurableWriter:
         self._owed = _Small()
         self._pause = 0.0
         self._failing = None
+        self.transactions += 1
 
     def _note_failure(self, error: Exception) -> None:
         since = self._failing[1] if self._failing else time.monotonic()

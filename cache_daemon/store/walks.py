@@ -14,14 +14,15 @@ from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED,
 from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
 from cache_daemon.durable.tier import PutOutcome, PutResult
+from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.terms import Terms
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.turns import Turns
 
 _PAGE = 256
-# So long a deletion waits for a disk that is slow or fails.
-_WRITTEN_SECONDS = 2.0
+# So long a deletion waits for a disk that fails or hangs, and for one that has much to remove.
+_WRITTEN_SECONDS, _MOST_SECONDS = 2.0, 30.0
 
 
 class Walks:
@@ -53,24 +54,25 @@ class Walks:
         await self._written()
 
     async def _written(self) -> None:
-        writer, until = self.tiers.writer, time.monotonic() + _WRITTEN_SECONDS
-        while writer is not None:
-            heard: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
-
-            def hear(result: PutResult, heard: asyncio.Future[PutOutcome] = heard) -> None:
-                if not heard.done():
-                    heard.set_result(result.outcome)
-
-            writer.written(hear)
+        writer, began = self.tiers.writer, time.monotonic()
+        if writer is None:
+            return
+        heard, until, transactions = _asked(writer), began + _WRITTEN_SECONDS, writer.transactions
+        while True:
             await asyncio.wait({heard}, timeout=max(0.0, until - time.monotonic()))
-            if heard.done() and heard.result() is PutOutcome.STORED:
-                return
-            if time.monotonic() >= until:
-                why = writer.failing[0] if writer.failing else f"it has not answered for {_WRITTEN_SECONDS:g} seconds"
+            if heard.done():
+                if heard.result() is PutOutcome.STORED:
+                    return
+                heard = _asked(writer)
+            now = time.monotonic()
+            if writer.transactions != transactions:
+                transactions, until = writer.transactions, min(now, began + _MOST_SECONDS) + _WRITTEN_SECONDS
+            if now >= until:
+                why = writer.failing[0] if writer.failing else f"that takes longer than {now - began:.0f} seconds"
                 raise StoreUnavailable(
                     "what was to be deleted is not found any more, but the durable store has not removed it yet "
-                    f"({why}): it comes back if the daemon is killed now; that is tried until it succeeds, and deleting "
-                    "it again tells whether it has"
+                    f"({why}): it comes back if the daemon is killed now; that is tried until it succeeds, and "
+                    "deleting it again tells whether it has"
                 )
 
     async def expire(self) -> int:
@@ -145,3 +147,15 @@ class Walks:
                 dropped += self.tiers.drop(member, why)
             await turns.give_way()
         return dropped
+
+
+def _asked(writer: DurableWriter) -> asyncio.Future[PutOutcome]:
+    """What comes of all that is to be removed now."""
+    heard: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
+
+    def hear(result: PutResult) -> None:
+        if not heard.done():
+            heard.set_result(result.outcome)
+
+    writer.written(hear)
+    return heard
