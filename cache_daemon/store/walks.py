@@ -22,7 +22,7 @@ from cache_daemon.store.turns import Turns
 
 _PAGE = 256
 # So long a deletion waits for a disk that fails or hangs, and for one that has much to remove.
-_WRITTEN_SECONDS, _MOST_SECONDS = 2.0, 30.0
+_WRITTEN_SECONDS, _MOST_SECONDS = 5.0, 30.0
 
 
 class Walks:

@@ -316,11 +316,11 @@ async def test_a_deletion_is_on_disk_when_it_is_answered(monkeypatch: pytest.Mon
 async def test_a_deletion_waits_for_a_disk_that_has_much_to_remove(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it goes on: here it takes longer than what a disk that hangs is given."""
     monkeypatch.setattr("cache_daemon.durable.writer._GROUP_REMOVALS", 1)
-    monkeypatch.setattr("cache_daemon.store.walks._WRITTEN_SECONDS", 1.0)
+    monkeypatch.setattr("cache_daemon.store.walks._WRITTEN_SECONDS", 3.0)
     async with node(MemoryEngine()) as a:
         await a.read(prompt(12))
         await a.bench.store.settle()
-        a.bench.tier.slow_seconds = 0.15
+        a.bench.tier.slow_seconds = 0.35
         assert await a.bench.store.delete(a.bench.root(), b"") == 12
         assert list(a.bench.tier.inner.load()) == []
 
