@@ -2,6 +2,9 @@
 
 Order is kept: what was asked for later wins. Removals and notes are never given up: what failed is tried again, with
 growing pauses, before anything newer. Chunks are: their owner hears what became of them, and decides.
+
+A removal is in the next transaction, before chunks that wait: none of those has its name. Notes are never on disk
+before a removal that was asked for earlier.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ Done = Callable[[PutResult], None]
 _STORED, _FAILED, _CANCELLED = (PutResult(o) for o in (PutOutcome.STORED, PutOutcome.FAILED, PutOutcome.CANCELLED))
 _GROUP_BYTES = 32 << 20
 _GROUP_ITEMS = 256
+_GROUP_REMOVALS = 4096
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
 
 
@@ -46,7 +50,7 @@ class _Small:
     waiting: list[Done] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.remove or self.notes or self.used)
+        return bool(self.remove or self.notes or self.used or self.waiting)
 
     def group(self, put: tuple[Put, ...] = ()) -> WriteGroup:
         return WriteGroup(tuple(self.remove), put, dict(self.notes), dict(self.used))
@@ -60,7 +64,8 @@ class DurableWriter:
 
     def __init__(self, tier: DurableTier, loop: asyncio.AbstractEventLoop) -> None:
         self._tier, self._loop = tier, loop
-        self._queue: deque[_Put | bytes] = deque()  # a key is its removal
+        self._queue: deque[_Put] = deque()
+        self._removals: deque[bytes] = deque()
         self._puts: dict[bytes, list[_Put]] = {}
         self._next = _Small()
         self._owed = _Small()
@@ -68,6 +73,7 @@ class DurableWriter:
         self._wake = threading.Condition()
         self._stop_at: float | None = None
         self._failing: tuple[str, float] | None = None
+        self.transactions = 0  # that succeeded
         self._pause = 0.0
         self._outcomes: list[tuple[Done, PutResult]] = []
         self._thread = threading.Thread(target=self._run, name="durable-writer", daemon=True)
@@ -96,8 +102,18 @@ class DurableWriter:
                 for item in self._puts.pop(key, ()):
                     item.cancelled = True
                     self._loop.call_soon(item.done, _CANCELLED)
-                self._queue.append(key)
+                self._removals.append(key)
             self._wake.notify()
+
+    def written(self, done: Done) -> None:
+        """``done`` hears STORED when all removals and notes up to now are on disk, or FAILED when they have to be tried
+        again. That takes no longer than the transaction that is under way and the next one."""
+        with self._wake:
+            if self._removals or self._next or self._owed:
+                self._next.waiting.append(done)
+                self._wake.notify()
+            else:
+                self._loop.call_soon(done, _STORED)
 
     def note(self, name: bytes, value: bytes | None, done: Done | None = None) -> None:
         """Keeps a small value, or removes it. ``done`` hears STORED, or FAILED when it has to be tried again."""
@@ -130,7 +146,7 @@ class DurableWriter:
             self._stop_at = time.monotonic() + timeout
             self._wake.notify()
         self._thread.join(timeout)
-        return not self._thread.is_alive() and not self._owed and not self._queue
+        return not self._thread.is_alive() and not (self._owed or self._queue or self._removals)
 
     # ---- on the writer's thread ----------------------------------------------------------------------------
 
@@ -159,14 +175,17 @@ class DurableWriter:
                 self._wait_out_pause()
                 if self._stop_at is not None and time.monotonic() >= self._stop_at:
                     return None
+            while self._removals and len(self._owed.remove) < _GROUP_REMOVALS:
+                self._owed.remove[self._removals.popleft()] = None
             items: list[_Put] = []
+            self._unanswered = {}
+            if self._removals:
+                return items  # nothing overtakes them
             size = count = 0
             while self._queue and count < _GROUP_ITEMS and size < _GROUP_BYTES:
                 item = self._queue.popleft()
                 count += 1
-                if isinstance(item, bytes):
-                    self._owed.remove[item] = None
-                elif not item.cancelled:
+                if not item.cancelled:
                     size += item.header.payload_bytes
                     items.append(item)
                     self._forget(item)
@@ -178,7 +197,7 @@ class DurableWriter:
             return items
 
     def _has_work(self) -> bool:
-        return bool(self._queue or self._next or self._owed)
+        return bool(self._removals or self._queue or self._next or self._owed)
 
     def _wait_out_pause(self) -> None:
         until = time.monotonic() + self._pause
@@ -310,6 +329,7 @@ class DurableWriter:
         self._owed = _Small()
         self._pause = 0.0
         self._failing = None
+        self.transactions += 1
 
     def _note_failure(self, error: Exception) -> None:
         since = self._failing[1] if self._failing else time.monotonic()

@@ -277,18 +277,18 @@ class ChunkStore:
         return self._pins.remove(root, prefix_hash)
 
     async def delete(self, root: bytes, prefix_hash: bytes) -> int:
-        """Removes a chunk with all that continues it, a tenant's chunks, or with neither named everything. Returns how
-        many. Raises ChunkNotFound; LimitExceeded when the remote tier has too many to do, with nothing deleted."""
+        """Removes a chunk with all that continues it, a tenant's chunks, or with neither everything. Returns how many.
+        Raises ChunkNotFound, StoreUnavailable; LimitExceeded when too much waits for the remote tier."""
         found = self.tiers.index.get(prefix_hash)
-        if self.remote is None or (found is not None and found.root != root):
-            return await self.walks.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
-        # From here on nothing comes back from there.
-        elsewhere = self.remote.forget(root, prefix_hash, found is not None)
-        here = await self.walks.delete(root, found) if found is not None or not prefix_hash else 0
-        deleted = max(here, await self.remote.finished(elsewhere))
-        if prefix_hash and not deleted:
-            self.find(root, prefix_hash)
-        return deleted
+        async with self.walks.on_disk():
+            if self.remote is None or (found is not None and found.root != root):
+                return await self.walks.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
+            elsewhere = self.remote.forget(root, prefix_hash, found is not None)  # from here on nothing comes back
+            here = await self.walks.delete(root, found) if found is not None or not prefix_hash else 0
+            deleted = max(here, await self.remote.finished(elsewhere))
+            if prefix_hash and not deleted:
+                self.find(root, prefix_hash)
+            return deleted
 
     # ---- memory ---------------------------------------------------------------------------------------------
 

@@ -76,7 +76,8 @@ class TenantMarks:
         tenant, chunks = digest(marks.tenant), digest(marks.chunks)
         before = self._known.get(root)
         if before is None or before.everything != self._everything:
-            news = News.CHUNKS if chunks else News.NOTHING
+            # Where everything was deleted, that is all there is to do.
+            news = News.CHUNKS if chunks and everything is News.NOTHING else News.NOTHING
             after = _Known(self._everything or b"", tenant, chunks, since=self._unknown_since)
         else:
             news = _compared(before, tenant, of_deletion(marks.tenant), chunks)
@@ -91,6 +92,9 @@ class TenantMarks:
         elif news in (News.LOST, News.TENANT):
             after.since, after.lost = now, news is News.LOST
             after.heard = now if news is News.TENANT else after.heard
+            after.chunks = (
+                before.chunks if before is not None and news is News.LOST else after.chunks
+            )  # heard next time
         self._remember(root, after)
         return everything if everything is not News.NOTHING else news
 

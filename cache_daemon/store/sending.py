@@ -118,6 +118,8 @@ class Sending:
             if news is not News.CHUNKS:
                 self._known.clear()
             self._told(root, news)
+        if news is News.LOST and marks.chunks:
+            self.seen(root, marks)  # chunks that were deleted meanwhile are news of their own
         return news
 
     def knows(self, key: bytes) -> bool:

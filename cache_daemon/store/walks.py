@@ -3,18 +3,26 @@ they walk over may change under them."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from math import inf
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED, EventType, StatsResponse
+from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
+from cache_daemon.durable.tier import PutOutcome, PutResult
+from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.terms import Terms
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.turns import Turns
 
 _PAGE = 256
+# So long a deletion waits for a disk that fails or hangs, and for one that has much to remove.
+_WRITTEN_SECONDS, _MOST_SECONDS = 5.0, 30.0
 
 
 class Walks:
@@ -33,6 +41,39 @@ class Walks:
             if found.listed and found.made_at <= made_by:
                 dropped += await self._drop_branch(found, EVENT_TYPE_DELETED, turns)
         return dropped
+
+    @asynccontextmanager
+    async def on_disk(self) -> AsyncIterator[None]:
+        """Ends when what was deleted is gone from the disk, too; also where it was not found, as it may have been
+        deleted a moment ago. Raises StoreUnavailable when the disk does not take it in time."""
+        try:
+            yield
+        except ChunkNotFound:
+            await self._written()
+            raise
+        await self._written()
+
+    async def _written(self) -> None:
+        writer, began = self.tiers.writer, time.monotonic()
+        if writer is None:
+            return
+        heard, until, transactions = _asked(writer), began + _WRITTEN_SECONDS, writer.transactions
+        while True:
+            await asyncio.wait({heard}, timeout=max(0.0, until - time.monotonic()))
+            if heard.done():
+                if heard.result() is PutOutcome.STORED:
+                    return
+                heard = _asked(writer)
+            now = time.monotonic()
+            if writer.transactions != transactions:
+                transactions, until = writer.transactions, min(now, began + _MOST_SECONDS) + _WRITTEN_SECONDS
+            if now >= until:
+                why = writer.failing[0] if writer.failing else f"that takes longer than {now - began:.0f} seconds"
+                raise StoreUnavailable(
+                    "what was to be deleted is not found any more, but the durable store has not removed it yet "
+                    f"({why}): it comes back if the daemon is killed now; that is tried until it succeeds, and "
+                    "deleting it again tells whether it has"
+                )
 
     async def expire(self) -> int:
         """Drops what has passed the time that requests asked for, or its tenant's. Returns how many."""
@@ -106,3 +147,15 @@ class Walks:
                 dropped += self.tiers.drop(member, why)
             await turns.give_way()
         return dropped
+
+
+def _asked(writer: DurableWriter) -> asyncio.Future[PutOutcome]:
+    """What comes of all that is to be removed now."""
+    heard: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
+
+    def hear(result: PutResult) -> None:
+        if not heard.done():
+            heard.set_result(result.outcome)
+
+    writer.written(hear)
+    return heard

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import lmdb
 import pytest
+from kvsidecar.cache.v1.cache_pb2 import DeleteRequest
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import Peer, payload_of, store_file
@@ -41,6 +42,19 @@ def test_a_killed_daemon_loses_nothing_that_was_durable(start: Callable[..., Nod
     node.start_daemon()
     assert node.cache_stats().chunks == 40
     assert count_readable(node, stored) == 40
+
+
+def test_what_was_deleted_stays_so_when_the_daemon_is_killed_at_once(start: Callable[..., Node]) -> None:
+    node = start()
+    for round_ in range(4):
+        stored = fill(node, 100)
+        peer = Peer(node)
+        assert peer.stub.Delete(DeleteRequest(), timeout=20).deleted == 100
+        node.kill("daemon")
+        node.start_daemon()
+        peer.close()
+        assert node.cache_stats().chunks == 0, round_
+        assert count_readable(node, stored) == 0
 
 
 def test_a_killed_daemon_leaves_no_memory_behind_even_if_a_hung_worker_maps_it(start: Callable[..., Node]) -> None:

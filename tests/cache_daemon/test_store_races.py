@@ -16,6 +16,7 @@ from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.limits import TenantLimits
 from cache_daemon.store.chunk import Residency
 from tests.cache_daemon.conftest import Peer
+from tests.cache_daemon.remote.nodes import until
 from tests.cache_daemon.stores import opened
 
 PAGE = 4096
@@ -50,8 +51,10 @@ async def test_a_deleted_successor_takes_nothing_durable_along() -> None:
         bench.tier.hold()
         longer, _ = await bench.put([1, 2, 3])
         assert await asyncio.to_thread(bench.tier.wait_until_held)
-        await bench.store.delete(bench.root(), longer)
+        deleting = asyncio.create_task(bench.store.delete(bench.root(), longer))
+        await until(lambda: bench.store.tiers.index.get(longer) is None)
         bench.tier.let_go()
+        assert await deleting == 1
         await bench.store.settle()
         assert bench.store._persistence is not None
         bench.store._persistence.retry()

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 import pytest
 
+from cache_daemon.durable import writer
 from cache_daemon.durable.faulty import FaultyTier
 from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.durable.tier import NoRoom, Put, PutOutcome, PutResult, TierFailed, WriteGroup
@@ -103,6 +104,64 @@ async def test_a_removal_cancels_what_is_not_yet_begun(desk: Desk) -> None:
     assert await desk.outcomes(first, second) == [STORED, STORED]
     await until(lambda: not is_sound(desk.tier, first))
     assert is_sound(desk.tier, second), "what was put after its removal is there"
+
+
+async def test_a_removal_does_not_wait_for_the_chunks_of_a_busy_store(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_GROUP_ITEMS", 1)
+    old, young, *others = (chunk([i]) for i in range(12))
+    desk.put(old)
+    assert await desk.outcomes(old) == [STORED]
+    desk.tier.hold()
+    desk.put(young)
+    await desk.held()
+    desk.put(*others)
+    desk.writer.remove([key_of(old)])
+    heard: list[int] = []
+    desk.writer.written(lambda result: heard.append(len(desk.tier.groups)))
+    desk.tier.let_go()
+    assert await desk.outcomes(*others) == [STORED] * 10
+    assert [n for n, group in enumerate(desk.tier.groups) if group.remove] == [2], "in the next transaction"
+    assert heard
+
+
+async def test_nothing_overtakes_removals_that_do_not_fit_one_transaction(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_GROUP_REMOVALS", 2)
+    puts = [chunk([i]) for i in range(5)]
+    desk.put(*puts)
+    assert await desk.outcomes(*puts) == [STORED] * 5
+    desk.tier.hold()
+    desk.writer.note(b"first", b"")
+    await desk.held()
+    begun = len(desk.tier.groups)
+    desk.writer.remove(keys_of(puts))
+    desk.heard.clear()
+    desk.put(puts[-1])
+    desk.writer.note(b"mark", b"")
+    heard: list[PutOutcome] = []
+    desk.writer.written(lambda result: heard.append(result.outcome))
+    desk.tier.let_go()
+    assert await desk.outcomes(puts[-1]) == [STORED]
+    await until(lambda: heard == [STORED])
+    assert is_sound(desk.tier, puts[-1]), "it came after its removal"
+    assert desk.tier.usage().entries == 1
+    removals = [n for n, group in enumerate(desk.tier.groups) if group.remove]
+    marks = [n for n, group in enumerate(desk.tier.groups) if b"mark" in group.notes]
+    assert len(removals) == 3
+    assert begun <= removals[0] <= removals[-1] <= marks[0]
+
+
+async def test_what_is_written_is_said_also_when_nothing_is_owed(desk: Desk) -> None:
+    heard: list[PutOutcome] = []
+    for _ in range(200):
+        desk.writer.remove([b"x" * 32])
+        desk.writer.written(lambda result: heard.append(result.outcome))
+        await asyncio.sleep(0)
+        desk.writer.written(lambda result: heard.append(result.outcome))
+    await until(lambda: heard == [STORED] * 400)
 
 
 async def test_removals_are_tried_until_they_succeed(desk: Desk) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
+from benchmarks.peer import Peer
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.memory import MemoryTier
@@ -24,6 +30,7 @@ from cache_daemon.store import elsewhere
 from cache_daemon.store.marks import News, TenantMarks
 from cache_daemon.store.remote import RemoteSettings
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, Slow, node, prompt, until
+from tests.cache_daemon.remote.test_faults import Fleet
 from tests.cache_daemon.stores import opened
 
 SOON = 60.0
@@ -229,6 +236,23 @@ def test_garbage_in_the_place_of_marks_deletes_nothing() -> None:
     assert list(again) == []
 
 
+def test_news_behind_other_news_are_heard_as_well() -> None:
+    notes: dict[bytes, bytes | None] = {}
+    marks, root = TenantMarks(notes.__setitem__), b"r" * 32
+    marks.seen(root, Marks(None, new_mark(deletion=False), None))
+    lost = Marks(None, new_mark(deletion=False), new_mark(deletion=True))
+    assert [marks.seen(root, lost) for _ in range(3)] == [News.LOST, News.CHUNKS, News.NOTHING]
+    marks.acted_on(root, marks.heard_at(root), set())
+    everything = Marks(new_mark(deletion=True), lost.tenant, lost.chunks)
+    assert [marks.seen(root, everything) for _ in range(2)] == [News.EVERYTHING, News.NOTHING]
+    marks.acted_on(b"", marks.heard_at(b""))
+    again = TenantMarks(notes.__setitem__)
+    for name, value in list(notes.items()):
+        assert value is not None
+        again.restore(name, value)
+    assert again.seen(root, everything) is News.NOTHING, "all of it was written down"
+
+
 def test_marks_of_more_tenants_than_are_remembered_say_too_much_and_not_too_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -254,3 +278,98 @@ async def test_notes_of_tenants_that_have_nothing_here_go() -> None:
         await b.bench.store.settle()
     noted = {name for name in disk_of_b.notes() if name.startswith(b"remote-mark:")}
     assert noted == {b"remote-mark:", b"remote-mark:" + b.bench.root(b"stays")}
+
+
+async def test_a_mark_is_written_down_behind_what_it_says_was_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sudden end in between does it again; also where the disk fails, and takes little at a time."""
+    monkeypatch.setattr("cache_daemon.durable.writer._GROUP_REMOVALS", 1)
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await b.share(prompt(6))
+        await b.bench.store.settle()
+        faulty, name = b.bench.tier, b"remote-mark:" + b.bench.root()
+        await until(lambda: name in faulty.notes(), SOON)
+        before = faulty.notes()[name]
+        faulty.fail_applies(2)
+        await delete(a, "tenant", prompt(6))
+        await until(lambda: faulty.notes()[name] != before, SOON)
+    removed = [n for n, group in enumerate(faulty.groups) if group.remove]
+    noted = [n for n, group in enumerate(faulty.groups) if group.notes.get(name, before) != before]
+    assert sum(len(faulty.groups[n].remove) for n in removed) == 6
+    assert max(removed) <= min(noted)
+
+
+async def test_a_deletion_is_on_disk_when_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_daemon.store.walks._WRITTEN_SECONDS", SOON)
+    async with node(MemoryEngine()) as a:
+        await a.read(prompt(3))
+        await a.bench.store.settle()
+        a.bench.tier.hold()
+        deleting_it = asyncio.create_task(a.bench.store.delete(a.bench.root(), b""))
+        assert await asyncio.to_thread(a.bench.tier.wait_until_held, SOON)
+        assert not deleting_it.done()
+        a.bench.tier.let_go()
+        assert await deleting_it == 3
+        assert list(a.bench.tier.inner.load()) == []
+
+
+async def test_a_deletion_waits_for_a_disk_that_has_much_to_remove(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it goes on: here it takes longer than what a disk that hangs is given."""
+    monkeypatch.setattr("cache_daemon.durable.writer._GROUP_REMOVALS", 1)
+    monkeypatch.setattr("cache_daemon.store.walks._WRITTEN_SECONDS", 3.0)
+    async with node(MemoryEngine()) as a:
+        await a.read(prompt(12))
+        await a.bench.store.settle()
+        a.bench.tier.slow_seconds = 0.35
+        assert await a.bench.store.delete(a.bench.root(), b"") == 12
+        assert list(a.bench.tier.inner.load()) == []
+
+
+async def test_a_deletion_that_the_disk_does_not_take_says_so_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_daemon.store.walks._WRITTEN_SECONDS", 0.2)
+    async with opened() as bench:
+        key, _ = await bench.put([1, 2])
+        await bench.store.settle()
+        bench.tier.fail_applies(10_000)
+        for _ in range(2):  # the second time there is no such chunk any more
+            with pytest.raises(StoreUnavailable, match="has not removed it yet"):
+                await bench.store.delete(bench.root(), key)
+        assert await bench.found([1, 2]) == 0
+        assert len(list(bench.tier.inner.load())) == 1
+        monkeypatch.setattr("cache_daemon.store.walks._WRITTEN_SECONDS", SOON)
+        bench.tier._apply_errors.clear()
+        with pytest.raises(ChunkNotFound):
+            await bench.store.delete(bench.root(), key)
+        assert list(bench.tier.inner.load()) == []
+        assert await bench.store.delete(bench.root(), b"") == 0, "what has nothing to write waits for nothing"
+
+
+@pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
+@pytest.mark.parametrize("server", ["answers", "hangs"])
+def test_daemons_that_are_killed_in_turn_bring_nothing_back(tmp_path: Path, server: str) -> None:
+    """Each of two deletes while the other one is down, whose tier may hang when it starts."""
+    with ExitStack() as stack:
+        fleet = Fleet(stack, tmp_path)
+        for down, up in ((0, 1), (1, 0)):
+            ids, other = fleet.fresh(), fleet.fresh()
+            fleet.read(down, ids)
+            fleet.sent(down)
+            fleet.nodes[down].settle()
+            assert fleet.ask(up, ids) == len(ids)
+            fleet.nodes[down].kill("daemon")
+            fleet.peers[down].close()
+            fleet.peers[up].stub.Delete(pb.DeleteRequest(), timeout=20)
+            fleet.until(up, lambda stats: stats.remote_deletions == 0)
+            fleet.read(up, other)
+            fleet.sent(up)
+            if server == "hangs":
+                fleet.server.send(signal.SIGSTOP)
+            fleet.nodes[down].start_daemon()
+            fleet.peers[down] = Peer(fleet.nodes[down])
+            stack.callback(fleet.peers[down].close)
+            if server == "hangs":
+                fleet.ask(down, fleet.fresh())
+                fleet.server.send(signal.SIGCONT)
+            fleet.until(down, lambda stats: not stats.remote_failing and not stats.chunks, SOON)
+            assert fleet.ask(down, ids) == fleet.ask(up, ids) == 0
+            assert fleet.ask(down, other) == len(other), "what came after it is shared"

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
-from kvsidecar.errors import ChunkNotFound, from_rpc
+from kvsidecar.errors import ChunkNotFound, StoreUnavailable, from_rpc
 from kvsidecar.layout import Geometry
 from kvsidecar.paged.failing import give_up
 from kvsidecar.paged.link import DaemonLink
@@ -163,9 +163,11 @@ class ObjectKeeper:
                 try:
                     session.stub.Delete(pb.DeleteRequest(prefix=prefix), timeout=_DELETE_SECONDS)
                 except grpc.RpcError as error:
-                    if not isinstance(from_rpc(error), ChunkNotFound):
+                    failed = from_rpc(error)
+                    if isinstance(failed, ChunkNotFound):
+                        continue  # somebody was faster
+                    if not isinstance(failed, StoreUnavailable):  # with that it is found no more, and the disk follows
                         raise
-                    continue  # somebody was faster
                 done[these[at]] = True
 
         self._by_tenant("deleting", names, of_tenant)
