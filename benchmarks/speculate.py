@@ -3,9 +3,10 @@ repeats nothing.
 
 ``suffix`` looks up what followed the same tokens before, ``trees`` does so in as many branches as pay, ``draft`` asks
 ``--draft-model``, ``self`` a copy of the model at 4 bits. ``expected_tokens_per_s`` is what acceptance and the measured
-costs of passes allow: tokens of a pass over its seconds and those of guessing. All arms answer the same prompts, one
-after the other in every repeat, and each prompt has a tenant of its own, so that nobody looks up what another arm was
-answered. Every answer is compared with the plain one's, greedy or by its seed.
+costs of passes allow: tokens over what passes of as many rows cost, and over what guessing took. All arms answer the
+same prompts, one after the other in every repeat, and each prompt has a tenant of its own, so that nobody looks up what
+another arm was answered. Answers end where the model ends them: what it would go on with is another kind of text. Every
+answer is compared with the plain one's, greedy or by its seed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import random
 import secrets
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _ARMS: dict[str, dict[str, Any]] = {
     "draft": {"speculation": "draft"},
     "self": {"speculation": "draft"},
 }
+_FEWEST = 4  # prompts in a repeat, in batches
 _NAMES = ("Ada", "Bruno", "Chen", "Dina", "Emil", "Farah", "Goran", "Hana", "Ines", "Jonas")
 
 
@@ -80,7 +82,8 @@ def chat(rng: random.Random) -> Ask:
 def unique(rng: random.Random) -> Ask:
     """Nothing is ever written twice: words at random go on at random, and what was there is penalized."""
     words = " ".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(80))
-    return Ask(words, {"temperature": 1.0, "seed": rng.randrange(2**32), "repetition_penalty": 1.5})
+    options = {"temperature": 1.0, "seed": rng.randrange(2**32), "repetition_penalty": 1.5, "ignore_eos": True}
+    return Ask(words, options)
 
 
 _KINDS = {"edits": edits, "agents": agents, "chat": chat, "unique": unique}
@@ -95,7 +98,7 @@ class Sum:
     drafted: int = 0
     accepted: int = 0
     branched: int = 0
-    draft_seconds: float = 0.0
+    expected_seconds: float = 0.0
     identical: bool = True
 
     @property
@@ -103,45 +106,41 @@ class Sum:
         """In which a sequence took part, each of its tokens but those that were guessed."""
         return max(1, self.generated - self.accepted)
 
-    def add(self, measured: Measured) -> None:
-        self.rates.append(measured.rate)
-        self.generated += sum(len(r.token_ids) - 1 for r in measured.answers)
-        self.drafted += sum(r.draft_tokens for r in measured.answers)
-        self.accepted += sum(r.accepted_tokens for r in measured.answers)
-        self.draft_seconds += measured.guessing
-        self.branched += measured.branched
+    def add(self, repeat: list[Measured], batch: int) -> None:
+        """Batches of one repeat."""
+        results = [r for measured in repeat for r in measured.answers]
+        tokens, seconds = sum(len(r.token_ids) - 1 for r in results), sum(r.timings["decode_ms"] for r in results) / 1e3
+        # The batch is kept full where it is served: who is quick does not wait for the others' end.
+        self.rates.append(batch * tokens / seconds)
+        self.generated += tokens
+        self.drafted += sum(r.draft_tokens for r in results)
+        self.accepted += sum(r.accepted_tokens for r in results)
+        self.branched += sum(measured.branched for measured in repeat)
+        self.expected_seconds += sum(measured.expected_seconds for measured in repeat)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Answers of a batch, their own tokens per second added up, seconds spent guessing, and how many of the accepted
-    tokens came from another branch than the first. A batch is kept full where it is served: who is quick does not wait
-    for the others' end."""
+    """Answers of a batch, seconds that its passes and guessing should take, and how many of the accepted tokens came
+    from another branch than the first."""
 
     answers: list[Result]
-    rate: float
-    guessing: float
+    expected_seconds: float
     branched: int
 
 
 def measure(engine: Engine, asks: list[Ask], arm: str, length: int) -> Measured:
     """One arm's answers to a batch."""
-    options: dict[str, Any] = {"max_tokens": length, "ignore_eos": True, **_ARMS[arm]}
+    options: dict[str, Any] = {"max_tokens": length, **_ARMS[arm]}
     options["tenant_salt"] = secrets.token_bytes(8)
     engine.generate_many([(ask.prompt, options | {"max_tokens": 1}) for ask in asks])  # then all decode together
-    stats = engine._runtime.engine.speculator.stats
-    guessing, branched = stats.draft_seconds, stats.branched_tokens
+    speculator = engine._runtime.engine.speculator
+    before = replace(speculator.stats, rows=speculator.stats.rows.copy())
     found = engine.generate_many([(ask.prompt, ask.options | options) for ask in asks])
-    rate = sum((len(r.token_ids) - 1) / (r.timings["decode_ms"] / 1e3) for r in found)
-    return Measured(found, rate, stats.draft_seconds - guessing, stats.branched_tokens - branched)
-
-
-def expected(engine: Engine, sums: Sum, batch: int) -> float:
-    """Tokens per second that acceptance and the costs of passes allow."""
-    costs = engine._runtime.engine.speculator.costs
-    rows = round(batch * (1 + sums.drafted / sums.passes))
-    seconds = costs.seconds(rows, sums.drafted > 0) + sums.draft_seconds / sums.passes * batch
-    return batch * sums.generated / sums.passes / seconds
+    after, costs = speculator.stats, speculator.costs
+    passes = sum(count * costs.seconds(rows, arm != "plain") for rows, count in (after.rows - before.rows).items())
+    guessing = after.draft_seconds - before.draft_seconds
+    return Measured(found, passes + guessing, after.branched_tokens - before.branched_tokens)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -154,15 +153,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for workload in options.workloads:
                 rng = random.Random(f"{workload} {repeat}")
                 for batch in options.batches:
-                    asks, plain = [_KINDS[workload](rng) for _ in range(batch)], list[list[int]]()
+                    batches = [[_KINDS[workload](rng) for _ in range(batch)] for _ in range(-(-_FEWEST // batch))]
+                    plain = list[list[int]]()
                     for arm, engine in engines.items():
-                        measured = measure(engine, asks, arm, options.answer_tokens)
-                        plain = plain or [r.token_ids for r in measured.answers]
+                        measured = [measure(engine, asks, arm, options.answer_tokens) for asks in batches]
+                        answers = [r.token_ids for one in measured for r in one.answers]
+                        plain = plain or answers
                         into = sums[workload, batch, arm]
-                        into.add(measured)
-                        into.identical &= [r.token_ids for r in measured.answers] == plain
+                        into.add(measured, batch)
+                        into.identical &= answers == plain
                         progress.advance(task)
-        rows = [_row(engines[arm], *key, into) for (*key, arm), into in sums.items() for key in [[*key, arm]]]
+        rows = [_row(arm, workload, batch, into) for (workload, batch, arm), into in sums.items()]
     return report.write(options, "speculate", rows, _summary(rows))
 
 
@@ -183,17 +184,18 @@ def _engines(options: argparse.Namespace, stack: ExitStack) -> list[tuple[Engine
     return out
 
 
-def _row(engine: Engine, workload: str, batch: int, arm: str, sums: Sum) -> dict[str, Any]:
+def _row(arm: str, workload: str, batch: int, sums: Sum) -> dict[str, Any]:
     return {
         "arm": arm,
         "workload": workload,
         "batch": batch,
         "tokens_per_s": report.median(sums.rates),
         "spread": report.spread(sums.rates),
+        "answer_tokens": sums.generated,
         "accepted_per_pass": round(sums.generated / sums.passes, 3),
         "accepted_in_branches": round(sums.branched / max(1, sums.accepted), 3),
         "acceptance": round(sums.accepted / max(1, sums.drafted), 3),
-        "expected_tokens_per_s": round(expected(engine, sums, batch), 2),
+        "expected_tokens_per_s": round(sums.generated / sums.expected_seconds, 2),
         "identical": sums.identical,
     }
 

@@ -65,12 +65,13 @@ class Engine:
         self.adapters = {weights.name: self.decoder.adopt(weights) for weights in adapters}
         self._limits = limits or EngineLimits()
         graphs = decode_graphs(self.decoder, pool, self._limits.batch_sequences)
+        self._recorded = graphs is not None
         proposers: dict[Speculation, Proposer] = {Speculation.NGRAM: Lookup()}
         if draft is not None:
             proposers[Speculation.DRAFT] = draft
         self._draft, self._speculates = draft, speculates
         limits = self._limits
-        self.speculator = Speculator(proposers, Costs(graphs is not None), limits.draft_tokens, limits.draft_branches)
+        self.speculator = Speculator(proposers, Costs(self._recorded), limits.draft_tokens, limits.draft_branches)
         self._mail = Mailbox()
         self._loop = Loop(
             self.decoder,
@@ -240,7 +241,8 @@ class Engine:
         for adapter in self.adapters.values():
             self._run_rows(1, 0, adapter)
         if self._speculates:
-            drafted = timed(lambda count: self._run_rows(count, count - 1))
+            # One row is a recorded pass where there are such, and has a price of its own.
+            drafted = timed(lambda count: self._run_rows(count, count - 1), least=2 if self._recorded else 1)
             self._run_rows(1, 0)
             self.speculator.costs.calibrate(drafted, once(lambda count: self._run_rows(count, 0), 1))
 

@@ -394,9 +394,7 @@ def _a_second_is_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walks, "_WRITTEN_SECONDS", 0.01)
 
 
-class TestStore(StoreMachine.TestCase):
-    pass
+class TestStore(StoreMachine.TestCase): ...
 
 
-class TestDeviceStore(DeviceStoreMachine.TestCase):
-    pass
+class TestDeviceStore(DeviceStoreMachine.TestCase): ...

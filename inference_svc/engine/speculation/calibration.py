@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 
-_ROWS = (4, 8, 16, 32, 64)
+_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _REPEATS = 3
 # A large model is timed by fewer rows: what is missing is drawn out, and learnt later.
 _SECONDS = 2.0
 
 
-def timed(run: Callable[[int], None]) -> dict[int, float]:
-    """Seconds of ``run`` by its number of rows, the least of a few times: what else the machine does is no cost. Two
-    numbers of rows at least."""
+def timed(run: Callable[[int], None], least: int = 1) -> dict[int, float]:
+    """Seconds of ``run`` by its number of rows, ``least`` or more, the least of a few times: what else the machine does
+    is no cost. Two numbers of rows at least."""
     found: dict[int, float] = {}
     began = time.perf_counter()
-    for rows in _ROWS:
+    for rows in _ROWS[bisect_left(_ROWS, least) :]:
         run(rows)  # kernels are chosen, and memory is had
         found[rows] = min(once(run, rows) for _ in range(_REPEATS))
         if len(found) > 1 and time.perf_counter() - began > _SECONDS:

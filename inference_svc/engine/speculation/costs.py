@@ -10,10 +10,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from inference_svc.engine.rows import ROW_MULTIPLE
-
-_ROWS = (4, 8, 16, 32, 64, 128, 256, 512)
-# A row's cost as a share of the first four's, until it is measured.
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+# A row's cost as a share of the first one's, until it is measured.
 _SLOPE = 0.04
 _SCALE_GAIN, _SHAPE_GAIN = 0.25, 0.04
 # One pass that was interrupted teaches no more than this.
@@ -44,7 +42,7 @@ class Costs:
 
     def seconds(self, rows: int, drafted: bool) -> float:
         """Of a pass over so many rows; relative to a pass over few until one was measured."""
-        relative = _interpolated(_ROWS, self._shape[drafted], _padded(rows))
+        relative = _interpolated(_ROWS, self._shape[drafted], rows)
         return relative * (1.0 if math.isnan(self._scale) else self._scale)
 
     def learn_branches(self, branches: int, seconds: float) -> None:
@@ -62,10 +60,6 @@ class Costs:
         self._scale *= ratio**_SCALE_GAIN
         nearest = min(range(len(_ROWS)), key=lambda i: abs(_ROWS[i] - rows))
         self._shape[drafted][nearest] *= ratio**_SHAPE_GAIN
-
-
-def _padded(rows: int) -> int:
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def _interpolated(places: Sequence[int], values: Sequence[float], at: int) -> float:

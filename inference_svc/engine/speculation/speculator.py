@@ -90,6 +90,7 @@ class Speculator:
     def passed(self, rows: int, drafted: int, seconds: float) -> None:
         """A pass of decoding sequences alone took so long; ``rows`` of which ``drafted`` were guesses."""
         self.costs.learn(rows, drafted > 0, seconds)
+        self.stats.rows[rows] += 1
         if drafted:
             self.stats.verify_seconds += seconds
 
@@ -264,7 +265,7 @@ class Speculator:
         if not nodes:
             return
         plain = sequences / self.costs.seconds(rows, False)
-        prices = Prices(lambda more: self.costs.seconds(rows + more, True), self.costs.branch_seconds, sequences, rows)
+        prices = Prices(lambda more: self.costs.seconds(rows + more, True), self.costs.branch_seconds, sequences)
         choice = choose(nodes, [guess.width for _, guess in asked], prices)
         chosen = choice.nodes if choice.rate > plain * _MARGIN else ()
         if chosen:

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from inference_svc.engine.rows import ROW_MULTIPLE
-
 # What a tree must promise beside the best chain.
 _BRANCH_MARGIN = 1.01
 
@@ -32,13 +30,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Prices:
-    """What a pass costs: its seconds by ``rows`` of guesses beside the others, and those of a branch more; ``plain`` of
+    """What a pass costs: its seconds by the rows of guesses beside the others, and those of a branch more; ``plain`` of
     its tokens come without any guess."""
 
     seconds: Callable[[int], float]
     branch_seconds: float
     plain: int
-    rows: int
 
 
 def choose(nodes: Sequence[Node], widths: Sequence[int], prices: Prices) -> Choice:
@@ -59,9 +56,6 @@ def _best(ordered: Sequence[Node], widths: Sequence[int], prices: Prices) -> Cho
     for i, node in enumerate(taken):
         expected += node.chance
         branches += forked[i]
-        more = i + 1 < len(taken) and not forked[i + 1]
-        if more and (prices.rows + i + 1) % ROW_MULTIPLE:
-            continue  # a row more costs the same
         found = expected / (prices.seconds(i + 1) + branches * prices.branch_seconds)
         if found > rate:
             rate, count = found, i + 1

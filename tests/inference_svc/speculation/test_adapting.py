@@ -11,7 +11,8 @@ from inference_svc.engine.scheduler import Work, plan
 from inference_svc.engine.speculation.acceptance import Acceptance
 from inference_svc.engine.speculation.costs import Costs
 from inference_svc.engine.speculation.mode import Speculation
-from inference_svc.engine.speculation.proposer import Draft
+from inference_svc.engine.speculation.proposer import ROOT, Draft
+from inference_svc.engine.speculation.worth import Node, Prices, choose
 from tests.inference_svc.speculation.chance import (
     VOCABULARY,
     Table,
@@ -33,9 +34,9 @@ def cycle() -> Table:
 
 
 def priced(by_row: float) -> Costs:
-    """Every row beyond the first four takes so much of a pass."""
+    """Every row beyond the first takes so much of a pass."""
     costs = free_rows()
-    costs.calibrate({4: 1.0, 512: 1.0 + by_row * 508}, 1.0)
+    costs.calibrate({1: 1.0, 512: 1.0 + by_row * 511}, 1.0)
     return costs
 
 
@@ -49,7 +50,7 @@ def test_where_guesses_are_right_and_rows_are_free_they_are_deep() -> None:
 def test_a_batch_that_keeps_the_device_busy_guesses_nothing() -> None:
     """Each row costs what a sequence's own one does: not even right guesses gain anything."""
     model = cycle()
-    loop = loop_of(model, costs=priced(0.25))
+    loop = loop_of(model, costs=priced(1.0))
     answers(loop, [sequence(prompt(i, 8), 100, temperature=0.0) for i in range(16)])
     assert loop._speculator.stats.draft_tokens == 0
     assert loop._speculator.stats.draft_seconds == 0, "nothing was even looked up"
@@ -85,6 +86,17 @@ def test_costs_follow_the_machine() -> None:
     assert costs.seconds(16, True) > 0.025, "what slows few rows down slows many down"
     costs.learn(4, False, 5.0)
     assert costs.seconds(4, False) < 0.03, "a pass that was interrupted is no price"
+
+
+def test_a_second_row_is_not_free_where_it_was_measured_not_to_be() -> None:
+    """As on a CPU whose products take what rows there are: two rows cost half as much again as one."""
+    costs = Costs(recorded=False)
+    costs.calibrate({1: 0.010, 2: 0.015, 4: 0.015, 8: 0.02}, 0.010)
+    assert costs.seconds(1, False) == pytest.approx(0.010)
+    assert costs.seconds(2, True) == costs.seconds(3, True) == pytest.approx(0.015)
+    unsure = [Node(0.4, 0, 0, ROOT)]
+    prices = Prices(lambda more: costs.seconds(1 + more, True), 0.0, 1)
+    assert choose(unsure, [1], prices).rate < 1 / costs.seconds(1, False), "it would be slower than without"
 
 
 def test_recorded_passes_have_their_own_price() -> None:

@@ -177,14 +177,14 @@ def test_a_branch_is_taken_where_it_is_worth_more_than_its_rows() -> None:
     chain = [Node(0.5**i, 0, i - 1, i - 2) for i in range(1, 4)]
 
     def chosen(chance: float, by_row: float, branch: float) -> list[int]:
-        prices = Prices(lambda more: 1 + by_row * -(-(1 + more) // 4) * 4, branch, 1, 1)
+        prices = Prices(lambda more: 1 + by_row * -(-(1 + more) // 4) * 4, branch, 1)
         return [n.place for n in choose([*chain, Node(chance, 0, 9, ROOT)], [2], prices).nodes]
 
     assert 9 in chosen(0.3, 0.0, 0.0), "rows cost nothing"
     assert 9 not in chosen(0.3, 0.0, 0.5), "its pages take as long as half a pass"
     assert 9 not in chosen(0.02, 0.1, 0.0), "it is hardly ever right"
     assert 9 in chosen(0.3, 0.01, 0.001)
-    prices = Prices(lambda more: 1.0, 0.0, 1, 1)
+    prices = Prices(lambda more: 1.0, 0.0, 1)
     assert 9 not in [n.place for n in choose([*chain, Node(0.3, 0, 9, ROOT)], [1], prices).nodes], "chains alone"
 
 
