@@ -4,9 +4,9 @@ repeats nothing.
 ``suffix`` looks up what followed the same tokens before, ``trees`` does so in as many branches as pay, ``draft`` asks
 ``--draft-model``, ``self`` a copy of the model at 4 bits. ``expected_tokens_per_s`` is what acceptance and the measured
 costs of passes allow: tokens over what passes of as many rows cost, and over what guessing took. All arms answer the
-same prompts, one after the other in every repeat, and each prompt has a tenant of its own, so that nobody looks up what
-another arm was answered. Answers end where the model ends them: what it would go on with is another kind of text. Every
-answer is compared with the plain one's, greedy or by its seed.
+same prompts, one after the other in every repeat, each first in its turn, and each prompt has a tenant of its own, so
+that nobody looks up what another arm was answered. Answers end where the model ends them: what it would go on with is
+another kind of text. Every answer is compared with the plain one's, greedy or by its seed.
 """
 
 from __future__ import annotations
@@ -154,15 +154,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 rng = random.Random(f"{workload} {repeat}")
                 for batch in options.batches:
                     batches = [[_KINDS[workload](rng) for _ in range(batch)] for _ in range(-(-_FEWEST // batch))]
-                    plain = list[list[int]]()
-                    for arm, engine in engines.items():
+                    answers: dict[str, list[list[int]]] = {}
+                    arms, first = list(engines.items()), repeat % len(engines)  # nobody is always the first
+                    for arm, engine in arms[first:] + arms[:first]:
                         measured = [measure(engine, asks, arm, options.answer_tokens) for asks in batches]
-                        answers = [r.token_ids for one in measured for r in one.answers]
-                        plain = plain or answers
-                        into = sums[workload, batch, arm]
-                        into.add(measured, batch)
-                        into.identical &= answers == plain
+                        answers[arm] = [r.token_ids for one in measured for r in one.answers]
+                        sums[workload, batch, arm].add(measured, batch)
                         progress.advance(task)
+                    for arm in engines:
+                        sums[workload, batch, arm].identical &= answers[arm] == answers["plain"]
         rows = [_row(arm, workload, batch, into) for (workload, batch, arm), into in sums.items()]
     return report.write(options, "speculate", rows, _summary(rows))
 
