@@ -50,9 +50,7 @@ class SpeculationStats:
     branched_tokens: int = 0  # of accepted_tokens, those of such a branch
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0  # of passes with guesses in them
-    rows: Counter[int] = field(
-        default_factory=Counter
-    )  # passes that only decoded, by rows with guesses
+    rows: Counter[int] = field(default_factory=Counter)  # passes that only decoded, by rows with guesses
 
     def count(self, verified: Verified) -> None:
         """A pass verified some tokens of a sequence."""
