@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,14 @@ async def test_prompts_are_read_beside_the_event_loop(runtime: Runtime, tokenize
     assert all(name.startswith("tokenize") for name, _ in tokenized)
 
 
+async def counted(runtime: Runtime, tokens: int) -> None:
+    """The engine's thread counts a pass when it has handed out what the pass gave: an answer may end before that."""
+    deadline = time.monotonic() + 10
+    while runtime.engine.speculator.stats.draft_tokens != tokens:
+        assert time.monotonic() < deadline, (runtime.engine.speculator.stats, tokens)
+        await asyncio.sleep(0.01)
+
+
 async def test_guesses_are_counted_for_a_request_and_for_the_worker(runtime: Runtime) -> None:
     service = InferenceService(runtime)
     ids = [*range(100, 130), *range(100, 110)]
@@ -71,6 +81,7 @@ async def test_guesses_are_counted_for_a_request_and_for_the_worker(runtime: Run
     usage = (await generated(service, asked))[-1].usage
     assert usage.draft_tokens >= usage.accepted_tokens
     assert usage.draft_tokens > 0
+    await counted(runtime, usage.draft_tokens)
     found = {metric.name: metric for metric in WorkerCollector(runtime).collect()}
     assert found["kvsidecar_worker_spec_decode_num_draft_tokens"].samples[0].value == usage.draft_tokens
     places = found["kvsidecar_worker_spec_decode_num_accepted_tokens_per_pos"].samples
@@ -79,7 +90,8 @@ async def test_guesses_are_counted_for_a_request_and_for_the_worker(runtime: Run
         await generated(service, to_request(ids, speculation="draft"))
     branches = runtime.engine.speculator.stats.branches
     chain = to_request(ids, max_tokens=40, temperature=0, ignore_eos=True, speculation="ngram", speculation_branches=1)
-    await generated(service, chain)
+    more = (await generated(service, chain))[-1].usage
+    await counted(runtime, usage.draft_tokens + more.draft_tokens)
     assert runtime.engine.speculator.stats.branches == branches
     assert found["kvsidecar_worker_spec_decode_num_branches"].samples[0].value == branches
     with pytest.raises(InvalidRequest, match="speculation_branches is 5; allowed are 1 to 4"):

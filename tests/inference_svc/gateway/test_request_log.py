@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,13 +33,12 @@ class Asked:
     """Requests that say who they are, and the lines about them."""
 
     def __init__(self, gateway: Gateway, node: Node) -> None:
-        self._url, self._log, self._count = gateway.url, node.folder / "log", 0
+        self._url, self._log = gateway.url, node.folder / "log"
         self.headers = {"Authorization": f"Bearer {KEY}"}
 
     def line(self, path: str, body: Any, method: str = "POST", **more: Any) -> dict[str, Any]:
         """Asks, and waits for the line."""
-        self._count += 1
-        name = f"test-{id(self)}-{self._count}"
+        name = f"test-{uuid.uuid4()}"  # the log is one for all tests
         headers = {**self.headers, "X-Request-Id": name, **more}
         with httpx.stream(method, self._url + path, json=body, headers=headers, timeout=60) as answer:
             if not (isinstance(body, dict) and body.get("max_tokens") == 3000):
