@@ -212,7 +212,7 @@ class Engine:
         engine, cache = self._runtime.engine, self._runtime.cache
         found: dict[str, Any] = dict(vars(engine.stats))
         found["speculation"] = dict(vars(engine.speculator.stats))
-        found["kv_reuse_ratio"] = engine.stats.cached_tokens / max(1, engine.stats.prompt_tokens)
+        found["kv_reuse_ratio"] = engine.stats.cached_tokens / max(1, engine.stats.reusing_tokens)
         if cache is not None:
             found |= {"attached": cache.attached, "cache_failures": cache.stats.failures}
             found["daemon"] = self._daemon_stats()

@@ -169,7 +169,8 @@ class WorkerConfig(ModelSettings):
     socket: Path = Field(default_factory=lambda: default_runtime_dir() / "worker-0.sock")
     """Unix socket to listen on; created with mode 0600."""
     tcp: str = ""
-    """Additional host:port. Off by default; there is no authentication."""
+    """Additional host:port. Off by default; there is no authentication. Of `serve` each further worker has the next
+    port, here and where else a worker has one."""
     cache_socket: Path | None = Field(default_factory=lambda: default_runtime_dir() / "cache.sock")
     """Socket of the cache daemon on this host; none to serve without one."""
     name: str = "worker-0"

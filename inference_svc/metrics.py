@@ -37,6 +37,8 @@ _COUNTERS = (
     "requests",
     "cancelled",
     "prompt_tokens",
+    "skipping_requests",
+    "skipping_tokens",
     "cached_tokens",
     "generated_tokens",
     "cache_failures",

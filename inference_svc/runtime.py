@@ -261,7 +261,7 @@ def _say_what_is_reused(policy: ReusePolicy, daemon: DaemonLink) -> None:
 
 def _served(engine: Engine) -> Served:
     s = engine.stats
-    return Served(s.requests, s.prompt_tokens, s.cached_tokens, s.resident_tokens)
+    return Served(s.requests - s.skipping_requests, s.reusing_tokens, s.cached_tokens, s.resident_tokens)
 
 
 def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:

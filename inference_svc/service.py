@@ -325,6 +325,8 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         overflowed=engine.stats.overflowed,
         draft_branches=guessed.branches,
         branched_tokens=guessed.branched_tokens,
+        skipping_requests=engine.stats.skipping_requests,
+        skipping_tokens=engine.stats.skipping_tokens,
     )
 
 

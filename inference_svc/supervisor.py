@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TextIO
 
 import grpc
 import structlog
@@ -38,6 +38,7 @@ from kvsidecar.runtime import (
     socket_target,
 )
 from kvsidecar.sizes import parse_size
+from kvsidecar.supervised import LOCK, Supervised, tell
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -189,9 +190,10 @@ class Supervisor:
             flags["overflow_bytes"] = 0
         if own.metrics_port:
             flags["metrics_port"] = own.metrics_port + i
-        if own.vllm_grpc:
-            first = parse_tcp(own.vllm_grpc)
-            flags["vllm_grpc"] = TcpAddress(first.host, first.port and first.port + i)
+        for name in ("tcp", "health_tcp", "vllm_grpc"):
+            if address := getattr(own, name):
+                first = parse_tcp(address)
+                flags[name] = TcpAddress(first.host, first.port and first.port + i)
         return [sys.executable, "-m", "inference_svc", "worker", *_flags(flags)]
 
     @cached_property
@@ -291,8 +293,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = read_settings(ServeConfig, given, file)
         configure_logging(config.log_level, "serve")
-        with _alone(config):
-            node = Supervisor(config, settled(_of_workers(config)))
+        with _alone(config) as lock:
+            worker = _of_workers(config)
+            tell(lock, Supervised(os.getpid(), _reached(config), config.workers, cache=not worker.cache_address))
+            node = Supervisor(config, settled(worker))
 
             async def run() -> int:
                 return await node.run()
@@ -322,9 +326,16 @@ def _of_workers(config: ServeConfig) -> WorkerConfig:
     return worker
 
 
+def _reached(config: ServeConfig) -> str:
+    """The gateway's URL, for this machine."""
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    place = TcpAddress(everywhere.get(config.host, config.host), config.port)
+    return f"{'https' if os.environ.get('KVSIDECAR_GATEWAY_TLS_CERT') else 'http'}://{place}"
+
+
 @contextmanager
-def _alone(config: ServeConfig) -> Iterator[None]:
-    """Makes this the only node in its runtime folder, and refuses a port that is taken."""
+def _alone(config: ServeConfig) -> Iterator[TextIO]:
+    """Makes this the only node in its runtime folder, by the lock that it yields, and refuses a port that is taken."""
     ensure_private_dir(config.runtime_dir)
     why = why_not_bindable(TcpAddress(config.host, config.port))
     if why:
@@ -332,11 +343,11 @@ def _alone(config: ServeConfig) -> Iterator[None]:
             f"cannot listen on {TcpAddress(config.host, config.port)}: {why}; choose another --port, or stop what "
             "listens there"
         )
-    with (config.runtime_dir / "serve.lock").open("w") as lock:
+    with (config.runtime_dir / LOCK).open("a", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigurationError(
                 f"another kvsidecar serve runs in {config.runtime_dir}; stop it, or choose another --runtime-dir"
             ) from None
-        yield
+        yield lock

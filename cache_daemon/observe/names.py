@@ -25,7 +25,7 @@ GAUGES = {
     "loop_stall_ms": "Longest stall of the event loop in the last minute, in milliseconds",
 }
 COUNTERS = {
-    "prompts": "Prompts that workers served",
+    "prompts": "Prompts that workers served, without those that were not to read the cache",
     "prompt_tokens": "Tokens of these prompts",
     "cached_tokens": "Tokens of these prompts that were not computed anew",
     "pool_tokens": "Of the cached tokens, those that were in a worker's own pool",

@@ -77,6 +77,9 @@ class Endings:
         stats = self._stats
         stats.requests += 1
         stats.prompt_tokens += sequence.prompt_tokens
+        if sequence.skips:
+            stats.skipping_requests += 1
+            stats.skipping_tokens += sequence.prompt_tokens
         stats.cached_tokens += sequence.cached_tokens
         stats.resident_tokens += sequence.resident_tokens
         stats.approximate_tokens += sequence.approximate_tokens

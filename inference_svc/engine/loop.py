@@ -378,7 +378,7 @@ class Loop:
 
     def _read_again(self, sequence: Sequence) -> None:
         """Sends a sequence whose loading failed back to the queue, to be computed without the cache."""
-        sequence.cache = replace(sequence.cache, read=False)
+        sequence.cache, sequence.lost = replace(sequence.cache, read=False), True
         self._preempt(sequence)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:

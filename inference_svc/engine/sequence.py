@@ -135,6 +135,7 @@ class Sequence:
     computed: int = 0
     cached_tokens: int = 0  # of the prompt, tokens that were not computed for the first token
     resident_tokens: int = 0  # of cached_tokens, those that were still in the pool
+    lost: bool = False  # what the cache had of it could not be loaded, and it is read without
     approximate_tokens: int = 0  # of these, tokens that were read in another context
     expected_cached: int = 0  # what the cache was seen to hold while the sequence waited
     gate: LayerGate | None = None  # while deeper layers are still being loaded
@@ -183,6 +184,11 @@ class Sequence:
             self.cached_tokens = self.approximate_tokens = self.recomputed_tokens = 0
         self.preempted = True
         self.state, self.queued_at = State.WAITING, time.perf_counter()
+
+    @property
+    def skips(self) -> bool:
+        """Whether the request was not to read the cache."""
+        return not self.cache.read and not self.lost
 
     @property
     def generated(self) -> int:

@@ -11,9 +11,11 @@ class EngineStats:
     """Counters since the start."""
 
     requests: int = 0
+    skipping_requests: int = 0  # of requests, those that were not to read the cache: in no hit ratio
     cancelled: int = 0
     failed: int = 0
     prompt_tokens: int = 0
+    skipping_tokens: int = 0  # of prompt_tokens, those of such requests
     cached_tokens: int = 0
     resident_tokens: int = 0
     approximate_tokens: int = 0
@@ -22,6 +24,11 @@ class EngineStats:
     preemptions: int = 0
     overflowed: int = 0  # times that a sequence got pages of the overflow
     steps: int = 0
+
+    @property
+    def reusing_tokens(self) -> int:
+        """Of prompt_tokens, those of requests that could reuse something: what a hit ratio is of."""
+        return self.prompt_tokens - self.skipping_tokens
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ STEP_SECONDS, _STEPS = 5, 120
 
 @dataclass
 class _Step:
-    """Tokens of prompts that ended in one step of time, and how many of them had been read before."""
+    """Tokens of prompts that ended in one step of time, and how many of them had been read before. Prompts that were
+    not to read the cache are left out."""
 
     number: int
     prompt_tokens: int = 0
@@ -30,7 +31,7 @@ class History:
     def observe(self, worker: str, stats: pb.GetStatsResponse, now: float) -> None:
         """Takes a worker's counters in; ``now`` is in seconds and never goes back. A worker that was started again
         counts from 0; what one had counted before it was first seen is not of these minutes."""
-        prompt, cached = stats.prompt_tokens, stats.cached_tokens
+        prompt, cached = stats.prompt_tokens - stats.skipping_tokens, stats.cached_tokens
         old = self._seen.get(worker, (prompt, cached))
         if prompt < old[0]:
             old = (0, 0)

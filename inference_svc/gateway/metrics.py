@@ -44,14 +44,17 @@ _GAUGES: dict[str, tuple[str, _Reading]] = {
     ),
 }
 _COUNTERS: dict[str, tuple[str, _Reading]] = {
-    "prompt_tokens": ("Tokens of prompts", lambda s: s.prompt_tokens),
+    "prompt_tokens": ("Tokens of all prompts", lambda s: s.prompt_tokens),
     "generation_tokens": ("Tokens of answers", lambda s: s.generated_tokens),
     "prompt_tokens_cached": ("Tokens of prompts that were not computed anew", lambda s: s.cached_tokens),
-    "prefix_cache_queries": ("Tokens of prompts that the worker's pool was searched for", lambda s: s.prompt_tokens),
+    "prefix_cache_queries": (
+        "Tokens of prompts that the worker's pool was searched for: not those of requests that skip the cache",
+        lambda s: s.prompt_tokens - s.skipping_tokens,
+    ),
     "prefix_cache_hits": ("Of these, tokens that it had", lambda s: s.resident_tokens),
     "external_prefix_cache_queries": (
         "Tokens that the pool did not have, and the cache was searched for",
-        lambda s: s.prompt_tokens - s.resident_tokens,
+        lambda s: s.prompt_tokens - s.skipping_tokens - s.resident_tokens,
     ),
     "external_prefix_cache_hits": ("Of these, tokens that it had", lambda s: s.cached_tokens - s.resident_tokens),
     "num_preemptions": ("Requests that gave their pages back and were queued again", lambda s: s.preemptions),

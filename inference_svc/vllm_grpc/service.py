@@ -171,7 +171,7 @@ class VllmEngine(VllmEngineServicer):
             num_used_tokens=used * PAGE_TOKENS,
             max_total_num_tokens=stats.pool_pages * PAGE_TOKENS,
             token_usage=share,
-            cache_hit_rate=stats.cached_tokens / max(1, stats.prompt_tokens),
+            cache_hit_rate=stats.cached_tokens / max(1, stats.prompt_tokens - stats.skipping_tokens),
             utilization=share,
             max_running_requests=self._runtime.config.batch_sequences,
         )

@@ -83,6 +83,9 @@ def test_stats_of_engine_and_daemon(engine: Engine) -> None:
     stats = engine.cache_stats()
     assert stats["requests"] > 0
     assert stats["daemon"]["chunks"] > 0
+    engine.generate(TEXT, max_tokens=1, skip_cache=True)
+    assert engine.cache_stats()["prompt_tokens"] > stats["prompt_tokens"]
+    assert engine.cache_stats()["kv_reuse_ratio"] == stats["kv_reuse_ratio"]
 
 
 def test_bad_values_raise_by_name(engine: Engine) -> None:

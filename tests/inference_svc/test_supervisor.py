@@ -19,11 +19,12 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from kvsidecar.addresses import TcpAddress
+from kvsidecar.addresses import TcpAddress, why_not_bindable
+from kvsidecar.supervised import Supervised, supervised, tell
 
 from benchmarks.node import free_port
 from inference_svc.config import WorkerConfig
-from inference_svc.supervisor import ServeConfig, Supervisor
+from inference_svc.supervisor import ServeConfig, Supervisor, _alone, _reached
 
 CLI = str(Path(sys.executable).parent / "kvsidecar")
 
@@ -38,6 +39,7 @@ class Served:
         model: str = "demo",
         settings: Mapping[str, str] | None = None,
         host: str = "127.0.0.1",
+        wait: bool = True,
     ) -> None:
         folder.chmod(0o700)
         self.folder, self.port = folder, free_port()
@@ -52,6 +54,8 @@ class Served:
              "--arena-bytes", "64MiB"],
             env=self.environment, stdout=self.log, stderr=self.log,
         )  # fmt: skip
+        if not wait:
+            return
         try:
             self.until(lambda: self.health().get("workers_up") == workers, 150)
         except BaseException:
@@ -180,6 +184,8 @@ def test_status_names_what_serves(served: Served) -> None:
     assert [part["name"] for part in parts] == ["cache", "worker-0", "worker-1", "gateway"]
     assert all(part["serving"] for part in parts)
     assert "demo on cpu, attached" in parts[1]["detail"]
+    assert (parts[3]["state"], parts[3]["detail"]) == ("serving", served.url)
+    assert served.url in served.run("doctor").stdout
 
 
 def test_stop_ends_everything_in_order(served: Served) -> None:
@@ -188,7 +194,7 @@ def test_stop_ends_everything_in_order(served: Served) -> None:
     reaped.start()
     said = served.run("stop")
     assert said.returncode == 0, said.stderr
-    assert f"stopped inference_svc serve (process {served.process.pid})" in said.stdout
+    assert said.stdout == f"stopped kvsidecar serve (process {served.process.pid})\n"
     reaped.join(10)
     assert served.process.returncode == 0, served.text()
     assert not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -270,3 +276,87 @@ def test_nobody_waits_for_the_daemon_to_begin_his_own_start(tmp_path: Path) -> N
         return running
 
     assert asyncio.run(started()) == ["daemon", "worker-0", "worker-1", "gateway"]
+
+
+def test_status_waits_for_the_first_model_to_be_loaded(tmp_path: Path) -> None:
+    """And chat does."""
+    tmp_path.chmod(0o700)
+    config = ServeConfig(
+        model="demo", workers=2, runtime_dir=tmp_path, store="none", arena_bytes="1MiB", port=free_port(), page=False
+    )
+    environment = {**os.environ, "KVSIDECAR_RUNTIME_DIR": str(tmp_path)}
+
+    def status() -> tuple[int, dict[str, dict[str, object]]]:
+        command = [CLI, "status", "--json"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, {part["name"]: part for part in json.loads(done.stdout)}
+
+    async def until(node: Supervisor, *wanted: str) -> dict[str, dict[str, object]]:
+        for _ in range(300):
+            code, parts = await asyncio.to_thread(status)
+            assert code == 1, "no worker serves"
+            if [part["state"] for part in parts.values()] == list(wanted):
+                return parts
+            await asyncio.sleep(0.1)
+        raise AssertionError(parts)
+
+    async def started() -> None:
+        node = Supervisor(config, WorkerConfig(model="demo"))
+        loading = [sys.executable, "-c", "import time; time.sleep(600)"]
+        node._worker_command = lambda i, socket: [*loading, f"--name=worker-{i}"]  # type: ignore[method-assign]
+        parts = await until(node, "loading", "loading", "loading", "not ready")
+        assert all(part["pid"] == -1 for part in parts.values()), "while the model is fetched"
+        starting = asyncio.create_task(node._start_all())
+        try:
+            parts = await until(node, "serving", "loading", "loading", "not ready")
+            workers = [child.process for child in node._children if child.name.startswith("worker")]
+            assert [parts[f"worker-{i}"]["pid"] for i in (0, 1)] == [w.pid for w in workers if w is not None]
+            assert parts["gateway"]["detail"] == f"http://127.0.0.1:{config.port}"
+            chat = await asyncio.create_subprocess_exec(CLI, "generate", "x", env=environment, stderr=subprocess.PIPE)
+            assert chat.stderr is not None
+            assert b"kvsidecar serve is starting" in await asyncio.wait_for(chat.stderr.readline(), 60)
+        finally:
+            node._stop.set()
+            await starting
+            await node._end_all()
+            lock.close()
+        assert b"no worker listens" in await asyncio.wait_for(chat.stderr.read(), 60), "serve has ended meanwhile"
+        await chat.wait()
+
+    with _alone(config) as lock:
+        tell(lock, Supervised(os.getpid(), _reached(config), config.workers, cache=True))
+        asyncio.run(started())
+
+
+def test_each_worker_has_a_port_of_its_own_and_chat_waits_for_the_model(tmp_path: Path) -> None:
+    first = free_ports(2)
+    settings = {"KVSIDECAR_WORKER_TCP": f"127.0.0.1:{first}"}
+    served = Served(tmp_path, settings=settings, wait=False)
+    try:
+        served.until(lambda: supervised(tmp_path / "kvsidecar") is not None)
+        said = served.run("generate", "hello there", "--max-tokens", "2")
+        assert said.returncode == 0, said.stderr
+        served.until(lambda: served.health().get("workers_up") == 2, 150)
+        for port in (first, first + 1):
+            said = served.run("generate", "hello there", "--max-tokens", "2", "--worker", f"127.0.0.1:{port}")
+            assert said.returncode == 0, said.stderr
+    finally:
+        served.end()
+
+
+@pytest.mark.parametrize("name", ["tcp", "health_tcp", "vllm_grpc"])
+@pytest.mark.parametrize(("given", "wanted"), [("[::1]:7000", ["[::1]:7000", "[::1]:7001"]), ("a:0", ["a:0", "a:0"])])
+def test_ports_are_counted_up_and_any_free_one_stays_any(name: str, given: str, wanted: list[str]) -> None:
+    node = Supervisor(ServeConfig(model="demo", workers=2), WorkerConfig(model="demo", **{name: given}))
+    for i, address in enumerate(wanted):
+        assert f"--{name.replace('_', '-')}={address}" in node._worker_command(i, Path("w.sock"))
+
+
+def free_ports(count: int) -> int:
+    """The first of so many neighbouring ones that are free now."""
+    while True:
+        first = free_port()
+        if first + count <= 65536 and not any(
+            why_not_bindable(TcpAddress("127.0.0.1", first + i)) for i in range(count)
+        ):
+            return first

@@ -25,6 +25,18 @@ SETTINGS = [DaemonConfig, WorkerConfig, GatewayConfig, ServeConfig]
         (main, ["--nonsense"], "kvsidecar serve: there is no --nonsense"),
         (main, ["--remote", "x"], "kvsidecar serve: --remote is of kvsidecar daemon: set KVSIDECAR_CACHE_REMOTE"),
         (main, ["--api-key=x"], "kvsidecar serve: --api-key is of kvsidecar gateway: set KVSIDECAR_GATEWAY_API_KEY"),
+        (
+            main,
+            ["--tcp", "127.0.0.1:1"],
+            "kvsidecar serve: --tcp is of kvsidecar daemon and kvsidecar worker: set KVSIDECAR_CACHE_TCP "
+            "(the daemon's) or KVSIDECAR_WORKER_TCP (the worker's)",
+        ),
+        (
+            main,
+            ["--metrics-port=1"],
+            "kvsidecar serve: --metrics-port is of kvsidecar daemon and kvsidecar worker: set "
+            "KVSIDECAR_CACHE_METRICS_PORT (the daemon's) or KVSIDECAR_WORKER_METRICS_PORT (the worker's)",
+        ),
         (main, ["demo", "more"], "kvsidecar serve: 'more' is one argument too many"),
         (main, ["--port"], "kvsidecar serve: argument --port: expected one argument"),
         (verify, [], "kvsidecar verify: the following arguments are required: MODEL"),

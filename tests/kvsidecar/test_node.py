@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from kvsidecar.cli.node import parts_in
+from kvsidecar.supervised import LOCK, supervised
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -47,9 +50,18 @@ def test_a_daemon_alone_is_seen_and_stopped(folder: Path) -> None:
     assert said.returncode == 1
     assert (cache["name"], psutil.Process(cache["pid"]).ppid(), cache["serving"]) == ("cache", daemon.pid, True)
     assert (worker["name"], worker["pid"], worker["serving"]) == ("worker-0", -1, False)
+    assert (cache["state"], worker["state"]) == ("serving", "not serving")
     reaped = threading.Thread(target=daemon.wait)
     reaped.start()
     done = command("stop", "--runtime-dir", str(folder))
     reaped.join(10)
-    assert f"stopped cache_daemon (process {daemon.pid})" in done.stdout
+    assert done.stdout == f"stopped kvsidecar daemon (process {daemon.pid})\n"
     assert (done.returncode, daemon.returncode) == (0, 0)
+
+
+def test_what_a_node_that_was_killed_said_of_itself_counts_no_more(folder: Path) -> None:
+    """Nor does a file that is none of ours; its number may be another process's by now."""
+    for text in ("", "[]", "{}", '{"pid": "x"}', '{"pid": %d, "url": "http://x:1", "workers": 2, "cache": true}'):
+        (folder / LOCK).write_text(text % os.getpid() if "%d" in text else text)
+        assert supervised(folder) is None
+    assert parts_in(folder) == []

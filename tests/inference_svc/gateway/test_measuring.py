@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from kvsidecar.bench.prompts import Shape, prompts
 from kvsidecar.cli.cost import Savings, sentences
@@ -18,7 +20,7 @@ from kvsidecar.errors import KVSidecarError
 from typer.testing import CliRunner
 
 from benchmarks.node import Node, free_port
-from tests.inference_svc.gateway.conftest import Gateway
+from tests.inference_svc.gateway.conftest import Gateway, of_node
 
 SMALL = ("--requests", "4", "--prefixes", "2", "--prefix-words", "150", "--question-words", "5", "--max-tokens", "4")
 
@@ -134,6 +136,44 @@ def test_what_reuse_saves_is_said_in_time_and_money(gateway: Gateway, two: Node)
     assert found["saved_s"] == pytest.approx(found["cached_tokens"] * found["prefill_s_per_token"])
     assert found["money_per_day"] == pytest.approx(found["saved_s_per_day"] * 3.6 / 3600)
     assert "--hour-price" in run("cost", *where).stdout
+
+
+def test_what_skips_the_cache_is_in_no_hit_ratio() -> None:
+    """It could reuse nothing. Others count it by itself: what the command measures with, too."""
+    with Node("demo", arena_bytes="64MiB", pool_bytes="64MiB") as node:
+        gateway = of_node(node)
+        try:
+            ask, text = gateway.client.completions.create, "a text that is read twice " * 20
+            counted = [ask(model="demo", prompt=text, max_tokens=2).usage for _ in range(2)]
+            until(lambda: node.cache_stats().prompts == 2)
+            where = ("--socket", str(node.cache_socket), "--worker", str(node.worker_socket(0)))
+            shares = [json.loads(run("cost", *where, "--json").stdout)["share"] for _ in range(2)]
+            for option in ({"skip_cache": True}, {"prompt_logprobs": 0}):
+                ask(model="demo", prompt="another text " * 30, max_tokens=2, extra_body=option)
+            counted.append(ask(model="demo", prompt=text, max_tokens=2).usage)
+            until(lambda: node.cache_stats().prompts >= 3)
+            found, worker = node.cache_stats(), node.client().stats()
+            shown = httpx.get(f"{gateway.url}/kvsidecar/v1/node").json()["reuse"]
+            metrics = httpx.get(f"{gateway.url}/metrics").text
+        finally:
+            gateway.close()
+    assert shares[0] == shares[1] > 0
+    tokens = sum(usage.prompt_tokens for usage in counted if usage is not None)
+    assert (found.prompts, found.prompt_tokens) == (3, tokens)
+    assert (worker.requests, worker.skipping_requests) == (3 + 8, 8)
+    assert worker.prompt_tokens == tokens + worker.skipping_tokens > tokens + 8
+    assert sum(shown["prompt_tokens"]) <= tokens
+    totals = dict(re.findall(r'vllm:(\w+)_total\{engine="0",.*\} (\S+)', metrics))
+    assert float(totals["prompt_tokens"]) == worker.prompt_tokens
+    assert float(totals["prefix_cache_queries"]) == tokens
+    assert float(totals["external_prefix_cache_queries"]) == tokens - worker.resident_tokens
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_costs_are_sentences() -> None:

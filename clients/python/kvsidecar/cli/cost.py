@@ -68,7 +68,8 @@ def cost(
     """Say what reuse saves: prompt tokens that were not computed, the time that they would have taken, and its price.
 
     How long a token takes to compute is measured on a worker now, with a few prompts of its own that leave nothing in
-    the cache. Loading what was stored takes some time, too, and is not subtracted.
+    the cache and are in no hit ratio. Prompts that were to skip the cache are left out. Loading what was stored takes
+    some time, too, and is not subtracted.
     """
     stats = stub.Stats(cache_pb2.StatsRequest(), timeout=10)
     if not stats.prompts:

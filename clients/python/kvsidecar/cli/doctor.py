@@ -21,6 +21,7 @@ from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cli.cache.daemon import connected
 from kvsidecar.cli.cache.ratios import HitRatios
 from kvsidecar.cli.cache.shown import percent
+from kvsidecar.cli.node import gateway_of
 from kvsidecar.errors import KVSidecarError, PermissionDenied
 from kvsidecar.free_memory import free_bytes
 from kvsidecar.inference.v1 import inference_pb2
@@ -28,6 +29,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.integrations.vllm import finding as vllm
 from kvsidecar.runtime import default_runtime_dir, socket_target
 from kvsidecar.sizes import format_size
+from kvsidecar.supervised import supervised
 
 _PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "lmdb", "uvloop", "numpy")
 _LEAST_MEMORY, _LONGEST_STALL_MS = 2 << 30, 250.0
@@ -224,4 +226,9 @@ def _services() -> list[Finding]:
                 out.append(Finding(socket.stem, _OK, text))
             except grpc.RpcError:
                 out.append(Finding(socket.stem, _NOTE, f"not running on {socket}", "kvsidecar serve"))
+    if node := supervised(folder):
+        gateway = gateway_of(node)
+        advice = "" if gateway.serving else "wait for a worker's model; kvsidecar status"
+        text = gateway.detail if gateway.serving else f"{gateway.state}: {gateway.detail}"
+        out.append(Finding("gateway", _OK if gateway.serving else _NOTE, text, advice))
     return out

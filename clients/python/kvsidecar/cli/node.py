@@ -1,18 +1,22 @@
 """``kvsidecar status`` and ``kvsidecar stop``: the node whose sockets lie in a folder.
 
-Who listens at a socket is asked of the kernel (SO_PEERCRED, unix(7)), so there is no file of process ids to be stale.
+Who listens at a socket is asked of the kernel (SO_PEERCRED, unix(7)); what does not listen yet is known from what
+``serve`` says of its node (``kvsidecar.supervised``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import socket
+import ssl
 import struct
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import grpc
 import psutil
@@ -23,34 +27,45 @@ from rich.table import Table
 
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.cli.programs import PROGRAMS
 from kvsidecar.errors import KVSidecarError, Unavailable
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.runtime import default_runtime_dir, socket_target
 from kvsidecar.sizes import format_size
+from kvsidecar.supervised import Supervised, supervised
 
 RuntimeDir = Annotated[Path | None, typer.Option(help="Folder of the sockets; that of `serve` when left out.")]
 _CREDENTIALS = struct.Struct("3i")
 _PATIENCE_SECONDS = 3.0
 _CACHE = "cache.sock"
+SERVING, LOADING, NOT_READY, NOT_SERVING = "serving", "loading", "not ready", "not serving"
+_COLORS = {SERVING: "green", LOADING: "yellow", NOT_READY: "yellow", NOT_SERVING: "red"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process of a node. ``pid`` is 0 for one in another container, -1 where nobody listens any more."""
+    """One process of a node. ``pid`` is 0 for one in another container, -1 where there is none. The detail of the
+    gateway is its URL."""
 
     name: str
     pid: int
     serving: bool
     uptime_seconds: float
     detail: str
+    state: str
+    """``serving``; ``loading`` what a supervisor has started and does not listen yet; ``not ready`` a gateway without a
+    worker to ask; ``not serving``."""
 
 
 def status(
     runtime_dir: RuntimeDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Say what runs here and whether it serves; exit code 0 when all of it does, else 1."""
+    """Say what runs here and whether it serves; exit code 0 when all of it does, else 1.
+
+    While a model is loaded its worker is `loading`, the gateway is `not ready`, and the exit code is 1.
+    """
     folder = runtime_dir or default_runtime_dir()
     parts = parts_in(folder)
     if as_json:
@@ -60,8 +75,8 @@ def status(
     else:
         table = Table("what", "", "pid", "up", "")
         for part in parts:
-            state = "[green]serving[/green]" if part.serving else "[red]not serving[/red]"
-            table.add_row(part.name, state, str(part.pid) if part.pid > 0 else "-", _ago(part), part.detail)
+            color = _COLORS[part.state]
+            table.add_row(part.name, f"[{color}]{part.state}[/{color}]", _pid(part), _ago(part), part.detail)
         Console().print(table)
     if not parts or not all(part.serving for part in parts):
         raise SystemExit(1)
@@ -73,17 +88,25 @@ def stop(
 ) -> None:
     """End what runs here in order: no new requests, then running ones, then the cache. What is durable stays."""
     folder = runtime_dir or default_runtime_dir()
-    for process in _to_end(folder):
+    ending = _to_end(folder)
+    for process in ending:
         with contextlib.suppress(psutil.NoSuchProcess):
-            named = " ".join(word for word in process.cmdline()[2:4] if not word.startswith("-"))
-            what = f"{named} (process {process.pid})"
+            what = f"{_typed(process.cmdline())} (process {process.pid})"
             process.terminate()
             if not _ended(process, seconds):
                 raise Unavailable(f"{what} did not end within {seconds:g} s; wait, or kill it")
             print(f"stopped {what}")
     if left := [part.name for part in parts_in(folder) if part.pid >= 0]:
         raise Unavailable(f"{', '.join(left)} still runs in {folder}; stop it where it was started")
-    print(f"nothing runs in {folder}")
+    if not ending:
+        print(f"nothing runs in {folder}")
+
+
+def _typed(arguments: list[str]) -> str:
+    """What a user calls a program of ours."""
+    named = [word for word in arguments[2:4] if not word.startswith("-")]
+    ours = [name for name, program in PROGRAMS.items() if list(program) == named[: len(program)]]
+    return f"kvsidecar {ours[0]}" if ours else " ".join(named)
 
 
 def _ended(process: psutil.Process, seconds: float) -> bool:
@@ -98,24 +121,88 @@ def _ended(process: psutil.Process, seconds: float) -> bool:
 
 
 def parts_in(folder: Path) -> list[Part]:
-    """The daemon, the workers by name, and the gateway if a supervisor is there."""
+    """The daemon and the workers by name; where a supervisor is, those that do not listen yet, and the gateway."""
     sockets = sorted(folder.glob("*.sock"), key=lambda path: (path.name != _CACHE, path.name))
     found = [_part(path) for path in sockets]
-    for supervisor in _supervisors(_listeners(folder)):
-        for child in supervisor.children():
-            if "gateway" in _arguments(child):
-                found.append(Part("gateway", child.pid, True, time.time() - child.create_time(), ""))
+    node = supervised(folder)
+    return found if node is None else _with_awaited({part.name: part for part in found}, node)
+
+
+def _with_awaited(found: dict[str, Part], node: Supervised) -> list[Part]:
+    """All parts of a node: of those that do not listen, whether they are on their way."""
+    children = _children(node)
+    for name in ["cache", *(f"worker-{i}" for i in range(node.workers))]:
+        if (name != "cache" or node.cache) and (name not in found or found[name].pid < 0):
+            child = children.get(name)
+            doing = "its model is being loaded" if name != "cache" else "its store is being opened"
+            if child is None:
+                found[name] = Part(name, -1, False, 0.0, "its process is about to be started", LOADING)
+            else:
+                found[name] = Part(name, child.pid, False, _age(child), doing, LOADING)
+    gateway = gateway_of(node, children.get("gateway"))
+    ordered = sorted(found.values(), key=lambda part: (part.name != "cache", len(part.name), part.name))
+    return [*ordered, gateway]
+
+
+def gateway_of(node: Supervised, process: psutil.Process | None = None) -> Part:
+    """The gateway of a node, asked whether it has a worker to ask."""
+    ready = _healthy(node.url)
+    state = SERVING if ready else NOT_READY
+    return Part("gateway", process.pid if process else -1, ready, _age(process) if process else 0.0, node.url, state)
+
+
+def _healthy(url: str) -> bool:
+    place = urlsplit(url)
+    if place.scheme == "https":
+        # Whoever it is, it is asked for nothing but whether it serves.
+        anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            place.hostname or "", place.port, timeout=_PATIENCE_SECONDS, context=anybody
+        )
+    else:
+        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_PATIENCE_SECONDS)
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except ssl.SSLError:
+            return True  # it listens, and wants a certificate of whoever asks
+        except (OSError, http.client.HTTPException):
+            return False
+
+
+def _children(node: Supervised) -> dict[str, psutil.Process]:
+    """A supervisor's processes by the name of their part."""
+    found = {}
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(node.pid).children():
+            given = _arguments(child)
+            names = [word.removeprefix("--name=") for word in given if word.startswith("--name=")]
+            if "cache_daemon" in given:
+                found["cache"] = child
+            elif "gateway" in given:
+                found["gateway"] = child
+            elif names:
+                found[names[0]] = child
     return found
+
+
+def _age(process: psutil.Process) -> float:
+    """Seconds since its start."""
+    with contextlib.suppress(psutil.Error):
+        return float(time.time() - process.create_time())
+    return 0.0
 
 
 def _part(path: Path) -> Part:
     pid = _listener(path)
     name = path.name.removesuffix(".sock")
     if pid is None:
-        return Part(name, -1, False, 0.0, "its socket is left, and nobody listens there")
+        return Part(name, -1, False, 0.0, "its socket is left, and nobody listens there", NOT_SERVING)
     uptime = 0.0
     with contextlib.suppress(psutil.Error):
-        uptime = time.time() - psutil.Process(pid).create_time() if pid else 0.0
+        uptime = _age(psutil.Process(pid)) if pid else 0.0
     with grpc.insecure_channel(socket_target(path)) as channel:
         try:
             check = health_pb2_grpc.HealthStub(channel).Check
@@ -124,7 +211,7 @@ def _part(path: Path) -> Part:
             detail = _of_cache(channel) if path.name == _CACHE else _of_worker(channel)
         except grpc.RpcError as error:
             serving, detail = False, error.details() or error.code().name
-    return Part(name, pid, serving, uptime, detail)
+    return Part(name, pid, serving, uptime, detail, SERVING if serving else NOT_SERVING)
 
 
 def _of_cache(channel: grpc.Channel) -> str:
@@ -145,7 +232,7 @@ def _of_worker(channel: grpc.Channel) -> str:
 def _to_end(folder: Path) -> list[psutil.Process]:
     """Supervisors, who end their children in order; then what runs without one, the daemon last."""
     listeners = _listeners(folder)
-    supervisors = _supervisors(listeners)
+    supervisors = _supervisors(folder, listeners)
     own = {child.pid for supervisor in supervisors for child in supervisor.children()}
     alone = [process for process in listeners if process.pid not in own]
     return [*supervisors, *sorted(alone, key=lambda process: "cache_daemon" in _arguments(process))]
@@ -163,8 +250,11 @@ def _listeners(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def _supervisors(listeners: list[psutil.Process]) -> list[psutil.Process]:
+def _supervisors(folder: Path, listeners: list[psutil.Process]) -> list[psutil.Process]:
     found = {}
+    if node := supervised(folder):  # whose parts may not listen yet
+        with contextlib.suppress(psutil.Error):
+            found[node.pid] = psutil.Process(node.pid)
     for process in listeners:
         with contextlib.suppress(psutil.Error):
             parent = process.parent()
@@ -191,6 +281,10 @@ def _listener(path: Path) -> int | None:
         except OSError:
             return None
         return int(_CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0])
+
+
+def _pid(part: Part) -> str:
+    return str(part.pid) if part.pid > 0 else "-"
 
 
 def _ago(part: Part) -> str:

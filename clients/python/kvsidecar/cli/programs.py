@@ -35,14 +35,21 @@ def become(command: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def of_another(flag: str) -> str:
-    """For a flag that ``serve`` has not and a process of its node has: whose it is, and the variable that sets it.
-    Else nothing."""
+    """For a flag that ``serve`` has not and processes of its node have: whose it is, and the variables that set it
+    there. Else nothing."""
     name = flag.removeprefix("--").replace("-", "_")
+    variables = {}
     for service in ("daemon", "worker", "gateway"):
         settings = settings_of(service)
         if name in settings.model_fields:
-            return f"{flag} is of kvsidecar {service}: set {settings.model_config['env_prefix']}{name.upper()}"
-    return ""
+            variables[service] = f"{settings.model_config['env_prefix']}{name.upper()}"
+    if not variables:
+        return ""
+    if len(variables) == 1:
+        ((service, variable),) = variables.items()
+        return f"{flag} is of kvsidecar {service}: set {variable}"
+    owners = " and ".join(f"kvsidecar {service}" for service in variables)
+    return f"{flag} is of {owners}: set " + " or ".join(f"{v} (the {s}'s)" for s, v in variables.items())
 
 
 def settings_of(service: str) -> Any:

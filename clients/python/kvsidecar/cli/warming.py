@@ -89,7 +89,7 @@ def warm(
     reaching = (
         _gateway(url, api_key, salt, model, kept, _seconds("--wait", wait))
         if url
-        else _worker(worker, salt, model, kept)
+        else _worker(worker, salt, model, kept, deadline - time.monotonic())
     )
     with reaching as read:
         for done, text in enumerate(track(found, description="warming", console=console, disable=len(found) < 2)):
@@ -154,8 +154,8 @@ def _kept(ttl: str) -> int | None:
 
 
 @contextmanager
-def _worker(address: str | None, salt: str, model: str, kept: int | None) -> Iterator[Read]:
-    with connected(address) as client:
+def _worker(address: str | None, salt: str, model: str, kept: int | None, seconds: float) -> Iterator[Read]:
+    with connected(address, seconds) as client:
 
         def read(text: Text, seconds: float) -> Warmed:
             prompt: Any = text.fields.get("prompt", text.fields.get("messages"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -13,6 +14,7 @@ from kvsidecar.client import Client, Completion
 from kvsidecar.connecting import explain, listens
 from kvsidecar.errors import Unavailable
 from kvsidecar.runtime import default_runtime_dir
+from kvsidecar.supervised import supervised
 from kvsidecar.workers import target_of
 
 Address = Annotated[
@@ -20,17 +22,36 @@ Address = Annotated[
 ]
 Adapter = Annotated[str, typer.Option("--model", help="One of the worker's LoRA adapters; the model when left out.")]
 console = Console()
+_LOOK_SECONDS = 0.2
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[Client]:
-    """A client of the worker. That nothing listens there is one sentence, which says what to do."""
+def connected(address: str | None, patience_seconds: float = float("inf")) -> Iterator[Client]:
+    """A client of the worker. While ``serve`` starts it is waited for, for ``patience_seconds`` at the most; that
+    nothing listens there is one sentence, which says what to do."""
     target = target_of(address)
+    if address is None:
+        _wait_for_start(time.monotonic() + patience_seconds)
     with Client(address) as client:
         try:
             yield client
         except Unavailable as error:
             raise explain(error, target, encrypted=False, absent=_absent(target, address)) from error
+
+
+def _wait_for_start(until: float) -> None:
+    """Waits while a node is here of which no worker listens yet."""
+    folder = default_runtime_dir()
+    told = False
+    while not any(listens(socket) for socket in folder.glob("worker-*.sock")) and supervised(folder) is not None:
+        if time.monotonic() > until:
+            return
+        if not told:
+            told = True
+            Console(stderr=True).print(
+                "kvsidecar serve is starting: waiting until its model is loaded; Ctrl-C ends this", highlight=False
+            )
+        time.sleep(_LOOK_SECONDS)
 
 
 def _absent(target: str, address: str | None) -> str:

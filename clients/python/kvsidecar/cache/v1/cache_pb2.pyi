@@ -279,7 +279,7 @@ class Heartbeat(_message.Message):
     skipped_tokens: _builtins.int
     """Tokens of those prompts."""
     prompts: _builtins.int
-    """Prompts that the worker has served."""
+    """Prompts that the worker has served, without those that were not to read the cache."""
     prompt_tokens: _builtins.int
     """Tokens of these prompts."""
     cached_tokens: _builtins.int
@@ -1979,7 +1979,8 @@ class StatsResponse(_message.Message):
     """Chunks waiting to be written to the durable tier now."""
     prompts: _builtins.int
     """Prompts that workers have served, what they had in tokens, how many of these were not computed anew, and how many
-    of those were in the worker's own pool. The same numbers as in the answers' usage.
+    of those were in the worker's own pool. The same numbers as in the answers' usage. Prompts that were not to read the
+    cache (skip_read, prompt_logprobs) are left out: they were no chance to reuse anything.
     """
     prompt_tokens: _builtins.int
     """See prompts."""

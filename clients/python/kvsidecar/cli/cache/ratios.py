@@ -10,7 +10,8 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 
 @dataclass(frozen=True)
 class HitRatios:
-    """Shares of the tokens of all prompts that workers have served; None before the first.
+    """Shares of the tokens of all prompts that workers have served and that could reuse something; None before the
+    first.
 
     ``total`` is what the answers' usage counts as cached, so it agrees with the gateway's numbers. The others split it:
     in a worker's own ``pool``, in the daemon's ``arena``, in the durable tier (``disk``) and in the ``remote`` one.
