@@ -9,6 +9,7 @@ from secrets import token_hex
 
 from kvsidecar.errors import InvalidRequest, PromptTooLong, UnknownModel
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import REST_OF_CONTEXT
 
 from inference_svc import options
 from inference_svc.engine.room import Room
@@ -83,7 +84,7 @@ class Prompter:
             size = self._refuse_characters(*_texts_in(prompt))
             if size > _MOST_CUT * self._context * _USUAL_CHARACTERS:
                 raise PromptTooLong(
-                    f"the prompt has {size} characters, too many to be read for its end; send less of it"
+                    f"the prompt is too long: it has {size} characters, too many to be read for its end; send less"
                 )
             ids, marks = self._cut(prompt, *self.tokens(prompt, generation_prompt, cache), most, middle)
             self._refuse_longer(len(ids))
@@ -121,7 +122,7 @@ class Prompter:
         size = sum(map(len, texts))
         if size > self._most_characters:
             raise PromptTooLong(
-                f"the prompt has {size} characters; a context of {self._context} tokens holds at most "
+                f"the prompt is too long: it has {size} characters; a context of {self._context} tokens holds at most "
                 f"{self._most_characters}"
             )
         return size
@@ -138,7 +139,7 @@ class Prompter:
                 # A cut within a word makes a few tokens more of it.
                 cut = _CUT_TOKENS if len(text) > _PIECE_CHARACTERS else 0
                 counted += max(0, len(self._ids(text[at : at + _PIECE_CHARACTERS], False)) - cut)
-                self._room.check(counted, f"prompt's first {at + _PIECE_CHARACTERS} characters have about")
+                self._room.check(counted, f"its first {at + _PIECE_CHARACTERS} characters have about")
 
     def tokens(
         self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None
@@ -273,8 +274,8 @@ class Prompter:
             return None
         if request.truncate_prompt_tokens:
             return request.truncate_prompt_tokens
-        wanted = request.max_tokens if request.HasField("max_tokens") else options.DEFAULT_MAX_TOKENS
-        answer = max(1, wanted, request.min_tokens)
+        named = request.HasField("max_tokens") and request.max_tokens != REST_OF_CONTEXT
+        answer = max(1, request.max_tokens if named else options.DEFAULT_MAX_TOKENS, request.min_tokens)
         if answer >= self._context:
             raise InvalidRequest(
                 f"the prompt is to leave room for an answer of {answer} tokens; a context of {self._context} has none "

@@ -153,8 +153,9 @@ class Supervisor:
         if not self._stop.is_set():
             log.info("ready", url=f"{url}/v1", model=self._worker.model, workers=self._config.workers)
             name = self._worker.served_name or self._worker.model
-            page = f"a page at {url}, " if self._config.page else ""
-            print(f"{name} is ready: {page}OpenAI's API at {url}/v1; try: kvsidecar chat", flush=True)
+            shown, beside = _to_open(self._config.host, self._config.port)
+            page = f"a page at {shown}, " if self._config.page else ""
+            print(f"{name} is ready: {page}OpenAI's API at {shown}/v1{beside}; try: kvsidecar chat", flush=True)
 
     async def _ready(self, child: Child, socket: Path) -> None:
         """Waits until a child answers on its socket."""
@@ -308,6 +309,15 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     except KeyboardInterrupt:  # while a model was fetched
         return EXIT_CODE
+
+
+def _to_open(host: str, port: int) -> tuple[str, str]:
+    """The URL to open for a gateway that listens there, and what is to be said beside it: nobody can open the address
+    that stands for all of a machine's."""
+    if host not in ("0.0.0.0", "::"):
+        return f"http://{TcpAddress(host, port)}", ""
+    elsewhere = f"from other machines http://{TcpAddress(os.uname().nodename, port)}/v1"
+    return f"http://{TcpAddress('localhost', port)}", f" ({elsewhere}; it listens on {TcpAddress(host, port)})"
 
 
 def _of_workers(config: ServeConfig) -> WorkerConfig:

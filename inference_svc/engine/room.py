@@ -42,19 +42,20 @@ class Room:
         longest = min(context, most) if outgrows(pool, piece, context) else context
         return cls(context, longest, pool.pages, pool.overflow_pages)
 
-    def check(self, tokens: int, counted: str = "prompt has") -> None:
+    def check(self, tokens: int, counted: str = "it has") -> None:
         """Refuses a prompt that leaves no room for an answer. Raises PromptTooLong, and where it is the pool that is
         too small for it, PromptExceedsPool."""
         if tokens < self.longest:
             return
         if tokens >= self.context:
             raise PromptTooLong(
-                f"the {counted} {tokens} tokens; with one token of answer at most {self.context} are allowed"
+                f"the prompt is too long: {counted} {tokens} tokens, and the maximum context length is {self.context} "
+                "with one token of answer at least"
             )
         beyond = f" and its overflow {self.overflow_pages}" if self.overflow_pages else ""
         raise PromptExceedsPool(
-            f"the {counted} {tokens} tokens, which with one of answer need {-(-(tokens + 1) // PAGE_TOKENS)} pages of "
-            f"{PAGE_TOKENS} tokens; this worker's pool has {self.pages}{beyond}, so at most {self.longest} tokens are "
-            f"allowed (of the {self.context} that the model allows): shorten it, or start the worker with a larger "
-            "--pool-bytes or --overflow-bytes"
+            f"the prompt is too long: {counted} {tokens} tokens, which with one of answer need "
+            f"{-(-(tokens + 1) // PAGE_TOKENS)} pages of {PAGE_TOKENS} tokens; this worker's pool has "
+            f"{self.pages}{beyond}, so at most {self.longest} tokens are allowed (of the {self.context} that the model "
+            "allows): shorten it, or start the worker with a larger --pool-bytes or --overflow-bytes"
         )

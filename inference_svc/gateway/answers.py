@@ -20,13 +20,14 @@ def finish_reason(value: pb.FinishReason.ValueType) -> str | None:
     return _FINISH.get(value)
 
 
-def model(found: pb.GetModelResponse, name: str) -> dict[str, Any]:
-    """A model, or an adapter of it by its name, as lists of them have it; the lengths are extensions, ``max_model_len``
+def model(found: pb.GetModelResponse, name: str, created: int) -> dict[str, Any]:
+    """A model, or an adapter of it by its name, as lists of them have it. ``created`` is when the gateway started, in
+    seconds since 1970: when a model was made, its files do not say. The lengths are extensions, ``max_model_len``
     and ``parent``, the model that an adapter is of, are vLLM's."""
     return {
         "id": name,
         "object": "model",
-        "created": 0,
+        "created": created,
         "owned_by": "kvsidecar",
         "context_length": found.context_length,
         "max_model_len": found.context_length,

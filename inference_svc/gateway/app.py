@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from kvsidecar import __version__
 from kvsidecar.errors import InvalidRequest, KVSidecarError, Unavailable, UnknownModel, UnsupportedOption, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import REST_OF_CONTEXT
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from inference_svc.gateway import answers
@@ -64,13 +65,15 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         served = {name: w.model for w in self.router.alive for name in w.names}
-        return JSONResponse({"object": "list", "data": [answers.model(m, name) for name, m in served.items()]})
+        return JSONResponse(
+            {"object": "list", "data": [answers.model(m, name, self.router.started) for name, m in served.items()]}
+        )
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if not name:
             raise UnknownModel("name a model", param="model")
-        return JSONResponse(answers.model(self._worker(name).model, name))
+        return JSONResponse(answers.model(self._worker(name).model, name, self.router.started))
 
     async def tokenize(self, request: Request) -> Response:
         body = parse(TokenizeBody, await self._body(request))
@@ -159,7 +162,7 @@ class Gateway:
         model = self._named(parsed.model)
         writer = ResponseWriter(parsed, model, self._memory, [*before, *parsed.messages()])
         asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
-        asked.model = model
+        self._complete([asked], model)
         pieces = about("text.format", self._merge([asked], not parsed.stream))
         if parsed.stream:
             return _events(writer.stream(await while_there(request, first_of(pieces)), pieces))
@@ -202,8 +205,7 @@ class Gateway:
             for i, prompt in enumerate(prompts)
             for choice in range(parsed.choices)
         ]
-        for one in requests:
-            one.model = model
+        self._complete(requests, model)
         writer = Writer(answer_id, model, chat, parsed)
         shared = ask_once(requests, parsed.choices)
         pieces = about(parsed.grammar[0], self._merge(requests, not parsed.stream))
@@ -216,6 +218,13 @@ class Gateway:
         if requests[0].HasField("prompt_logprobs"):  # megabytes, perhaps
             return await asyncio.to_thread(JSONResponse, found)
         return JSONResponse(found)
+
+    def _complete(self, requests: list[pb.GenerateRequest], model: str) -> None:
+        """Sets what is this gateway's to say: the model, and how long answers are where their request does not."""
+        for one in requests:
+            one.model = model
+            if one.max_tokens == REST_OF_CONTEXT and self._config.default_max_tokens:
+                one.max_tokens = max(self._config.default_max_tokens, one.min_tokens)
 
     def _named(self, model: str) -> str:
         """What answers say as their model: the one asked for, or the one that is served."""

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 B = TypeVar("B", bound=BaseModel)
 
 # Part of OpenAI's API, but not of this server: refused unless they have the value that changes nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
     "bad_words": (None, []),
@@ -27,12 +27,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
     "modalities": (None, ["text"]),
     "prediction": (None,),
-    "reasoning_effort": (None,),
+    "reasoning_effort": (None, "medium"),  # OpenAI's default, as of verbosity
     "return_token_ids": (None, False),
     "return_tokens_as_token_ids": (None, False),
     "suffix": (None, ""),
     "use_beam_search": (None, False),
-    "verbosity": (None,),
+    "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
 # Meant for the service around the model; accepted and without effect there too.
@@ -90,8 +90,8 @@ def parse(kind: type[B], body: Any) -> B:
     refuse_unwritable(body)
     kept = {}
     for name, value in body.items():
-        if name in _NEUTRAL and name not in kind.model_fields:
-            if value not in _NEUTRAL[name]:
+        if name in NEUTRAL and name not in kind.model_fields:
+            if value not in NEUTRAL[name]:
                 raise UnsupportedOption(f"{name} is not supported by this server; leave it out", param=name)
         elif name in kind.model_fields:
             if value is not None:  # null is the default

@@ -61,6 +61,8 @@ class GatewayConfig(BaseSettings):
     """Serve the page at /."""
     cache_socket: Path | None = Field(default_factory=lambda: default_runtime_dir() / "cache.sock")
     """Private socket of the cache daemon, of which the page tells; none to tell nothing of it."""
+    default_max_tokens: int = Field(default=0, ge=0, lt=2**31)
+    """Most tokens of a chat's answer or a response that names none; 0 for all that the context still holds."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     """Larger requests are refused."""
     receive_seconds: float = Field(default=60.0, gt=0)
@@ -116,6 +118,13 @@ class GatewayConfig(BaseSettings):
     def _of_one_node(cls, value: Path | None, info: ValidationInfo) -> Path | None:
         if value is not None and info.data.get("nodes"):
             raise ValueError("tenants are for the gateway of one node; give the file to the gateways of the nodes")
+        return value
+
+    @field_validator("default_max_tokens")
+    @classmethod
+    def _by_a_node(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("nodes"):
+            raise ValueError("it is for the gateway of one node; set it at the gateways of the nodes")
         return value
 
     @field_validator("node_cert_key", "tls_key")

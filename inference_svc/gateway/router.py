@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -93,6 +94,7 @@ class Router:
     """Keeps track of the workers and of what each has read."""
 
     def __init__(self, targets: list[str]) -> None:
+        self.started = int(time.time())
         self.workers = [Worker(t, AsyncClient(t, RECONNECT)) for t in targets]
         self._read_by: OrderedDict[bytes, Worker] = OrderedDict()
         self._pollers: list[asyncio.Task[None]] = []

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.layout import MAX_TTL_SECONDS
-from kvsidecar.requests import speculation_of, truncation_of
+from kvsidecar.requests import REST_OF_CONTEXT, speculation_of, truncation_of
 from pydantic import BaseModel, ConfigDict, Field
 
 from inference_svc.gateway.messages import Messages, answer_start
@@ -20,6 +20,7 @@ MAX_CHOICES = 8
 MAX_ANSWERS = 512
 MAX_LOGPROBS = 20
 _LARGEST = 2**31 - 1
+REST = "Without a value: what the context still holds, or what the gateway's --default-max-tokens says."
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 CacheTtl = Annotated[int, Field(ge=1, le=MAX_TTL_SECONDS)] | None
 
@@ -173,7 +174,10 @@ class ChatRequest(Common):
     """Body of ``/v1/chat/completions``."""
 
     messages: Messages = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=_LARGEST)
+    max_tokens: int | None = Field(default=None, ge=1, le=_LARGEST, description=REST)
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, le=_LARGEST, description=f"Counts instead of max_tokens. {REST}"
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] | None = None
@@ -195,6 +199,8 @@ class ChatRequest(Common):
         request = super().to_grpc(prompt, choice, request_id)
         if self.max_completion_tokens is not None:
             request.max_tokens = self.max_completion_tokens
+        elif self.max_tokens is None:
+            request.max_tokens = REST_OF_CONTEXT
         use = tool_use(self.tool_choice, self.parallel_tool_calls, bool(self.tools))
         if use is not None:
             request.tool_use.CopyFrom(use)
@@ -207,7 +213,7 @@ class CompletionRequest(Common):
     """Body of ``/v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = Field(default=None, ge=0, le=_LARGEST)
+    max_tokens: int | None = Field(default=None, ge=0, le=_LARGEST, description="Without a value: 256.")
     """0, with ``echo``, for nothing but the prompt."""
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)

@@ -49,7 +49,7 @@ class WarmBody(BaseModel):
 def serving(router: Router) -> dict[str, Any]:
     """What is served, and by how many workers."""
     alive = [worker for worker in router.workers if worker.alive]
-    models = {name: answers.model(worker.model, name) for worker in alive for name in worker.names}
+    models = {name: answers.model(worker.model, name, router.started) for worker in alive for name in worker.names}
     return {"models": list(models.values()), "workers": len(alive)}
 
 

@@ -21,13 +21,24 @@ from inference_svc.gateway.tools import call_deltas, whole_calls
 
 # A path that is longer is nobody's mistake in writing.
 _LONGEST_PATH = 100
+# Errors that have a name in OpenAI's API, which its clients look for (https://platform.openai.com/docs/guides/error-codes).
+# Others have our own.
+_CODES = {
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "PROMPT_EXCEEDS_POOL": "context_length_exceeded",
+    "UNKNOWN_MODEL": "model_not_found",
+    "UNSUPPORTED_OPTION": "unsupported_parameter",
+    "OVERLOADED": "rate_limit_exceeded",
+    "UNAUTHENTICATED": "invalid_api_key",
+}
 
 
 def error_response(error: KVSidecarError) -> JSONResponse:
     """An error in OpenAI's format."""
     _, code = status_of(error)
     kind = "invalid_request_error" if code < 500 else "server_error"
-    body = {"error": {"message": str(error), "type": kind, "param": error.param or None, "code": error.reason.lower()}}
+    named = _CODES.get(error.reason, error.reason.lower())
+    body = {"error": {"message": str(error), "type": kind, "param": error.param or None, "code": named}}
     return JSONResponse(body, status_code=code)
 
 
@@ -35,7 +46,8 @@ def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] |
     """What is not served, in OpenAI's format; ``known`` are paths that are."""
     asked = meant(path[:_LONGEST_PATH], known)
     text = f"{path[:_LONGEST_PATH]} is not served here{asked}" if code == 404 else f"{path} takes no {method}"
-    error = {"message": text, "type": "invalid_request_error", "param": None, "code": "not_found"}
+    named = {404: "not_found", 405: "method_not_allowed"}.get(code, "invalid_request")
+    error = {"message": text, "type": "invalid_request_error", "param": None, "code": named}
     return JSONResponse({"error": error}, status_code=code, headers=headers)
 
 

@@ -18,7 +18,7 @@ BAD: list[tuple[Any, dict[str, Any], type[KVSidecarError], str]] = [
     ("", {}, InvalidRequest, "the prompt is empty"),
     ([], {}, InvalidRequest, "the prompt is empty"),
     ([5000], {}, InvalidRequest, "token id 5000 is outside the vocabulary of 4096"),
-    ([7] * 5000, {}, PromptTooLong, "the prompt has 5000 tokens"),
+    ([7] * 5000, {}, PromptTooLong, "the prompt is too long: it has 5000 tokens"),
     ("x", {"temperature": 2.5}, InvalidRequest, "temperature is 2.5"),
     ("x", {"temperature": float("nan")}, InvalidRequest, "temperature is nan"),
     ("x", {"top_p": 0.0}, InvalidRequest, "top_p is 0.0"),

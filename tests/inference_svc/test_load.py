@@ -151,7 +151,7 @@ def test_what_cannot_run_is_refused() -> None:
     while not running.outputs:
         time.sleep(0.001)
     context = engine.loaded.context_length
-    with pytest.raises(PromptTooLong, match=f"at most {context} are allowed"):
+    with pytest.raises(PromptTooLong, match=f"the maximum context length is {context} with"):
         engine.submit(Request(prompt(0, context), 1).sequence)
     numbers = rf"256 tokens, which .* need 9 pages of 32 tokens; .* pool has 8, .* 256 .* \(of the {context} "
     with pytest.raises(PromptExceedsPool, match=numbers) as refused:

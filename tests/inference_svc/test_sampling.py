@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvsidecar.errors import GenerationFailed, InvalidRequest, PromptTooLong
 from kvsidecar.inference.v1.inference_pb2 import Sampling
-from kvsidecar.requests import to_request
+from kvsidecar.requests import REST_OF_CONTEXT, to_request
 from numpy.typing import NDArray
 
 from inference_svc.engine.drawing import draw
@@ -270,7 +270,7 @@ def test_of_a_prompt_that_is_too_long_the_end_is_read_on_request() -> None:
     assert read(40).cache.marks.segment_ends == (20,)
     assert read(0).tokens == ids[-70:], "with room for the answer"
     assert read(0).cache.marks.segment_ends == (20, 50)
-    with pytest.raises(PromptTooLong, match="the prompt has 500 tokens"):
+    with pytest.raises(PromptTooLong, match="the prompt is too long: it has 500 tokens"):
         read(1000)
 
 
@@ -285,6 +285,22 @@ def test_what_is_read_of_a_long_prompt_leaves_room_for_the_usual_answer() -> Non
         with pytest.raises(InvalidRequest, match="a context of 256 has none for the prompt then") as caught:
             shorter.sequence(asked, lambda _: None, 0.0)
         assert caught.value.param == "truncate_prompt_tokens"
+
+
+def test_who_asks_for_the_rest_of_the_context_gets_that_and_no_more() -> None:
+    prompter = Prompter(load("demo"), 300)
+
+    def read(tokens: int, **options: Any) -> Sequence:
+        return prompter.sequence(to_request([7] * tokens, max_tokens=REST_OF_CONTEXT, **options), lambda _: None, 0.0)
+
+    assert [read(tokens).max_tokens for tokens in (1, 200, 299)] == [299, 100, 1]
+    assert read(100, min_tokens=200).max_tokens == 200
+    with pytest.raises(InvalidRequest, match="min_tokens is 201, and the answer can have at most 200"):
+        read(100, min_tokens=201)
+    for cut in ({"truncate_prompt_tokens": 0}, {"truncate": "middle"}):
+        long, short = read(500, **cut), read(20, **cut)
+        assert (len(long.tokens), long.max_tokens) == (300 - DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
+        assert (len(short.tokens), short.max_tokens) == (20, 280), "what is not cut leaves more"
 
 
 def test_a_text_far_too_long_is_not_read_for_its_end() -> None:
@@ -309,7 +325,7 @@ def test_of_a_prompt_that_is_too_long_beginning_and_end_are_read_on_request() ->
     assert read(truncate="middle", truncate_prompt_tokens=1).tokens == ids[-1:]
     assert read(truncate="left").tokens == ids[-70:]
     assert read(ids[:70], truncate="middle").tokens == ids[:70], "what fits is read whole"
-    with pytest.raises(PromptTooLong, match="the prompt has 500 tokens"):
+    with pytest.raises(PromptTooLong, match="the prompt is too long: it has 500 tokens"):
         read()
     with pytest.raises(InvalidRequest, match="truncate is 'right'; allowed are left, middle"):
         read(truncate="right")

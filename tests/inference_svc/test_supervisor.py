@@ -201,6 +201,19 @@ def test_stop_ends_everything_in_order(served: Served) -> None:
     assert not list((served.folder / "kvsidecar").glob("*.sock"))
 
 
+def test_a_node_for_all_addresses_says_one_that_can_be_opened(tmp_path: Path) -> None:
+    served = Served(tmp_path, workers=1, host="0.0.0.0")
+    try:
+        served.until(lambda: "is ready" in served.text())
+        said = next(line for line in served.text().splitlines() if "is ready" in line)
+        assert f"a page at http://localhost:{served.port}, OpenAI's API at http://localhost:{served.port}/v1 (" in said
+        assert f"it listens on 0.0.0.0:{served.port})" in said
+        assert f"from other machines http://{os.uname().nodename}:{served.port}/v1" in said
+        assert httpx.get(f"http://localhost:{served.port}/v1/models", timeout=10).status_code == 200
+    finally:
+        served.end()
+
+
 def test_a_supervisor_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     """Whichever kind of address it listens on."""
     with socket.socket(socket.AF_INET6) as probe:

@@ -14,6 +14,8 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 MAX_GRAMMAR_BYTES = 1 << 16
 """The largest grammar, schema or list of choices that a worker takes."""
+REST_OF_CONTEXT = 2**32 - 1
+"""``max_tokens`` of an answer that may have all that the context still holds."""
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]

@@ -27,6 +27,8 @@ _PLACES, _MOST_OTHER = 3, 8
 _GENERATION, _TENANTS = 1 << 14, 32
 # Stands between answers, and is no token.
 _END = -1
+# A sequence's own tokens get room in pieces of so many.
+_ROOM = 1024
 # So much of a prompt's end belongs to what an answer followed.
 _CONTEXT = 4
 
@@ -71,9 +73,11 @@ class Lookup:
 
     def _guess(self, sequence: Sequence, most: int, width: int) -> Draft:
         own = self._own.get(sequence)
-        if own is None:
-            # An answer is never longer: what there is room for is all that will be added.
-            own = self._own[sequence] = Chains(sequence.prompt_tokens + sequence.max_tokens)
+        tokens = len(sequence.tokens)
+        if own is None or own.capacity < tokens:
+            # Twice what is there, and again when that is full: many answers may be as long as the context, and few are.
+            longest = sequence.prompt_tokens + sequence.max_tokens
+            own = self._own[sequence] = Chains(max(tokens, min(longest, _ROOM * -(-2 * tokens // _ROOM))))
         own.add(sequence.tokens[own.length :])
         tail, tree = sequence.tokens[-MOST_MATCHED:], _Growing(most)
         found = self._find(sequence, own, tail, width)

@@ -8,8 +8,11 @@ from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from pydantic import BaseModel, ConfigDict, Field
 
 from inference_svc.gateway.messages import TextAlone
-from inference_svc.gateway.schema import CacheTtl, ChatRequest
+from inference_svc.gateway.schema import REST, CacheTtl, ChatRequest
 from inference_svc.gateway.structured import JsonSchema
+
+# OpenAI's default, which asks for nothing.
+_USUAL_EFFORT = ("effort", "medium")
 
 
 class Part(BaseModel):
@@ -97,7 +100,7 @@ class Text(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     format: Format | None = None
-    verbosity: None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class ResponsesRequest(BaseModel):
@@ -111,7 +114,7 @@ class ResponsesRequest(BaseModel):
     store: bool | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(default=None, description=REST)
     temperature: float | None = None
     top_p: float | None = None
     text: Text | None = None
@@ -147,7 +150,8 @@ class ResponsesRequest(BaseModel):
 
     def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
         """The chat that goes on from ``before``. Raises InvalidRequest, UnsupportedOption."""
-        for name, asked in (("include", self.include or []), ("reasoning", (self.reasoning or {}).values())):
+        reasoning = {name: asked for name, asked in (self.reasoning or {}).items() if (name, asked) != _USUAL_EFFORT}
+        for name, asked in (("include", self.include or []), ("reasoning", reasoning.values())):
             if any(asked):
                 raise UnsupportedOption(f"{name} is not supported by this server; leave it out", param=name)
         instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]

@@ -203,7 +203,7 @@ def test_what_changes_nothing_passes(gateway: Gateway, plain: list[str]) -> None
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "allowed are 1 and more"),
         ({"truncate": "right"}, "truncate", "'left' or 'middle'"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
-        ({"truncate_prompt_tokens": 2**30, "prompt": [7] * 6000}, None, "the prompt has 6000 tokens"),
+        ({"truncate_prompt_tokens": 2**30, "prompt": [7] * 6000}, None, "the prompt is too long: it has 6000 tokens"),
         ({"use_beam_search": True}, "use_beam_search", "not supported"),
         ({"bad_words": ["x"]}, "bad_words", "not supported"),
         ({"temprature": 1}, "temprature", r"\(did you mean temperature\?\); leave it out"),
@@ -260,7 +260,7 @@ def test_pictures_and_sounds_are_refused_in_one_sentence(
         gateway.client.post(path, body=body, cast_to=object)
     assert caught.value.body == {
         "message": f"{part}.content.0 is of the type '{kind}'; the models of this server read text alone",
-        "type": "invalid_request_error", "param": f"{part}.content.0", "code": "unsupported_option",
+        "type": "invalid_request_error", "param": f"{part}.content.0", "code": "unsupported_parameter",
     }  # fmt: skip
 
 

@@ -124,3 +124,18 @@ def test_what_else_is_found_has_other_tokens_behind_it(text: list[int], tail: li
     assert len(set(following)) == len(following) <= 3
     for match in found:
         assert text[match.place + 1 - match.length : match.place + 1] == tail[-match.length :]
+
+
+def test_room_grows_with_the_text_and_not_with_what_an_answer_may_have() -> None:
+    """Answers that may be as long as the context cost no more than others, and are guessed alike."""
+    text = [1, 2, 3, 4, 5, 9, 2, 3, 4]
+    short, long = sequence(text, 6000), sequence(text, 1 << 30)
+    exact, growing = Lookup(), Lookup()
+    exact._own[short] = Chains(len(text) + 6000)
+    for i in range(6000):
+        if not i % 250:
+            assert growing.propose([Wish(long, 4)]) == exact.propose([Wish(short, 4)])
+            assert growing._own[long].capacity <= 1024 + 2 * len(long.tokens)
+        for one in (short, long):
+            one.tokens.append(i * i % 11)
+    assert growing.propose([Wish(long, 4)])[0].tokens

@@ -245,7 +245,7 @@ def test_what_cannot_be_kept_to_is_refused_by_its_name(door: Door, params: dict[
         ({}, "the prompt is missing"),
         ({"tokenized": vllm.TokenizedInput(original_text="text alone")}, "the prompt is empty"),
         ({"tokenized": tokenized([2**32 - 1])}, "token id 4294967295 is outside the vocabulary"),
-        ({"tokenized": tokenized([5] * 5000)}, "the prompt has 5000 tokens"),
+        ({"tokenized": tokenized([5] * 5000)}, "the prompt is too long: it has 5000 tokens"),
         ({"text": "a", "request_id": "x" * 129}, "request_id has 129 characters"),
         ({"text": "a", "data_parallel_rank": 1}, "data_parallel_rank is 1"),
         ({"text": "a", "mm_inputs": vllm.MultimodalInputs()}, "mm_inputs is not supported"),

@@ -646,7 +646,9 @@ class GenerateRequest(_message.Message):
     TRUNCATION_FIELD_NUMBER: _builtins.int
     SPECULATION_BRANCHES_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate; at least 1. Default: 256, or what the context still holds if that is less."""
+    """Most tokens to generate; at least 1, and never more than the context still holds, which is what 4,294,967,295 asks
+    for. Default: 256.
+    """
     ignore_eos: _builtins.bool
     """Go on after the model's end-of-sequence token. Default false."""
     logprobs: _builtins.int
@@ -667,7 +669,8 @@ class GenerateRequest(_message.Message):
     """Special tokens have their text in the answer, which they have not otherwise."""
     truncate_prompt_tokens: _builtins.int
     """Read this many of the prompt's last tokens at most, and the beginning-of-sequence token that text gets; 0 for those
-    that leave room for max_tokens, or for one token. Absent: a prompt that is too long is refused.
+    that leave room for max_tokens, or for one token; for 256 where max_tokens is 4,294,967,295. Absent: a prompt that is
+    too long is refused.
     """
     prompt_logprobs: _builtins.int
     """Number of likeliest alternatives to report with every token of the prompt, 0 to 20. All of the prompt is computed
