@@ -162,7 +162,7 @@ class Gateway:
         model = self._named(parsed.model)
         writer = ResponseWriter(parsed, model, self._memory, [*before, *parsed.messages()])
         asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
-        self._complete([asked], model)
+        self._fill_in([asked], model)
         pieces = about("text.format", self._merge([asked], not parsed.stream))
         if parsed.stream:
             return _events(writer.stream(await while_there(request, first_of(pieces)), pieces))
@@ -205,7 +205,7 @@ class Gateway:
             for i, prompt in enumerate(prompts)
             for choice in range(parsed.choices)
         ]
-        self._complete(requests, model)
+        self._fill_in(requests, model)
         writer = Writer(answer_id, model, chat, parsed)
         shared = ask_once(requests, parsed.choices)
         pieces = about(parsed.grammar[0], self._merge(requests, not parsed.stream))
@@ -219,7 +219,7 @@ class Gateway:
             return await asyncio.to_thread(JSONResponse, found)
         return JSONResponse(found)
 
-    def _complete(self, requests: list[pb.GenerateRequest], model: str) -> None:
+    def _fill_in(self, requests: list[pb.GenerateRequest], model: str) -> None:
         """Sets what is this gateway's to say: the model, and how long answers are where their request does not."""
         for one in requests:
             one.model = model

@@ -20,7 +20,7 @@ MAX_CHOICES = 8
 MAX_ANSWERS = 512
 MAX_LOGPROBS = 20
 _LARGEST = 2**31 - 1
-REST = "Without a value: what the context still holds, or what the gateway's --default-max-tokens says."
+DEFAULT_LENGTH = "Without a value: what the context still holds, or what the gateway's --default-max-tokens says."
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 CacheTtl = Annotated[int, Field(ge=1, le=MAX_TTL_SECONDS)] | None
 
@@ -174,9 +174,9 @@ class ChatRequest(Common):
     """Body of ``/v1/chat/completions``."""
 
     messages: Messages = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1, le=_LARGEST, description=REST)
+    max_tokens: int | None = Field(default=None, ge=1, le=_LARGEST, description=DEFAULT_LENGTH)
     max_completion_tokens: int | None = Field(
-        default=None, ge=1, le=_LARGEST, description=f"Counts instead of max_tokens. {REST}"
+        default=None, ge=1, le=_LARGEST, description=f"Counts instead of max_tokens. {DEFAULT_LENGTH}"
     )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)

@@ -8,7 +8,7 @@ from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from pydantic import BaseModel, ConfigDict, Field
 
 from inference_svc.gateway.messages import TextAlone
-from inference_svc.gateway.schema import REST, CacheTtl, ChatRequest
+from inference_svc.gateway.schema import DEFAULT_LENGTH, CacheTtl, ChatRequest
 from inference_svc.gateway.structured import JsonSchema
 
 # OpenAI's default, which asks for nothing.
@@ -114,7 +114,7 @@ class ResponsesRequest(BaseModel):
     store: bool | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(default=None, description=REST)
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(default=None, description=DEFAULT_LENGTH)
     temperature: float | None = None
     top_p: float | None = None
     text: Text | None = None
