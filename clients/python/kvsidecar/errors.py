@@ -26,6 +26,8 @@ _DETAILS_KEY = "grpc-status-details-bin"
 _LONGEST_TEXT, _LONGEST_END = 1500, 400
 # What gRPC says where nothing listens: the address, some words of its own, and the system's reason.
 _NOBODY_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: (\w+):(\S+): .*: ([\w ]+)")
+# Where one listens that speaks HTTP/1.1 alone, as the gateway does.
+_HTTP_1_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: \w+:(\S+): .*\bhttp1\..*")
 
 
 class KVSidecarError(Exception):
@@ -319,6 +321,16 @@ def unary(
     return decorate
 
 
+def _for_grpc(place: str) -> str:
+    from kvsidecar.runtime import default_runtime_dir  # here: it imports this module
+
+    return (
+        f"{place} is an HTTP address, as the gateway's is, and does not speak gRPC; a worker's gRPC is at its "
+        f"socket, of kvsidecar serve {default_runtime_dir() / 'worker-0.sock'}, or at the HOST:PORT of its --tcp; "
+        f"chat, generate and warm talk to the gateway with --url http://{place}"
+    )
+
+
 def from_rpc(error: grpc.RpcError) -> KVSidecarError:
     """The error that a failed call stands for, whatever server sent it."""
     code, text = error.code(), error.details() or ""
@@ -330,6 +342,11 @@ def from_rpc(error: grpc.RpcError) -> KVSidecarError:
                 info = error_details_pb2.ErrorInfo()
                 if detail.Unpack(info) and info.reason in _BY_REASON:
                     return _BY_REASON[info.reason](status.message, param=info.metadata.get("param", ""))
+    if not_grpc := _HTTP_1_THERE.fullmatch(text):
+        return FailedPrecondition(_for_grpc(not_grpc[1]))
     if nobody := _NOBODY_THERE.fullmatch(text):
         return Unavailable(f"nothing answers at {nobody[2]} ({nobody[3]}); is it running?")
-    return _BY_CODE.get(code, KVSidecarError)(f"{code.name}: {text}" if text else code.name)
+    kind = _BY_CODE.get(code, KVSidecarError)
+    if text and code.name == kind.reason:  # whoever shows both would say it twice
+        return kind(text)
+    return kind(f"{code.name}: {text}" if text else code.name)

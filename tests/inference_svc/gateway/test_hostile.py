@@ -8,8 +8,11 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from kvsidecar.errors import ConfigurationError
+from kvsidecar import Client
+from kvsidecar.cli.main import app
+from kvsidecar.errors import ConfigurationError, FailedPrecondition
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from benchmarks.node import Node
 from inference_svc.gateway.config import GatewayConfig
@@ -18,6 +21,24 @@ from tests.inference_svc.gateway.conftest import Gateway, of_node
 PAGE = "https://chat.example.com"
 PATIENCE_SECONDS = 30.0
 SECRET = "the otter sleeps in the reeds"
+
+
+def test_a_client_of_grpc_is_told_that_it_asks_an_http_address(two: Node) -> None:
+    own = of_node(two)
+    try:
+        for host in ("127.0.0.1", "localhost"):
+            with Client(f"{host}:{own.port}") as client, pytest.raises(FailedPrecondition) as said:
+                client.model()
+            assert f":{own.port} is an HTTP address" in str(said.value)
+            assert f"--url http://127.0.0.1:{own.port}" in str(said.value) or host == "localhost"
+            assert "worker-0.sock" in str(said.value)
+        done = CliRunner().invoke(app, ["generate", "x", "--worker", f"127.0.0.1:{own.port}"])
+        assert isinstance(done.exception, FailedPrecondition)
+    finally:
+        own.close()
+    lines = [line for line in two.read_log().splitlines() if "Invalid HTTP request received" in line and line[0] == "{"]
+    assert lines
+    assert {json.loads(line)["level"] for line in lines} == {"warning"}
 
 
 @pytest.fixture(scope="module")

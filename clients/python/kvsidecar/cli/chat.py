@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvsidecar.cli.worker import Adapter, Address, connected, console, show_costs
+from kvsidecar.cli.over_http import ApiKey, HttpClient, Url, asking
+from kvsidecar.cli.worker import Adapter, Address, console, show_costs
 from kvsidecar.client import Client, Completion
 from kvsidecar.models.library import BUILT_IN
 
@@ -23,9 +24,11 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; the model's own when left out.")] = None,
     model: Adapter = "",
+    url: Url = "",
+    api_key: ApiKey = "",
 ) -> None:
     """Talk to the model; each turn shows how much of the conversation was read from the cache."""
-    with connected(worker) as client:
+    with asking(worker, url, api_key) as client:
         name = model or client.model().model_id
         console.print(f"[dim]{name}. /help says what there is; Ctrl-D ends the conversation.[/dim]", highlight=False)
         if name == BUILT_IN:
@@ -59,7 +62,11 @@ def _asked() -> str | None:
 
 
 def _answer(
-    client: Client, messages: list[dict[str, str]], max_tokens: int, temperature: float | None, model: str
+    client: Client | HttpClient,
+    messages: list[dict[str, str]],
+    max_tokens: int,
+    temperature: float | None,
+    model: str,
 ) -> str:
     """Writes an answer as it comes. Ctrl-C ends it; what was said until then stays in the conversation."""
     said: list[str] = []

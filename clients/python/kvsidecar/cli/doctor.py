@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cli.cache.daemon import connected
@@ -50,7 +50,8 @@ class Finding:
 def doctor() -> None:
     """Say what is installed, what would be used, what is reachable, and what to do."""
     findings = [*_machine(), *_packages(), *_kernels(), *_bits(), *_services(), *engine_findings()]
-    table = Table("what", "", "detail", "what to do")
+    # URLs and paths in full, however narrow the terminal.
+    table = Table("what", "", Column("detail", overflow="fold"), Column("what to do", overflow="fold"))
     for f in findings:
         table.add_row(f.what, f.state, f.detail, f.advice)
     Console().print(table)

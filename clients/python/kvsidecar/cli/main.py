@@ -16,7 +16,8 @@ from kvsidecar.cli import events as events_command
 from kvsidecar.cli import models as model_commands
 from kvsidecar.cli import node as node_commands
 from kvsidecar.cli import services, warming
-from kvsidecar.cli.worker import Adapter, Address, connected, console, show_costs
+from kvsidecar.cli.over_http import ApiKey, Url, asking
+from kvsidecar.cli.worker import Adapter, Address, console, show_costs
 from kvsidecar.client import Completion
 from kvsidecar.errors import KVSidecarError
 
@@ -57,9 +58,11 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     model: Adapter = "",
+    url: Url = "",
+    api_key: ApiKey = "",
 ) -> None:
     """Continue a text."""
-    with connected(worker) as client:
+    with asking(worker, url, api_key) as client:
         final: Completion | None = None
         for part in client.stream(
             _read(prompt), max_tokens=max_tokens, temperature=temperature, seed=seed, model=model

@@ -23,7 +23,7 @@ import psutil
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
@@ -73,7 +73,7 @@ def status(
     elif not parts:
         print(f"nothing runs in {folder}; start it with: kvsidecar serve")
     else:
-        table = Table("what", "", "pid", "up", "")
+        table = Table("what", "", "pid", "up", Column(overflow="fold"))
         for part in parts:
             color = _COLORS[part.state]
             table.add_row(part.name, f"[{color}]{part.state}[/{color}]", _pid(part), _ago(part), part.detail)
