@@ -89,21 +89,24 @@ def pick_width(wanted: str | int, stored: int, device: torch.device) -> int:
 def quantize_linears(model: nn.Module, bits: int, shown: bool = True) -> int:
     """Replaces the linear layers of a model that the kernel takes, one by one, with a progress bar if it is to be
     ``shown``. Returns how many."""
-    chosen = [
-        (parent, name, child)
-        for path, parent in model.named_modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and name not in _ROUTERS
-    ]
+    chosen = [path for path, module in model.named_modules() if type(module) is nn.Linear]
     done = 0
     with Progress(transient=True, disable=not shown) as progress:
-        for parent, name, child in progress.track(chosen, description=f"quantizing weights to {bits} bits"):
-            kept = kept_at(name, child.in_features, child.out_features, bits)
-            if kept is None:
-                continue
-            setattr(parent, name, QuantizedLinear(quantized.quantize(child.weight.detach(), *kept), child.bias))
-            done += 1
+        for path in progress.track(chosen, description=f"quantizing weights to {bits} bits"):
+            done += quantize_linear(model, path, bits)
     return done
+
+
+def quantize_linear(model: nn.Module, path: str, bits: int) -> bool:
+    """Replaces the linear layer of this path in a model, if the kernel takes it. Returns whether it did."""
+    name, linear = path.rpartition(".")[2], model.get_submodule(path)
+    if type(linear) is not nn.Linear or name in _ROUTERS:
+        return False
+    kept = kept_at(name, linear.in_features, linear.out_features, bits)
+    if kept is None:
+        return False
+    model.set_submodule(path, QuantizedLinear(quantized.quantize(linear.weight.detach(), *kept), linear.bias))
+    return True
 
 
 def kept_at(name: str, inputs: int, outputs: int, bits: int) -> tuple[int, int] | None:

@@ -19,7 +19,7 @@ from inference_svc.engine import fused
 from inference_svc.freed_memory import give_back_freed_memory
 from inference_svc.model.dense_linear import fit_linears
 from inference_svc.model.progress import shown
-from inference_svc.model.quantized_linear import quantize_linears
+from inference_svc.model.quantized_linear import quantize_linear
 from inference_svc.model.skeleton import skeleton
 from inference_svc.model.streaming import opaque
 from inference_svc.model.streaming.layerfile import LayerWriter, Stored
@@ -65,8 +65,9 @@ class Recipe:
 
 
 def build(folder: Path, recipe: Recipe, size: int) -> None:
-    """Fills an empty folder with some ``size`` bytes. Of the model there is never more than one layer in memory, or its
-    head where oneDNN packs it. Raises ModelUnsupported, and ConfigurationError where the disk is too small."""
+    """Fills an empty folder with some ``size`` bytes. Of the model there is never more than one layer in memory, as it
+    is kept and one weight of it as it comes, or its head where oneDNN packs it. Raises ModelUnsupported, and
+    ConfigurationError where the disk is too small."""
     if recipe.packs and recipe.bits == 16 and not opaque.available():
         raise ModelUnsupported(
             f"torch {torch.__version__} makes no packed weights over memory of ours, which streaming bfloat16 needs; "
@@ -104,6 +105,8 @@ class _Build:
                 layers[i] = self._layer(model.model.layers[i], prefix)
                 model.model.layers[i] = nn.Identity()
                 out.settle()
+                # A layer does not fit into the pieces that the one before left free: kept, they grew to several layers.
+                give_back_freed_memory()
             elif prefix == _NORM:
                 self._materials.fill(model.model.norm, prefix)
                 self._vectors(model.model.norm, "norm.")
@@ -119,9 +122,10 @@ class _Build:
 
     def _layer(self, layer: Any, prefix: str) -> dict[str, Stored]:
         recipe = self._recipe
-        self._materials.fill(layer, prefix)
-        if recipe.bits < 16:
-            quantize_linears(layer, recipe.bits, shown=False)
+        if recipe.bits == 16:
+            self._materials.fill(layer, prefix)
+        else:
+            self._fill_quantized(layer, prefix)
         can = fused.fits(layer, recipe.config)
         if self._fused not in (None, can):
             raise ModelUnsupported(f"{recipe.name} has layers of two kinds, which are not streamed; use --stream off")
@@ -137,6 +141,13 @@ class _Build:
         self._out.vectors |= {f"{start}{name}": vector.clone() for name, vector in vectors.items()}
         ordered = sorted(products.items(), key=lambda item: is_feed_forward(item[0]))
         return {name: self._put(product) for name, product in ordered}
+
+    def _fill_quantized(self, layer: nn.Module, prefix: str) -> None:
+        """Weight by weight, for a layer takes four times the memory before it is quantized."""
+        for name, module in sorted(layer.named_modules(), key=lambda item: item[0]):
+            if next(module.parameters(recurse=False), None) is not None:
+                self._materials.fill(module, f"{prefix}{name}.")
+                quantize_linear(layer, name, self._recipe.bits)
 
     def _own(self, layer: nn.Module) -> tuple[dict[str, Pointable], dict[str, Tensor]]:
         """The linear layers of a layer that computes by its own module, and its other parameters."""

@@ -26,6 +26,7 @@ MIB = 1 << 20
 LAYERS = 12
 CHILD = """
     import gc, os, sys
+    from inference_svc.freed_memory import keep_freed_memory
     from inference_svc.model.loader import load
     from inference_svc.model.streaming.plan import Asked
     from tests.inference_svc.streaming.conftest import computed
@@ -33,6 +34,7 @@ CHILD = """
     def most():
         return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 
+    keep_freed_memory()
     demo = load("demo", device="cpu", dtype="float32")
     computed(demo)
     del demo
