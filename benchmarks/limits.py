@@ -19,7 +19,7 @@ class MemoryLimit:
     """A limit in bytes for the processes that ``launch`` starts; use it as a context manager. Raises NoLimit."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit, self._name = limit_bytes, f"kvsidecar-{uuid.uuid4().hex[:8]}"
+        self.limit_bytes, self._name = limit_bytes, f"kvsidecar-{uuid.uuid4().hex[:8]}"
         self._folder: Path | None = None
         self.kind = ""
 
@@ -33,7 +33,7 @@ class MemoryLimit:
                 if not (top / "memory.stat").exists() and not (top / "cgroup.controllers").exists():
                     continue
                 folder.mkdir()
-                (folder / limit).write_text(str(self._limit))
+                (folder / limit).write_text(str(self.limit_bytes))
             except OSError:
                 if folder.is_dir():
                     folder.rmdir()
@@ -61,7 +61,7 @@ class MemoryLimit:
         """Runs ``python -m`` with these arguments under the limit, from its first byte on."""
         run = [sys.executable, "-m", *command]
         if self._folder is None:
-            limit = ["-p", f"MemoryMax={self._limit}", "-p", "MemorySwapMax=0"]
+            limit = ["-p", f"MemoryMax={self.limit_bytes}", "-p", "MemorySwapMax=0"]
             run = ["systemd-run", "--scope", "--quiet", "--unit", self._name, *limit, *run]
             return subprocess.Popen(run, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL)
         with (self._folder / "cgroup.procs").open("wb", buffering=0) as members:

@@ -1,7 +1,7 @@
 """A model larger than its memory limit: each way of streaming its layers, against what the disk allows.
 
 A real worker runs in a control group with a third of what the model takes (or what it needs itself, where that is more:
-a head stays in memory), after it wrote the model's file there, too.
+a head stays in memory, and with ``ffn_only_stream`` attention does), after it wrote the model's file there, too.
 ``bound_tokens_per_s`` is one forward per token, limited by nothing but reading the streamed bytes: from that very file,
 past the page cache (four reads at a time) or by way of it with its pages dropped, by the better of both, before and
 after each mode's answers. ``identical`` compares greedy answers, of one sequence and of several at once, with those of
@@ -41,8 +41,8 @@ from inference_svc.model.streaming.layerfile import ALIGNMENT, CHECKED, WEIGHTS,
 from inference_svc.model.streaming.pages import aligned
 
 _RESIDENT = "full_resident"
-# What a worker takes beside weights: interpreter, libraries, what it measures its costs with at the start.
-_WORKER_BYTES = 576 << 20
+# What a worker takes beside weights: interpreter, libraries, its pool, and what it keeps to compute in.
+_WORKER_BYTES = 672 << 20
 
 
 class Disk:
@@ -137,7 +137,7 @@ def measure(
                 "speculation": speculation,
                 "accepted_per_pass": round(said.per_pass, 3),
                 "resident_bytes": stats.resident_bytes,
-                "limit_bytes": options.limit_bytes if limit else 0,
+                "limit_bytes": limit.limit_bytes if limit else 0,
                 "peak_bytes": limit.peak_bytes if limit else rss,
                 "peak_rss_bytes": rss,
                 "streamed_bytes": stats.pass_bytes,
@@ -194,7 +194,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rows, want = list[dict[str, Any]](), list[list[int]]()
     for mode in [_RESIDENT, *options.modes]:
         say(f"{mode}: starting a worker")
-        with nullcontext() if mode == _RESIDENT else MemoryLimit(options.limit_bytes) as limit:
+        with nullcontext() if mode == _RESIDENT else MemoryLimit(options.limits[mode]) as limit:
             for row, said in measure(mode, options, layers, limit, disk.measure):
                 want = want or said
                 rows.append(row | {"identical": said == want})
@@ -247,7 +247,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     if options.quick:
         options.model, options.weights, options.answer_tokens, options.sequences = "shape:qwen2.5-0.5b", 4, 8, 2
-    options.limit_bytes = options.limit_bytes or limit_for(options)
+    stated = options.limit_bytes
+    options.limits = dict.fromkeys(options.modes, stated) if stated else limits_for(options)
+    options.limit_bytes = min(options.limits.values())
     with tempfile.TemporaryDirectory() if options.folder is None else nullcontext(options.folder) as folder:
         # Of each model and width a file of its own.
         kind = f"{options.model}-{options.weights}-{options.dtype or 'auto'}".replace("/", "-").replace(":", "-")
@@ -255,15 +257,19 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         return run(options)
 
 
-def limit_for(options: argparse.Namespace) -> int:
-    """A third of what the model takes, or what a worker needs with all of its layers streamed."""
+def limits_for(options: argparse.Namespace) -> dict[str, int]:
+    """For each mode a third of what the model takes, or what a worker needs for it."""
     if not options.model.startswith("shape:"):
         raise ConfigurationError(f"model is {options.model}; give --limit-bytes, or a shape:NAME")
     dtype = pick_dtype(options.dtype or "auto", torch.bfloat16, torch.device("cpu"))
     register()
     found = expected(recipe_of_shape(options.model, dtype, options.weights))
-    slots = options.slots * max(map(sum, found.sizes.layers))
-    return max(found.kept // 3, _WORKER_BYTES + found.sizes.always + slots)
+    attention, feed_forward = zip(*found.sizes.layers, strict=True)
+    slots = {mode: options.slots * max(map(sum, found.sizes.layers)) for mode in options.modes}
+    if "ffn_only_stream" in slots:
+        slots["ffn_only_stream"] = sum(attention) + options.slots * max(feed_forward)
+    least = _WORKER_BYTES + found.sizes.always
+    return {mode: max(found.kept // 3, least + size) for mode, size in slots.items()}
 
 
 if __name__ == "__main__":

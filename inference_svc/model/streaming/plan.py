@@ -82,9 +82,10 @@ def reserved(asked: Asked) -> int:
 
 
 def decide(sizes: Sizes, free: int, asked: Asked) -> Residency:
-    """What ``asked`` comes to with ``free`` bytes. ``auto`` takes what streams the fewest bytes; a mode that is asked
-    for by name is taken whether it fits or not, but for how many layers ``partial_resident`` keeps where nobody said.
-    Raises ConfigurationError when layers are asked for that are not there, and when ``auto`` finds nothing that fits.
+    """What ``asked`` comes to with ``free`` bytes. ``auto`` takes what streams the fewest bytes, ``partial_resident``
+    keeps as many layers as fit where nobody said how many. Raises ConfigurationError when layers are asked for that are
+    not there, and when a mode that is asked for by name, or every one, does not fit: under a limit the process would be
+    killed, without a word.
     """
     count, room = len(sizes.layers), free - reserved(asked)
     if asked.keep_first + asked.keep_last > count:
@@ -93,23 +94,27 @@ def decide(sizes: Sizes, free: int, asked: Asked) -> Residency:
         )
     full = _made("full_stream", sizes, (Part.ALL,) * count, asked.slots)
     feed_forward = _made("ffn_only_stream", sizes, (Part.FEED_FORWARD,) * count, asked.slots)
-    if asked.wish == "full_stream":
-        return full
-    if asked.wish == "ffn_only_stream":
-        return feed_forward
     stated = bool(asked.keep_first or asked.keep_last)
     partial = _kept(sizes, asked.keep_first, asked.keep_last, asked.slots) if stated else _most(sizes, room, asked)
-    if asked.wish == "partial_resident":
-        return partial
-    fitting = [one for one in (partial, feed_forward, full) if one.resident_bytes <= room]
+    named = {"full_stream": full, "ffn_only_stream": feed_forward, "partial_resident": partial}
+    wanted = [named[asked.wish]] if asked.wish in named else [partial, feed_forward, full]
+    fitting = [one for one in wanted if one.resident_bytes <= room]
     if not fitting:
-        beside = f", up to {format_size(asked.beside_bytes)} of adapters and draft" if asked.beside_bytes else ""
-        raise ConfigurationError(
-            f"the model does not fit: {format_size(max(0, free))} are free, and even with every layer streamed it "
-            f"takes {format_size(full.resident_bytes)} of weights and slots, {format_size(asked.pool_bytes)} of pool "
-            f"(pool_bytes){beside} and {format_size(_SPARE_BYTES)} to compute in; lower pool_bytes or weights"
-        )
+        raise ConfigurationError(_too_large(wanted[-1], free, asked))
     return min(fitting, key=lambda one: one.streamed_bytes)
+
+
+def _too_large(residency: Residency, free: int, asked: Asked) -> str:
+    """Why it does not fit, with the numbers."""
+    how, advice = f"with --stream {asked.wish}", "; --stream auto takes what fits"
+    if residency.mode == "full_stream":
+        how, advice = "even with every layer streamed", " or weights"
+    beside = f", up to {format_size(asked.beside_bytes)} of adapters and draft" if asked.beside_bytes else ""
+    return (
+        f"the model does not fit: {format_size(max(0, free))} are free, and {how} it takes "
+        f"{format_size(residency.resident_bytes)} of weights and slots, {format_size(asked.pool_bytes)} of pool "
+        f"(pool_bytes){beside} and {format_size(_SPARE_BYTES)} to compute in; lower pool_bytes{advice}"
+    )
 
 
 def _most(sizes: Sizes, room: int, asked: Asked) -> Residency:

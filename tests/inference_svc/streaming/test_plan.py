@@ -54,13 +54,30 @@ def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
 
 
 def test_modes_by_name_are_taken_as_they_are_asked_for() -> None:
-    found = decide(SIZES, 0, Asked("partial_resident", keep_first=2, keep_last=3, slots=2))
+    plenty = 1 << 40
+    found = decide(SIZES, plenty, Asked("partial_resident", keep_first=2, keep_last=3, slots=2))
     assert found.parts == (Part.NOTHING,) * 2 + (Part.ALL,) * 3 + (Part.NOTHING,) * 3
-    assert decide(SIZES, 0, Asked("ffn_only_stream")).streamed_bytes == 8 * 30 * MIB
-    assert decide(SIZES, 1 << 40, Asked("full_stream")).streamed_bytes == 8 * 40 * MIB
-    assert decide(SIZES, 0, Asked("partial_resident", keep_last=7, slots=9)).slots == 2
+    assert decide(SIZES, plenty, Asked("ffn_only_stream")).streamed_bytes == 8 * 30 * MIB
+    assert decide(SIZES, plenty, Asked("full_stream")).streamed_bytes == 8 * 40 * MIB
+    assert decide(SIZES, plenty, Asked("partial_resident", keep_last=7, slots=9)).slots == 2
     with pytest.raises(ConfigurationError, match="keep_first is 5 and keep_last is 4; the model has 8 layers"):
         decide(SIZES, 0, Asked("partial_resident", keep_first=5, keep_last=4))
+
+
+@pytest.mark.parametrize(
+    ("wish", "weights", "said"),
+    [
+        ("full_stream", 85, "even with every layer streamed it takes 85.0 MiB .* lower pool_bytes or weights"),
+        ("ffn_only_stream", 145, "with --stream ffn_only_stream it takes 145.0 MiB .* --stream auto takes what fits"),
+        ("partial_resident", 205, "with --stream partial_resident it takes 205.0 MiB"),
+    ],
+)
+def test_a_mode_by_name_that_does_not_fit_is_refused(wish: plan.Wish, weights: int, said: str) -> None:
+    """A worker that a control group's limit kills says nothing."""
+    asked = Asked(wish, keep_first=3, slots=2, pool_bytes=9 * MIB)
+    assert decide(SIZES, free_for(weights * MIB, asked), asked).mode == wish
+    with pytest.raises(ConfigurationError, match=said):
+        decide(SIZES, free_for(weights * MIB - 1, asked), asked)
 
 
 @pytest.mark.parametrize("version", [1, 2])
