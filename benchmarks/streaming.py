@@ -7,7 +7,7 @@ past the page cache (four reads at a time) or by way of it with its pages droppe
 after each mode's answers. ``identical`` compares greedy answers, of one sequence and of several at once, with those of
 all layers resident, without a limit.
 
-With ``speculation`` the same is asked again, so that past answers give the guesses (``ngram``), ``--guesses`` for a
+With ``speculation`` the same is asked twice more, so that past answers give the guesses (``ngram``), ``--guesses`` for a
 pass. How many a model accepts of other text is no question here, but whether a pass that verifies some takes as long as
 one that does not: the bound is that of one token, times ``accepted_per_pass``.
 """
@@ -126,6 +126,8 @@ def measure(
     try:
         node.start_worker(0)
         for speculation in ("off", "ngram"):
+            if speculation != "off":  # what was answered without it is not learnt from
+                answers(node, prompts[:1], options.answer_tokens, speculation)
             before, start = disk(), node.client().stats().streaming
             said = answers(node, prompts, options.answer_tokens, speculation)
             bandwidth, stats = max(before, disk()), node.client().stats().streaming
