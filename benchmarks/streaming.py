@@ -7,9 +7,9 @@ past the page cache (four reads at a time) or by way of it with its pages droppe
 after each mode's answers. ``identical`` compares greedy answers, of one sequence and of several at once, with those of
 all layers resident, without a limit.
 
-With ``speculation`` the same is asked twice more, so that past answers give the guesses (``ngram``), ``--guesses`` for a
-pass. How many a model accepts of other text is no question here, but whether a pass that verifies some takes as long as
-one that does not: the bound is that of one token, times ``accepted_per_pass``.
+With ``speculation`` the same is asked twice more, so that a past answer gives the guesses (``ngram``), ``--guesses``
+for a pass. How many a model accepts of other text is no question here, but whether a pass that verifies some takes as
+long as one that does not: the bound is that of one token, times ``accepted_per_pass``.
 """
 
 from __future__ import annotations
