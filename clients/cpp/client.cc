@@ -3,6 +3,7 @@
 #include <grpcpp/grpcpp.h>
 #include <unistd.h>
 
+#include <climits>
 #include <cstdlib>
 
 namespace kvsidecar {
@@ -49,11 +50,51 @@ void expire(grpc::ClientContext& context, Deadline deadline) {
   if (deadline) context.set_deadline(std::chrono::system_clock::now() + *deadline);
 }
 
-void check(const grpc::Status& status) {
-  if (!status.ok()) throw Error(status);
+// An error of this side, which no worker was asked about.
+Error refusal(const std::string& message) { return Error(grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, message)); }
+
+Error is_http(const std::string& target) {
+  return refusal(target + " is an HTTP address, such as the gateway's; give a worker's gRPC: its socket (unix:/PATH) or HOST:PORT");
 }
 
+// Finds numbers that were negative before they became unsigned: what an int32 does not hold is none of the options' values.
+void refuse_negative(const google::protobuf::Message& message) {
+  using Field = google::protobuf::FieldDescriptor;
+  const auto* reflection = message.GetReflection();
+  std::vector<const Field*> fields;
+  reflection->ListFields(message, &fields);
+  for (const Field* field : fields) {
+    if (field->is_repeated()) continue;
+    if (field->cpp_type() == Field::CPPTYPE_MESSAGE) refuse_negative(reflection->GetMessage(message, field));
+    if (field->cpp_type() != Field::CPPTYPE_UINT32) continue;
+    const uint32_t value = reflection->GetUInt32(message, field);
+    if (value <= INT32_MAX) continue;
+    const std::string name = field->name();
+    throw refusal(name + " is " + std::to_string(static_cast<int32_t>(value)) + "; whole numbers from " +
+                  (name == "max_tokens" || name == "ttl_seconds" ? "1" : "0") + " to " + std::to_string(INT32_MAX) +
+                  " are allowed");
+  }
+}
+
+bool starts_with(const std::string& text, const char* start) { return text.rfind(start, 0) == 0; }
+
 }  // namespace
+
+pb::Prompt chat(const std::vector<Message>& messages) {
+  pb::Prompt prompt;
+  for (const Message& message : messages) {
+    auto* added = prompt.mutable_chat()->add_messages();
+    added->set_role(message.role);
+    added->set_content(message.content);
+  }
+  return prompt;
+}
+
+pb::Prompt text(const std::string& text) {
+  pb::Prompt prompt;
+  prompt.set_text(text);
+  return prompt;
+}
 
 Error::Error(const grpc::Status& status)
     : std::runtime_error(status.error_message()), code(status.error_code()), reason(reason_of(status.error_code())) {
@@ -78,7 +119,8 @@ std::string default_target() {
   return "unix:" + folder + "/worker-0.sock";
 }
 
-Client::Client(const std::string& target) {
+Client::Client(const std::string& target) : target_(target) {
+  if (starts_with(target, "http:") || starts_with(target, "https:")) throw is_http(target);
   grpc::ChannelArguments arguments;
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, kPingEveryMs);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kPatienceMs);
@@ -87,7 +129,17 @@ Client::Client(const std::string& target) {
       grpc::CreateCustomChannel(target, grpc::InsecureChannelCredentials(), arguments));
 }
 
+void Client::check(const grpc::Status& status) const {
+  // So gRPC's own words say that an answer began with "HTTP/1".
+  if (status.error_code() == grpc::StatusCode::UNAVAILABLE &&
+      status.error_message().find("http1.x server") != std::string::npos) {
+    throw is_http(target_);
+  }
+  if (!status.ok()) throw Error(status);
+}
+
 pb::GenerateResponse Client::generate(const pb::GenerateRequest& request, Deadline deadline) {
+  refuse_negative(request);
   grpc::ClientContext context;
   expire(context, deadline);
   pb::GenerateResponse response;
@@ -97,6 +149,7 @@ pb::GenerateResponse Client::generate(const pb::GenerateRequest& request, Deadli
 
 void Client::stream(const pb::GenerateRequest& request,
                     const std::function<bool(const pb::GenerateStreamResponse&)>& each, Deadline deadline) {
+  refuse_negative(request);
   grpc::ClientContext context;  // one that is destroyed with its call open cancels it
   expire(context, deadline);
   pb::GenerateStreamRequest wrapped;

@@ -10,6 +10,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "kvsidecar/inference/v1/inference.grpc.pb.h"
 
@@ -30,13 +31,25 @@ class Error : public std::runtime_error {
   std::string domain;
 };
 
+// One message of a conversation: a role ("system", "user", "assistant") and its text.
+struct Message {
+  std::string role, content;
+};
+
+// A conversation, rendered with the model's template.
+pb::Prompt chat(const std::vector<Message>& messages);
+
+// Text that is tokenized as it is: a model that was trained to chat goes on with it and does not answer it.
+pb::Prompt text(const std::string& text);
+
 // The first worker of `kvsidecar serve`.
 std::string default_target();
 
-// Safe for use by many threads at once.
+// Safe for use by many threads at once. Requests in which a number is negative (C++ makes 4294967293 of set_max_tokens(-3))
+// are refused before they are sent.
 class Client {
  public:
-  // "unix:/PATH" or "host:port". Connects when it is first used.
+  // "unix:/PATH" or "host:port". Connects when it is first used. Throws Error for the URL of a gateway.
   explicit Client(const std::string& target = default_target());
 
   // Answers when the whole text is there.
@@ -54,6 +67,9 @@ class Client {
   pb::InferenceService::Stub& stub() { return *stub_; }
 
  private:
+  void check(const grpc::Status& status) const;
+
+  std::string target_;
   std::unique_ptr<pb::InferenceService::Stub> stub_;
 };
 

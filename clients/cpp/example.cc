@@ -1,4 +1,4 @@
-// Streams an answer, then asks again: the second time the prompt is read from the cache.
+// Asks a chat question and streams the answer, then asks again: the second time the prompt is read from the cache.
 // Run it against `kvsidecar serve`; an argument names another worker ("unix:/PATH" or "host:port").
 #include <iostream>
 
@@ -21,11 +21,11 @@ void answer(kvsidecar::Client& client, const kvsidecar::pb::GenerateRequest& req
 }  // namespace
 
 int main(int count, char** arguments) {
-  kvsidecar::Client client(count > 1 ? arguments[1] : kvsidecar::default_target());
   kvsidecar::pb::GenerateRequest request;
-  for (int i = 0; i < 20; ++i) request.mutable_prompt()->mutable_text()->append("The harbour was quiet that morning. ");
+  *request.mutable_prompt() = kvsidecar::chat({{"user", "What is the capital of France?"}});
   request.set_max_tokens(24);
   try {
+    kvsidecar::Client client(count > 1 ? arguments[1] : kvsidecar::default_target());
     answer(client, request);
     answer(client, request);
   } catch (const kvsidecar::Error& error) {

@@ -21,7 +21,7 @@ void fact(const std::string& name, const T& value) {
 
 pb::GenerateRequest greedy(const std::string& text, int most) {
   pb::GenerateRequest request;
-  request.mutable_prompt()->set_text(text);
+  *request.mutable_prompt() = kvsidecar::text(text);
   request.set_max_tokens(most);
   request.mutable_sampling()->set_temperature(0);
   request.set_ignore_eos(true);
@@ -29,9 +29,7 @@ pb::GenerateRequest greedy(const std::string& text, int most) {
 }
 
 void asked(kvsidecar::Client& client, const std::string& text) {
-  pb::Prompt prompt;
-  prompt.set_text(text);
-  fact("warm.stored_tokens", client.warm(prompt).stored_tokens());
+  fact("warm.stored_tokens", client.warm(kvsidecar::text(text)).stored_tokens());
   const auto whole = client.generate(greedy(text, 12));
   fact("generate.text", hex(whole.text()));
   fact("generate.prompt_tokens", whole.usage().prompt_tokens());
@@ -46,6 +44,9 @@ void asked(kvsidecar::Client& client, const std::string& text) {
   });
   fact("stream.text", hex(streamed));
   fact("stream.pieces", pieces);
+  pb::GenerateRequest question = greedy("", 8);
+  *question.mutable_prompt() = kvsidecar::chat({{"user", text}});
+  fact("chat.text", hex(client.generate(question).text()));
 }
 
 void failure(const std::string& name, const std::function<void()>& call) {
@@ -69,6 +70,10 @@ void ended(kvsidecar::Client& client) {
     client.generate(greedy("more than can be said in a moment", kMost), std::chrono::milliseconds(50));
   });
   failure("refused", [&] { client.generate(greedy("nothing may be asked for", 0)); });
+  failure("negative", [&] { client.generate(greedy("less than nothing", -3)); });
+  pb::GenerateRequest request = greedy("less than nothing", 4);
+  request.mutable_sampling()->set_top_k(-3);
+  failure("negative in a stream", [&] { client.stream(request, [](const auto&) { return true; }); });
 }
 
 std::string hexadecimal(uint64_t value) {

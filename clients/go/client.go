@@ -10,12 +10,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
-	"path/filepath"
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/status"
 
 	pb "kvsidecar/gen/kvsidecar/inference/v1"
 )
@@ -28,24 +28,17 @@ type Client struct {
 	// Stub has every method of the service, for what Client does not wrap.
 	Stub       pb.InferenceServiceClient
 	connection *grpc.ClientConn
-}
-
-// DefaultTarget is the first worker of `kvsidecar serve`.
-func DefaultTarget() string {
-	folder := fmt.Sprintf("/tmp/kvsidecar-%d", os.Getuid())
-	if chosen := os.Getenv("KVSIDECAR_RUNTIME_DIR"); chosen != "" {
-		folder = chosen
-	} else if base := os.Getenv("XDG_RUNTIME_DIR"); base != "" {
-		folder = filepath.Join(base, "kvsidecar")
-	}
-	return "unix:" + filepath.Join(folder, "worker-0.sock")
+	target     string
 }
 
 // Dial makes a client for "unix:/PATH" or "host:port"; "" is DefaultTarget. It connects when it is first used.
-// Further options come after ours, so that they win.
+// Further options come after ours, so that they win. The URL of a gateway is refused.
 func Dial(target string, options ...grpc.DialOption) (*Client, error) {
 	if target == "" {
 		target = DefaultTarget()
+	}
+	if isURL(target) {
+		return nil, errHTTP(target)
 	}
 	// Over a Unix socket the authority would be its path, which is not a legal one.
 	ours := []grpc.DialOption{
@@ -56,7 +49,7 @@ func Dial(target string, options ...grpc.DialOption) (*Client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("cannot use the address %q: %w", target, err)
 	}
-	return &Client{pb.NewInferenceServiceClient(connection), connection}, nil
+	return &Client{pb.NewInferenceServiceClient(connection), connection, target}, nil
 }
 
 // Close ends all calls.
@@ -64,8 +57,11 @@ func (c *Client) Close() error { return c.connection.Close() }
 
 // Generate answers when the whole text is there.
 func (c *Client) Generate(ctx context.Context, request *pb.GenerateRequest) (*pb.GenerateResponse, error) {
+	if err := refuseNegative(request.ProtoReflect()); err != nil {
+		return nil, err
+	}
 	response, err := c.Stub.Generate(ctx, request)
-	return response, fromRPC(err)
+	return response, c.failure(err)
 }
 
 // Stream calls each with every piece as it appears; the last one has FinishReason, Usage and Timings. An error of each
@@ -73,11 +69,14 @@ func (c *Client) Generate(ctx context.Context, request *pb.GenerateRequest) (*pb
 func (c *Client) Stream(
 	ctx context.Context, request *pb.GenerateRequest, each func(*pb.GenerateStreamResponse) error,
 ) error {
+	if err := refuseNegative(request.ProtoReflect()); err != nil {
+		return err
+	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stream, err := c.Stub.GenerateStream(ctx, &pb.GenerateStreamRequest{Request: request})
 	if err != nil {
-		return fromRPC(err)
+		return c.failure(err)
 	}
 	for {
 		part, err := stream.Recv()
@@ -85,7 +84,7 @@ func (c *Client) Stream(
 			return nil
 		}
 		if err != nil {
-			return fromRPC(err)
+			return c.failure(err)
 		}
 		if err := each(part); err != nil {
 			return err
@@ -96,10 +95,18 @@ func (c *Client) Stream(
 // Warm reads a prompt into the cache, and answers when the daemon has it.
 func (c *Client) Warm(ctx context.Context, prompt *pb.Prompt) (*pb.WarmResponse, error) {
 	response, err := c.Stub.Warm(ctx, &pb.WarmRequest{Prompt: prompt})
-	return response, fromRPC(err)
+	return response, c.failure(err)
 }
 
-// Text is a prompt that is tokenized as it is.
+// failure is the error that a failed call stands for; nil stays nil.
+func (c *Client) failure(err error) error {
+	if status.Code(err) == codes.Unavailable && speaksHTTP(c.target) {
+		return errHTTP(c.target)
+	}
+	return fromRPC(err)
+}
+
+// Text is a prompt that is tokenized as it is: a model that was trained to chat goes on with it and does not answer it.
 func Text(text string) *pb.Prompt { return &pb.Prompt{Kind: &pb.Prompt_Text{Text: text}} }
 
 // Chat is a conversation, rendered with the model's template.

@@ -1,4 +1,4 @@
-"""Streams an answer, then asks again: the second time the prompt is read from the cache.
+"""Asks a chat question and streams the answer, then asks again: the second time the prompt is read from the cache.
 
 Run it against ``kvsidecar serve``; an argument names another worker (``unix:/PATH`` or ``host:port``).
 """
@@ -7,11 +7,11 @@ import sys
 
 from kvsidecar import Client, KVSidecarError
 
-PROMPT = "The harbour was quiet that morning. " * 20
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 def answer(client: Client) -> None:
-    for part in client.stream(PROMPT, max_tokens=24, deadline=60):
+    for part in client.stream(MESSAGES, max_tokens=24, deadline=60):
         print(part.text, end="", flush=True)
         if part.final is not None:
             print(f"\n[{part.final.prompt_tokens} prompt tokens, {part.final.cached_tokens} from the cache]")

@@ -1,6 +1,6 @@
 // Says what this client sees of a worker, a line for each fact, for tests/clients to judge: facts TARGET TEXT.
 // Without arguments it says the hashes of docs/protocol.md's test vectors, and checksums by length.
-import { Client, type GenerateRequest, KVSidecarError } from "./src/index.js";
+import { chat, Client, type GenerateRequest, KVSidecarError } from "./src/index.js";
 import * as keys from "./src/keys.js";
 
 const MOST = 400;
@@ -27,6 +27,8 @@ async function asked(client: Client, text: string): Promise<void> {
   }
   fact("stream.text", hex(streamed));
   fact("stream.pieces", pieces);
+  const question = chat([{ role: "user", content: text }]);
+  fact("chat.text", hex((await client.generate({ ...greedy("", 8), prompt: question })).text));
 }
 
 async function failure(name: string, call: () => Promise<unknown>): Promise<void> {
@@ -51,6 +53,24 @@ async function ended(client: Client): Promise<void> {
   });
   await failure("deadline", () => client.generate(greedy("more than can be said in a moment", MOST), { deadlineMs: 50 }));
   await failure("refused", () => client.generate(greedy("nothing may be asked for", 0)));
+  await failure("negative", () => client.generate(greedy("less than nothing", -3)));
+  await failure("negative in a stream", async () => {
+    for await (const _ of client.stream({ ...greedy("less than nothing", 4), sampling: { topK: -3 } })) break;
+  });
+}
+
+/** What only numbers of this language can be: a name for each, its option and what is refused. */
+async function refusedNumbers(client: Client): Promise<void> {
+  const wrong: [string, Partial<GenerateRequest>][] = [
+    ["fraction", { maxTokens: 2.5 }], ["nan", { maxTokens: NaN }], ["large", { maxTokens: 2 ** 32 }],
+    ["text", { sampling: { seed: "-1" } }], ["list", { stopTokenIds: [1, -2] }],
+    ["token", { prompt: { tokenIds: { ids: [0.5] } } }],
+  ];
+  for (const [name, options] of wrong) {
+    await failure(name, () => client.generate({ ...greedy("numbers", 1), ...options }));
+  }
+  await failure("deadline that is none", () => client.generate(greedy("numbers", 1), { deadlineMs: NaN }));
+  await failure("seed", () => client.generate({ ...greedy("numbers", 1), sampling: { seed: "18446744073709551615" } }));
 }
 
 async function vectors(): Promise<void> {
@@ -85,5 +105,6 @@ if (target === undefined || text === undefined) {
   const client = new Client(target);
   await asked(client, text);
   await ended(client);
+  await refusedNumbers(client);
   client.close();
 }

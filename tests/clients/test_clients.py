@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,7 +19,8 @@ import pytest
 from kvsidecar import keys
 
 from benchmarks.node import Node
-from tests.clients.toolchains import ROOT, TOOLCHAINS, Toolchain
+from tests.clients.toolchains import BUILT, ROOT, TOOLCHAINS, Toolchain
+from tests.inference_svc.gateway.conftest import of_node
 from tests.kvsidecar.test_vectors import WRITTEN
 
 CODE_OF = {"cancel": grpc.StatusCode.CANCELLED, "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -60,6 +62,16 @@ def node(port: int) -> Iterator[Node]:
     flags = {"resident_sequences": 0, "tcp": f"127.0.0.1:{port}"}
     with Node("demo", arena_bytes="64MiB", pool_bytes="64MiB", durable=False, worker_flags=flags) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def gateway(node: Node) -> Iterator[str]:
+    """Where HTTP is spoken: host:port."""
+    running = of_node(node)
+    try:
+        yield f"127.0.0.1:{running.port}"
+    finally:
+        running.close()
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +128,45 @@ def test_errors_have_their_reason(facts: dict[str, str]) -> None:
         assert int(facts[f"{name}.code"]) == code.value[0]
 
 
+def test_a_chat_is_answered_as_python_has_it(facts: dict[str, str], client: Toolchain, node: Node) -> None:
+    question = [{"role": "user", "content": text_of(client)}]
+    expected = node.client().generate(question, max_tokens=8, temperature=0, ignore_eos=True)
+    assert bytes.fromhex(facts["chat.text"]).decode() == expected.text
+
+
+def test_negative_numbers_are_refused_before_they_are_sent(facts: dict[str, str]) -> None:
+    """The worker would be told 4294967293, which is no limit. What a client refuses has no domain."""
+    for name, option in (("negative", "max"), ("negative in a stream", "top")):
+        assert (facts[f"{name}.reason"], facts[f"{name}.domain"]) == ("INVALID_REQUEST", ""), name
+        said = facts[f"{name}.message"]
+        assert option in said, said
+        assert "-3" in said, said
+        assert "whole numbers from" in said, said
+
+
+def test_typescript_refuses_what_no_whole_number_is(client: Toolchain, facts: dict[str, str]) -> None:
+    if client.name != "typescript":
+        pytest.skip("the other languages have types for it")
+    assert "maxTokens is 2.5; whole numbers from 1" in facts["fraction.message"]
+    assert "maxTokens is NaN" in facts["nan.message"]
+    assert "maxTokens is 4294967296" in facts["large.message"]
+    assert 'sampling.seed is "-1"' in facts["text.message"]
+    assert "stopTokenIds is -2" in facts["list.message"]
+    assert "prompt.tokenIds.ids is 0.5" in facts["token.message"]
+    assert "deadlineMs is NaN" in facts["deadline that is none.message"]
+    assert facts["seed.reason"] == "none"
+
+
+def test_an_http_address_is_told_apart(client: Toolchain, gateway: str) -> None:
+    """A gateway's port and, where an address is a text, its URL."""
+    addresses = [gateway, f"http://{gateway}/v1"] if client.unix else [gateway.rpartition(":")[2]]
+    for address in addresses:
+        done = client.say("example", address)
+        assert done.returncode == 1
+        assert "is an HTTP address" in done.stderr, done.stderr
+        assert "no worker is there" not in done.stderr
+
+
 def test_the_example_runs_and_is_short(client: Toolchain, address: str) -> None:
     done = client.say("example", address)
     assert done.returncode == 0, done.stderr
@@ -123,7 +174,46 @@ def test_the_example_runs_and_is_short(client: Toolchain, address: str) -> None:
     assert len(counts) == 2
     assert " 0 from" not in counts[1]
     source = next(p for p in _sources(client.folder) if p.stem.lower() == "example" or p.parent.name == "example")
-    assert len(source.read_text(encoding="utf-8").splitlines()) < 60
+    text = source.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 60
+    assert "What is the capital of France?" in text
+
+
+def test_the_readme_has_a_program_that_runs(client: Toolchain, node: Node, tmp_path: Path) -> None:
+    """As written, in an empty folder, by the README's commands."""
+    commands = {
+        "go": ["hello.go", ["go", "run", "hello.go"]],
+        "typescript": [
+            "hello.js",
+            ["npm", "init", "-y"],
+            ["npm", "pkg", "set", "type=module"],
+            ["npm", "install", "--no-audit", "--no-fund", "--prefer-offline", str(client.folder)],
+            ["node", "hello.js"],
+        ],
+    }
+    if client.name not in commands:
+        pytest.skip("it has a part of a program")
+    name, *run = commands[client.name]
+    program = (client.folder / "README.md").read_text(encoding="utf-8").split("```")[1].partition("\n")[2]
+    (tmp_path / str(name)).write_text(program, encoding="utf-8")
+    (tmp_path / "worker-0.sock").symlink_to(node.worker_socket(0))
+    own = {"GO111MODULE": "off", "GOPATH": f"{BUILT / 'go'}:/usr/share/gocode", "KVSIDECAR_RUNTIME_DIR": str(tmp_path)}
+    for command in run:
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, **own}, capture_output=True, text=True, timeout=150, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout
+
+
+def test_go_pins_the_versions_that_it_is_built_with() -> None:
+    required = dict(re.findall(r"^\t(\S+) (v\S+)$", (ROOT / "clients/go/go.mod").read_text(encoding="utf-8"), re.M))
+    assert required.keys() >= {"google.golang.org/grpc", "google.golang.org/protobuf"}
+    installed = Path("/usr/share/gocode/src/google.golang.org/grpc/version.go")
+    if installed.exists():
+        version = next(iter(re.findall(r'"([\d.]+)', installed.read_text(encoding="utf-8"))))
+        pinned = required["google.golang.org/grpc"].removeprefix("v")
+        assert [int(n) for n in pinned.split(".")] <= [int(n) for n in version.split(".")]
 
 
 def _sources(folder: Path) -> list[Path]:
@@ -160,6 +250,12 @@ def test_the_shell_script_speaks_to_a_worker(node: Node, port: int) -> None:
         answer = json.loads(said.stdout)
         expected = node.client().generate(text, max_tokens=6, temperature=0)
         assert (answer["text"], answer["usage"]["promptTokens"]) == (expected.text, expected.prompt_tokens)
+    asked = json.loads(kv(str(node.worker_socket(0)), "chat", text, MAX_TOKENS="6").stdout)
+    expected = node.client().generate([{"role": "user", "content": text}], max_tokens=6, temperature=0)
+    assert (asked["text"], asked["usage"]["promptTokens"]) == (expected.text, expected.prompt_tokens)
+    elsewhere = kv("http://localhost:8000/v1", "chat", text)
+    assert elsewhere.returncode == 2
+    assert "is an HTTP address" in elsewhere.stderr
     streamed = kv(str(node.worker_socket(0)), "stream", text, MAX_TOKENS="6").stdout
     assert "FINISH_REASON" in streamed
     refused = kv(str(node.worker_socket(0)), "generate", text, MAX_TOKENS="0")

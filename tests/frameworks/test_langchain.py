@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 import pytest
@@ -32,6 +33,18 @@ def test_answers_and_streams_agree(server: Server) -> None:
     whole = model.invoke("What is the capital of France?")
     assert "".join(part.content for part in model.stream("What is the capital of France?")) == whole.content
     assert whole.usage_metadata["input_tokens"] > 0
+
+
+def test_a_stream_says_what_came_from_the_cache(server: Server) -> None:
+    """As clients/README.md has it: with ``stream_usage``, and a salt whose cache is nobody else's."""
+    model = chat(server, max_tokens=8, stream_usage=True, extra_body={"cache_salt": uuid.uuid4().hex})
+
+    def cached() -> int:
+        told = [part.usage_metadata for part in model.stream("What is the capital of France?") if part.usage_metadata]
+        return int(told[-1]["input_token_details"].get("cache_read", 0))
+
+    assert cached() == 0
+    assert cached() > 0
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])

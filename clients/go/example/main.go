@@ -1,4 +1,4 @@
-// Streams an answer, then asks again: the second time the prompt is read from the cache.
+// Asks a chat question and streams the answer, then asks again: the second time the prompt is read from the cache.
 // Run it against `kvsidecar serve`; an argument names another worker ("unix:/PATH" or "host:port").
 package main
 
@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"strings"
 	"time"
 
 	"kvsidecar"
@@ -27,7 +26,7 @@ func main() {
 	defer client.Close()
 	most := uint32(24)
 	request := &pb.GenerateRequest{
-		Prompt:    kvsidecar.Text(strings.Repeat("The harbour was quiet that morning. ", 20)),
+		Prompt:    kvsidecar.Chat(&pb.ChatMessage{Role: "user", Content: "What is the capital of France?"}),
 		MaxTokens: &most,
 	}
 	for turn := 0; turn < 2; turn++ {

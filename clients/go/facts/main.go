@@ -65,6 +65,11 @@ func asked(client *kvsidecar.Client, text string) {
 	}))
 	fact("stream.text", hex.EncodeToString([]byte(streamed)))
 	fact("stream.pieces", pieces)
+	question := greedy("", 8)
+	question.Prompt = kvsidecar.Chat(&pb.ChatMessage{Role: "user", Content: text})
+	answer, err := client.Generate(ctx, question)
+	must(err)
+	fact("chat.text", hex.EncodeToString([]byte(answer.Text)))
 }
 
 func ended(client *kvsidecar.Client) {
@@ -80,6 +85,15 @@ func ended(client *kvsidecar.Client) {
 	failure("deadline", err)
 	_, err = client.Generate(context.Background(), greedy("nothing may be asked for", 0))
 	failure("refused", err)
+	minus := -3
+	_, err = client.Generate(context.Background(), greedy("less than nothing", uint32(minus)))
+	failure("negative", err)
+	request := greedy("less than nothing", 4)
+	wrapped := uint32(minus)
+	request.Sampling.TopK = &wrapped
+	failure("negative in a stream", client.Stream(context.Background(), request, func(*pb.GenerateStreamResponse) error {
+		return nil
+	}))
 }
 
 func failure(name string, err error) {

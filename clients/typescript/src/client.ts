@@ -1,9 +1,8 @@
-import { userInfo } from "node:os";
-import { join } from "node:path";
 import { fileURLToPath } from "node:url";
 
 import * as grpc from "@grpc/grpc-js";
 import { loadSync } from "@grpc/proto-loader";
+import protobuf from "protobufjs";
 
 import type { ProtoGrpcType } from "../gen/inference.js";
 import type { GenerateRequest } from "../gen/kvsidecar/inference/v1/GenerateRequest.js";
@@ -12,7 +11,8 @@ import type { GenerateStreamResponse__Output } from "../gen/kvsidecar/inference/
 import type { InferenceServiceClient } from "../gen/kvsidecar/inference/v1/InferenceService.js";
 import type { Prompt } from "../gen/kvsidecar/inference/v1/Prompt.js";
 import type { WarmResponse__Output } from "../gen/kvsidecar/inference/v1/WarmResponse.js";
-import { KVSidecarError } from "./errors.js";
+import { defaultTarget, failureAt, refuseUrl } from "./addresses.js";
+import { refusal, refuseNumbers } from "./numbers.js";
 
 /** How a call ends early. */
 export interface CallOptions {
@@ -27,13 +27,6 @@ const CHANNEL: grpc.ChannelOptions = { "grpc.keepalive_time_ms": 30_000, "grpc.k
 
 const PROTO = fileURLToPath(new URL("../protos/inference/v1/inference.proto", import.meta.url));
 
-/** The first worker of `kvsidecar serve`. */
-export function defaultTarget(): string {
-  const { KVSIDECAR_RUNTIME_DIR: chosen, XDG_RUNTIME_DIR: base } = process.env;
-  const folder = chosen || (base ? join(base, "kvsidecar") : `/tmp/kvsidecar-${userInfo().uid}`);
-  return `unix:${join(folder, "worker-0.sock")}`;
-}
-
 /**
  * A client of an inference worker. Requests and answers are those of kvsidecar.inference.v1 in camel case, whose fields
  * say their units and defaults. Calls that fail throw KVSidecarError. Close it when it is not needed any more.
@@ -41,9 +34,12 @@ export function defaultTarget(): string {
 export class Client {
   /** Every method of the service, for what this class does not wrap. */
   readonly stub: InferenceServiceClient;
+  private readonly request: protobuf.Type;
 
-  /** "unix:/PATH" or "host:port". Connects when it is first used. */
-  constructor(target = defaultTarget(), credentials = grpc.credentials.createInsecure()) {
+  /** "unix:/PATH" or "host:port". Connects when it is first used. Throws KVSidecarError for the URL of a gateway. */
+  constructor(private readonly target = defaultTarget(), credentials = grpc.credentials.createInsecure()) {
+    refuseUrl(target);
+    this.request = protobuf.loadSync(PROTO).lookupType("kvsidecar.inference.v1.GenerateRequest");
     const definition = loadSync(PROTO, {
       longs: Number,
       enums: String,
@@ -60,11 +56,15 @@ export class Client {
 
   /** Answers when the whole text is there. */
   generate(request: GenerateRequest, options: CallOptions = {}): Promise<GenerateResponse__Output> {
-    return unary(options, (callOptions, done) => this.stub.generate(request, callOptions, done));
+    return this.unary(options, (callOptions, done) => {
+      refuseNumbers(request, this.request);
+      return this.stub.generate(request, callOptions, done);
+    });
   }
 
   /** Gives every piece as it appears; the last one has finishReason, usage and timings. Leaving the loop cancels. */
   async *stream(request: GenerateRequest, options: CallOptions = {}): AsyncGenerator<GenerateStreamResponse__Output> {
+    refuseNumbers(request, this.request);
     const call = this.stub.generateStream({ request }, deadlineOf(options));
     const cancel = () => call.cancel();
     options.signal?.addEventListener("abort", cancel);
@@ -72,7 +72,7 @@ export class Client {
     try {
       for await (const part of call) yield part as GenerateStreamResponse__Output;
     } catch (error) {
-      throw KVSidecarError.from(error as grpc.ServiceError);
+      throw await failureAt(this.target, error as grpc.ServiceError);
     } finally {
       options.signal?.removeEventListener("abort", cancel);
       call.cancel();
@@ -81,26 +81,31 @@ export class Client {
 
   /** Reads a prompt into the cache, and answers when the daemon has it. */
   warm(prompt: Prompt, options: CallOptions = {}): Promise<WarmResponse__Output> {
-    return unary(options, (callOptions, done) => this.stub.warm({ prompt }, callOptions, done));
+    return this.unary(options, (callOptions, done) => {
+      refuseNumbers({ prompt }, this.request);
+      return this.stub.warm({ prompt }, callOptions, done);
+    });
+  }
+
+  private unary<T>(
+    options: CallOptions,
+    start: (callOptions: grpc.CallOptions, done: grpc.requestCallback<T>) => grpc.ClientUnaryCall,
+  ): Promise<T> {
+    return new Promise((resolve, reject) => {
+      const call = start(deadlineOf(options), (error, response) => {
+        options.signal?.removeEventListener("abort", cancel);
+        if (error) failureAt(this.target, error).then(reject, reject);
+        else resolve(response as T);
+      });
+      const cancel = () => call.cancel();
+      options.signal?.addEventListener("abort", cancel);
+      if (options.signal?.aborted) cancel();
+    });
   }
 }
 
 function deadlineOf({ deadlineMs }: CallOptions): grpc.CallOptions {
-  return deadlineMs === undefined ? {} : { deadline: Date.now() + deadlineMs };
-}
-
-function unary<T>(
-  options: CallOptions,
-  start: (callOptions: grpc.CallOptions, done: grpc.requestCallback<T>) => grpc.ClientUnaryCall,
-): Promise<T> {
-  return new Promise((resolve, reject) => {
-    const call = start(deadlineOf(options), (error, response) => {
-      options.signal?.removeEventListener("abort", cancel);
-      if (error) reject(KVSidecarError.from(error));
-      else resolve(response as T);
-    });
-    const cancel = () => call.cancel();
-    options.signal?.addEventListener("abort", cancel);
-    if (options.signal?.aborted) cancel();
-  });
+  if (deadlineMs === undefined) return {};
+  if (!(deadlineMs >= 0)) throw refusal(`deadlineMs is ${deadlineMs}; milliseconds from 0 on are allowed`);
+  return { deadline: Date.now() + deadlineMs };
 }

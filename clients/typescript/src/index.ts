@@ -1,6 +1,10 @@
-export { Client, defaultTarget, type CallOptions } from "./client.js";
+export { defaultTarget } from "./addresses.js";
+export { Client, type CallOptions } from "./client.js";
 export { KVSidecarError } from "./errors.js";
 export * from "./keys.js";
+export { chat, text, tokens } from "./prompts.js";
+export type { Chat } from "../gen/kvsidecar/inference/v1/Chat.js";
+export type { ChatMessage } from "../gen/kvsidecar/inference/v1/ChatMessage.js";
 export type { GenerateRequest } from "../gen/kvsidecar/inference/v1/GenerateRequest.js";
 export type { GenerateResponse__Output as GenerateResponse } from "../gen/kvsidecar/inference/v1/GenerateResponse.js";
 export type { GenerateStreamResponse__Output as GenerateStreamResponse } from "../gen/kvsidecar/inference/v1/GenerateStreamResponse.js";

@@ -52,6 +52,7 @@ public final class Client implements AutoCloseable {
 
     /** Answers when the whole text is there. */
     public GenerateResponse generate(GenerateRequest request, Duration deadline) {
+        Numbers.refuseNegative(request);
         return call(deadline, stub -> stub.generate(request));
     }
 
@@ -62,6 +63,7 @@ public final class Client implements AutoCloseable {
      * @throws KVSidecarException with reason CANCELLED when {@code each} returned false
      */
     public void stream(GenerateRequest request, Duration deadline, Predicate<GenerateStreamResponse> each) {
+        Numbers.refuseNegative(request);
         GenerateStreamRequest wrapped = GenerateStreamRequest.newBuilder().setRequest(request).build();
         try (Context.CancellableContext context = Context.current().withCancellation()) {
             context.run(() -> call(deadline, stub -> {
@@ -87,7 +89,7 @@ public final class Client implements AutoCloseable {
         channel.shutdownNow();
     }
 
-    /** A prompt that is tokenized as it is. */
+    /** Text that is tokenized as it is: a model that was trained to chat goes on with it and does not answer it. */
     public static Prompt text(String text) {
         return Prompt.newBuilder().setText(text).build();
     }
@@ -101,11 +103,16 @@ public final class Client implements AutoCloseable {
         return Prompt.newBuilder().setChat(chat).build();
     }
 
+    /** A message of a conversation: a role ("system", "user", "assistant") and its text. */
+    public static ChatMessage message(String role, String content) {
+        return ChatMessage.newBuilder().setRole(role).setContent(content).build();
+    }
+
     private <T> T call(Duration deadline, Function<InferenceServiceBlockingStub, T> method) {
         try {
             return method.apply(stub.withDeadlineAfter(deadline.toNanos(), TimeUnit.NANOSECONDS));
         } catch (StatusRuntimeException error) {
-            throw KVSidecarException.from(error);
+            throw KVSidecarException.at(channel.authority(), error);
         }
     }
 }

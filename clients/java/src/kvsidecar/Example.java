@@ -4,14 +4,17 @@ import java.time.Duration;
 import kvsidecar.inference.v1.Inference.GenerateRequest;
 import kvsidecar.inference.v1.Inference.GenerateStreamResponse;
 
-/** Streams an answer, then asks again: the second time the prompt is read from the cache. Argument: a worker's port. */
+/**
+ * Asks a chat question and streams the answer, then asks again: the second time the prompt is read from the cache. Argument:
+ * a worker's port.
+ */
 public final class Example {
     private Example() {}
 
     public static void main(String[] arguments) {
         int port = arguments.length > 0 ? Integer.parseInt(arguments[0]) : 50051;
         GenerateRequest request = GenerateRequest.newBuilder()
-                .setPrompt(Client.text("The harbour was quiet that morning. ".repeat(20)))
+                .setPrompt(Client.chat(Client.message("user", "What is the capital of France?")))
                 .setMaxTokens(24)
                 .build();
         try (Client client = new Client("localhost", port)) {

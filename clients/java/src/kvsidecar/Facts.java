@@ -62,6 +62,8 @@ public final class Facts {
         });
         fact("stream.text", hex(streamed.toString()));
         fact("stream.pieces", pieces[0]);
+        GenerateRequest question = greedy("", 8).toBuilder().setPrompt(Client.chat(Client.message("user", text))).build();
+        fact("chat.text", hex(client.generate(question, LONG).getText()));
     }
 
     private static void ended(Client client) {
@@ -69,6 +71,10 @@ public final class Facts {
         Duration moment = Duration.ofMillis(50);
         failure("deadline", () -> client.generate(greedy("more than can be said in a moment", MOST), moment));
         failure("refused", () -> client.generate(greedy("nothing may be asked for", 0), LONG));
+        failure("negative", () -> client.generate(greedy("less than nothing", -3), LONG));
+        GenerateRequest request = greedy("less than nothing", 4).toBuilder()
+                .setSampling(Sampling.newBuilder().setTopK(-3)).build();
+        failure("negative in a stream", () -> client.stream(request, LONG, part -> true));
     }
 
     private static void failure(String name, Runnable call) {

@@ -13,6 +13,8 @@ import java.io.IOException;
  */
 public final class KVSidecarException extends RuntimeException {
     private static final long serialVersionUID = 1;
+    /** "HTTP/" in hexadecimal: so netty reports what came instead of a frame. */
+    private static final String HTTP_BEGINS = "485454502f";
     private final Status.Code code;
     private final String reason;
     private final String domain;
@@ -34,6 +36,21 @@ public final class KVSidecarException extends RuntimeException {
 
     public String domain() {
         return domain;
+    }
+
+    /** An error of this side, which no worker was asked about. */
+    static KVSidecarException refusal(String message) {
+        return from(Status.INVALID_ARGUMENT.withDescription(message).asRuntimeException());
+    }
+
+    /** The error that a failed call stands for, and that of an address where HTTP/1 is spoken. */
+    static KVSidecarException at(String authority, StatusRuntimeException error) {
+        for (Throwable cause = error; cause != null; cause = cause.getCause()) {
+            if (String.valueOf(cause.getMessage()).contains(HTTP_BEGINS)) {
+                return refusal(authority + " is an HTTP address, such as the gateway's; give the HOST and PORT of a worker's gRPC");
+            }
+        }
+        return from(error);
     }
 
     /** Reads google.rpc.ErrorInfo out of a call's status (https://google.aip.dev/193). */

@@ -1,0 +1,33 @@
+package kvsidecar
+
+import (
+	"fmt"
+	"math"
+
+	"google.golang.org/protobuf/reflect/protoreflect"
+)
+
+// refuseNegative looks for numbers that were negative before somebody wrote uint32(n): -3 is 4294967293 in a message,
+// which would be no limit. What is more than an int32 holds is none of the options' values.
+func refuseNegative(message protoreflect.Message) error {
+	var found error
+	message.Range(func(field protoreflect.FieldDescriptor, value protoreflect.Value) bool {
+		switch {
+		case field.IsList() || field.IsMap():
+		case field.Kind() == protoreflect.MessageKind:
+			found = refuseNegative(value.Message())
+		case field.Kind() == protoreflect.Uint32Kind && value.Uint() > math.MaxInt32:
+			found = refusal(fmt.Sprintf("%s is %d (%d as an int32); whole numbers from %d to %d are allowed",
+				field.Name(), value.Uint(), int32(value.Uint()), least(field), math.MaxInt32))
+		}
+		return found == nil
+	})
+	return found
+}
+
+func least(field protoreflect.FieldDescriptor) int {
+	if field.Name() == "max_tokens" || field.Name() == "ttl_seconds" {
+		return 1
+	}
+	return 0
+}

@@ -1,0 +1,32 @@
+package kvsidecar;
+
+import com.google.protobuf.Descriptors.FieldDescriptor;
+import com.google.protobuf.Message;
+import java.util.Map;
+
+/** What fields of a request may hold. */
+final class Numbers {
+    private Numbers() {}
+
+    /**
+     * Looks for negative numbers in unsigned fields, which Java has as int: the worker would read 4294967293 for -3.
+     *
+     * @throws KVSidecarException with reason INVALID_REQUEST
+     */
+    static void refuseNegative(Message message) {
+        for (Map.Entry<FieldDescriptor, Object> set : message.getAllFields().entrySet()) {
+            FieldDescriptor field = set.getKey();
+            if (field.isRepeated()) {
+                continue;
+            }
+            if (field.getType() == FieldDescriptor.Type.MESSAGE) {
+                refuseNegative((Message) set.getValue());
+            } else if (field.getType() == FieldDescriptor.Type.UINT32 && (Integer) set.getValue() < 0) {
+                String name = field.getName();
+                int least = name.equals("max_tokens") || name.equals("ttl_seconds") ? 1 : 0;
+                throw KVSidecarException.refusal(String.format("%s is %d; whole numbers from %d to %d are allowed",
+                        name, (Integer) set.getValue(), least, Integer.MAX_VALUE));
+            }
+        }
+    }
+}

@@ -1,0 +1,18 @@
+import type { Chat } from "../gen/kvsidecar/inference/v1/Chat.js";
+import type { ChatMessage } from "../gen/kvsidecar/inference/v1/ChatMessage.js";
+import type { Prompt } from "../gen/kvsidecar/inference/v1/Prompt.js";
+
+/** A conversation, rendered with the model's template; `more` has its tools and what else the message Chat has. */
+export function chat(messages: ChatMessage[], more: Omit<Chat, "messages"> = {}): Prompt {
+  return { chat: { ...more, messages } };
+}
+
+/** Text that is tokenized as it is: a model that was trained to chat goes on with it and does not answer it. */
+export function text(text: string): Prompt {
+  return { text };
+}
+
+/** Token ids, used as they are. */
+export function tokens(ids: number[]): Prompt {
+  return { tokenIds: { ids } };
+}
