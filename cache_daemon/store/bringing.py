@@ -20,16 +20,15 @@ from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import Geometry
 
-from cache_daemon.memory.arena import Slot
 from cache_daemon.remote.engine import RemoteFailed
-from cache_daemon.remote.entries import Entry, Unfit, unpacked
+from cache_daemon.remote.entries import Entry
 from cache_daemon.remote.marks import Marks
 from cache_daemon.remote.tier import RemoteTier
-from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.downloading import Download, Downloads, to_its_end
+from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.downloading import Download, Downloads
+from cache_daemon.store.placing import Placing
 from cache_daemon.store.publishing import Publishing
 from cache_daemon.store.sessions import Hold
-from cache_daemon.store.tenants import Tenant
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.turns import Turns
 
@@ -116,8 +115,9 @@ class Bringing:
         brought: Callable[[Chunk, float], None],
         closed: Callable[[bytes], bool],
     ) -> None:
-        self._tiers, self._publishing, self._tier, self._in_thread = tiers, publishing, tier, in_thread
-        self._seen, self._brought, self._closed = seen, brought, closed
+        self._tiers, self._tier = tiers, tier
+        self._seen, self._closed = seen, closed
+        self.placing = Placing(tiers, publishing, tier, in_thread, brought)
         self._running: dict[bytes, asyncio.Future[bool]] = {}  # the result is whether it came to its end
         self._asking: set[Asking] = set()
         self._downloads = Downloads(tier)
@@ -270,7 +270,7 @@ class Bringing:
         try:
             with self._downloads.of(groups) as downloads:
                 for one in downloads:
-                    if not await self._place_all(wanted, asking, one, deadline, hold):
+                    if not await self._place(wanted, asking, one, deadline, hold):
                         return
                     size += sum(entry.stored_length for entry in one.group)
         finally:
@@ -279,78 +279,15 @@ class Bringing:
             self._tier.figures.moved(size, time.perf_counter() - began)
             hold.give_back()
 
-    async def _place_all(self, wanted: Wanted, asking: Asking, one: Download, deadline: float, hold: Hold) -> bool:
+    async def _place(self, wanted: Wanted, asking: Asking, one: Download, deadline: float, hold: Hold) -> bool:
         """Waits for a group, places it and lets go of it. False ends the prefix."""
         payloads = await one.take(max(0.0, deadline - time.perf_counter()))
         if payloads is None:
             self.counts.late += time.perf_counter() >= deadline
             return False
-        for entry, parts in zip(one.group, payloads, strict=True):
-            if not await self.place(wanted, asking, entry, parts, hold):
-                return False
+        placed = await self.placing.place(wanted, one.group, payloads, hold, lambda: asking.void, awaited=True)
         one.placed.set()
-        return True
-
-    async def place(self, wanted: Wanted, asking: Asking, entry: Entry, parts: list[bytes] | None, hold: Hold) -> bool:
-        """Unpacks a payload into a slot and lists its chunk. False when there is no room, or it is not to come."""
-        header, tiers = entry.header, self._tiers
-        if parts is None:
-            self._tier.drop(wanted.root, header.prefix_hash)
-            return False
-        there = tiers.index.get(header.prefix_hash)
-        if there is not None:  # somebody was faster
-            hold.add([there])
-            return True
-        tenant = tiers.accounts.of(wanted.tenant)
-        if not self.continues(wanted.root, entry):
-            return False
-        if not self._publishing.entry_room(header.parent_prefix_hash, tenant):
-            return False
-        slot = tiers.allocate(header.payload_bytes, tenant)
-        if slot is None:
-            return False
-        kept = False
-        try:
-            await self._unpack(entry, parts, slot)
-            if asking.void or not self.continues(wanted.root, entry):
-                return False
-            if tiers.index.get(header.prefix_hash) is None:
-                chunk = self._chunk(entry, tenant, slot, wanted.until)
-                kept = True
-                self._publishing.publish(chunk)
-                self._brought(chunk, self._tier.left(entry))
-                hold.add([chunk])
-        except Unfit as error:
-            self._tier.reject(wanted.root, header.prefix_hash, error)
-            return False
-        finally:
-            if not kept:
-                tiers.give_back(slot)
-        return True
-
-    async def _unpack(self, entry: Entry, parts: list[bytes], slot: Slot) -> None:
-        """Fills a slot on a thread, and returns, or raises, only when that is done with it."""
-        arena = self._tiers.arena
-
-        def work() -> None:
-            direct = arena.direct(slot)
-            target = direct if direct is not None else memoryview(bytearray(slot.size_bytes))
-            unpacked(self._tier.seal, entry, parts, target)
-            if direct is None:
-                arena.write(slot, target)
-
-        await to_its_end(self._in_thread(work))
-
-    def continues(self, root: bytes, entry: Entry) -> bool:
-        """Whether what an entry continues is here."""
-        header = entry.header
-        return self._publishing.continues(root, header.parent_prefix_hash, header.start_position)
-
-    def _chunk(self, entry: Entry, tenant: Tenant, slot: Slot, until: float) -> Chunk:
-        ids = keys.token_bytes(entry.header.token_ids[:])
-        entry.header.ClearField("token_ids")
-        now = self._tiers.clock()
-        return Chunk(entry.header, ids, tenant, slot, in_arena=Residency.PRESENT, used_at=now, kept_until=until)
+        return placed
 
     # ---- what is not brought --------------------------------------------------------------------------------
 

@@ -167,12 +167,14 @@ class Carrying:
         while True:
             hold = Hold([], self._tiers.unused)
             try:
-                if await self._bringing.place(wanted, asking, entry, parts, hold):
+                if await self._bringing.placing.place(
+                    wanted, [entry], [parts], hold, lambda: asking.void, awaited=False
+                ):
                     patience.tries = _TRIES
                     return True
             finally:
                 hold.give_back()
-            lost = parts is None or asking.void or not self._bringing.continues(wanted.root, entry)
+            lost = parts is None or asking.void or not self._bringing.placing.continues(wanted.root, entry)
             if lost or not patience.tries or not await self._progress(_PATIENCE_SECONDS):
                 return False
             patience.tries -= 1

@@ -371,7 +371,7 @@ class ChunkStore:
             out.durable_file_bytes = self._durable.usage().file_bytes
         if tiers.cold is not None and self._persistence is not None and writer is not None:
             out.durable_budget_bytes, out.durable_bytes = self._persistence.budget_bytes, tiers.cold.used_bytes
-            out.durable_chunks, out.pending_writes = len(tiers.cold), writer.pending
+            out.durable_chunks, out.pending_writes = len(tiers.cold), writer.pending + self._persistence.postponed
             out.durable_failing = self.failing[0] if self.failing else ""
         if self.remote is not None:
             self.remote.fill(out)

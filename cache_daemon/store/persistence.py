@@ -28,6 +28,8 @@ _LOW_WATER, _FULL_WATER = 0.95, 0.9
 _FULL, _FULL_SECONDS = "the disk is full", 5.0
 _RETRIED_AT_ONCE = 256
 _LOADED_AT_ONCE = 500
+# What was brought from elsewhere becomes durable so much later: until then who asked for it has the cores.
+_LATER_SECONDS = 1.0
 # Of a stored header and its index entries, beside up to five bytes for each token.
 _HEADER_BYTES = 1024
 
@@ -42,6 +44,8 @@ class Persistence:
         self.budget_bytes = budget_bytes
         self._arriving = 0
         self._unsaved: dict[Chunk, None] = {}  # in the arena only, although they should be durable; oldest first
+        self._later: dict[Chunk, None] = {}  # see persist_later
+        self._timer: asyncio.TimerHandle | None = None
         self._progressed = asyncio.Event()
         # What the tier was seen to hold when it had no more room, although the budget says otherwise: the disk is full.
         self._ceiling = float(budget_bytes)
@@ -87,6 +91,21 @@ class Persistence:
             lambda result: self._written(chunk, replaced, result),
         )
 
+    def persist_later(self, chunk: Chunk) -> None:
+        """The same in a moment, for what others have too: it would be packed while a request waits for more of it."""
+        self._later[chunk] = None
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LATER_SECONDS, self.hurry)
+
+    def hurry(self) -> None:
+        """Queues now what was to be queued later."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        later, self._later = self._later, {}
+        for chunk in later:
+            self.persist(chunk)
+
     def supersede(self, chunk: Chunk, old: Chunk) -> None:
         """Lets ``chunk`` take the place of a childless sibling whose tokens it begins with: at once if the sibling is
         not durable, else as soon as the chunk is."""
@@ -99,7 +118,7 @@ class Persistence:
     def seen_again(self, chunks: Iterable[Chunk]) -> None:
         """Chunks that were used: those that the tier had no place for are worth another try."""
         for chunk in chunks:
-            if chunk.on_disk is Residency.ABSENT:
+            if chunk.on_disk is Residency.ABSENT and chunk not in self._later:
                 self.persist(chunk)
 
     def retry(self) -> None:
@@ -131,10 +150,16 @@ class Persistence:
     @property
     def settled(self) -> bool:
         """Nothing is being written, and of all that was it is known what became of it."""
-        return not self._arriving
+        return not self._arriving and not self._later
+
+    @property
+    def postponed(self) -> int:
+        """Chunks that are queued in a moment."""
+        return len(self._later)
 
     async def progress(self, seconds: float) -> bool:
         """Waits until something was written, at most so long. False when nothing is being written."""
+        self.hurry()
         if not self._arriving:
             return False
         waited = self._progressed
@@ -181,6 +206,7 @@ class Persistence:
 
     def _unlisted(self, chunk: Chunk) -> None:
         self._unsaved.pop(chunk, None)
+        self._later.pop(chunk, None)
         for old in chunk.supersedes:  # it never became durable: what it was to replace stays
             old.superseded -= 1
         chunk.supersedes.clear()
@@ -236,7 +262,7 @@ class Persistence:
         everything = [*self._tiers.index, *self._tiers.detached]
         arriving = sum(c.on_disk is Residency.ARRIVING for c in everything)
         assert arriving == self._arriving, "chunks being written do not add up"
-        assert all(c.listed for c in self._unsaved), "an unlisted chunk waits to be written"
+        assert all(c.listed for c in [*self._unsaved, *self._later]), "an unlisted chunk waits to be written"
 
 
 def _cost(chunk: Chunk) -> int:

@@ -41,9 +41,10 @@ class Publishing:
         finally:
             with_parent.give_back()
 
-    def publish(self, chunk: Chunk) -> None:
+    def publish(self, chunk: Chunk, awaited: bool = False) -> None:
         """Lists a chunk whose slot holds its payload, and whose parent is listed and superseded by nothing. What it
-        supersedes goes; it becomes durable where there is a durable tier."""
+        supersedes goes; it becomes durable where there is a durable tier, in a moment if a request waits for more
+        (``awaited``)."""
         tiers = self.tiers
         tiers.list_chunk(chunk)
         for old in tiers.index.superseded_by(chunk):
@@ -55,4 +56,4 @@ class Publishing:
                 tiers.drop(old)
         tiers.tell(EVENT_TYPE_COMMITTED, chunk)
         if self.persistence is not None:
-            self.persistence.persist(chunk)
+            (self.persistence.persist_later if awaited else self.persistence.persist)(chunk)

@@ -10,7 +10,7 @@ from kvsidecar import keys
 
 from cache_daemon.limits import TenantLimits
 from cache_daemon.remote.memory import MemoryEngine
-from cache_daemon.store.bringing import Bringing
+from cache_daemon.store.placing import Placing
 from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, name_of, node, parent_of, prompt, until
 from tests.cache_daemon.stores import opened
 
@@ -184,16 +184,16 @@ async def test_what_has_come_and_is_not_placed_is_bounded_for_all_prompts_togeth
 ) -> None:
     monkeypatch.setattr("cache_daemon.remote.tier._CALL_BYTES", 1)  # a chunk a call, as with chunks of megabytes
     engine, placed, ahead = Gated(), 0, 0
-    place = Bringing.place
+    place = Placing.place
 
-    async def slowly(self: Bringing, *rest: Any) -> bool:
+    async def slowly(self: Placing, *rest: Any, **options: Any) -> bool:
         nonlocal placed, ahead
         await asyncio.sleep(0.002)
         ahead = max(ahead, engine.downloaded - placed)
         placed += 1
-        return await place(self, *rest)
+        return await place(self, *rest, **options)
 
-    monkeypatch.setattr(Bringing, "place", slowly)
+    monkeypatch.setattr(Placing, "place", slowly)
     async with node(engine, write="all") as a, node(engine) as b:
         prompts = [prompt(20, first) for first in range(3)]
         for ids in prompts:
@@ -203,6 +203,38 @@ async def test_what_has_come_and_is_not_placed_is_bounded_for_all_prompts_togeth
         assert [tokens for tokens, _ in found] == [20 * CHUNK] * 3
         assert engine.downloaded == 60
         assert ahead <= 8
+
+
+async def test_what_has_come_is_written_when_nobody_waits_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_daemon.store.persistence._LATER_SECONDS", 0.3)
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(6))
+        found, _ = await b.ask(prompt(6))
+        await asyncio.sleep(0.1)  # the writer has had its chance
+        assert (found, b.stats.durable_chunks, b.stats.pending_writes) == (6 * CHUNK, 0, 6)
+        b.bench.store.check_integrity()
+        await until(lambda: b.stats.durable_chunks == 6)
+        # Who waits until all is durable, as for a stop, does not wait for that.
+        monkeypatch.setattr("cache_daemon.store.persistence._LATER_SECONDS", 60.0)
+        await a.share(prompt(4, first=1))
+        await b.ask(prompt(4, first=1))
+        await asyncio.wait_for(b.bench.store.settle(), 10)
+        assert (b.stats.durable_chunks, b.stats.pending_writes) == (10, 0)
+        b.bench.store.check_integrity()
+
+
+async def test_of_a_group_with_a_damaged_payload_comes_what_is_before_it() -> None:
+    engine = MemoryEngine()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(6))
+        name = name_of(engine, parent_of(a, prompt(6), 4), "part")
+        value, ends = engine.values[name]
+        engine.values[name] = (value[:-1] + bytes([value[-1] ^ 1]), ends)
+        found, _ = await b.ask(prompt(6))
+        assert (found, b.stats.remote_rejected) == (3 * CHUNK, 1)
+        assert b.stats.arena_used_bytes == 3 * (a.stats.arena_used_bytes // 6)
+        b.bench.store.check_integrity()
 
 
 async def test_a_full_arena_takes_what_fits() -> None:
