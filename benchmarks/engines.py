@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.node import Node
 from benchmarks.systems.checkpoint import dtype_of, folder_of, lengths_of
-from benchmarks.systems.engine import Answer, Engine
+from benchmarks.systems.engine import Answer, Engine, EngineDied, RequestFailed
 from benchmarks.systems.environments import Missing
 from benchmarks.systems.vllm_engines import Recipe, environment
 
@@ -137,9 +137,12 @@ def ttft(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tupl
     pair.node.wait_sessions(2)
     pair.ours.do("reset")
     ask(("own_cache", "kvsidecar_daemon_restarted"))
-    if options.example:
-        example(pair, documents, draw, times, step)
     summary: dict[str, Any] = {}
+    if options.example:
+        try:
+            example(pair, documents, draw, times, step)
+        except (EngineDied, RequestFailed) as why:  # the rest is worth having
+            summary["missing"] = {"example_connector": _last_line(why)}
     for context in options.context_tokens:
         restarted = report.median(times.ttft("kvsidecar_engine_restarted", context))
         own, nothing = (report.median(times.ttft(arm, context)) for arm in ("own_cache", "nocache"))
@@ -161,6 +164,11 @@ def example(pair: Pair, documents: dict[Any, list[int]], draw: Draw, times: Time
             found = engine.ask(prompt, _ANSWER_TOKENS)
             times.add("example_connector", context, found, found.ids == pair.plain.ask(prompt, _ANSWER_TOKENS).ids)
             step()
+
+
+def _last_line(why: Exception) -> str:
+    lines = [line for line in str(why).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(why).__name__
 
 
 def overhead(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> dict[str, Any]:

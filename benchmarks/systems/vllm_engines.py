@@ -44,8 +44,10 @@ class Recipe:
         return self._engine(_transfer(CONNECTOR, extra, kv_connector_module_path=MODULE), **more)
 
     def example(self, storage: Path) -> Engine:
-        """With the connector that vLLM ships as an example, which keeps files in a folder."""
-        return self._engine(_transfer("ExampleConnector", {"shared_storage_path": str(storage)}))
+        """With the connector that vLLM ships as an example, which keeps files in a folder, of prompts that are read
+        in one pass: of others it stores the last part alone, and then loads what does not fit."""
+        transfer = _transfer("ExampleConnector", {"shared_storage_path": str(storage)})
+        return self._engine(transfer, max_num_batched_tokens=self.context)
 
     def _engine(self, transfer: dict[str, Any] | None, **more: Any) -> Engine:
         arguments = {
