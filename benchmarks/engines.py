@@ -197,6 +197,7 @@ def overhead(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> 
         "overhead_ttft_ratio": report.median(ratios),
         "overhead_ttft_spread": report.spread(ratios),
         "overhead_throughput_ratio": report.median(rates),
+        "overhead_throughput_spread": report.spread(rates),
     }
 
 
