@@ -203,8 +203,9 @@ def overhead(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> 
 
 def together(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     """Answers to all of them at a time."""
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        return [found.ids for found in pool.map(lambda prompt: engine.ask(prompt, tokens), prompts)]
+    size = len(prompts)
+    with ThreadPoolExecutor(size) as pool:
+        return [found.ids for found in pool.map(lambda prompt: engine.ask(prompt, tokens, together=size), prompts)]
 
 
 def answers(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> dict[str, Any]:

@@ -137,9 +137,19 @@ class Engine:
 
     # ---- asking ---------------------------------------------------------------------------------------------
 
-    def ask(self, tokens: list[int], max_tokens: int = 1, *, salt: str = "", seconds: float = _ASK_SECONDS) -> Answer:
-        """A greedy answer of so many tokens. Raises EngineDied, RequestFailed, and TimeoutError when none comes."""
-        found = self._send({"tokens": tokens, "max_tokens": max_tokens, "salt": salt}).result(seconds)
+    def ask(
+        self,
+        tokens: list[int],
+        max_tokens: int = 1,
+        *,
+        salt: str = "",
+        together: int = 1,
+        seconds: float = _ASK_SECONDS,
+    ) -> Answer:
+        """A greedy answer of so many tokens. ``together`` is how many are asked by as many threads: vLLM begins when it
+        has them all. Raises EngineDied, RequestFailed, and TimeoutError when none comes."""
+        asked = {"tokens": tokens, "max_tokens": max_tokens, "salt": salt, "together": together}
+        found = self._send(asked).result(seconds)
         return Answer(found["ids"], found["ttft_ms"], found["total_ms"], found["cached"])
 
     def do(self, what: str) -> Any:

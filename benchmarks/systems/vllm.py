@@ -51,14 +51,16 @@ class Serving:
         """Until the parent hangs up."""
         while True:
             # Behind its last answer it still has to hear of what connectors have stored.
-            busy = self._core.scheduler.has_requests()
+            busy, missing = self._core.scheduler.has_requests(), 0
             while True:
                 try:
-                    item = self._came.get(block=not busy)
+                    item = self._came.get(block=not busy or missing > 0)
                 except queue.Empty:
                     break
                 if item is None:
                     return
+                # A batch is the same batch for every engine, or its throughput is a matter of who comes when.
+                missing = (missing or item[1].get("together", 1)) - 1
                 self._take(*item)
                 busy = True
             if not self._step():
