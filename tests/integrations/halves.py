@@ -64,10 +64,17 @@ class Vllm:
     """One scheduler and its ranks."""
 
     def __init__(
-        self, node: Node, name: str, *, ranks: int = 1, transposed: bool = False, chunk_tokens: int = BLOCK_TOKENS
+        self,
+        node: Node,
+        name: str,
+        *,
+        ranks: int = 1,
+        transposed: bool = False,
+        chunk_tokens: int = BLOCK_TOKENS,
+        **roles: bool,
     ) -> None:
         settings = Settings(str(node.cache_socket), chunk_tokens=chunk_tokens, timeout_ms=5000, least_tokens=1)
-        self.scheduler = SchedulerHalf(settings, BLOCK_TOKENS, BLOCKS)
+        self.scheduler = SchedulerHalf(settings, BLOCK_TOKENS, BLOCKS, **roles)
         self.caches, self.workers, self.writes = [], list[WorkerHalf](), []
         for rank in range(ranks):
             cache, write = apart("bhct") if transposed else packed()

@@ -81,6 +81,18 @@ def test_what_vllm_has_of_its_own_is_not_loaded(node: Node, engines: ExitStack) 
     assert one.matched(Request("c", PROMPT), WHOLE) == (0, False)
 
 
+def test_a_producer_loads_nothing_and_a_consumer_stores_nothing(node: Node, engines: ExitStack) -> None:
+    consumer = start(engines, node, "roles", stores=False)
+    consumer.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    producer = start(engines, node, "roles", loads=False)
+    first = Request("b", PROMPT)
+    assert producer.matched(first) == (0, False)
+    producer.compute(first, [0, 1, 2, 3, 4])
+    assert producer.workers[0].tally.take()["stored_chunks"] == 4, "the consumer had stored some of it"
+    assert producer.matched(Request("c", PROMPT)) == (0, False)
+    assert consumer.matched(Request("d", PROMPT)) == (WHOLE, True)
+
+
 def test_ranks_hit_only_where_all_have_it(node: Node, engines: ExitStack) -> None:
     both = start(engines, node, "ranks", ranks=2)
     alone = both.workers.pop()  # the second rank stores nothing

@@ -58,7 +58,13 @@ class KVSidecarConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             from kvsidecar.integrations.vllm.scheduling import SchedulerHalf
 
-            self._scheduler = SchedulerHalf(self._settings, self._block_tokens, kv_cache_config.num_blocks)
+            self._scheduler = SchedulerHalf(
+                self._settings,
+                self._block_tokens,
+                kv_cache_config.num_blocks,
+                loads=self._kv_transfer_config.is_kv_consumer,
+                stores=self._kv_transfer_config.is_kv_producer,
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -88,9 +88,13 @@ class _Followed:
 class SchedulerHalf:
     """Never blocks for longer than a few milliseconds: the scheduler's loop is every request's."""
 
-    def __init__(self, settings: Settings, block_tokens: int, blocks: int) -> None:
-        """``blocks`` is how many the engine has, each of ``block_tokens``."""
+    def __init__(
+        self, settings: Settings, block_tokens: int, blocks: int, *, loads: bool = True, stores: bool = True
+    ) -> None:
+        """``blocks`` is how many the engine has, each of ``block_tokens``. An engine that only produces for others
+        loads nothing, one that only consumes stores nothing."""
         self._settings, self._block = settings, block_tokens
+        self._loads, self._stores = loads, stores
         self._most_pinned = int(blocks * _PINNED_SHARE)
         self._pinned: dict[str, int] = {}  # blocks of finished requests that the workers may still be reading
         self._ranks: list[_Rank] = []
@@ -170,7 +174,7 @@ class SchedulerHalf:
         """Asks for all ranks, on a thread. None when nothing can be there."""
         request, salt = followed.request, followed.salt
         most = 0 if salt is None else min(request.num_tokens, cacheable_tokens(request))
-        if salt is None or most < self._block or not self._ranks:
+        if salt is None or most < self._block or not self._ranks or not self._loads:
             return None
         tokens = list(request.all_token_ids[:most])
         for rank, session in zip(self._ranks, self._sessions(), strict=True):
@@ -314,7 +318,7 @@ class SchedulerHalf:
         known = followed.known or ((0, b""),) * len(self._ranks)
         if followed.salt is None or tokens <= max(followed.ordered, min((n for n, _ in known), default=0)):
             return
-        if None in self._sessions():
+        if not self._stores or not self._ranks or None in self._sessions():
             return
         followed.ordered = tokens
         self._step.stores.append(

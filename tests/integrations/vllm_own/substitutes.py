@@ -1,0 +1,213 @@
+"""Our connector in the place of those that vLLM's tests name, and the list of the tests that apply."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvsidecar import keys
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32, NamespaceDescriptor
+from kvsidecar.connecting import Address
+from kvsidecar.integrations.vllm.connector import KVSidecarConnector, StepMetadata
+from kvsidecar.integrations.vllm.messages import Introduction, Step
+from kvsidecar.layout import Geometry
+from kvsidecar.paged.copying import BlockCopier
+from kvsidecar.paged.link import DaemonLink
+from kvsidecar.paged.placement import LayerPlacement, PagedCache, strided
+from kvsidecar.paged.writing import Prefix, Writer
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from benchmarks.node import Node
+
+_SCHEDULER, _ASYNC = "tests/v1/core/test_scheduler.py", "tests/v1/core/test_async_scheduler.py"
+_UNIT = "tests/v1/kv_connector/unit"
+_HYBRID = f"{_UNIT}/test_hma_auto_config.py"
+# Of those that name a connector or its mock: what is not here asks for a connector of one kind, or for its messages.
+TESTS = {
+    "what is found is loaded, blocks and statistics are right, all is freed": [
+        f"{_SCHEDULER}::test_kv_connector_basic",
+        f"{_SCHEDULER}::test_external_prefix_cache_metrics",
+        f"{_SCHEDULER}::test_prefix_cache_query_not_inflated_by_connector_defer",
+        f"{_SCHEDULER}::test_kv_connector_honors_skip_reading_prefix_cache",
+    ],
+    "too few blocks, preempted and resumed": [
+        f"{_SCHEDULER}::test_kv_connector_unable_to_allocate",
+        f"{_SCHEDULER}::test_kv_connector_handles_preemption",
+        f"{_SCHEDULER}::test_async_load_reservation_prevents_wedge_e2e",
+        f"{_SCHEDULER}::test_priority_scheduling_preemption_and_resumption_when_out_of_kv",
+    ],
+    "pauses, throttles and ends while something loads": [
+        f"{_SCHEDULER}::test_pause_new_drains_async_kv_loads",
+        f"{_SCHEDULER}::test_has_sync_kv_loads",
+        f"{_SCHEDULER}::test_throttle_prefills_excludes_fully_transferred_remote_kv",
+        f"{_SCHEDULER}::test_throttle_prefills_defers_remote_kv_resume_with_local_prefill",
+        f"{_SCHEDULER}::test_prepend_skipped_requests_order",
+        f"{_SCHEDULER}::test_abort_request_waiting_for_remote_kvs",
+        f"{_SCHEDULER}::test_abort_request_finished_recving",
+        f"{_SCHEDULER}::test_delayed_kv_connector_free_keeps_scheduler_active",
+    ],
+    "steps that overlap": [
+        f"{_ASYNC}::test_connector_metadata_precedes_async_placeholder_advance",
+        "tests/v1/core/test_deferred_block_free.py::test_gate_enabled_for_async_consumer",
+    ],
+    "the worker's side: what is bound is cleared": [
+        f"{_UNIT}/test_kv_connector_lifecycle.py::test_kv_connector_mixin_clears_metadata",
+    ],
+    "hybrid caches are off with it": [
+        f"{_HYBRID}::test_hma_auto_config[non_hma_connector]",
+        f"{_HYBRID}::test_hma_auto_config[multi_mixed]",
+        f"{_HYBRID}::test_explicit_hma_with_non_hma_connector_errors_at_factory",
+    ],
+}
+_BLOCKS, _LAYERS, _DIM, _BLOCK = 64, 2, 16, 16
+
+
+class Daemon:
+    """A daemon, and how often a connector to it was asked for."""
+
+    def __init__(self) -> None:
+        self.node: Node | None = None
+        self.used = 0
+        self._numbers = itertools.count()
+
+    def use(self, connector: type[KVSidecarConnector]) -> type[KVSidecarConnector]:
+        self.used += 1
+        return connector
+
+    def settings(self, **more: Any) -> dict[str, Any]:
+        assert self.node is not None
+        return {"socket": str(self.node.cache_socket), "timeout_ms": 5000, "least_tokens": 1, **more}
+
+    def namespace(self) -> NamespaceDescriptor:
+        """One that nobody else has."""
+        return NamespaceDescriptor(
+            model_fingerprint=next(self._numbers).to_bytes(32, "big"),
+            architecture="of vLLM's tests",
+            layers=_LAYERS,
+            kv_heads=1,
+            head_dim=_DIM,
+            dtype=DATA_TYPE_FLOAT32,
+            format_version=keys.FORMAT_VERSION,
+            bits=16,
+            tensor_parallel_size=1,
+        )
+
+
+DAEMON = Daemon()
+
+
+class Stored:
+    """Has the daemon hold prompts, as a worker does that has computed them."""
+
+    def __init__(self, block: int) -> None:
+        self.described = DAEMON.namespace()
+        assert DAEMON.node is not None
+        self._link = DaemonLink(Address(DAEMON.node.cache_socket), "another engine", self.described)
+        assert self._link.wait(10), "no daemon"
+        tensors = [[torch.zeros(_BLOCKS, _BLOCK, 1, _DIM) for _ in range(2)] for _ in range(_LAYERS)]
+        layers = tuple(LayerPlacement(strided(k, "bthc"), strided(v, "bthc")) for k, v in tensors)
+        geometry = Geometry.of(self.described)
+        cache = PagedCache("bthc", geometry, _BLOCK, layers)
+        self._writer = Writer(BlockCopier(cache), geometry, block, 5.0)
+
+    def store(self, tokens: list[int]) -> None:
+        session = self._link.session
+        assert session is not None
+        root = keys.tenant_root(self._link.namespace, b"")
+        done = self._writer.store(session, root, tokens, b"", np.arange(len(tokens)), Prefix())
+        assert done.prefix.tokens == len(tokens), "the daemon refused some of it"
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class Found(KVSidecarConnector):
+    """Stands for ``MockKVConnector``: of every prompt that it is asked about the daemon has ``matched_tokens`` more
+    than vLLM. As the mock it stores nothing."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        transfer = vllm_config.kv_transfer_config
+        mocked = dict(transfer.kv_connector_extra_config)
+        self._matched, self._defers = mocked["matched_tokens"], mocked.get("num_defers_before_matching", 0)
+        block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        if self._matched and not mocked["is_async"]:
+            pytest.skip("of connectors that load within the step; ours never does")
+        if self._matched % block:
+            pytest.skip("of connectors that load parts of blocks; ours loads whole ones")
+        transfer.kv_connector_extra_config = DAEMON.settings(chunk_tokens=block)
+        transfer.kv_role = "kv_consumer"
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._stored = Stored(block)
+        self._scheduling.introduce({0: Introduction(self._stored.described.SerializeToString())})
+        assert all(rank.link.wait(10) for rank in self._scheduling._ranks)
+        self._asked: dict[str, int] = {}
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        asked = self._asked[request.request_id] = self._asked.get(request.request_id, 0) + 1
+        if asked <= self._defers:
+            return None, False
+        if self._matched:
+            self._stored.store(list(request.all_token_ids[: num_computed_tokens + self._matched]))
+        while (found := super().get_num_new_matched_tokens(request, num_computed_tokens))[0] is None:
+            pass
+        return found
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Ours, and what the tests count of the mock's: requests that are new to the workers."""
+        found: Any = super().build_connector_meta(scheduler_output)
+        cached = scheduler_output.scheduled_cached_reqs
+        resumed = [name for name in cached.req_ids if name in cached.resumed_req_ids]
+        found.requests = [*(new.req_id for new in scheduler_output.scheduled_new_reqs), *resumed]
+        return found
+
+    def shutdown(self) -> None:
+        self._stored.close()
+        super().shutdown()
+
+
+class Plain(KVSidecarConnector):
+    """Stands for ``ExampleConnector``."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        vllm_config.kv_transfer_config.kv_connector_extra_config = DAEMON.settings()
+        if not kv_cache_config.kv_cache_groups:  # ours wants to know what it keeps
+            spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+            kv_cache_config = KVCacheConfig(0, [], [KVCacheGroupSpec(["layer"], spec)])
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+class Plugin:
+    """Puts them in place."""
+
+    def pytest_sessionstart(self) -> None:
+        DAEMON.node = Node(workers=0, arena_bytes="64MiB")
+        DAEMON.node.__enter__()
+
+    def pytest_sessionfinish(self) -> None:
+        assert DAEMON.node is not None
+        DAEMON.node.__exit__(None, None, None)
+
+    def pytest_collection_finish(self) -> None:
+        from tests.v1.kv_connector.unit import test_kv_connector_lifecycle as lifecycle
+        from tests.v1.kv_connector.unit import utils
+
+        KVConnectorFactory._registry["MockKVConnector"] = lambda: DAEMON.use(Found)
+        KVConnectorFactory._registry["ExampleConnector"] = lambda: DAEMON.use(Plain)
+        utils.ExampleConnector = lambda *given: DAEMON.use(Plain)(*given)
+        lifecycle.ExampleConnectorMetadata = lambda: StepMetadata(Step())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        before = DAEMON.used
+        out = yield
+        if DAEMON.used == before:
+            pytest.fail(f"{item.name} passed without a connector of ours")
+        return out
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(f"connectors of ours were asked for {DAEMON.used} times")
