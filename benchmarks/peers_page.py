@@ -14,12 +14,13 @@ from typing import Any
 from benchmarks.peers import METRICS
 
 ROOT = Path(__file__).parent.parent
-_NAMES = {
+MEANINGS = {
     "ttft_nocache_ms": "first token, unread",
     "ttft_warm_ms": "first token, read before",
     "ttft_after_restart_ms": "first token, after its restart",
     "decode_ms": "a token after it",
 }
+PLOTTED = ("peers", "agents")
 _AGENTS = ("ttft_ms_p50", "reused_ratio", "ideal_reused_ratio", "tokens_per_s")
 _ENGINES = ("ttft_ms_p50", "cached_tokens", "identical")
 Result = dict[str, Any]
@@ -35,7 +36,8 @@ def page(results: dict[str, Result]) -> str:
     ]
     for name, result in results.items():
         kind = result["benchmark"]
-        parts += [f"## {name}", _about(result), *_SECTIONS[kind](result)]
+        plot = [f"![{kind}](plots/{name}.png)"] if kind in PLOTTED else []
+        parts += [f"## {name}", _about(result), *plot, *_SECTIONS[kind](result)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -48,8 +50,8 @@ def _peers(result: Result) -> list[str]:
         for metric in METRICS if not r["system"].startswith("ours") and own else ():
             if r[metric] < own[metric]:
                 share = f"{r['system']} takes {r[metric] / own[metric]:.2f} of our time"
-                lost.append(f"- {_NAMES[metric]}, {r['context_tokens']:,} tokens: {share}")
-    head = ["system", "tokens", *_NAMES.values()]
+                lost.append(f"- {MEANINGS[metric]}, {r['context_tokens']:,} tokens: {share}")
+    head = ["system", "tokens", *MEANINGS.values()]
     table = _table(head, [[r["system"], r["context_tokens"], *(r[m] for m in METRICS)] for r in rows])
     return ["**Lost:**", "\n".join(lost) or "- nothing in this run", table, *_missing(result["summary"])]
 

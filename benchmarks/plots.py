@@ -1,4 +1,4 @@
-"""Draws what the benchmarks measured: accuracy against recomputed share, TTFT against context.
+"""Draws what the benchmarks measured: accuracy against recomputed share, TTFT against context, engines side by side.
 
 ``python -m benchmarks.plots`` reads ``benchmarks/results`` and writes PNG files into ``docs/plots``.
 """
@@ -16,6 +16,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks.peers_page import MEANINGS
 from benchmarks.quality import CROSS, RATIOS, REPAIRS
 
 ROOT = Path(__file__).parent.parent
@@ -58,6 +59,36 @@ def ttft(results: list[dict[str, Any]], out: Path) -> None:
     _save(figure, out)
 
 
+def bars(rows: list[dict[str, Any]], group: str, series: dict[str, tuple[str, Any]], out: Path) -> None:
+    """Milliseconds in logarithmic scale, a group of bars for each value of ``group``. ``series`` are by what the legend
+    says the column and the rows that count."""
+    names = list(dict.fromkeys(r[group] for r in rows))
+    figure, axis = plt.subplots(figsize=(9, 3.6))
+    width = 0.8 / len(series)
+    for i, (label, (column, counts)) in enumerate(series.items()):
+        found = {r[group]: r[column] for r in rows if counts(r)}
+        at = [n + i * width - 0.4 + width / 2 for n, name in enumerate(names) if name in found]
+        axis.bar(at, [found[name] for name in names if name in found], width, label=label)
+    axis.set_xticks(range(len(names)), names, fontsize=7)
+    axis.set_yscale("log")
+    axis.set_ylabel("ms")
+    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
+    _save(figure, out)
+
+
+def peers(result: dict[str, Any], out: Path) -> None:
+    """What each system takes at the longest context of the run."""
+    longest = max(r["context_tokens"] for r in result["rows"])
+    rows = [r for r in result["rows"] if r["context_tokens"] == longest]
+    bars(rows, "system", {said: (column, lambda _: True) for column, said in MEANINGS.items()}, out)
+
+
+def agents(result: dict[str, Any], out: Path) -> None:
+    """TTFT of every kind of step, by arm."""
+    kinds = list(dict.fromkeys(r["step"] for r in result["rows"]))
+    bars(result["rows"], "arm", {k: ("ttft_ms_p50", lambda r, k=k: r["step"] == k) for k in kinds}, out)
+
+
 def _save(figure: Any, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
@@ -78,6 +109,11 @@ def main() -> None:
 
     accuracy(read("quality"), options.out / "accuracy.png")
     ttft([read("ttft-1k-2k-qwen2.5-0.5b"), read("ttft-qwen2.5-0.5b")], options.out / "ttft.png")
+    draw = {"peers": peers, "agents": agents}
+    for path in sorted(options.results.glob("*.json")):
+        result = read(path.stem)
+        if result.get("benchmark") in draw:
+            draw[result["benchmark"]](result, options.out / f"{path.stem}.png")
 
 
 if __name__ == "__main__":
