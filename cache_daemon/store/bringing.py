@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -24,10 +24,8 @@ from cache_daemon.remote.engine import RemoteFailed
 from cache_daemon.remote.entries import Entry
 from cache_daemon.remote.marks import Marks
 from cache_daemon.remote.tier import RemoteTier
-from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.downloading import Download, Downloads
 from cache_daemon.store.placing import Placing
-from cache_daemon.store.publishing import Publishing
 from cache_daemon.store.sessions import Hold
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.turns import Turns
@@ -101,23 +99,19 @@ class _Link:
 
 
 class Bringing:
-    """``seen`` hears the marks that a tenant has in the engine, ``brought`` of every chunk that came and how many
-    seconds the engine keeps it still, ``closed`` whether a tenant's chunks must not be asked for. ``in_thread`` runs
-    what is heavy."""
+    """``seen`` hears the marks that a tenant has in the engine; ``closed`` says whether a tenant's chunks must not be
+    asked for."""
 
     def __init__(
         self,
         tiers: Tiers,
-        publishing: Publishing,
+        placing: Placing,
         tier: RemoteTier,
-        in_thread: Callable[[Callable[[], None]], Awaitable[None]],
         seen: Callable[[bytes, Marks], object],
-        brought: Callable[[Chunk, float], None],
         closed: Callable[[bytes], bool],
     ) -> None:
-        self._tiers, self._tier = tiers, tier
+        self._tiers, self._placing, self._tier = tiers, placing, tier
         self._seen, self._closed = seen, closed
-        self.placing = Placing(tiers, publishing, tier, in_thread, brought)
         self._running: dict[bytes, asyncio.Future[bool]] = {}  # the result is whether it came to its end
         self._asking: set[Asking] = set()
         self._downloads = Downloads(tier)
@@ -285,7 +279,7 @@ class Bringing:
         if payloads is None:
             self.counts.late += time.perf_counter() >= deadline
             return False
-        placed = await self.placing.place(wanted, one.group, payloads, hold, lambda: asking.void, awaited=True)
+        placed = await self._placing.place(wanted, one.group, payloads, hold, lambda: asking.void, awaited=True)
         one.placed.set()
         return placed
 

@@ -18,6 +18,7 @@ from cache_daemon.remote.entries import Entry
 from cache_daemon.remote.tier import RemoteTier
 from cache_daemon.store.bringing import Asking, Bringing, Wanted
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.placing import Placing
 from cache_daemon.store.sending import Sending
 from cache_daemon.store.sessions import Hold
 from cache_daemon.store.tiers import Tiers
@@ -55,10 +56,12 @@ class Carrying:
         tier: RemoteTier,
         sending: Sending,
         bringing: Bringing,
+        placing: Placing,
         hold: Callable[[Chunk], Awaitable[Hold | None]],
         progress: Callable[[float], Awaitable[bool]],
     ) -> None:
-        self._tiers, self._tier, self._sending, self._bringing = tiers, tier, sending, bringing
+        self._tiers, self._tier, self._sending = tiers, tier, sending
+        self._bringing, self._placing = bringing, placing
         self._hold, self._progress = hold, progress
 
     # ---- there ----------------------------------------------------------------------------------------------
@@ -167,14 +170,12 @@ class Carrying:
         while True:
             hold = Hold([], self._tiers.unused)
             try:
-                if await self._bringing.placing.place(
-                    wanted, [entry], [parts], hold, lambda: asking.void, awaited=False
-                ):
+                if await self._placing.place(wanted, [entry], [parts], hold, lambda: asking.void, awaited=False):
                     patience.tries = _TRIES
                     return True
             finally:
                 hold.give_back()
-            lost = parts is None or asking.void or not self._bringing.placing.continues(wanted.root, entry)
+            lost = parts is None or asking.void or not self._placing.continues(wanted.root, entry)
             if lost or not patience.tries or not await self._progress(_PATIENCE_SECONDS):
                 return False
             patience.tries -= 1

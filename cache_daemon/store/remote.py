@@ -20,6 +20,7 @@ from cache_daemon.store.carrying import Carrying
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.elsewhere import Elsewhere
 from cache_daemon.store.marks import TenantMarks
+from cache_daemon.store.placing import Placing
 from cache_daemon.store.publishing import Publishing
 from cache_daemon.store.sending import NOTE_PREFIX, RemoteWrite, Sending
 from cache_daemon.store.sessions import Hold, Session
@@ -63,12 +64,12 @@ class Remote:
             tiers, settings.tier, settings.write, settings.ttl_seconds, settings.compress,
             lambda work: in_thread(self._threads, work), note, self._marks, lambda *news: self._elsewhere.heard(*news),
         )  # fmt: skip
-        self._bringing = Bringing(
-            tiers, publishing, settings.tier, lambda work: in_thread(self._threads, work),
-            self._sending.seen, self._sending.is_there, self._sending.closed,
-        )  # fmt: skip
+        placing = Placing(
+            tiers, publishing, settings.tier, lambda work: in_thread(self._threads, work), self._sending.is_there
+        )
+        self._bringing = Bringing(tiers, placing, settings.tier, self._sending.seen, self._sending.closed)
         self._elsewhere = Elsewhere(settings.tier, self._marks, self._sending, walks, self._bringing.forget)
-        self.carrying = Carrying(tiers, settings.tier, self._sending, self._bringing, hold, progress)
+        self.carrying = Carrying(tiers, settings.tier, self._sending, self._bringing, placing, hold, progress)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
