@@ -24,6 +24,7 @@ from kvsidecar.layout import Geometry, new_header
 from kvsidecar.paged.failing import REFUSALS
 from kvsidecar.paged.link import DaemonLink
 from kvsidecar.paged.session import Session
+from kvsidecar.summary import HEAD_TOKENS
 
 from inference_svc.cache.economy import Economy
 from inference_svc.cache.loading import Loading
@@ -63,7 +64,8 @@ class CacheLink:
         self._storing = Storing(geometry, policy, self._economy, self.stats, timeout)
         self._thread = ThreadPoolExecutor(1, "kv-io")
         self._sending = ThreadPoolExecutor(1, "kv-send")  # begins with the first that is sent
-        self._queued: set[Future[None]] = set()  # what is to be sent
+        self._saving: dict[Future[None], Sequence] = {}  # what is stored in shared memory now, or waits to be
+        self._queued: dict[Future[None], Sequence] = {}  # what is to be sent
         self._counting = threading.Lock()
 
     @property
@@ -113,10 +115,16 @@ class CacheLink:
         if found is None or sequence.missing < least or not self._economy.worth_loading(sequence.missing):
             return False
         session, root = found
-        if not self._loading.places(session, sequence) and self._loading.in_vain(session, root, sequence):
+        vain = not self._loading.places(session, sequence) and not self._is_saving_head_of(sequence)
+        if vain and self._loading.in_vain(session, root, sequence):
             return False
         self._thread.submit(self._guarded_load, sequence, pool, done)
         return True
+
+    def _is_saving_head_of(self, sequence: Sequence) -> bool:
+        """Whether something is being stored that begins alike: the summary will know of it, behind that on the
+        thread."""
+        return any(_begin_alike(sequence.tokens, saved.tokens) for saved in tuple(self._saving.values()))
 
     def _session(self, sequence: Sequence) -> tuple[Session, bytes] | None:
         """The session for a sequence, if there is one, and the root of its tenant's chunks."""
@@ -156,26 +164,26 @@ class CacheLink:
         if found is None or sequence.reusable <= sequence.stored.covered:
             return False
         tokens = sequence.reusable - sequence.stored.covered
-        return self._queue(found[0], tokens, lambda: self._guarded_save(sequence, pool, done))
+        return self._queue(found[0], sequence, tokens, lambda: self._guarded_save(sequence, pool, done))
 
     def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
         found = self._session(sequence)
         if found is None:
             return False
         part = Part.of(sequence, pool, table, tokens)
-        return self._queue(found[0], tokens, lambda: self._guarded_save_part(sequence, part, done))
+        return self._queue(found[0], sequence, tokens, lambda: self._guarded_save_part(sequence, part, done))
 
-    def _queue(self, session: Session, tokens: int, save: Callable[[], None]) -> bool:
+    def _queue(self, session: Session, sequence: Sequence, tokens: int, save: Callable[[], None]) -> bool:
         """Has so many tokens stored, if they are to be."""
-        if session.carrier.at_once:
-            self._thread.submit(save)
-            return True
-        # The pages are kept until they are sent; what would hardly be loaded again is not worth that.
-        if len(self._queued) >= _MOST_QUEUED or not self._economy.pays(tokens):
-            return False
-        sent = self._sending.submit(save)
-        self._queued.add(sent)
-        sent.add_done_callback(self._queued.discard)
+        thread, under_way = self._thread, self._saving
+        if not session.carrier.at_once:
+            # The pages are kept until they are sent; what would hardly be loaded again is not worth that.
+            if len(self._queued) >= _MOST_QUEUED or not self._economy.pays(tokens):
+                return False
+            thread, under_way = self._sending, self._queued
+        saved = thread.submit(save)
+        under_way[saved] = sequence
+        saved.add_done_callback(lambda _: under_way.pop(saved))
         return True
 
     # ---- failing --------------------------------------------------------------------------------------------
@@ -239,3 +247,9 @@ class CacheLink:
     def _count(self) -> None:
         with self._counting:
             self.stats.failures += 1
+
+
+def _begin_alike(a: list[int], b: list[int]) -> bool:
+    """As far as the summary tells prompts apart."""
+    head = min(HEAD_TOKENS, len(a), len(b))
+    return a[:head] == b[:head]

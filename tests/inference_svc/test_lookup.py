@@ -44,6 +44,13 @@ def test_what_another_worker_stored_is_found_at_once(pair: Node) -> None:
         assert found.timings["lookup_ms"] > 0
 
 
+def test_what_was_just_answered_is_found_although_it_is_still_being_stored(pair: Node) -> None:
+    client = pair.client()
+    for seed in range(100, 120):
+        client.generate(prompt(seed, 15), max_tokens=1)
+        assert client.generate(prompt(seed, 15), max_tokens=1).cached_tokens == 14
+
+
 def test_a_prompt_shorter_than_the_summary_tells_is_found(pair: Node) -> None:
     pair.client(0).warm(prompt(70, 30))
     assert pair.client(1).generate(prompt(70, 30)[:5], max_tokens=1).cached_tokens == 4
