@@ -113,9 +113,11 @@ class Fleet:
 
 def measure(
     fleet: Fleet, context: int, repeats: int, rng: random.Random, gbit: float, tally: dict[str, int]
-) -> list[dict[str, Any]]:
-    """The rows of one link of so many Gbit/s, tier and length, without their names."""
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """The rows of one link of so many Gbit/s, tier and length, without their names; and what prompts that nobody has
+    read took with the tier stopped, each by what it takes without a cache."""
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    stopped: list[float] = []
     moved: dict[str, list[float]] = {arm: [] for arm in ARMS}
     sizes: list[int] = []
 
@@ -142,12 +144,15 @@ def measure(
         tally["wrong"] += sum(answer != answers[0] for answer in answers)
     fleet.stop()
     try:
-        for _ in range(repeats):
+        for turn in range(repeats):
             prompt = new(context - ANSWER_TOKENS)
-            tally["wrong"] += ask("nocache", prompt).token_ids != ask("remote_down", prompt).token_ids
+            arms = ("nocache", "remote_down")
+            found = {arm: ask(arm, prompt) for arm in (arms if turn % 2 else arms[::-1])}
+            tally["wrong"] += found["nocache"].token_ids != found["remote_down"].token_ids
+            stopped.append(found["remote_down"].ttft_ms / found["nocache"].ttft_ms)
     finally:
         fleet.go_on()
-    return [
+    rows = [
         {
             "arm": arm,
             "context_tokens": context,
@@ -158,6 +163,7 @@ def measure(
         }
         for arm in ARMS
     ]
+    return rows, stopped
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -188,14 +194,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     measure(fleet, 256, 1, rng, gbit, dict.fromkeys(_TALLY, 0))  # what is slow only once
                     for context in lengths:
                         tally = dict.fromkeys(_TALLY, 0)
-                        found = measure(fleet, context, options.repeats, rng, gbit, tally)
+                        found, stopped = measure(fleet, context, options.repeats, rng, gbit, tally)
                         named = {row["arm"]: {"tier": tier, "link_gbit": gbit, **row} for row in found}
-                        done[where, context] = named | {"tally": tally}
+                        done[where, context] = named | {"tally": tally, "stopped": stopped}
                         kept.add((where, context), done[where, context])
                         progress.advance(task)
     rows = [cell[arm] for cell in done.values() for arm in ARMS]
     sums = {name: sum(cell["tally"][name] for cell in done.values()) for name in _TALLY}
-    result = report.write(options, "fleet", rows, sums | _ratios(rows))
+    result = report.write(options, "fleet", rows, sums | _ratios(rows) | _stopped(done))
     kept.forget()
     return result
 
@@ -210,7 +216,16 @@ def _ratios(rows: list[dict[str, Any]]) -> dict[str, Any]:
             warm, local = (by[tier, gbit, context, name] for name in ("remote_warm", "local"))
             out[f"speedup_{where}"] = round(nocache / warm, 2)
             out[f"warm_over_bound_{where}"] = round(warm / min(nocache, local + link_ms[tier, gbit, context]), 3)
-            out[f"down_over_nocache_{where}"] = round(by[tier, gbit, context, "remote_down"] / nocache, 3)
+    return out
+
+
+def _stopped(cells: dict[tuple[str, int], dict[str, Any]]) -> dict[str, Any]:
+    """Of pairs: nothing that happens to the machine meanwhile happens to one side alone."""
+    out: dict[str, Any] = {}
+    for (where, context), cell in cells.items():
+        name = f"{where.replace(' ', '_')}gbit_{context}"
+        out[f"down_over_nocache_{name}"] = report.median(cell["stopped"])
+        out[f"down_over_nocache_spread_{name}"] = report.spread(cell["stopped"])
     return out
 
 
