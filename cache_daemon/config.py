@@ -48,7 +48,7 @@ class DaemonConfig(BaseSettings):
     store_key_file: Path | None = Field(default=None, validate_default=True)
     """File with the key that the store is encrypted by; or set KVSIDECAR_CACHE_STORE_KEY."""
     compression: Literal["auto", "none", "zstd"] = "auto"
-    """Lossless compression of what is durable; auto: where it makes reading no slower."""
+    """Lossless compression of what is durable; auto: where it makes reading no slower, on cores that are idle."""
     durability: Literal["strict", "relaxed"] = "relaxed"
     """strict: every group commit is flushed with its meta page. relaxed: a power cut may undo the last group
     commit, never more, and never corrupts. Killing the process loses nothing in either."""

@@ -3,7 +3,8 @@
 ``auto`` compresses where that makes cold hits no slower. That depends on the disk and on the processor, so it is
 measured once in a process's life, on the writer's thread, when the store holds enough to read: the disk with O_DIRECT,
 unpacking on chunks that are just being written. Reading r of the bytes and unpacking must not take longer than reading
-all of them. Until then payloads are stored raw; every payload says how it was stored.
+all of them. Until then payloads are stored raw; every payload says how it was stored. And it packs with cores that
+nobody else computes on: what comes while an engine has them all is stored raw.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import structlog
 
 from cache_daemon.durable import codec
 from cache_daemon.durable.reader import THREADS, Entry
+from cache_daemon.durable.spare import SpareCores
 from cache_daemon.durable.tier import PAGE_BYTES, Put
 
 log = structlog.get_logger("cache_daemon")
@@ -30,6 +32,8 @@ MEASURED_FROM_BYTES = 16 << 20
 _SAMPLE_BYTES = 8 << 20
 _THREADS = 2
 _TRIALS = 3
+# Of a machine with one core, half of it.
+_SPARE_CORES = min(1.0, (os.cpu_count() or 1) / 2)
 
 
 @dataclass(frozen=True)
@@ -48,15 +52,16 @@ class Measured:
 class Packing:
     """``active`` None means that it is not yet decided."""
 
-    def __init__(self, mode: Compression) -> None:
+    def __init__(self, mode: Compression, spare: SpareCores | None = None) -> None:
         self.active: bool | None = {"auto": None, "none": False, "zstd": True}[mode]
+        self._spare = (spare or SpareCores()) if mode == "auto" else None
         self._tries = 8
         self._packer = codec.Packer()
         self._pool = ThreadPoolExecutor(_THREADS, "durable-pack")
 
     def pack(self, puts: Sequence[Put]) -> list[bytes | None]:
         """The packed payload of each put, None where it is to be stored raw."""
-        if not self.active:
+        if not puts or not self.active or (self._spare is not None and self._spare.count() < _SPARE_CORES):
             return [None] * len(puts)
         return list(self._pool.map(self._packed, puts))
 

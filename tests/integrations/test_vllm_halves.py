@@ -81,6 +81,39 @@ def test_what_vllm_has_of_its_own_is_not_loaded(node: Node, engines: ExitStack) 
     assert one.matched(Request("c", PROMPT), WHOLE) == (0, False)
 
 
+def test_what_is_being_loaded_for_one_request_is_waited_for_by_others(node: Node, engines: ExitStack) -> None:
+    one = start(engines, node, "together")
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    branch = PROMPT[: 2 * BLOCK_TOKENS] + [7] * (2 * BLOCK_TOKENS + 1)
+    less = PROMPT[:BLOCK_TOKENS] + [8] * (3 * BLOCK_TOKENS + 1)
+    for name, ids in (("b", branch), ("c", less)):
+        one.compute(Request(name, ids), [0, 1, 2, 3, 4])
+    two, alone = start(engines, node, "together"), start(engines, node, "together", shares=False)
+    first = Request("d", PROMPT)
+    for engine in (two, alone):
+        assert engine.matched(first) == (WHOLE, True)
+        engine.allocated(first, [0, 1, 2, 3], WHOLE)
+    assert two.matched(Request("other", less)) == (WHOLE, True), "three of its four blocks are another's"
+    waiting, same, stranger = Request("e", branch), Request("f", PROMPT), Request("g", PROMPT, cache_salt="other")
+    assert alone.matched(waiting) == (WHOLE, True)
+    for request in (waiting, same):
+        assert not until_known(two, request), "it is waited for"
+    assert two.matched(stranger) == (0, False)
+    two.step()
+    two.wait(set(), {"d"})
+    assert two.matched(waiting, 2 * BLOCK_TOKENS) == (2 * BLOCK_TOKENS, True)
+    assert two.matched(same, WHOLE) == (0, False)
+
+
+def until_known(engine: Vllm, request: Request) -> bool:
+    """Whether a lookup, once it is answered, lets the request go on."""
+    engine.scheduler.matched(request, 0)
+    lookup = engine.scheduler.follow(request).lookup
+    assert lookup is not None
+    lookup.answer.result(10)
+    return engine.scheduler.matched(request, 0)[0] is not None
+
+
 def test_a_producer_loads_nothing_and_a_consumer_stores_nothing(node: Node, engines: ExitStack) -> None:
     consumer = start(engines, node, "roles", stores=False)
     consumer.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])

@@ -40,6 +40,7 @@ def test_auto_decides_once_there_is_enough_to_read(
         return disk
 
     monkeypatch.setattr(packing, "_disk_speed", speed)
+    monkeypatch.setattr(packing.SpareCores, "count", lambda _: 2.0)
     tier = opened(tmp_path, 256 << 20)
     first, *others = trained_chunks()
     store(tier, first)

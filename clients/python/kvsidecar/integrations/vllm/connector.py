@@ -64,6 +64,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
                 kv_cache_config.num_blocks,
                 loads=self._kv_transfer_config.is_kv_consumer,
                 stores=self._kv_transfer_config.is_kv_producer,
+                shares=bool(vllm_config.cache_config.enable_prefix_caching),
             )
 
     @property

@@ -76,6 +76,7 @@ class _Followed:
     lookup: _Lookup | None = None
     local_tokens: int = 0  # that vLLM had when it asked
     loading: bool = False
+    loaded_to: int = 0  # how many tokens are there when that is done
     loaded: bool = False  # or tried in vain; not again before it is preempted
     known: tuple[tuple[int, bytes], ...] = ()  # stored already, by rank
     prompt_ordered: bool = False
@@ -89,12 +90,20 @@ class SchedulerHalf:
     """Never blocks for longer than a few milliseconds: the scheduler's loop is every request's."""
 
     def __init__(
-        self, settings: Settings, block_tokens: int, blocks: int, *, loads: bool = True, stores: bool = True
+        self,
+        settings: Settings,
+        block_tokens: int,
+        blocks: int,
+        *,
+        loads: bool = True,
+        stores: bool = True,
+        shares: bool = True,
     ) -> None:
         """``blocks`` is how many the engine has, each of ``block_tokens``. An engine that only produces for others
-        loads nothing, one that only consumes stores nothing."""
+        loads nothing, one that only consumes stores nothing; one that ``shares`` gives a request the blocks that were
+        loaded for another."""
         self._settings, self._block = settings, block_tokens
-        self._loads, self._stores = loads, stores
+        self._loads, self._stores, self._shares = loads, stores, shares
         self._most_pinned = int(blocks * _PINNED_SHARE)
         self._pinned: dict[str, int] = {}  # blocks of finished requests that the workers may still be reading
         self._ranks: list[_Rank] = []
@@ -168,7 +177,21 @@ class SchedulerHalf:
             return 0, False
         followed.known = tuple(one.whole for one in found)
         tokens = min(one.tokens for one in found) // self._block * self._block - local_tokens
-        return (tokens, True) if tokens >= self._settings.least_tokens else (0, False)
+        if tokens < self._settings.least_tokens:
+            return 0, False
+        return (None, False) if self._is_coming(followed, tokens) else (tokens, True)
+
+    def _is_coming(self, followed: _Followed, tokens: int) -> bool:
+        """Whether half of what a request would load is being loaded for another one: soon vLLM has it itself, once
+        instead of for each, and is asked again."""
+        ids, half = followed.request.all_token_ids, followed.local_tokens + (tokens + 1) // 2
+        return self._shares and any(
+            other.loading
+            and other.loaded_to >= half
+            and other.salt == followed.salt
+            and other.request.all_token_ids[:half] == ids[:half]
+            for other in self._followed.values()
+        )
 
     def _look_up(self, followed: _Followed) -> _Lookup | None:
         """Asks for all ranks, on a thread. None when nothing can be there."""
@@ -238,7 +261,7 @@ class SchedulerHalf:
             return
         end = followed.local_tokens + external_tokens
         assert followed.salt is not None
-        followed.loading = True
+        followed.loading, followed.loaded_to = True, end
         self._step.loads.append(
             Load(
                 request.request_id,
