@@ -115,8 +115,8 @@ class CacheLink:
         if found is None or sequence.missing < least or not self._economy.worth_loading(sequence.missing):
             return False
         session, root = found
-        vain = not self._loading.places(session, sequence) and not self._is_saving_head_of(sequence)
-        if vain and self._loading.in_vain(session, root, sequence):
+        asked = self._loading.places(session, sequence) or self._is_saving_head_of(sequence)
+        if not asked and self._loading.in_vain(session, root, sequence):
             return False
         self._thread.submit(self._guarded_load, sequence, pool, done)
         return True

@@ -48,6 +48,15 @@ def until_no_lease(node: Node) -> None:
         time.sleep(0.01)
 
 
+def goes_on(engine: Vllm, request: Request) -> bool:
+    """Whether a lookup, once it is answered, lets the request go on."""
+    engine.scheduler.matched(request, 0)
+    lookup = engine.scheduler.follow(request).lookup
+    assert lookup is not None
+    lookup.answer.result(10)
+    return engine.scheduler.matched(request, 0)[0] is not None
+
+
 def test_a_prompt_that_one_engine_computed_another_loads(node: Node, engines: ExitStack) -> None:
     one, two = start(engines, node, "pair"), start(engines, node, "pair", transposed=True)
     first = Request("a", PROMPT)
@@ -97,21 +106,12 @@ def test_what_is_being_loaded_for_one_request_is_waited_for_by_others(node: Node
     waiting, same, stranger = Request("e", branch), Request("f", PROMPT), Request("g", PROMPT, cache_salt="other")
     assert alone.matched(waiting) == (WHOLE, True)
     for request in (waiting, same):
-        assert not until_known(two, request), "it is waited for"
+        assert not goes_on(two, request), "it is waited for"
     assert two.matched(stranger) == (0, False)
     two.step()
     two.wait(set(), {"d"})
     assert two.matched(waiting, 2 * BLOCK_TOKENS) == (2 * BLOCK_TOKENS, True)
     assert two.matched(same, WHOLE) == (0, False)
-
-
-def until_known(engine: Vllm, request: Request) -> bool:
-    """Whether a lookup, once it is answered, lets the request go on."""
-    engine.scheduler.matched(request, 0)
-    lookup = engine.scheduler.follow(request).lookup
-    assert lookup is not None
-    lookup.answer.result(10)
-    return engine.scheduler.matched(request, 0)[0] is not None
 
 
 def test_a_producer_loads_nothing_and_a_consumer_stores_nothing(node: Node, engines: ExitStack) -> None:

@@ -75,8 +75,7 @@ class _Followed:
     salt: bytes | None
     lookup: _Lookup | None = None
     local_tokens: int = 0  # that vLLM had when it asked
-    loading: bool = False
-    loaded_to: int = 0  # how many tokens are there when that is done
+    loading: int = 0  # how many tokens are there when what is being loaded is; 0 when nothing is
     loaded: bool = False  # or tried in vain; not again before it is preempted
     known: tuple[tuple[int, bytes], ...] = ()  # stored already, by rank
     prompt_ordered: bool = False
@@ -186,10 +185,7 @@ class SchedulerHalf:
         instead of for each, and is asked again."""
         ids, half = followed.request.all_token_ids, followed.local_tokens + (tokens + 1) // 2
         return self._shares and any(
-            other.loading
-            and other.loaded_to >= half
-            and other.salt == followed.salt
-            and other.request.all_token_ids[:half] == ids[:half]
+            other.loading >= half and other.salt == followed.salt and other.request.all_token_ids[:half] == ids[:half]
             for other in self._followed.values()
         )
 
@@ -261,7 +257,7 @@ class SchedulerHalf:
             return
         end = followed.local_tokens + external_tokens
         assert followed.salt is not None
-        followed.loading, followed.loaded_to = True, end
+        followed.loading = end
         self._step.loads.append(
             Load(
                 request.request_id,
@@ -362,7 +358,7 @@ class SchedulerHalf:
             followed = self._followed.get(name)
             if followed is None:
                 continue
-            followed.loading, followed.loaded = False, True
+            followed.loading, followed.loaded = 0, True
             self._let_go(followed)
             if followed.request.is_finished():
                 del self._followed[name]
