@@ -22,10 +22,19 @@ class Economy:
         self._load_per_token: float | None = None
         self._prefill_per_token: float | None = None
         self._skipped = 0
+        self._last_was_slow = False
 
     def loaded(self, tokens: int, seconds: float) -> None:
-        """Records a load. Of one that was tried again although loads had not paid, what it found now is what counts."""
+        """Records a load. Of one that was tried again although loads had not paid, what it found now is what counts. A
+        disk may have held up a single one: what was slower than computing counts if the load before it was, too."""
+        if self._prefill_per_token is None:
+            return
         stale = not self.pays(tokens)
+        slow = seconds > self._break_even(tokens)
+        alone = slow and not self._last_was_slow
+        self._last_was_slow = slow
+        if alone and not stale:
+            return
         if 0 < tokens < _SHORT_LOAD:
             self._load_fixed = _mean(None if stale else self._load_fixed, seconds)
         elif tokens:
@@ -66,7 +75,7 @@ class Economy:
         if self._prefill_per_token is None:
             return True
         load = (self._load_fixed or 0.0) + (self._load_per_token or 0.0) * tokens
-        return load <= self._prefill_per_token * tokens + _MARGIN_SECONDS
+        return load <= self._break_even(tokens)
 
     def worth_loading(self, tokens: int) -> bool:
         """Whether to look a prompt of this length up."""
@@ -81,6 +90,10 @@ class Economy:
         if self._prefill_per_token is None:
             return repair_cost < 1.0
         return (self._load_per_token or 0.0) + repair_cost * self._prefill_per_token < self._prefill_per_token
+
+    def _break_even(self, tokens: int) -> float:
+        """Seconds that loading so much may take before it is clearly slower than computing it."""
+        return self.price * tokens + _MARGIN_SECONDS
 
 
 def _mean(old: float | None, new: float) -> float:

@@ -29,3 +29,18 @@ def test_loads_that_cost_more_than_computing_are_left_and_tried_again() -> None:
     assert 0 < sum(tried) <= 8
     economy.loaded(1000, 0.1)  # what it found now counts, not what had been
     assert economy.worth_loading(1000)
+
+
+def test_one_slow_load_decides_nothing_and_two_do() -> None:
+    """A disk that is held up for a moment must not keep the next fifteen prompts from the cache, not even where it was
+    the first load of all."""
+    economy = Economy()
+    economy.loaded(1000, 5.0)  # right after a start, when nothing was computed yet
+    economy.prefilled(1000, 1.0)
+    economy.loaded(1000, 5.0)
+    assert all(economy.worth_loading(1000) for _ in range(40)), "the first load of all was slow"
+    economy.loaded(1000, 0.1)
+    economy.loaded(100, 3.0)
+    assert all(economy.worth_loading(100) for _ in range(40)), "a slow one after a fast one"
+    economy.loaded(100, 3.0)
+    assert not all(economy.worth_loading(100) for _ in range(15)), "two in a row"
