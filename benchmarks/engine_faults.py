@@ -120,13 +120,16 @@ class Scene:
             engine.restart()
             load.down.remove(engine)
 
-    def leaked(self) -> int:
+    def leaked(self, load: Load) -> int:
         """Leases and reservations that nobody gives back although nobody asks any more."""
         deadline = time.monotonic() + _SETTLED_SECONDS
         while True:
             stats = self.node.cache_stats()
             over = int(stats.leases + stats.reservations)
-            if not over or time.monotonic() > deadline:
+            if not over:
+                return 0
+            if time.monotonic() > deadline:
+                load.reasons.append(f"{stats.leases} leases and {stats.reservations} reservations are left")
                 return over
             time.sleep(0.1)
 
@@ -148,7 +151,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             _kill(scene, load, options, draw, done, lambda: progress.update(task, completed=time.monotonic() - began))
         finally:
             load.stop()
-        leaked = scene.leaked()
+        leaked = scene.leaked(load)
     rows = [{"fault": fault, "rounds": done[fault]} for fault in FAULTS]
     names = ("wrong_answers", "hung_requests", "failed_requests", "interrupted", "answered", "reused_tokens")
     summary: dict[str, Any] = {name: load.counts[name] for name in names}

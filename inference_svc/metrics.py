@@ -42,6 +42,7 @@ _COUNTERS = (
     "cached_tokens",
     "generated_tokens",
     "cache_failures",
+    "bypassed_requests",
     "preemptions",
     "overflowed",
     "resident_tokens",

@@ -327,6 +327,7 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         branched_tokens=guessed.branched_tokens,
         skipping_requests=engine.stats.skipping_requests,
         skipping_tokens=engine.stats.skipping_tokens,
+        bypassed_requests=cache.stats.bypassed if cache else 0,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 from kvsidecar import keys
@@ -43,6 +44,7 @@ class Chunks(AtDoor):
             return answer
         session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
         probes = limits.stretches_of(request.contents, len(request.token_ids))
+        name = limits.lease_of(request.lease_id)
         limits.room_for("leases of this session", len(session.leases), limits.MAX_LEASES)
         held = sum(len(hold.chunks) for hold in session.leases.values()) if len(session.leases) > 16 else 0
         limits.room_for("chunks under lease in this session", held, limits.MAX_LEASED_CHUNKS)
@@ -55,6 +57,7 @@ class Chunks(AtDoor):
             brought = await self.store.remote.bring(session, salt, ids, cuts, price, _patience(context), until)
         result = await self.store.match(session, salt, ids, probes, window, until)
         if result.lease_id:
+            result = replace(result, lease_id=session.named(result.lease_id, name))
             cancelled_later(context, lambda: self.store.release(session, [result.lease_id]))
         answer = await self._matched(result)
         if brought is not None:

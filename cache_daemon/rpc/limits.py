@@ -27,6 +27,7 @@ MAX_WATCHERS = 64
 MAX_STREAMS = 64
 MAX_CARRYING = 2
 MAX_LEASES = 4096
+LEASE_BYTES = 16
 MAX_LEASED_CHUNKS = 1 << 18
 MAX_RESERVATIONS = 4096
 
@@ -98,6 +99,13 @@ def price_of(seconds_per_token: float) -> float:
     if not 0 <= seconds_per_token < 3600:
         raise InvalidRequest(f"seconds_per_token is {seconds_per_token}; a number from 0 to below 3600 is needed")
     return seconds_per_token
+
+
+def lease_of(name: bytes) -> bytes:
+    """Raises InvalidRequest for what a caller may not call a lease."""
+    if len(name) not in (0, LEASE_BYTES):
+        raise InvalidRequest(f"lease_id has {len(name)} bytes; {LEASE_BYTES} random ones are needed, or none")
+    return name
 
 
 def ttl_of(seconds: int) -> int:

@@ -104,6 +104,13 @@ class Session:
         self.leases[lease_id] = hold
         return lease_id
 
+    def named(self, lease_id: bytes, name: bytes) -> bytes:
+        """Calls a lease what its caller wants, unless that is nothing or another lease's; returns its id."""
+        if not name or name in self.leases:
+            return lease_id
+        self.leases[name] = self.leases.pop(lease_id)
+        return name
+
     def leased(self, lease_id: bytes, prefix_hashes: Sequence[bytes]) -> list[Chunk]:
         """Chunks that a lease holds, by their names. Raises UnknownLease."""
         hold = self.leases.get(lease_id)

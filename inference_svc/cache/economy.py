@@ -38,7 +38,13 @@ class Economy:
         if 0 < tokens < _SHORT_LOAD:
             self._load_fixed = _mean(None if stale else self._load_fixed, seconds)
         elif tokens:
-            self._load_per_token = _mean(None if stale else self._load_per_token, seconds / tokens)
+            each = max(0.0, seconds - (self._load_fixed or 0.0)) / tokens
+            self._load_per_token = _mean(None if stale else self._load_per_token, each)
+
+    def forget_loads(self) -> None:
+        """Another daemon: what loading took from the last one says nothing about it."""
+        self._load_fixed = self._load_per_token = None
+        self._last_was_slow = False
 
     def gave_up(self, tokens: int, seconds: float) -> None:
         """Records a load that was not complete after so long: it takes at least that."""

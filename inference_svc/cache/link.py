@@ -67,6 +67,7 @@ class CacheLink:
         self._saving: dict[Future[None], Sequence] = {}  # what is stored in shared memory now, or waits to be
         self._queued: dict[Future[None], Sequence] = {}  # what is to be sent
         self._counting = threading.Lock()
+        self._epoch: int | None = None  # of the daemon that the economy knows
 
     @property
     def attached(self) -> bool:
@@ -112,11 +113,17 @@ class CacheLink:
         # Of few missing tokens, fewer still would be found: the question alone costs as much as they do.
         least = 2 if not sequence.computed else _LEAST_MISSING
         found = self._session(sequence)
-        if found is None or sequence.missing < least or not self._economy.worth_loading(sequence.missing):
+        if found is None or sequence.missing < least:
             return False
         session, root = found
+        if session.epoch != self._epoch:
+            self._epoch = session.epoch
+            self._economy.forget_loads()
         asked = self._loading.places(session, sequence) or self._is_saving_head_of(sequence)
         if not asked and self._loading.in_vain(session, root, sequence):
+            return False
+        if not self._economy.worth_loading(sequence.missing):
+            self.stats.bypassed += 1
             return False
         self._thread.submit(self._guarded_load, sequence, pool, done)
         return True

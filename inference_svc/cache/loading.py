@@ -75,7 +75,6 @@ class Loading:
         self._projection_share, self._timeout = projection_share, timeout
         g = geometry
         self._token_bytes = 4 * g.layers * g.kv_heads * g.head_dim * g.bits / 8  # roughly: keys and values
-        self._releases: set[Any] = set()
 
     def in_vain(self, session: Session, root: bytes, sequence: Sequence) -> bool:
         """Whether the daemon need not be asked for a prompt's beginning; counted for it. Others may have read what the
@@ -111,7 +110,7 @@ class Loading:
             window=0 if session.remote or not pool.window else pool.window + WINDOW_STEP,
         )
         with sequence.trace.part("lookup", sequence.admitted_at):
-            found = session.stub.Match(request, timeout=self._patience(session, len(sequence.tokens)))
+            found = session.match(request, self._patience(session, len(sequence.tokens)))
         looked_up = time.perf_counter()
         if found.epoch != session.epoch:
             raise ValueError(f"an answer of epoch {found.epoch:x} in a session of epoch {session.epoch:x}")
@@ -162,7 +161,7 @@ class Loading:
         finally:
             if gate:
                 gate.fail()
-            self._release(session, found.lease_id)
+            session.give_back([found.lease_id] if found.lease_id else [])
         ended = time.perf_counter()
         # What the remote tier takes, the daemon weighs: it knows what that has, and was told what computing takes.
         self._economy.loaded(copied, ended - began - found.remote_ms / 1e3)
@@ -269,15 +268,6 @@ class Loading:
         they could be computed in."""
         afar = tokens * self._economy.price if session.remote else 0.0
         return self._timeout + tokens * self._token_bytes / _SLOW_BYTES_PER_SECOND + min(afar, _MOST_AFAR_SECONDS)
-
-    def _release(self, session: Session, lease_id: bytes) -> None:
-        """Gives a lease back without waiting for the answer."""
-        if lease_id:
-            request = pb.ReleaseRequest(session_id=session.id, lease_ids=[lease_id])
-            call = session.stub.Release.future(request, timeout=5.0)
-            # A call nobody refers to is cancelled, and its lease would stay until the session ends.
-            self._releases.add(call)
-            call.add_done_callback(self._releases.discard)
 
 
 def marks_of(sequence: Sequence) -> Marks:

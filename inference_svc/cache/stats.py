@@ -10,6 +10,7 @@ class CacheStats:
     """Counters since the start."""
 
     failures: int = 0
+    bypassed: int = 0  # prompts that the daemon was not asked for, because loads had been slower than computing
     stored_chunks: int = 0
     refused_chunks: int = 0
     loaded_bytes: int = 0  # of payloads that were copied into the pool

@@ -152,6 +152,28 @@ struct DenseJob {
   int64_t rows, inputs, outputs, kept;
 };
 
+// ---- codes.cpp ------------------------------------------------------------------------------------------------------
+
+// How a group's lowest and highest number may give its scale and base.
+constexpr int64_t CODES_CENTRED = 0, CODES_RISING = 1, CODES_FALLING = 2, CODES_MOST_GUESSES = 127;
+
+struct CodeGuess {
+  int64_t kind;
+  float steps;  // from one end to the other; centred: from the strongest number to 0
+  float zero;   // centred: the code of 0
+};
+
+struct CodesJob {
+  int64_t taken;        // strips of 32 outputs that threads have taken
+  const float* weight;  // [outputs, inputs]
+  uint8_t* data;        // [strips, strip_bytes], as dense.cpp reads them
+  int64_t outputs, inputs, strip_bytes;
+  int64_t largest;  // code
+  const CodeGuess* guess;
+  int64_t guesses;
+  int64_t* right;  // [guesses + 1] zeros before; how many groups each guess was the first for, the last of none
+};
+
 // ---- quantized.cpp --------------------------------------------------------------------------------------------------
 
 // Inputs of a row that share a multiple; fewer where a weight's group has fewer.
@@ -204,6 +226,7 @@ KVK_KERNEL(rotate, kvk::RotateJob)
 KVK_KERNEL(gate, kvk::GateJob)
 KVK_KERNEL(product, kvk::ProductJob)
 KVK_KERNEL(dense, kvk::DenseJob)
+KVK_KERNEL(codes, kvk::CodesJob)
 KVK_KERNEL(quantized, kvk::QuantizedJob)
 KVK_KERNEL(chain, kvk::ChainJob)
 #undef KVK_KERNEL

@@ -44,3 +44,22 @@ def test_one_slow_load_decides_nothing_and_two_do() -> None:
     assert all(economy.worth_loading(100) for _ in range(40)), "a slow one after a fast one"
     economy.loaded(100, 3.0)
     assert not all(economy.worth_loading(100) for _ in range(15)), "two in a row"
+
+
+def test_what_a_load_costs_at_least_is_counted_once() -> None:
+    """A long load's time has that part in it, which the short ones showed."""
+    economy = Economy()
+    economy.prefilled(1000, 1.0)
+    economy.loaded(100, 0.05)
+    economy.loaded(300, 0.29)
+    assert economy.pays(1000), "0.05 s and 0.8 ms a token, where computing takes 1 ms"
+
+
+def test_another_daemon_is_tried_at_once() -> None:
+    economy = Economy()
+    economy.prefilled(1000, 1.0)
+    for _ in range(2):
+        economy.loaded(1000, 5.0)
+    assert not economy.pays(1000)
+    economy.forget_loads()
+    assert economy.pays(1000)

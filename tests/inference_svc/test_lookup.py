@@ -11,6 +11,7 @@ from kvsidecar.paged.link import DaemonLink
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
+from tests.inference_svc import windowed
 from tests.inference_svc.test_exactness import prompt
 
 
@@ -68,3 +69,25 @@ def test_a_worker_that_cannot_map_the_summary_asks(pair: Node, monkeypatch: pyte
     assert session.may_hold(link.namespace, prompt(80, 20))
     assert session.may_hold_content(link.namespace, prompt(80, 20))
     link.close()
+
+
+def test_prompts_are_kept_from_slow_loads_and_counted_until_there_is_another_daemon(pair: Node) -> None:
+    writer, reader = windowed.windowed(node=pair), windowed.windowed(node=pair)
+    cache = reader.cache
+    assert cache is not None
+    for seed in (90, 91, 92):
+        writer.answer(windowed.prompt(seed, 200), length=1)
+    assert reader.answer(windowed.prompt(90, 200), length=1)[1] > 0
+    cache._economy.prefilled(1000, 0.1)
+    for _ in range(3):
+        cache._economy.loaded(1000, 60.0)
+    assert reader.answer(windowed.prompt(91, 200), length=1)[1] == 0
+    assert cache.stats.bypassed == 1
+    pair.settle()
+    pair.restart_daemon()
+    epoch = cache._epoch
+    assert eventually(lambda: cache.attached and all(link.session.epoch != epoch for link in cache._daemons.values()))
+    assert reader.answer(windowed.prompt(92, 200), length=1)[1] > 0
+    assert cache.stats.bypassed == 1
+    for one in (writer, reader):
+        one.close()

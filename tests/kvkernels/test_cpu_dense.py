@@ -13,14 +13,17 @@ pytestmark = pytest.mark.skipif(not library.usable(), reason="no variant of the 
 # outputs, inputs: less than a strip, one, several; less than a block of inputs, one, several, and some more
 LAYERS = [(7, 20), (32, 128), (70, 300), (328, 320), (96, 640)]
 NUMBERS = ("float32", "bfloat16", "float16")
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 24, 28, 37, 95, 96, 97, 191, 192, 193, 230)
 
 
 @pytest.fixture(params=library.usable(), autouse=True)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variant that this CPU can run."""
-    kernel = library.Library(request.param).kernel("dense", dense._Job)
-    monkeypatch.setattr(dense, "kernel", lambda: kernel)
+    kernels = library.Library(request.param)
+    product, looking = kernels.kernel("dense", dense._Job), kernels.kernel("codes", codes._Job)
+    monkeypatch.setattr(dense, "kernel", lambda: product)
+    monkeypatch.setattr(codes, "kernel", lambda: looking)
 
 
 @pytest.mark.parametrize("shape", LAYERS)
@@ -83,7 +86,7 @@ def test_threads_change_no_bit(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(70, 320), (33, 32), (2100, 64)])
 def test_what_was_quantized_is_kept_as_its_codes(kind: str, shape: tuple[int, int]) -> None:
     weight = written_out(torch.randn(shape), kind)
@@ -99,27 +102,34 @@ def test_what_was_quantized_is_kept_as_its_codes(kind: str, shape: tuple[int, in
         assert torch.equal(dense.product(x[:rows], again, bias), want[:rows]), f"{rows} rows"
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_scales_are_found_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each guess is a pass over the weight, and what no guess is right for is passed again and again."""
-    passed = 0
-
-    def counted(guess: codes.Guess) -> codes.Guess:
-        def guessing(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal passed
-            passed += len(low)
-            return guess(low, high)
-
-        return guessing
-
     monkeypatch.setattr(codes, "_TRIED", 16)
-    for bits, guesses in codes._GUESSES.items():
-        monkeypatch.setitem(codes._GUESSES, bits, [counted(guess) for guess in guesses])
     weight = written_out(torch.randn(1030, 256), kind)
     found = codes.find(weight)
     assert found is not None
-    assert torch.equal(codes.numbers(found), weight + 0.0)
+    passed = sum((1 + number) * groups for number, groups in enumerate(found.right))
     assert passed < 1.5 * weight.numel() / codes.GROUP
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", [*KINDS, "several"])
+def test_what_is_found_is_what_plain_torch_finds(kind: str, bits: int) -> None:
+    """The same codes, scales and bases by the same guesses, or none where torch has none."""
+    weight = torch.cat([written_out(torch.randn(130, 64), k) for k in (KINDS if kind == "several" else (kind,))])
+    weight[3] = weight[5] = 0
+    weight[7] = (torch.arange(64) % 16 - 8) * 3 * 2.0**-24  # a scale below the smallest normal half
+    want, got = (look(weight, bits, codes._GUESSES[bits]) for look in (codes.reference, codes._look))
+    if bits == 4 and not kind.startswith("Q4"):
+        assert want is None
+        assert got is None
+        return
+    assert want is not None
+    assert got is not None
+    assert got.right == want.right
+    assert torch.equal(got.data, want.data)
+    assert torch.equal(codes.numbers(codes.unpack(got.data, 64, bits))[: len(weight)], weight + 0.0)
 
 
 @pytest.mark.parametrize(("steps", "zero", "kept"), [(7, 8, "coded4"), (15, 16, "coded8")])

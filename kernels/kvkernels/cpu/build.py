@@ -27,6 +27,7 @@ KERNELS = (
     "attention.cpp",
     "chain.cpp",
     "chunks.cpp",
+    "codes.cpp",
     "dense.cpp",
     "paged.cpp",
     "products.cpp",

@@ -22,7 +22,7 @@ from kvkernels.cpu import codes
 from kvkernels.cpu.library import Call, Kernel, best, found
 
 # Outputs of a strip.
-OUTPUTS = 32
+OUTPUTS = codes.OUTPUTS
 # Inputs whose sum is had before it is added to the others'.
 BLOCK = 128
 # How weights are kept, in the order of their numbers in dense.cpp.
@@ -31,7 +31,7 @@ KEPT = ("float32", "bfloat16", "float16", "coded4", "coded8")
 _PARTS_PER_THREAD = 4
 _MANY_ROWS = 97
 # Outputs that are turned over at a time, so that what is in between stays small.
-_SLICE = 2048
+_SLICE = 256
 
 
 class _Job(ctypes.Structure):
@@ -74,7 +74,7 @@ class Dense:
 def size_bytes(inputs: int, outputs: int, kept: str) -> int:
     """What a weight takes."""
     bits = codes.BITS.get(kept)
-    strip = codes.strip_bytes(inputs, OUTPUTS, bits) if bits else inputs * OUTPUTS * _dtype(kept).itemsize
+    strip = codes.strip_bytes(inputs, bits) if bits else inputs * OUTPUTS * _dtype(kept).itemsize
     return -(-outputs // OUTPUTS) * strip
 
 
@@ -122,12 +122,12 @@ def pack(weight: Tensor, kept: str | None = None) -> Dense:
         coded = codes.find(weight.float(), (codes.BITS[kept],))
         if coded is None:
             raise ValueError(f"a weight of {outputs} x {inputs} has numbers without a code of {codes.BITS[kept]} bits")
-        return Dense(codes.pack(coded, OUTPUTS), inputs, outputs, kept)
+        return Dense(coded.data, inputs, outputs, kept)
     if kept is None:
         kept = narrowest(weight)
         found = codes.find(weight) if kept == "float32" else None
         if found is not None:
-            return Dense(codes.pack(found, OUTPUTS), inputs, outputs, f"coded{found.bits}")
+            return Dense(found.data, inputs, outputs, f"coded{found.bits}")
     data = torch.empty(-(-outputs // OUTPUTS), inputs, OUTPUTS, dtype=_dtype(kept))
     for first in range(0, outputs, _SLICE):
         part = weight[first : first + _SLICE].to(data.dtype)
@@ -139,9 +139,8 @@ def pack(weight: Tensor, kept: str | None = None) -> Dense:
 def unpack(weight: Dense) -> Tensor:
     """The weight ``[outputs, inputs]`` in float32."""
     if weight.kept in codes.BITS:
-        return codes.numbers(codes.unpack(weight.data, weight.inputs, OUTPUTS, codes.BITS[weight.kept]))[
-            : weight.outputs
-        ]
+        found = codes.unpack(weight.data, weight.inputs, codes.BITS[weight.kept])
+        return codes.numbers(found)[: weight.outputs]
     return weight.data.transpose(1, 2).reshape(-1, weight.inputs)[: weight.outputs].float()
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import grpc
 
@@ -17,7 +16,6 @@ from kvsidecar.paged.session import Session
 
 # What is cold comes from a disk: a call may take so much longer for each byte that it may have to bring in.
 _SLOW_BYTES_PER_SECOND = 200e6
-_RELEASE_SECONDS = 5.0
 # The daemon waits no longer for a remote tier.
 _MOST_AFAR_SECONDS = 10.0
 _AT_ONCE = 32
@@ -58,7 +56,6 @@ class Matcher:
     geometry: Geometry
     timeout: float
     cutting: Cutting | None = None
-    _releases: set[Any] = field(default_factory=set)
 
     def match(
         self,
@@ -80,7 +77,7 @@ class Matcher:
             request.cuts.extend(cutting.known(len(tokens), session.max_chunk_tokens))
             request.seconds_per_token = seconds_per_token
             patience += min(len(tokens) * seconds_per_token, _MOST_AFAR_SECONDS)
-        answer = session.stub.Match(request, timeout=patience)
+        answer = session.match(request, patience)
         if answer.epoch != session.epoch:
             raise ValueError(f"an answer of epoch {answer.epoch:x} in a session of epoch {session.epoch:x}")
         found = Found(
@@ -99,16 +96,16 @@ class Matcher:
         leases of those that are here, to be given back by the caller. Raises grpc.RpcError."""
         for at in range(0, len(prompts), _AT_ONCE):
             calls = [
-                session.stub.Match.future(
+                session.matching(
                     pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, cuts=[len(tokens)]),
-                    timeout=self._patience(len(tokens)),
+                    self._patience(len(tokens)),
                 )
                 for tokens in prompts[at : at + _AT_ONCE]
             ]
             leases, failed = list[bytes](), None
             for call in calls:  # all are heard, or what they leased would stay
                 try:
-                    leases += filter(None, [call.result().lease_id])
+                    leases += filter(None, [call().lease_id])
                 except grpc.RpcError as error:
                     failed = error
             yield leases
@@ -117,19 +114,7 @@ class Matcher:
 
     def release(self, found: Found) -> None:
         """Gives the lease back without waiting for the answer."""
-        self.give_back(found.session, [found.lease_id] if found.lease_id else [])
-
-    def give_back(self, session: Session, lease_ids: Sequence[bytes]) -> None:
-        """The same of any leases."""
-        if lease_ids and session.alive:
-            request = pb.ReleaseRequest(session_id=session.id, lease_ids=lease_ids)
-            try:
-                call = session.stub.Release.future(request, timeout=_RELEASE_SECONDS)
-            except ValueError:  # the channel was closed meanwhile: the session is over, and its leases with it
-                return
-            # A call nobody refers to is cancelled, and its lease would stay until the session ends.
-            self._releases.add(call)
-            call.add_done_callback(self._releases.discard)
+        found.session.give_back([found.lease_id] if found.lease_id else [])
 
     def _patience(self, tokens: int) -> float:
         """Seconds to wait for a Match, which may have to read so many tokens from disk."""

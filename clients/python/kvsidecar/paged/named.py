@@ -69,7 +69,7 @@ class NamedPages:
         try:
             return self._find(session, pages, salt, root)
         finally:
-            self.matcher.give_back(session, leases)
+            session.give_back(leases)
 
     def _find(self, session: Session, pages: Sequence[Page], salt: bytes, root: bytes) -> Held | None:
         tokens, probes = list[int](), list[pb.ContentProbe]()
@@ -103,7 +103,7 @@ class NamedPages:
                 if not some:
                     break
         except BaseException:
-            self.matcher.give_back(session, leases)
+            session.give_back(leases)
             raise
         return leases
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import grpc
 from kvkernels import Payload
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.paged.carrier import Carrier, NoCarrier, carrying_seconds
 from kvsidecar.summary import Summary
+
+_LEASE_BYTES = 16
+_RELEASE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class Session:
     served_before: Served = field(default_factory=Served)
     _due: threading.Event = field(default_factory=threading.Event)
     _sent: deque[float] = field(default_factory=deque)
+    _releases: set[Any] = field(default_factory=set)
 
     @property
     def alive(self) -> bool:
@@ -75,6 +82,55 @@ class Session:
         self.finish()
         self.carrier.close()
         self.summary = None
+
+    # ---- leases ---------------------------------------------------------------------------------------------
+
+    def match(self, request: pb.MatchRequest, timeout: float) -> pb.MatchResponse:
+        """Asks for a prompt, and gives back what an answer leased that was lost. Raises grpc.RpcError."""
+        request.lease_id = secrets.token_bytes(_LEASE_BYTES)
+        try:
+            return self.stub.Match(request, timeout=timeout)
+        except grpc.RpcError as error:
+            self._lost(request, error)
+            raise
+
+    def matching(self, request: pb.MatchRequest, timeout: float) -> Callable[[], pb.MatchResponse]:
+        """The same, asked now; called, it waits for the answer, which somebody must."""
+        request.lease_id = secrets.token_bytes(_LEASE_BYTES)
+        call = self.stub.Match.future(request, timeout=timeout)
+
+        def answer() -> pb.MatchResponse:
+            try:
+                return call.result()
+            except grpc.RpcError as error:
+                self._lost(request, error)
+                raise
+
+        return answer
+
+    def _lost(self, request: pb.MatchRequest, error: grpc.RpcError) -> None:
+        """The daemon undoes a call that was cancelled while it worked on it, not one that it has answered."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self.give_back([request.lease_id])
+
+    def give_back(self, lease_ids: Sequence[bytes]) -> None:
+        """Gives leases back without waiting for the answer; again and again where none comes in time, until the session
+        is over, and its leases with it."""
+        if not lease_ids or not self.alive:
+            return
+        request = pb.ReleaseRequest(session_id=self.id, lease_ids=lease_ids)
+        try:
+            call = self.stub.Release.future(request, timeout=_RELEASE_SECONDS)
+        except ValueError:  # the channel was closed meanwhile
+            return
+        # A call nobody refers to is cancelled, and its leases would stay until the session ends.
+        self._releases.add(call)
+        call.add_done_callback(lambda call: self._released(call, lease_ids))
+
+    def _released(self, call: Any, lease_ids: Sequence[bytes]) -> None:
+        self._releases.discard(call)
+        if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self.give_back(lease_ids)
 
     # ---- heartbeats -----------------------------------------------------------------------------------------
 

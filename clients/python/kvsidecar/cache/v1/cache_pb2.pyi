@@ -649,6 +649,7 @@ class MatchRequest(_message.Message):
     SECONDS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome. Without it nothing is leased and no slots are returned (a probe)."""
     tenant_salt: _builtins.bytes
@@ -665,6 +666,10 @@ class MatchRequest(_message.Message):
     ttl_seconds: _builtins.int
     """What is found is kept for so many seconds from now on, unless somebody asks for longer; at most 2,592,000 (30 days).
     0: for as long as there is room. Ignored in probes without a session.
+    """
+    lease_id: _builtins.bytes
+    """What the lease is to be called: 16 random bytes, so that the asker can give it back also when the answer is lost on
+    its way. Empty, or in use: the daemon names it.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -696,10 +701,11 @@ class MatchRequest(_message.Message):
         seconds_per_token: _builtins.float = ...,
         window: _builtins.int = ...,
         ttl_seconds: _builtins.int = ...,
+        lease_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "cuts", b"cuts", "namespace", b"namespace", "seconds_per_token", b"seconds_per_token", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids", "ttl_seconds", b"ttl_seconds", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "cuts", b"cuts", "lease_id", b"lease_id", "namespace", b"namespace", "seconds_per_token", b"seconds_per_token", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids", "ttl_seconds", b"ttl_seconds", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

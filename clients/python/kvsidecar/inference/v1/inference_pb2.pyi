@@ -1646,6 +1646,7 @@ class GetStatsResponse(_message.Message):
     BRANCHED_TOKENS_FIELD_NUMBER: _builtins.int
     SKIPPING_REQUESTS_FIELD_NUMBER: _builtins.int
     SKIPPING_TOKENS_FIELD_NUMBER: _builtins.int
+    BYPASSED_REQUESTS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests in the batch now."""
     waiting: _builtins.int
@@ -1712,6 +1713,8 @@ class GetStatsResponse(_message.Message):
     """
     skipping_tokens: _builtins.int
     """Of prompt_tokens, those of such requests."""
+    bypassed_requests: _builtins.int
+    """Requests whose prompt may have been stored but was computed, because loads had been slower than computing."""
     @_builtins.property
     def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """How often the guess at each place was accepted, the first place first; so also how many drafts had more accepted
@@ -1759,10 +1762,11 @@ class GetStatsResponse(_message.Message):
         branched_tokens: _builtins.int = ...,
         skipping_requests: _builtins.int = ...,
         skipping_tokens: _builtins.int = ...,
+        bypassed_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["streaming", b"streaming"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "branched_tokens", b"branched_tokens", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "draft_branches", b"draft_branches", "draft_seconds", b"draft_seconds", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "overflow_free_pages", b"overflow_free_pages", "overflow_pages", b"overflow_pages", "overflowed", b"overflowed", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "running", b"running", "skipping_requests", b"skipping_requests", "skipping_tokens", b"skipping_tokens", "stored_chunks", b"stored_chunks", "streaming", b"streaming", "verify_seconds", b"verify_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "branched_tokens", b"branched_tokens", "bypassed_requests", b"bypassed_requests", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "draft_branches", b"draft_branches", "draft_seconds", b"draft_seconds", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "overflow_free_pages", b"overflow_free_pages", "overflow_pages", b"overflow_pages", "overflowed", b"overflowed", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "running", b"running", "skipping_requests", b"skipping_requests", "skipping_tokens", b"skipping_tokens", "stored_chunks", b"stored_chunks", "streaming", b"streaming", "verify_seconds", b"verify_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
