@@ -27,7 +27,7 @@ class Economy:
     def loaded(self, tokens: int, seconds: float) -> None:
         """Records a load. Of one that was tried again although loads had not paid, what it found now is what counts. A
         disk may have held up a single one: what was slower than computing counts if the load before it was, too."""
-        if self._prefill_per_token is None:
+        if self._prefill_per_token is None or not tokens:
             return
         stale = not self.pays(tokens)
         slow = seconds > self._break_even(tokens)
@@ -35,9 +35,9 @@ class Economy:
         self._last_was_slow = slow
         if alone and not stale:
             return
-        if 0 < tokens < _SHORT_LOAD:
+        if tokens < _SHORT_LOAD:
             self._load_fixed = _mean(None if stale else self._load_fixed, seconds)
-        elif tokens:
+        else:
             each = max(0.0, seconds - (self._load_fixed or 0.0)) / tokens
             self._load_per_token = _mean(None if stale else self._load_per_token, each)
 

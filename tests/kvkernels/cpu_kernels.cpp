@@ -340,6 +340,46 @@ template <class T> void quantized(int64_t bits, int64_t group, int64_t inputs, i
     }
 }
 
+// ---- codes ----------------------------------------------------------------------------------------------------------
+
+// Numbers of known codes: a scale of 2 ** -6 and some eighths of that, a base of -1/8, or one that gives `zero` the code 0.
+static void codes(int64_t kind, int64_t bits, int64_t outputs, int64_t inputs) {
+  const int64_t most = (1 << bits) - 1, zero = kind == CODES_CENTRED ? (most + 1) / 2 : 0, groups = inputs / 32;
+  const int64_t strips = (outputs + 31) / 32, line = 4 * 32 * bits + 4 * 32;
+  Buffer<float> weight(outputs * inputs);
+  Buffer<uint8_t> code(outputs * inputs), data(strips * groups * line);
+  auto eighths = [&](int64_t o, int64_t group) { return (o + 3 * group) % 8; };
+  for (int64_t o = 0; o < outputs; o++)
+    for (int64_t i = 0; i < inputs; i++) {
+      const int64_t at = o * inputs + i, drawn = (int64_t)(fabsf(number()) * 1000) % (most + 1);
+      const float scale = ldexpf(1 + eighths(o, i / 32) / 8.0f, -6);
+      code[at] = (uint8_t)(i % 32 == 7 ? 0 : i % 32 == 21 ? most : drawn);
+      weight[at] = kind == CODES_FALLING ? 0.125f - code[at] * scale : code[at] * scale - (zero ? zero * scale : 0.125f);
+    }
+  const CodeGuess guess[] = {{CODES_RISING, 3, 0}, {kind, (float)(zero ? zero : most), (float)zero}};
+  int64_t right[3] = {};
+  CodesJob job = {0, weight.at, data.at, outputs, inputs, groups * line, most, guess, 2, right};
+  kvk_codes(&job);
+  expect(right[0], 0, 0, "the wrong guess", kind);
+  expect(right[1], outputs * groups, 0, "the right guess", kind);
+  expect(right[2], 0, 0, "without codes", kind);
+  for (int64_t o = 0; o < outputs; o++)
+    for (int64_t i = 0; i < inputs; i++) {
+      const uint8_t* group = data.at + (o / 32 * groups + i / 32) * line;
+      const uint8_t byte = group[i % 32 * bits / 8 * 32 + o % 32];
+      expect(bits == 8 ? byte : byte >> i % 2 * 4 & 15, code[o * inputs + i], 0, "a code", o * inputs + i);
+      uint16_t scale, base;
+      memcpy(&scale, group + 4 * 32 * bits + o % 32 * 2, 2), memcpy(&base, group + 4 * 32 * bits + 64 + o % 32 * 2, 2);
+      const int64_t part = eighths(o, i / 32) << 7;
+      expect(scale, (kind == CODES_FALLING ? 0x8000 : 0) | 9 << 10 | part, 0, "a scale", o);
+      expect(base, zero ? 0x8000 | (9 + bits - 1) << 10 | part : kind == CODES_FALLING ? 0x3000 : 0xB000, 0, "a base", o);
+    }
+  weight[outputs * inputs - 1] = NAN;
+  job.taken = 0;
+  kvk_codes(&job);
+  expect(right[2], 1, 0, "NaN without a code", kind);
+}
+
 int main(int arguments, char**) {
   attention<bf16>(48, 40, 5, 1 << 30, arguments > 1);
   attention<float>(64, 1100, 3, 1 << 30, 0);
@@ -353,6 +393,7 @@ int main(int arguments, char**) {
   for (int64_t kept = DENSE_FLOAT; kept <= DENSE_CODED8; kept++)
     for (int64_t rows = 1; rows < 300; rows += rows * rows + 3) dense(kept, 70, 160, rows);
   chains();
+  for (int64_t kind = CODES_CENTRED; kind <= CODES_FALLING; kind++) codes(kind, 4, 40, 96), codes(kind, 8, 40, 96);
   quantized<float>(4, 32, 96, 7), quantized<bf16>(4, 128, 256, 70), quantized<bf16>(8, 32, 96, 5), quantized<float>(8, 64, 192, 15);
   printf("all kernels agree with plain loops\n");
 }
