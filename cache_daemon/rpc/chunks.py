@@ -15,6 +15,7 @@ from cache_daemon.rpc.calls import cancelled_later, unary
 from cache_daemon.rpc.door import AtDoor
 from cache_daemon.store.index import Found
 from cache_daemon.store.lookup import MatchResult
+from cache_daemon.store.sessions import named
 from cache_daemon.store.turns import Turns
 from cache_daemon.store.writing import Reserved
 
@@ -57,7 +58,7 @@ class Chunks(AtDoor):
             brought = await self.store.remote.bring(session, salt, ids, cuts, price, _patience(context), until)
         result = await self.store.match(session, salt, ids, probes, window, until)
         if result.lease_id:
-            result = replace(result, lease_id=session.named(result.lease_id, name))
+            result = replace(result, lease_id=named(session.leases, result.lease_id, name))
             cancelled_later(context, lambda: self.store.release(session, [result.lease_id]))
         answer = await self._matched(result)
         if brought is not None:
@@ -73,6 +74,7 @@ class Chunks(AtDoor):
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
         limits.check_headers(request.headers)
+        names = limits.reservations_of(request.reservation_ids, len(request.headers))
         until = self.store.terms.until(limits.ttl_of(request.ttl_seconds))
         limits.room_for("reservations of this session", len(session.reservations), limits.MAX_RESERVATIONS)
         reserved: list[Reserved] = []
@@ -83,7 +85,10 @@ class Chunks(AtDoor):
         turns = Turns()
         try:
             for at in range(0, len(request.headers), _HEADERS):
-                reserved.extend(self.store.reserve(session, salt, request.headers[at : at + _HEADERS], until))
+                headers = request.headers[at : at + _HEADERS]
+                for made, name in zip(self.store.reserve(session, salt, headers, until), names[at:], strict=False):
+                    reservation_id = named(session.reservations, made.reservation_id, name)
+                    reserved.append(replace(made, reservation_id=reservation_id))
                 await turns.give_way()
                 if session.closed:
                     raise UnknownSession("the session ended while its request was served; call Attach again")

@@ -27,7 +27,7 @@ MAX_WATCHERS = 64
 MAX_STREAMS = 64
 MAX_CARRYING = 2
 MAX_LEASES = 4096
-LEASE_BYTES = 16
+NAME_BYTES = 16
 MAX_LEASED_CHUNKS = 1 << 18
 MAX_RESERVATIONS = 4096
 
@@ -103,9 +103,23 @@ def price_of(seconds_per_token: float) -> float:
 
 def lease_of(name: bytes) -> bytes:
     """Raises InvalidRequest for what a caller may not call a lease."""
-    if len(name) not in (0, LEASE_BYTES):
-        raise InvalidRequest(f"lease_id has {len(name)} bytes; {LEASE_BYTES} random ones are needed, or none")
+    if len(name) not in (0, NAME_BYTES):
+        raise InvalidRequest(f"lease_id has {len(name)} bytes; {NAME_BYTES} random ones are needed, or none")
     return name
+
+
+def reservations_of(names: Sequence[bytes], headers: int) -> Sequence[bytes]:
+    """A name for each of so many headers, empty where the caller has none. Raises InvalidRequest for others."""
+    if not names:
+        return [b""] * headers
+    if len(names) != headers:
+        raise InvalidRequest(
+            f"{len(names)} reservation_ids were sent for {headers} headers; send one for each, or none"
+        )
+    wrong = next((name for name in names if len(name) != NAME_BYTES), None)
+    if wrong is not None:
+        raise InvalidRequest(f"a reservation_id has {len(wrong)} bytes; {NAME_BYTES} random ones are needed")
+    return names
 
 
 def ttl_of(seconds: int) -> int:

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
@@ -18,6 +19,7 @@ from cache_daemon.memory.staging import Allowance, Staging
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.tenants import Tenant
 
+_Held = TypeVar("_Held")
 # Where no memory is shared.
 LEASE_SECONDS = 60.0
 
@@ -77,6 +79,14 @@ class Reservation:
     kept_until: float  # on the store's clock
 
 
+def named(held: dict[bytes, _Held], given: bytes, name: bytes) -> bytes:
+    """Calls what is held what its holder wants, unless that is nothing or something else's name; returns its name."""
+    if not given or not name or name in held:
+        return given
+    held[name] = held.pop(given)
+    return name
+
+
 @dataclass(eq=False)
 class Session:
     """What one attached worker holds. Ends with its stream."""
@@ -103,13 +113,6 @@ class Session:
         lease_id = secrets.token_bytes(ID_BYTES)
         self.leases[lease_id] = hold
         return lease_id
-
-    def named(self, lease_id: bytes, name: bytes) -> bytes:
-        """Calls a lease what its caller wants, unless that is nothing or another lease's; returns its id."""
-        if not name or name in self.leases:
-            return lease_id
-        self.leases[name] = self.leases.pop(lease_id)
-        return name
 
     def leased(self, lease_id: bytes, prefix_hashes: Sequence[bytes]) -> list[Chunk]:
         """Chunks that a lease holds, by their names. Raises UnknownLease."""

@@ -18,8 +18,8 @@ from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.paged.carrier import Carrier, NoCarrier, carrying_seconds
 from kvsidecar.summary import Summary
 
-_LEASE_BYTES = 16
-_RELEASE_SECONDS = 5.0
+_NAME_BYTES = 16
+_GIVING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Session:
     served_before: Served = field(default_factory=Served)
     _due: threading.Event = field(default_factory=threading.Event)
     _sent: deque[float] = field(default_factory=deque)
-    _releases: set[Any] = field(default_factory=set)
+    _giving: set[Any] = field(default_factory=set)
 
     @property
     def alive(self) -> bool:
@@ -87,7 +87,7 @@ class Session:
 
     def match(self, request: pb.MatchRequest, timeout: float) -> pb.MatchResponse:
         """Asks for a prompt, and gives back what an answer leased that was lost. Raises grpc.RpcError."""
-        request.lease_id = secrets.token_bytes(_LEASE_BYTES)
+        request.lease_id = secrets.token_bytes(_NAME_BYTES)
         try:
             return self.stub.Match(request, timeout=timeout)
         except grpc.RpcError as error:
@@ -96,7 +96,7 @@ class Session:
 
     def matching(self, request: pb.MatchRequest, timeout: float) -> Callable[[], pb.MatchResponse]:
         """The same, asked now; called, it waits for the answer, which somebody must."""
-        request.lease_id = secrets.token_bytes(_LEASE_BYTES)
+        request.lease_id = secrets.token_bytes(_NAME_BYTES)
         call = self.stub.Match.future(request, timeout=timeout)
 
         def answer() -> pb.MatchResponse:
@@ -114,23 +114,51 @@ class Session:
             self.give_back([request.lease_id])
 
     def give_back(self, lease_ids: Sequence[bytes]) -> None:
-        """Gives leases back without waiting for the answer; again and again where none comes in time, until the session
-        is over, and its leases with it."""
-        if not lease_ids or not self.alive:
-            return
-        request = pb.ReleaseRequest(session_id=self.id, lease_ids=lease_ids)
+        """Gives leases back without waiting for the answer."""
+        if lease_ids:
+            self._give(self.stub.Release, pb.ReleaseRequest(session_id=self.id, lease_ids=lease_ids))
+
+    # ---- reservations ---------------------------------------------------------------------------------------
+
+    def reserve(self, request: pb.ReserveRequest, timeout: float) -> list[pb.Reservation]:
+        """Takes room for chunks, and gives up what an answer granted that was lost. Raises grpc.RpcError."""
+        request.reservation_ids.extend(secrets.token_bytes(_NAME_BYTES) for _ in request.headers)
         try:
-            call = self.stub.Release.future(request, timeout=_RELEASE_SECONDS)
+            return list(self.stub.Reserve(request, timeout=timeout).reservations)
+        except grpc.RpcError:
+            self.give_up(request.reservation_ids)
+            raise
+
+    def commit(self, items: Sequence[pb.CommitItem], timeout: float) -> pb.CommitResponse:
+        """Makes chunks visible, and gives up those of which nobody knows whether they are. Raises grpc.RpcError."""
+        request = pb.CommitRequest(session_id=self.id, epoch=self.epoch, items=items)
+        try:
+            return self.stub.Commit(request, timeout=timeout)
+        except grpc.RpcError:
+            self.give_up([item.reservation_id for item in items])
+            raise
+
+    def give_up(self, reservation_ids: Sequence[bytes]) -> None:
+        """Gives reservations up without waiting for the answer; those that have ended are ignored."""
+        if reservation_ids:
+            self._give(self.stub.Abort, pb.AbortRequest(session_id=self.id, reservation_ids=reservation_ids))
+
+    def _give(self, method: Any, request: Any) -> None:
+        """Calls, and again and again where no answer comes in time, until the session is over, and all it holds."""
+        if not self.alive:
+            return
+        try:
+            call = method.future(request, timeout=_GIVING_SECONDS)
         except ValueError:  # the channel was closed meanwhile
             return
-        # A call nobody refers to is cancelled, and its leases would stay until the session ends.
-        self._releases.add(call)
-        call.add_done_callback(lambda call: self._released(call, lease_ids))
+        # A call nobody refers to is cancelled, and what it gives would stay until the session ends.
+        self._giving.add(call)
+        call.add_done_callback(lambda call: self._given(call, method, request))
 
-    def _released(self, call: Any, lease_ids: Sequence[bytes]) -> None:
-        self._releases.discard(call)
+    def _given(self, call: Any, method: Any, request: Any) -> None:
+        self._giving.discard(call)
         if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            self.give_back(lease_ids)
+            self._give(method, request)
 
     # ---- heartbeats -----------------------------------------------------------------------------------------
 

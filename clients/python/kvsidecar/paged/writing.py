@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 from kvkernels.paged_rows import Integers
 
 from kvsidecar import keys
@@ -148,19 +147,16 @@ def write(
     moves nothing; ``ttl_seconds`` says how long they are kept, 0 for as long as there is room. Raises what ``fill``
     raises, grpc.RpcError and ValueError; what was reserved is given back first."""
     request = pb.ReserveRequest(session_id=session.id, tenant_salt=salt, headers=headers, ttl_seconds=ttl_seconds)
-    reserved = list(session.stub.Reserve(request, timeout=timeout * 4).reservations)
+    reserved = session.reserve(request, timeout * 4)
     granted = [(i, reservation) for i, reservation in enumerate(reserved) if reservation.reservation_id]
     try:
         items = _carried(session, granted, fill, timeout * 10)
     except Exception:
-        given = [reservation.reservation_id for _, reservation in granted]
-        with suppress(grpc.RpcError, ValueError):  # a daemon that is gone has given it up already
-            session.stub.Abort(pb.AbortRequest(session_id=session.id, reservation_ids=given), timeout=timeout)
+        session.give_up([reservation.reservation_id for _, reservation in granted])
         raise
     outcomes: dict[bytes, int] = {}
     if items:
-        commit = pb.CommitRequest(session_id=session.id, epoch=session.epoch, items=items)
-        answer = session.stub.Commit(commit, timeout=timeout * 10)
+        answer = session.commit(items, timeout * 10)
         outcomes = {item.reservation_id: o for item, o in zip(items, answer.outcomes, strict=True)}
     fresh = tuple(outcomes.get(r.reservation_id) == pb.COMMIT_OUTCOME_COMMITTED for r in reserved)
     there = tuple(new or r.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED for new, r in zip(fresh, reserved, strict=True))

@@ -999,6 +999,7 @@ class ReserveRequest(_message.Message):
     TENANT_SALT_FIELD_NUMBER: _builtins.int
     HEADERS_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    RESERVATION_IDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome."""
     tenant_salt: _builtins.bytes
@@ -1012,6 +1013,12 @@ class ReserveRequest(_message.Message):
         most 1024.
         """
 
+    @_builtins.property
+    def reservation_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """What the reservations are to be called, one name per header: 16 random bytes each, so that the asker can give them
+        up also when the answer is lost on its way. None, or in use: the daemon names them.
+        """
+
     def __init__(
         self,
         *,
@@ -1019,10 +1026,11 @@ class ReserveRequest(_message.Message):
         tenant_salt: _builtins.bytes = ...,
         headers: _abc.Iterable[_chunk_pb2.ChunkHeader] | None = ...,
         ttl_seconds: _builtins.int = ...,
+        reservation_ids: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["headers", b"headers", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["headers", b"headers", "reservation_ids", b"reservation_ids", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
