@@ -121,7 +121,7 @@ _NEXT = """[bold]Try next[/bold]
   [cyan].venv/bin/kvsidecar serve{model}[/cyan]        then, in another terminal:
   [cyan].venv/bin/kvsidecar chat[/cyan]
   [cyan]curl -s localhost:8000/v1/chat/completions \\
-    -d '{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'[/cyan]
+    -d '{{"messages": [{{"role": "user", "content": "What is the capital of Germany?"}}]}}'[/cyan]
   [cyan].venv/bin/kvsidecar cache stats[/cyan]
 serve takes a folder, a GGUF file or a hub id of your own model as well."""
 

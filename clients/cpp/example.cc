@@ -22,7 +22,7 @@ void answer(kvsidecar::Client& client, const kvsidecar::pb::GenerateRequest& req
 
 int main(int count, char** arguments) {
   kvsidecar::pb::GenerateRequest request;
-  *request.mutable_prompt() = kvsidecar::chat({{"user", "What is the capital of France?"}});
+  *request.mutable_prompt() = kvsidecar::chat({{"user", "What is the capital of Germany?"}});
   request.set_max_tokens(24);
   try {
     kvsidecar::Client client(count > 1 ? arguments[1] : kvsidecar::default_target());

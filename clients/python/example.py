@@ -7,7 +7,7 @@ import sys
 
 from kvsidecar import Client, KVSidecarError
 
-MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+MESSAGES = [{"role": "user", "content": "What is the capital of Germany?"}]
 
 
 def answer(client: Client) -> None:

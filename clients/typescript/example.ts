@@ -3,7 +3,7 @@
 import { chat, Client, type GenerateRequest, KVSidecarError } from "./src/index.js";
 
 const request: GenerateRequest = {
-  prompt: chat([{ role: "user", content: "What is the capital of France?" }]),
+  prompt: chat([{ role: "user", content: "What is the capital of Germany?" }]),
   maxTokens: 24,
 };
 

@@ -176,7 +176,7 @@ def test_the_example_runs_and_is_short(client: Toolchain, address: str) -> None:
     source = next(p for p in _sources(client.folder) if p.stem.lower() == "example" or p.parent.name == "example")
     text = source.read_text(encoding="utf-8")
     assert len(text.splitlines()) < 60
-    assert "What is the capital of France?" in text
+    assert "What is the capital of Germany?" in text
 
 
 def test_the_readme_has_a_program_that_runs(client: Toolchain, node: Node, tmp_path: Path) -> None:

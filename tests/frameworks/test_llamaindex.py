@@ -34,7 +34,7 @@ def test_chats_completions_and_streams(server: Server) -> None:
     from llama_index.core.llms import ChatMessage
 
     llm = model(server, max_tokens=8)
-    said = [ChatMessage(role="user", content="What is the capital of France?")]
+    said = [ChatMessage(role="user", content="What is the capital of Germany?")]
     whole = llm.chat(said).message.content
     assert "".join(part.delta or "" for part in llm.stream_chat(said)) == whole
     plain = model(server, max_tokens=8, is_chat_model=False)

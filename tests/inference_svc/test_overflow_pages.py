@@ -176,8 +176,8 @@ def test_auto_has_what_the_longest_context_needs_and_no_more_than_a_share_of_the
     assert opened(512, overflow_dir=blocked) == 0, "auto does without"
     with pytest.raises(ConfigurationError, match="cannot create the folder"):
         opened(512, overflow_dir=blocked, overflow_bytes="1GiB")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * 800 * per_token))
-    assert opened(512) == 800
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * 896 * per_token))
+    assert opened(512) == 896
     assert opened(1024) == 0
     partition = SimpleNamespace(mountpoint=str(folder), fstype="tmpfs")
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: [partition])

@@ -23,8 +23,7 @@ class Sloppy(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if len(x) < 100:
             return super().forward(x)
-        half = self.in_features // 2
-        return x[:, :half] @ self.weight[:, :half].T + x[:, half:] @ self.weight[:, half:].T
+        return x.flip(1) @ self.weight.flip(1).T
 
 
 def test_a_product_that_depends_on_its_batch_is_found() -> None:

@@ -43,11 +43,12 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield resolve("smollm2")
 
 
-def test_it_knows_the_capital_of_france(smollm2: Path) -> None:
-    with Engine.from_pretrained("smollm2", cache=None, pool_bytes="128MiB") as engine:
-        question = [{"role": "user", "content": "What is the capital of France?"}]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_knows_a_capital(smollm2: Path, dtype: str) -> None:
+    with Engine.from_pretrained("smollm2", cache=None, dtype=dtype, pool_bytes="128MiB") as engine:
+        question = [{"role": "user", "content": "What is the capital of Germany?"}]
         answer = engine.generate(question, max_tokens=20)  # sampled as the model says: greedily
-    assert answer.text == "The capital of France is Paris."
+    assert answer.text == "The capital of Germany is Berlin."
     assert answer.finish_reason == "stop"
 
 

@@ -26,7 +26,7 @@ func main() {
 	defer client.Close()
 	most := uint32(24)
 	request := &pb.GenerateRequest{
-		Prompt:    kvsidecar.Chat(&pb.ChatMessage{Role: "user", Content: "What is the capital of France?"}),
+		Prompt:    kvsidecar.Chat(&pb.ChatMessage{Role: "user", Content: "What is the capital of Germany?"}),
 		MaxTokens: &most,
 	}
 	for turn := 0; turn < 2; turn++ {

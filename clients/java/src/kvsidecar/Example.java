@@ -14,7 +14,7 @@ public final class Example {
     public static void main(String[] arguments) {
         int port = arguments.length > 0 ? Integer.parseInt(arguments[0]) : 50051;
         GenerateRequest request = GenerateRequest.newBuilder()
-                .setPrompt(Client.chat(Client.message("user", "What is the capital of France?")))
+                .setPrompt(Client.chat(Client.message("user", "What is the capital of Germany?")))
                 .setMaxTokens(24)
                 .build();
         try (Client client = new Client("localhost", port)) {
