@@ -161,7 +161,7 @@ class Loading:
         finally:
             if gate:
                 gate.fail()
-            session.give_back([found.lease_id] if found.lease_id else [])
+            session.give_back([found.lease_id])
         ended = time.perf_counter()
         # What the remote tier takes, the daemon weighs: it knows what that has, and was told what computing takes.
         self._economy.loaded(copied, ended - began - found.remote_ms / 1e3)

@@ -154,7 +154,7 @@ def test_whose_pages_are_the_overflows_gives_none_to_others() -> None:
 def test_auto_has_what_the_longest_context_needs_and_no_more_than_a_share_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, loaded = tmp_path / "overflow", load("demo")
+    folder, loaded = tmp_path / "overflow", load("demo", dtype="float32")
     per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
 
     def opened(pool: int, **settings: Any) -> int:
@@ -176,8 +176,8 @@ def test_auto_has_what_the_longest_context_needs_and_no_more_than_a_share_of_the
     assert opened(512, overflow_dir=blocked) == 0, "auto does without"
     with pytest.raises(ConfigurationError, match="cannot create the folder"):
         opened(512, overflow_dir=blocked, overflow_bytes="1GiB")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * 896 * per_token))
-    assert opened(512) == 896
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4 * 800 * per_token))
+    assert opened(512) == 800
     assert opened(1024) == 0
     partition = SimpleNamespace(mountpoint=str(folder), fstype="tmpfs")
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: [partition])

@@ -95,7 +95,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 # Layers in float32: two slots; while it is written one layer (of 8 bits one weight), and the shard it is read from.
-@pytest.mark.parametrize(("weights", "layers"), [(16, 3.0), (8, 0.8)])
+@pytest.mark.parametrize(("weights", "layers"), [(16, 3.0), (8, 0.6)])
 def test_a_model_in_shards_is_written_out_and_run_in_the_memory_of_few_layers(
     model: tuple[Path, int], tmp_path: Path, weights: int, layers: float
 ) -> None:

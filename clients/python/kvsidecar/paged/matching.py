@@ -114,7 +114,7 @@ class Matcher:
 
     def release(self, found: Found) -> None:
         """Gives the lease back without waiting for the answer."""
-        found.session.give_back([found.lease_id] if found.lease_id else [])
+        found.session.give_back([found.lease_id])
 
     def _patience(self, tokens: int) -> float:
         """Seconds to wait for a Match, which may have to read so many tokens from disk."""

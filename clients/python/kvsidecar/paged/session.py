@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,9 +115,10 @@ class Session:
             self.give_back([request.lease_id])
 
     def give_back(self, lease_ids: Sequence[bytes]) -> None:
-        """Gives leases back without waiting for the answer."""
-        if lease_ids:
-            self._give(self.stub.Release, pb.ReleaseRequest(session_id=self.id, lease_ids=lease_ids))
+        """Gives leases back without waiting for the answer. Empty names are of nothing that was leased."""
+        held = [lease_id for lease_id in lease_ids if lease_id]
+        if held:
+            self._give(self.stub.Release, pb.ReleaseRequest(session_id=self.id, lease_ids=held))
 
     # ---- reservations ---------------------------------------------------------------------------------------
 
@@ -138,22 +140,28 @@ class Session:
             self.give_up([item.reservation_id for item in items])
             raise
 
-    def give_up(self, reservation_ids: Sequence[bytes]) -> None:
-        """Gives reservations up without waiting for the answer; those that have ended are ignored."""
-        if reservation_ids:
-            self._give(self.stub.Abort, pb.AbortRequest(session_id=self.id, reservation_ids=reservation_ids))
-
-    def _give(self, method: Any, request: Any) -> None:
-        """Calls, and again and again where no answer comes in time, until the session is over, and all it holds."""
-        if not self.alive:
+    def give_up(self, reservation_ids: Sequence[bytes], patience: float = 0.0) -> None:
+        """Gives reservations up; those that have ended are ignored. Waits for the answer, so many seconds at most."""
+        if not reservation_ids:
             return
+        call = self._give(self.stub.Abort, pb.AbortRequest(session_id=self.id, reservation_ids=reservation_ids))
+        if call is not None and patience:
+            with suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
+                call.result(patience)
+
+    def _give(self, method: Any, request: Any) -> Any:
+        """Calls, and again and again where no answer comes in time, until the session is over, and all it holds.
+        Returns the first call, if there is one."""
+        if not self.alive:
+            return None
         try:
             call = method.future(request, timeout=_GIVING_SECONDS)
         except ValueError:  # the channel was closed meanwhile
-            return
+            return None
         # A call nobody refers to is cancelled, and what it gives would stay until the session ends.
         self._giving.add(call)
         call.add_done_callback(lambda call: self._given(call, method, request))
+        return call
 
     def _given(self, call: Any, method: Any, request: Any) -> None:
         self._giving.discard(call)

@@ -152,7 +152,7 @@ def write(
     try:
         items = _carried(session, granted, fill, timeout * 10)
     except Exception:
-        session.give_up([reservation.reservation_id for _, reservation in granted])
+        session.give_up([reservation.reservation_id for _, reservation in granted], timeout)
         raise
     outcomes: dict[bytes, int] = {}
     if items:
