@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.errors import UnknownSession
+from kvsidecar.errors import StoreUnavailable, UnknownSession
 
 from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.eviction import POLICIES
@@ -79,3 +79,13 @@ async def test_a_match_whose_session_ends_meanwhile_keeps_no_lease() -> None:
         chunk = bench.store.find(bench.root(), key)
         assert (chunk.leases, chunk.in_arena) == (0, Residency.PRESENT)
         assert not session.leases
+
+
+async def test_a_verdict_that_the_disk_did_not_take_is_not_told_to_be_stored() -> None:
+    async with opened() as bench:
+        verdict = pb.ReuseVerdict(strategy="none")
+        bench.tier.fail_applies(2)
+        with pytest.raises(StoreUnavailable, match="told to fail"):
+            await bench.store.verdicts.put(bench.session.namespace, verdict)
+        assert bench.store.verdicts.get(bench.session.namespace) == verdict
+        await bench.store.verdicts.put(bench.session.namespace, verdict)
