@@ -69,8 +69,8 @@ class _Known:
 class TenantMarks:
     """Deletion marks by tenant, at most ``_MOST`` of them.
 
-    ``note`` keeps a small value for the next start; None deletes it. News are written down when they were acted on, or a
-    sudden end would leave what was deleted. Runs on the event loop.
+    ``note`` keeps a small value for the next start; None deletes it. News are written down when they were acted on, or
+    a sudden end would leave what was deleted. Runs on the event loop.
     """
 
     def __init__(self, note: Callable[[bytes, bytes | None], None]) -> None:
@@ -181,9 +181,9 @@ class TenantMarks:
             return
         known = self._known.get(root)
         past = () if known is None else _remembered(known.past, known.tenant)
-        self._remember(root, _Known(
-            self._everything or b"", digest(mark), b"", since=now, deletion=mark, past=_remembered(past, digest(before)),
-        ))  # fmt: skip
+        after = _Known(self._everything or b"", digest(mark), b"", since=now, deletion=mark)
+        after.past = _remembered(past, digest(before))
+        self._remember(root, after)
 
     def left_here(self, root: bytes, gone: set[bytes]) -> None:
         """Notes chunks of a tenant that this node has deleted: they need not be acted on."""
@@ -217,9 +217,10 @@ class TenantMarks:
             out[b""] = self._everything_mark
         known = self._known.get(root)
         tenant, deletion = digest(marks.tenant), of_deletion(marks.tenant)
-        if known is not None and known.everything == self._everything and known.deletion and tenant != known.tenant:
-            if not deletion or tenant in known.past:
-                out[root] = known.deletion
+        if known is None or known.everything != self._everything or not known.deletion or tenant == known.tenant:
+            return out
+        if not deletion or tenant in known.past:
+            out[root] = known.deletion
         return out
 
     def with_deletions(self) -> list[bytes]:
