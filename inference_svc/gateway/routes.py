@@ -27,6 +27,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
         await gateway.router.start()
         await gateway.node.start()
         yield
+        gateway.bodies.close()
         await gateway.node.close()
         await gateway.router.close()
 

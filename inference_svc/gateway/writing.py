@@ -15,7 +15,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import answers
 from inference_svc.gateway.echoing import echoing
-from inference_svc.gateway.pieces import Choice, Piece
+from inference_svc.gateway.pieces import Choice, Piece, with_first
 from inference_svc.gateway.schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.tools import call_deltas, whole_calls
 
@@ -105,7 +105,7 @@ class Writer:
         opened: set[int] = set()
         last: dict[int, pb.GenerateStreamResponse] = {}
         try:
-            async for piece in self._echoed(_with(first, pieces)):
+            async for piece in self._echoed(with_first(first, pieces)):
                 for event in self._events(piece, opened, last):
                     yield event
         except KVSidecarError as error:
@@ -151,9 +151,3 @@ class Writer:
         if isinstance(self._request, ChatRequest):
             return answers.chat_logprobs(parts)
         return answers.completion_logprobs(parts, most, at, self._request.echo and not at)
-
-
-async def _with(first: Piece, others: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-    yield first
-    async for piece in others:
-        yield piece

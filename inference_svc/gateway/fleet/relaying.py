@@ -90,10 +90,9 @@ class Relay:
 
     def _patience(self, asked: Asked) -> float:
         """Seconds for an answer. Whoever warms says how long that may take, and the node checks it."""
-        within = asked.body.get("within_seconds") if asked.path == WARM else None
-        if not isinstance(within, int | float):
+        if asked.path != WARM or asked.within_seconds is None:
             return self._seconds
-        return max(self._seconds, min(within, MOST_WARMING_SECONDS))
+        return max(self._seconds, min(asked.within_seconds, MOST_WARMING_SECONDS))
 
 
 class _Refused(Exception):
