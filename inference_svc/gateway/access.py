@@ -49,12 +49,17 @@ class Keys:
         return True
 
     @property
+    def open(self) -> bool:
+        """No key is asked for."""
+        return not (self._api or self._tenants)
+
+    @property
     def has_tenants(self) -> bool:
         return bool(self._tenants)
 
     def lets_in(self, scope: Scope) -> bool:
         """Whether an HTTP request comes with a key that is asked for, or none is."""
-        if not (self._api or self._tenants):
+        if self.open:
             return True
         given = _given(Headers(scope=scope))
         if _equal(given, self._api) or _equal(given, self._operator):

@@ -16,7 +16,13 @@ import structlog
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from kvsidecar import __version__
-from kvsidecar.errors import InvalidRequest, KVSidecarError, Unavailable, UnknownModel, UnsupportedOption, from_rpc
+from kvsidecar.errors import (
+    InvalidRequest,
+    KVSidecarError,
+    Unavailable,
+    UnknownModel,
+    UnsupportedOption,
+)
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -298,7 +304,7 @@ class Gateway:
                 async for part in self._run(request, whole):
                     queue.put_nowait(Piece(choice, part))
                 queue.put_nowait(None)
-            except KVSidecarError as error:
+            except Exception as error:  # whatever it is, the others' answers do not wait for this one
                 queue.put_nowait(error)
 
         tasks = [asyncio.create_task(pump(i, r)) for i, r in enumerate(requests)]
@@ -341,8 +347,10 @@ class Gateway:
                 if not retryable(error):
                     raise
                 worker.down(str(error))
-                if (answer.started and not whole) or len(tried) == most:
-                    raise
+                if answer.started and not whole:
+                    raise Unavailable("the worker broke off its answer; send the request again") from error
+                if len(tried) == most:
+                    raise Unavailable(f"{most} workers went away while they had this request; try again") from error
                 self.metrics.retries.inc()
 
     async def _pick(self, request: pb.GenerateRequest, excluded: set[str]) -> Worker:
@@ -379,7 +387,7 @@ class Gateway:
                 async for part in call:
                     yield part
             except grpc.RpcError as error:
-                raise from_rpc(error) from error
+                raise worker.error_of(error) from error
             finally:
                 call.cancel()
                 worker.in_flight -= 1

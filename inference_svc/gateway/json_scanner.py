@@ -35,6 +35,12 @@ class JsonScanner:
     def feed(self, part: bytes) -> None:
         """Counts the next part. Raises InvalidRequest with the limit that the text is beyond."""
         outside = self._outside_strings(part)
+        brackets = outside.translate(None, b",")
+        if brackets:
+            depths = list(accumulate(map(_STEPS.__getitem__, brackets), initial=self._depth))
+            self._depth = depths[-1]
+            if max(depths) > MAX_DEPTH:
+                raise InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
         opened = outside.count(b"[") + outside.count(b"{")
         self.containers += opened
         self.values += opened + outside.count(b",")
@@ -42,13 +48,6 @@ class JsonScanner:
             raise InvalidRequest(f"the body has more than the {MAX_CONTAINERS} objects and lists allowed")
         if self.values > MAX_VALUES:
             raise InvalidRequest(f"the body has more than the {MAX_VALUES} values allowed")
-        brackets = outside.translate(None, b",")
-        if not brackets:
-            return
-        depths = list(accumulate(map(_STEPS.__getitem__, brackets), initial=self._depth))
-        self._depth = depths[-1]
-        if max(depths) > MAX_DEPTH:
-            raise InvalidRequest(f"the body is nested more than the {MAX_DEPTH} levels deep that are allowed")
 
     def _outside_strings(self, part: bytes) -> bytes:
         """Returns the brackets and commas of a part that stand in no string."""

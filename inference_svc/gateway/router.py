@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import structlog
 from kvsidecar.client import AsyncClient
-from kvsidecar.errors import KVSidecarError, Unavailable
+from kvsidecar.errors import DeadlineExceeded, KVSidecarError, Unavailable, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 log = structlog.get_logger("gateway")
@@ -80,6 +80,18 @@ class Worker:
     async def _model(self) -> pb.GetModelResponse:
         found: pb.GetModelResponse = await self.client.stub.GetModel(pb.GetModelRequest(), timeout=_POLL_SECONDS * 2)
         return found
+
+    def error_of(self, error: grpc.RpcError) -> KVSidecarError:
+        """The error of a failed call for a client: a worker's own sentence, or one for gRPC's words, which it logs."""
+        found, code = from_rpc(error), error.code().name
+        if not str(found).startswith(code):
+            return found
+        log.warning("a call to a worker failed", worker=self.target, error=str(found))
+        if isinstance(found, DeadlineExceeded):
+            return DeadlineExceeded("the answer took longer than the gateway's --request-seconds allow")
+        if isinstance(found, Unavailable):
+            return Unavailable("the worker went away; try again in a moment")
+        return KVSidecarError(f"the worker failed ({code}); its log says why")
 
     def down(self, why: str) -> None:
         if self.alive:

@@ -16,6 +16,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from inference_svc.gateway import answers
 from inference_svc.gateway.echoing import echoing
 from inference_svc.gateway.pieces import Choice, Piece, with_first
+from inference_svc.gateway.request_log import line
 from inference_svc.gateway.schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.tools import call_deltas, whole_calls
 
@@ -109,6 +110,7 @@ class Writer:
                 for event in self._events(piece, opened, last):
                     yield event
         except KVSidecarError as error:
+            line().abort(error.reason)
             yield answers.event(json.loads(bytes(error_response(error).body)))
             return
         options = self._request.stream_options

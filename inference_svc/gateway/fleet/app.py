@@ -34,6 +34,7 @@ from inference_svc.gateway.fleet.members import BROKEN, Members, Node, NodeFaile
 from inference_svc.gateway.fleet.metrics import FleetMetrics
 from inference_svc.gateway.fleet.relaying import Relay, whole
 from inference_svc.gateway.guard import FLEET, Guard
+from inference_svc.gateway.origin_policy import OriginPolicy
 from inference_svc.gateway.standing import WARM
 
 log = structlog.get_logger("gateway")
@@ -156,8 +157,8 @@ def create_app(config: GatewayConfig) -> FastAPI:
         await fleet.client.aclose()
 
     app = new_application(lifespan)
-    app.state.fleet = fleet
-    app.add_middleware(Guard, keys=fleet.keys, metrics=fleet.metrics)
+    app.state.fleet, app.state.counted = fleet, fleet.metrics
+    app.add_middleware(Guard, keys=fleet.keys, policy=OriginPolicy(config), metrics=fleet.metrics)
     surround(app, config.origins)
     for path in _RELAYED:
         app.add_api_route(path, fleet.relay, methods=["POST"])

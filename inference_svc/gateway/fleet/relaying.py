@@ -20,6 +20,7 @@ from inference_svc.gateway.fleet.asking import Asked, Asking
 from inference_svc.gateway.fleet.members import BROKEN, Node, NodeFailed
 from inference_svc.gateway.fleet.metrics import FleetMetrics
 from inference_svc.gateway.gone import while_there
+from inference_svc.gateway.request_log import line
 from inference_svc.gateway.standing import MOST_WARMING_SECONDS, WARM
 from inference_svc.gateway.writing import error_response
 
@@ -162,6 +163,7 @@ class _Opened:
             said = (
                 DeadlineExceeded("the answer took too long") if late else Unavailable("the node broke off its answer")
             )
+            line().abort(said.reason)
             yield b"\n\n" + event(json.loads(bytes(error_response(said).body)))
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import answers
 from inference_svc.gateway.pieces import Piece, with_first
+from inference_svc.gateway.request_log import line
 from inference_svc.gateway.responses.memory import Stored
 from inference_svc.gateway.responses.schema import ResponsesRequest, add_call
 
@@ -77,6 +78,7 @@ class ResponseWriter:
                 for event in events:
                     yield event
         except KVSidecarError as error:
+            line().abort(error.reason)
             self._body |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
             yield self._event("response.failed", response=self._body)
 
