@@ -19,9 +19,9 @@ from cache_daemon.store.bringing import Bringing, Brought, Wanted
 from cache_daemon.store.carrying import Carrying
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.elsewhere import Elsewhere
+from cache_daemon.store.insertion import Inserter
 from cache_daemon.store.marks import TenantMarks
 from cache_daemon.store.placing import Placing
-from cache_daemon.store.publishing import Publishing
 from cache_daemon.store.sending import NOTE_PREFIX, RemoteWrite, Sending
 from cache_daemon.store.sessions import Hold, Session
 from cache_daemon.store.walks import Walks
@@ -49,7 +49,7 @@ class Remote:
         self,
         settings: RemoteSettings,
         walks: Walks,
-        publishing: Publishing,
+        inserter: Inserter,
         note: Callable[[bytes, bytes | None], None],
         hold: Callable[[Chunk], Awaitable[Hold | None]],
         progress: Callable[[float], Awaitable[bool]],
@@ -65,7 +65,7 @@ class Remote:
             lambda work: in_thread(self._threads, work), note, self._marks, lambda *news: self._elsewhere.heard(*news),
         )  # fmt: skip
         placing = Placing(
-            tiers, publishing, settings.tier, lambda work: in_thread(self._threads, work), self._sending.is_there
+            tiers, inserter, settings.tier, lambda work: in_thread(self._threads, work), self._sending.is_there
         )
         self._bringing = Bringing(tiers, placing, settings.tier, self._sending.seen, self._sending.closed)
         self._elsewhere = Elsewhere(settings.tier, self._marks, self._sending, walks, self._bringing.forget)
