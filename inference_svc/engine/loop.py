@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import structlog
 import torch
-from kvsidecar.errors import GenerationFailed, KVSidecarError, Unavailable
+from kvsidecar.errors import GenerationFailed, KVSidecarError
 
 from inference_svc.engine import rows, scheduler
 from inference_svc.engine.admission import Admission
@@ -21,11 +21,13 @@ from inference_svc.engine.block_table import BlockTable
 from inference_svc.engine.cache_port import Cache, LoadDone, ProbeDone, Restored, SaveDone
 from inference_svc.engine.decode_graphs import DecodeGraphs
 from inference_svc.engine.drawing import Outcome, draw
-from inference_svc.engine.finish import Endings, take_token
+from inference_svc.engine.engine_lost import check_device
+from inference_svc.engine.finish import Endings, take_token, tell
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.gate import RestoreFailed
 from inference_svc.engine.leaving import Leaving
 from inference_svc.engine.mailbox import CancelAsked, Left, Letter, Loaded, PartSaved, Probed, Saved, Submitted, Task
+from inference_svc.engine.pace import Pace
 from inference_svc.engine.passing import Passing
 from inference_svc.engine.planner import Planner
 from inference_svc.engine.pool import KVPool
@@ -69,11 +71,12 @@ class Loop:
         self._on_saved: SaveDone = lambda sequence, stored: post(Saved(sequence, stored))
         self._on_probed: ProbeDone = lambda sequence, tokens: post(Probed(sequence, tokens))
         self._device = pool.keys.device
-        self._admission = Admission(pool, self.residents, limits.batch_tokens, longest)
+        self.pace = Pace(limits.prefill_step_seconds)
+        self._admission = Admission(pool, self.residents, limits.batch_tokens, longest, self.pace, cache)
         self.passing = Passing(pool, cache, lambda sequence, stored: post(PartSaved(sequence, stored)))
         self.leaving = Leaving(pool, cache, lambda sequence, stored: post(Left(sequence, stored)))
         self._endings = Endings(pool, self.residents, cache, stats)
-        self._repairs = Repairs(decoder, pool, limits.batch_tokens)
+        self._repairs = Repairs(decoder, pool, self._repair_rows)
         self._planner = Planner(
             pool,
             self.residents,
@@ -82,6 +85,7 @@ class Loop:
             speculator,
             limits.batch_tokens,
             longest,
+            self.pace,
             self.count_free,
             self._preempt,
             self._fail,
@@ -95,6 +99,11 @@ class Loop:
             return False
         away = self.loading or self.saving or self.passing.busy or self.leaving.sequences
         return bool(self.running) or bool(self.waiting and not away)
+
+    @property
+    def wake_at(self) -> float | None:
+        """When a waiting sequence is to be looked at without any further letter (time.perf_counter)."""
+        return self._admission.wake_at if self.waiting else None
 
     def live(self) -> list[Sequence]:
         """The sequences with pages."""
@@ -138,6 +147,8 @@ class Loop:
             case CancelAsked(sequence):
                 if self._take_out(sequence):
                     self._endings.cancel(sequence)
+                elif sequence in self.loading:
+                    self._cache.forget(sequence)
             case Task(work):
                 work()
 
@@ -147,12 +158,16 @@ class Loop:
             self._fail(sequence, error)
         for sequence in [s for s in (*self.loading, *self.leaving.sequences) if s.adapter is adapter]:
             sequence.refused = error
+            self._cache.forget(sequence)
 
-    def shut_down(self) -> None:
-        """Fails all that is not finished. Other workers may take it over."""
-        error = Unavailable("the worker is shutting down; send the request to another one")
+    def end(self, error: KVSidecarError) -> None:
+        """Tells everybody who waits that no step will come any more. Other workers may take over what is not finished.
+        It computes nothing, and pages stay as they are."""
         for sequence in [*self.waiting, *self.running, *self.loading, *self.leaving.sequences]:
-            sequence.sink(Output(finish=Finish.FAILED, error=error))
+            sequence.refused = error  # whoever would load it need not
+            tell(sequence, Output(finish=Finish.FAILED, error=error))
+        for sequence in list(self.saving):  # the answer is whole, and whether it is stored nobody will hear
+            tell(sequence, Output(error=error))
 
     def fail_all(self, error: Exception) -> None:
         """The last resort, when a step itself is broken: everything that it may have been about ends."""
@@ -182,13 +197,19 @@ class Loop:
             self._repair_piece(repair)
         # Pages that were given back let somebody else go on.
         given_back = self._stats.preemptions > preemptions
-        idle = not spans and repair is None and not given_back
+        idle = not spans and not self._repairs and not given_back
         gated = min((s for s in self.running if s.gated), key=lambda s: s.arrived, default=None)
         if idle and gated is not None and gated.gate is not None:
             gated.gate.wait_done()  # of which there is no letter
         self._stuck = idle and gated is None and bool(self.running)
 
+    def _repair_rows(self) -> int:
+        """Rows of a piece of a repair."""
+        most = self.pace.max_rows if any(s.missing == 1 and s not in self._repairs for s in self.running) else None
+        return self._limits.batch_tokens if most is None else min(most, self._limits.batch_tokens)
+
     def _admit(self) -> None:
+        self._admission.wake_at = None
         while self.waiting and len(self.running) + len(self.loading) < self._limits.batch_sequences:
             found = self._admission.next(self.waiting, self.live())
             if found is None:
@@ -286,9 +307,13 @@ class Loop:
             sequence.draft_tokens += span.guessed
             self.passing.move(sequence)
         self._advance([one for one in spans if one[1].wants_logits], logits)
+        seconds = time.perf_counter() - began
+        if all(span.gate is None for _, span in spans):  # no layer was waited for
+            prompts = [span for _, span in spans if len(span.tokens) > 1 + span.drafted]
+            self.pace.learn(sum(len(span.tokens) for span in prompts), seconds)
         if all(span.wants_logits and len(span.tokens) == 1 + span.drafted for _, span in spans):
             guessed = sum(span.guessed for _, span in spans)
-            self._speculator.passed(len(spans) + guessed, guessed, time.perf_counter() - began)
+            self._speculator.passed(len(spans) + guessed, guessed, seconds)
 
     def compute(self, spans: list[rows.Span]) -> torch.Tensor:
         """Logits ``[wanted, vocabulary]``, valid until the next call."""
@@ -382,6 +407,8 @@ class Loop:
         self._preempt(sequence)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
+        if not isinstance(error, KVSidecarError):
+            check_device(self._device, error)
         self._take_out(sequence)
         self.loading.discard(sequence)
         self._planner.forks.erase(sequence)

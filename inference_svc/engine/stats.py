@@ -81,3 +81,4 @@ class EngineLimits:
     residents: int = 64
     draft_tokens: int = 16  # most guesses of a sequence one behind the other
     draft_branches: int = 2  # most of their branches
+    prefill_step_seconds: float = 0.25  # of a step that reads prompts while others decode; 0 for no limit
