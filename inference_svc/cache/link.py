@@ -160,6 +160,22 @@ class CacheLink:
             return None
         return session, keys.tenant_root(daemon.namespace, sequence.cache.tenant_salt)
 
+    def discard(self, sequence: Sequence, position: int) -> None:
+        self._asking.submit(self._discard, sequence, list(sequence.tokens), position)
+
+    def _discard(self, sequence: Sequence, tokens: list[int], position: int) -> None:
+        daemon = self._daemons.get(sequence.realm.adapter)
+        with self._guard(sequence) as found:
+            if daemon is None or found is None:
+                return
+            for prefix_hash in self._loading.chunks_at(*found, sequence, tokens, position):
+                prefix = pb.PrefixRef(
+                    namespace=daemon.namespace, tenant_salt=sequence.cache.tenant_salt, prefix_hash=prefix_hash
+                )
+                deleted = found[0].stub.Delete(pb.DeleteRequest(prefix=prefix), timeout=self._timeout).deleted
+                self.stats.corrupt_chunks += deleted
+                log.error("a chunk was not finite and is deleted", request=sequence.id, chunk=prefix_hash.hex()[:16])
+
     def probe(self, sequence: Sequence, done: ProbeDone) -> None:
         found = self._session(sequence)
         if found is None or not sequence.cache.read:

@@ -109,7 +109,7 @@ class Loading:
         """Looks a prompt up and chooses what is to be copied. None where nothing is: the engine was told then, or is to
         be. The sequence stays as it is. Any thread may call it, for several loads at once."""
         began, sequence = time.perf_counter(), load.sequence
-        contents = self._probes(session, root, sequence)
+        contents = self._probes(session, root, sequence, sequence.tokens)
         if not contents and self.in_vain(session, root, sequence):
             return None
         cuts = self._cuts(session, sequence)
@@ -257,12 +257,26 @@ class Loading:
                 out.append(Part(match, slots, far=not whole))
         return out
 
-    def _probes(self, session: Session, root: bytes, sequence: Sequence) -> list[pb.ContentProbe]:
+    def chunks_at(
+        self, session: Session, root: bytes, sequence: Sequence, tokens: list[int], position: int
+    ) -> list[bytes]:
+        """Prefix hashes of the stored chunks that a prompt has at a position, where it begins so or anywhere. Raises
+        grpc.RpcError."""
+        contents = self._probes(session, root, sequence, tokens)
+        salt = sequence.cache.tenant_salt
+        request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
+        answer = session.match(request, self._patience(session, len(tokens)))
+        session.give_back([answer.lease_id])
+        found = [(match.start_position, match) for match in answer.matches]
+        found += [(content.start, content.match) for content in answer.contents]
+        return [match.prefix_hash for start, match in found if start <= position < start + match.matched_tokens]
+
+    def _probes(self, session: Session, root: bytes, sequence: Sequence, tokens: list[int]) -> list[pb.ContentProbe]:
         """The chunks of a prompt that might have been read elsewhere, where such may be reused."""
         if not self.places(session, sequence):
             return []
         # The last token is always computed.
-        tokens = sequence.tokens[:-1]
+        tokens = tokens[:-1]
         return [
             pb.ContentProbe(start=a, tokens=b - a)
             for a, b in pairwise([0, *self._policy.chunker.ends(tokens, marks_of(sequence))])

@@ -60,8 +60,8 @@ class _Job:
 
 
 class Storing:
-    """``timeout`` is in seconds, for a call that moves nothing. ``give_way``, of whoever has something stored, is called
-    before each group of chunks."""
+    """``timeout`` is in seconds, for a call that moves nothing. Each group of chunks waits for ``give_way``, which the
+    caller gives, first."""
 
     def __init__(
         self, geometry: Geometry, policy: ReusePolicy, economy: Economy, stats: CacheStats, timeout: float

@@ -14,15 +14,18 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import structlog
 
 from inference_svc.engine import scheduler
 from inference_svc.engine.block_table import PAGE_TOKENS, BlockTable
-from inference_svc.engine.cache_port import Cache
+from inference_svc.engine.cache_port import Cache, ProbeDone
 from inference_svc.engine.pace import Pace
 from inference_svc.engine.pool import WINDOW_STEP, KVPool
 from inference_svc.engine.residents import LEAST_SHARED, Resident, Residents, Tokens, common_prefix
 from inference_svc.engine.room import AHEAD_TOKENS, outgrows
 from inference_svc.engine.sequence import Sequence, State, StoredPrefix
+
+log = structlog.get_logger("engine")
 
 # Waiting requests that are compared with each other; the others wait their turn.
 _WINDOW = 16
@@ -72,6 +75,16 @@ class Admission:
             ]
         )
         return None if chosen is None else (sequences[chosen], found[chosen][0])
+
+    def probe(self, waiting: Iterable[Sequence], done: ProbeDone) -> None:
+        """Has the cache say, once of each, how much of waiting sequences is stored."""
+        for sequence in waiting:
+            if not sequence.probed:
+                sequence.probed = True
+                try:
+                    self._cache.probe(sequence, done)
+                except Exception:  # it only tells whom to admit first
+                    log.exception("probing failed", request=sequence.id)
 
     def _source(self, sequence: Sequence, live: list[Sequence], now: float) -> tuple[Source, float]:
         """The best source for a prompt, and until when to wait for a live sequence that will soon be a better one."""

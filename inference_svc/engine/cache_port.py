@@ -68,6 +68,11 @@ class Cache(Protocol):
         """Seconds that loading so many tokens is expected to take; 0 as long as nothing is known."""
         ...
 
+    def discard(self, sequence: Sequence, position: int) -> None:
+        """Deletes the chunk that a sequence's prompt has at a position, at leisure: what was loaded from it is not
+        finite."""
+        ...
+
     def probe(self, sequence: Sequence, done: ProbeDone) -> None:
         """Finds out, at its leisure, how many leading tokens of a sequence that waits are stored."""
         ...
@@ -95,6 +100,9 @@ class NoCache:
 
     def load_seconds(self, tokens: int) -> float:
         return 0.0
+
+    def discard(self, sequence: Sequence, position: int) -> None:
+        pass
 
     def probe(self, sequence: Sequence, done: ProbeDone) -> None:
         pass

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import structlog
 import torch
-from kvsidecar.errors import ModelUnsupported, Overloaded, Unavailable, UnknownModel
+from kvsidecar.errors import KVSidecarError, ModelUnsupported, Overloaded, Unavailable, UnknownModel
 
 from inference_svc.engine import rows
 from inference_svc.engine.cache_port import Cache
@@ -151,7 +151,7 @@ class Engine:
             adapter = self.adapters.pop(name, None)
             if adapter is None:
                 raise UnknownModel(f"there is no adapter {name[:100]!r}", param="name")
-            self._loop.end_all(adapter, _gone(adapter))
+            self._end_all(adapter, _gone(adapter))
             return adapter
 
         return self.between_steps(end)
@@ -247,11 +247,11 @@ class Engine:
         finally:
             self._ready.set()
         try:
-            while self._mail.wait(lambda: self._loop.busy, self._loop.wake_at):
+            while self._mail.wait(lambda: self._loop.busy, self._loop.admission.wake_at):
                 with self._stepping:
                     self._step()
             self._mail.take(self._loop.read)
-            self._loop.end(_shutting_down())
+            self._tell_all(_shutting_down())
         except BaseException as error:
             self._die(error)
 
@@ -264,7 +264,9 @@ class Engine:
         except Exception as error:
             log.exception("step failed")
             check_device(self.loaded.device, error)
-            self._loop.fail_all(error)
+            # The last resort: everything that the step may have been about ends.
+            for sequence in [*self._loop.running, *self._loop.waiting]:
+                self._loop.fail(sequence, error)
         self._free_pages = self._loop.count_free()
         self._free_overflow_pages = self._loop.count_free_overflow()
         self._step_began = 0.0
@@ -278,8 +280,18 @@ class Engine:
         log.error("the engine has stopped", error=str(error), exc_info=error)
         self._mail.close()
         self._mail.take(lambda letter: self._bounce(letter, told))
-        self._loop.end(told)
+        self._tell_all(told)
         self.died.set_result(told)
+
+    def _tell_all(self, error: Unavailable) -> None:
+        """Tells everybody who waits that no step will come any more. It computes nothing, and pages stay as they are.
+        Other workers may take over what is not finished."""
+        loop = self._loop
+        for sequence in [*loop.waiting, *loop.running, *loop.loading, *loop.leaving.sequences]:
+            sequence.refused = error  # whoever would load it need not
+            tell(sequence, Output(finish=Finish.FAILED, error=error))
+        for sequence in list(loop.saving):  # the answer is whole, and whether it is stored nobody will hear
+            tell(sequence, Output(error=error))
 
     @staticmethod
     def _bounce(letter: Letter, error: Unavailable) -> None:
@@ -293,7 +305,16 @@ class Engine:
         self._loop.read(letter)
         adapter = letter.sequence.adapter if isinstance(letter, Submitted) else None
         if adapter is not None and self.adapters.get(adapter.name) is not adapter:
-            self._loop.end_all(adapter, _gone(adapter))  # it went while the prompt was being read
+            self._end_all(adapter, _gone(adapter))  # it went while the prompt was being read
+
+    def _end_all(self, adapter: Adapter, error: KVSidecarError) -> None:
+        """Ends all sequences of an adapter that are not finished."""
+        loop = self._loop
+        for sequence in [s for s in (*loop.running, *loop.waiting) if s.adapter is adapter]:
+            loop.fail(sequence, error)
+        for sequence in [s for s in (*loop.loading, *loop.leaving.sequences) if s.adapter is adapter]:
+            sequence.refused = error
+            loop.forget(sequence)
 
     def _warm_up(self) -> None:
         """Runs every kernel once, so that none is compiled while a request waits."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from inference_svc.engine.rows import Span
+
 # One step that was interrupted teaches no more than this.
 _MAX_RATIO, _GAIN = 2.0, 0.25
 # Steps with fewer rows of prompts say nothing about a row.
@@ -32,6 +36,12 @@ class Pace:
             # The fixed part may have been measured in a slower moment; a row is never free.
             each = max(seconds - (self._fixed or 0.0), seconds / 2) / prompt_rows
             self._row = _mean(self._row, each)
+
+    def learn_step(self, spans: Iterable[Span], seconds: float) -> None:
+        """The same of a step's spans; of one in which no layer was waited for."""
+        spans = list(spans)
+        if all(span.gate is None for span in spans):
+            self.learn(sum(len(span.tokens) for span in spans if len(span.tokens) > 1 + span.drafted), seconds)
 
     def seconds(self, rows: int) -> float | None:
         """Seconds of a step with so many rows of prompts; None as long as nothing is known."""

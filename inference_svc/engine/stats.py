@@ -22,6 +22,7 @@ class EngineStats:
     recomputed_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    corrupt_hits: int = 0  # reused prefixes that were not finite, and were computed instead
     overflowed: int = 0  # times that a sequence got pages of the overflow
     steps: int = 0
 
