@@ -147,6 +147,7 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder], 
         config.resident_sequences,
         config.num_speculative_tokens,
         config.num_speculative_branches,
+        config.prefill_step_ms / 1000,
     )
     threads = config.threads or len(os.sched_getaffinity(0))
     draft = _draft(config, loaded, pool)
