@@ -76,7 +76,7 @@ class NumericsProbe:
         def see(tensor: Tensor) -> None:
             shape = ",".join(map(str, tensor.shape))
             digest.update(f"{tensor.dtype}[{shape}]".encode())
-            digest.update(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy())
+            digest.update(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().data)
 
         with _threads(self._threads):
             self._see_angles(see)
