@@ -1,6 +1,6 @@
 """Tries every declared mutation: ``python -m tests.mutants [-n PROCESSES] [--fresh] [WORD …]``.
 
-A word is an area, or how names or files begin. Ends with 1 when a mutation survives, is stale, or is called equivalent
+A word is an area, a file, or how names begin. Ends with 1 when a mutation survives, is stale, or is called equivalent
 and is not.
 """
 
@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from tests.mutants.campaign import GOOD, Campaign, Result, Verdict
@@ -46,10 +47,11 @@ def table(results: Iterable[Result]) -> str:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="an area, or how names or files begin")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="an area, a file, or how names begin")
     parser.add_argument("-n", "--processes", type=int, default=2, help="how many mutations at a time")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutants.json", help="where results go, as JSON")
-    parser.add_argument("--fresh", action="store_true", help="try again what an earlier run has tried on the same files")
+    parser.add_argument("--fresh", action="store_true", help="forget what an earlier run found on the same files")
+    parser.add_argument("--tests", nargs="+", help="run these tests rather than those that each mutation names")
     parser.add_argument("--check", action="store_true", help="only say which mutations are stale")
     given = parser.parse_args(arguments)
     try:
@@ -70,6 +72,8 @@ def main(arguments: list[str]) -> int:
                 print(error)
         print(f"{len(mutations)} mutations, {stale} stale")
         return int(stale > 0)
+    if given.tests:
+        mutations = [replace(mutation, tests=tuple(given.tests)) for mutation in mutations]
     campaign = Campaign(given.out, given.processes, resume=not given.fresh, tell=lambda line: print(line, flush=True))
     results = campaign.run(mutations, provenance())
     print(table(results))

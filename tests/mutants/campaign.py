@@ -51,8 +51,15 @@ class Result:
 class Campaign:
     """Tries mutations on ``processes`` copies of the tree and writes each result to ``out`` as soon as it is known."""
 
-    def __init__(self, out: Path, processes: int, resume: bool, tell: Callable[[str], None] = print) -> None:
-        self._out, self._processes, self._tell = out, processes, tell
+    def __init__(
+        self,
+        out: Path,
+        processes: int,
+        resume: bool,
+        tell: Callable[[str], None] = print,
+        sandbox: Callable[[], Sandbox] = lambda: Sandbox(ROOT),
+    ) -> None:
+        self._out, self._processes, self._tell, self._sandbox = out, processes, tell, sandbox
         self._known = {}
         if resume and out.exists():
             for entry in json.loads(out.read_text())["results"]:
@@ -69,7 +76,7 @@ class Campaign:
         with ExitStack() as stack:
             sandboxes: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
             for _ in range(self._processes):
-                sandboxes.put(stack.enter_context(Sandbox(ROOT)))
+                sandboxes.put(stack.enter_context(self._sandbox()))
 
             def work(mutation: Mutation) -> None:
                 sandbox = sandboxes.get()
@@ -99,9 +106,7 @@ class Campaign:
 
     def _result_of(self, mutation: Mutation, sandbox: Sandbox) -> Result:
         def result(verdict: Verdict, seconds: float = 0.0, by: str = "") -> Result:
-            return Result(
-                mutation.area, mutation.name, mutation.file, verdict, round(seconds, 1), by, digest
-            )
+            return Result(mutation.area, mutation.name, mutation.file, verdict, round(seconds, 1), by, digest)
 
         digest = ""
         try:

@@ -21,8 +21,8 @@ class StaleMutation(Exception):
 class Mutation:
     """A small defect of ``file`` and the tests that must notice it.
 
-    ``old`` occurs exactly once in the file. ``tests`` are arguments of pytest, nearest first. ``equivalent`` says why no
-    test can notice it; such a mutation must survive.
+    ``old`` occurs exactly once in the file. ``tests`` are arguments of pytest, nearest first. ``equivalent`` says why
+    no test can notice it; such a mutation must survive.
     """
 
     area: str
@@ -78,6 +78,6 @@ def declared(folder: Path = FOLDER) -> list[Mutation]:
 
 
 def chosen(mutations: Iterable[Mutation], words: Iterable[str]) -> list[Mutation]:
-    """Those whose area, name or file begins with one of the words; all where there are none."""
+    """Those of an area or a file, or with names that begin with one of the words; all where there are none."""
     words = tuple(words)
-    return [m for m in mutations if not words or m.area in words or m.name.startswith(words) or m.file.startswith(words)]
+    return [m for m in mutations if not words or m.area in words or m.name.startswith(words) or m.file in words]
