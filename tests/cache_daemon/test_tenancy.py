@@ -174,7 +174,7 @@ def test_a_salt_that_spells_a_chunk_opens_nothing(peer: Peer) -> None:
     assert peer.stats().chunks == 3
 
 
-# Of each block the quickest call of either kind: other processes are in the way of most, of all seldom. Which comes first
+# Of each block the quickest call of either kind: other processes are in the way of most, of all seldom. Which is first
 # in a pair is drawn, so that without a difference either is the quicker in half of the blocks, whatever else runs.
 BLOCKS, PAIRS = 100, 20
 THEIRS, NOBODYS = list(range(1000, 1300)), list(range(2000, 2300))
