@@ -18,6 +18,7 @@ from cache_daemon.eviction import POLICIES
 from cache_daemon.memory.arena import Arena
 from cache_daemon.remote.naming import Names
 from cache_daemon.remote.tier import RemoteTier
+from cache_daemon.store import marks
 from cache_daemon.store.chunk import Chunk, ChunkState, Residency
 from cache_daemon.store.facade import ChunkStore
 from cache_daemon.store.lookup import MatchResult
@@ -126,8 +127,14 @@ class Daemon:
                 clock=self.clock, remote=self._remote(),
             )  # fmt: skip
             self.corrupt, self.listed, known = 0, {}, self.listed
-            append = self.store.events.append
-            self.store.events.append = lambda kind, state: self._heard(append, kind, state)  # type: ignore[method-assign]
+            append, life = self.store.events.append, self.life
+
+            def heard(kind: Any, state: ChunkState) -> None:
+                append(kind, state)
+                if not life.is_over:  # timers outlive a crash
+                    self._heard(kind, state)
+
+            self.store.events.append = heard  # type: ignore[method-assign]
             world.loop.complete(self.store.start(), "the start")
         finally:
             OWNER.reset(before)
@@ -245,11 +252,8 @@ class Daemon:
 
     # ---- what the events tell -------------------------------------------------------------------------------
 
-    def _heard(self, append: Callable[..., None], kind: int, state: ChunkState) -> None:
-        append(kind, state)
+    def _heard(self, kind: int, state: ChunkState) -> None:
         world, key = self.world, state.header.prefix_hash
-        if self.life.is_over:
-            return
         path, what = world.paths[key], _KINDS[kind]
         world.happened += 1
         world.say(f"{self.name} {what} {path.root[:2].hex()} {path.tokens} from {path.begin}")
@@ -325,6 +329,18 @@ class Daemon:
         found = self.store.tiers.index.match(root, keys.token_bytes(tokens))
         return sum(n for _, n in found) == len(tokens) and all(c.on_disk is Residency.PRESENT for c, _ in found)
 
+    def knows(self, root: bytes) -> bool:
+        """Whether it has seen a tenant's marks in the engine."""
+        if not self.is_up:
+            return marks.NOTE_PREFIX + root in self.disk.notes()
+        remote = self.store.remote
+        return remote is not None and (not root or root in remote._marks._known)
+
+    def durably_pinned(self) -> set[bytes]:
+        """The keys that pins keep whose own chunk is durable: such a pin is there after the next start."""
+        index, pins = self.store.tiers.index, self.store._pins._on
+        return {c.key for chunk in pins if chunk.on_disk is Residency.PRESENT for c in index.path(chunk)}
+
     @property
     def durable(self) -> list[Chunk]:
         return [c for c in self.store.tiers.index if c.on_disk is Residency.PRESENT]
@@ -336,7 +352,8 @@ class Daemon:
         self.reap()
         store, tiers = self.store, self.store.tiers
         store.check_integrity()
-        assert {c.key for c in tiers.index} == self.listed.keys(), f"the index of {self.name} is not what was told"
+        differ = {c.key for c in tiers.index} ^ self.listed.keys()
+        assert not differ, f"{[self.world.paths[k].tokens for k in differ]}: the index of {self.name} is not what was told"
         for held in self.held:
             for chunk, slot, before in held.seen:
                 assert chunk.slot == slot, "a leased slot was moved"

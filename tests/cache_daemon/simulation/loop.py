@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable, Coroutine
-from concurrent import futures
 from random import Random
 from typing import Any
 
@@ -18,6 +17,8 @@ _READING_SECONDS, _SLOW_SECONDS = 1e-6, 0.005
 # Virtual seconds and steps after which a wait that has not ended never will.
 _PATIENCE_SECONDS, _MOST_TURNS = 300.0, 200_000
 _MOST_JUMP_SECONDS = 5.0
+# A task that goes on after so many cancellations waits for what has ended.
+_CANCELLED_ENOUGH = 5
 
 
 class Stuck(AssertionError):
@@ -162,14 +163,21 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.until(task.done, why, seconds)
         return task.result()
 
-    def end(self) -> None:
+    def cancel(self) -> None:
+        """Ends threads and tasks where they stand."""
         self.hub.kill(self.hub.threads)
+        while tasks := [task for task in asyncio.all_tasks(self) if task.cancelling() < _CANCELLED_ENOUGH]:
+            for task in tasks:
+                task.cancel()
+            while self._ready:
+                handle = self._ready.popleft()
+                if not handle._cancelled:
+                    handle._run()
+
+    def end(self) -> None:
         self._ready.clear()
         self._scheduled.clear()
         self._default_executor = None
         if self._is_entered:
             self.leave()
         self.close()
-
-
-CANCELLED = (asyncio.CancelledError, futures.CancelledError)

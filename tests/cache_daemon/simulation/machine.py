@@ -17,7 +17,7 @@ from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.daemon import Daemon
 from tests.cache_daemon.simulation.plan import Catalogue, Step, integers, one_of, step
 from tests.cache_daemon.simulation.traffic import Tokens, Traffic, often, prompts, salts, where, who
-from tests.cache_daemon.simulation.world import Deleted, Settings, World
+from tests.cache_daemon.simulation.world import Settings, World
 
 
 class Machine(Traffic):
@@ -55,8 +55,7 @@ class Machine(Traffic):
 
     def _deleted(self, daemon: Daemon, root: bytes, key: bytes) -> int | None:
         """Returns how many went; None while the disk hangs or fails: it is removed later then."""
-        self.world.happened += 1
-        self.world.deleted.append(Deleted(daemon, root, key, self.world.happened))
+        deleted = self.world.delete(daemon, root, key)
         daemon.deleting.append((root, key))
         try:
             if not key:
@@ -64,7 +63,8 @@ class Machine(Traffic):
                 for pinned in [p for p in daemon.pinned if p[0] == root]:
                     del daemon.pinned[pinned]
             return int(daemon.complete(daemon.store.delete(root, key), "a deletion"))
-        except StoreUnavailable:
+        except StoreUnavailable:  # nothing is promised then, were it killed
+            deleted.heard_by = frozenset()
             return None
         finally:
             daemon.deleting.remove((root, key))
@@ -171,7 +171,7 @@ class Machine(Traffic):
             assert (reads.state, writes.state) != (Circuit.OPEN, Circuit.OPEN), "the network works, and nobody uses it"
             for key in one.listed:
                 path, stored = self.world.paths[key], self.world.written.get(key, 0)
-                late = [d for d in self.world.deleted if d.at > stored and d.covers(path)]
+                late = [d for d in self.world.deleted if d.at > stored and d.covers(path) and one.name in d.heard_by]
                 assert not late, f"{path.tokens} was deleted by {late[0].daemon.name}, and {one.name} has it"
 
     # ---- the end of a daemon ----------------------------------------------------------------------------------
@@ -183,7 +183,8 @@ class Machine(Traffic):
         daemon = self._at(at)
         daemon.quiet()
         daemon.close()
-        before = {c.key: (c.used_at, c.pins > 0) for c in daemon.durable}
+        pinned = daemon.durably_pinned()
+        before = {c.key: (c.used_at, c.key in pinned) for c in daemon.durable}
         daemon.keep_durable()
         self.world.say(f"{daemon.name} ENDED")
         daemon.before = before
@@ -194,9 +195,10 @@ class Machine(Traffic):
     def crash(self, at: int, stay: bool) -> None:
         """A sudden end: what was told durable is found, with whatever the disk was doing."""
         daemon = self._at(at)
-        durable = daemon.durable
+        durable = [chunk for chunk in daemon.durable if not chunk.superseded]
         daemon.keep_durable()
         daemon.crash()
+        self.world.may_forget(daemon)
         self.world.say(f"{daemon.name} CRASHED")
         daemon.told_durable = durable
         if not (stay and self.world.up):
@@ -219,12 +221,12 @@ class Machine(Traffic):
             tokens = self.world.paths[key].tokens
             assert key in after, f"{tokens} was durable before an orderly end of {daemon.name}, and is lost"
             assert abs(after[key].used_at - used_at) < 0.01, f"{tokens}: used at {used_at}, now {after[key].used_at}"
-            assert (after[key].pins > 0) == pinned, f"a pin of {tokens} is forgotten"
+            assert (after[key].pins > 0) == pinned, f"a pin of {tokens} is forgotten, or made up"
         for chunk in told:
             # When a chunk was used last is written down now and then: one with a time to live may end early.
             brief = chunk.tenant.limits.ttl_seconds is not None
             path = self.world.paths[chunk.key]
-            assert chunk.key in after or chunk.superseded or brief, f"{path.tokens} was told durable, and is lost"
+            assert chunk.key in after or brief, f"{path.tokens} was told durable, and is lost"
             if brief:
                 daemon.forget(path)
         if told or not before:
@@ -242,8 +244,7 @@ class Machine(Traffic):
             for daemon in self.world.daemons:
                 daemon.quiet()
             for daemon in self.world.daemons:
-                self.world.happened += 1
-                self.world.deleted.append(Deleted(daemon, b"", b"", self.world.happened))
+                self.world.delete(daemon, b"", b"")
                 daemon.deleting.append((b"", b""))
                 daemon.alive.clear()
                 daemon.pinned.clear()

@@ -91,14 +91,14 @@ class Catalogue:
         return st.lists(st.sampled_from(self._names).flatmap(of), max_size=most)
 
 
-def shrunk(plan: Sequence[Step], fails: Callable[[Sequence[Step]], bool], most_runs: int = 2000) -> list[Step]:
-    """A plan that fails too, without steps and orders that it can do without."""
-    left, runs = list(plan), 0
+def shrunk(plan: Sequence[Step], fails: Callable[[Sequence[Step]], bool], most_steps: int = 60_000) -> list[Step]:
+    """A plan that fails too, without steps and orders that it can do without; found in at most so many steps."""
+    left, steps = list(plan), 0
 
     def still(shorter: Sequence[Step]) -> bool:
-        nonlocal runs
-        runs += 1
-        return runs <= most_runs and fails(shorter)
+        nonlocal steps
+        steps += len(shorter)
+        return steps <= most_steps and fails(shorter)
 
     size = max(1, len(left) // 2)
     while True:
@@ -109,7 +109,7 @@ def shrunk(plan: Sequence[Step], fails: Callable[[Sequence[Step]], bool], most_r
                 left = shorter
             else:
                 at += size
-        if size == 1 and len(left) == before:
+        if (size == 1 and len(left) == before) or steps > most_steps:
             break
         size = max(1, size // 2)
     for i, one in enumerate(left):

@@ -29,6 +29,8 @@ class Promises:
     """When all is written, the disk has nothing that the index has not (F7, orphans)."""
     deleted_is_not_committed: bool = False
     """What was reserved before a deletion is not committed after it (F7)."""
+    strangers_deleted: bool = False
+    """A daemon hears of the deletion of a tenant whose marks it had never seen (it has not asked the engine for it)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Settings:
     promises: Promises = field(default_factory=Promises)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Deleted:
     """A deletion that was asked for: of a chunk with what continues it, of a tenant, or of everything."""
 
@@ -51,6 +53,7 @@ class Deleted:
     root: bytes
     key: bytes
     at: int
+    heard_by: frozenset[str]  # the daemons that must hear of it
 
     def covers(self, path: Path) -> bool:
         return self.root in (b"", path.root) and (not self.key or self.key in path.chain)
@@ -68,6 +71,7 @@ class World:
         self._substitution = Substitution(self.loop, self.say, self.broken.append)
         self.paths: dict[bytes, Path] = {}
         self.happened = 0
+        self.is_over = False
         self.deleted: list[Deleted] = []
         self.written: dict[bytes, int] = {}  # when a worker last stored a chunk, anywhere
         self.reserved: dict[int, int] = {}  # when a reservation was made, by its identity
@@ -75,7 +79,8 @@ class World:
         self.daemons = [Daemon(self, name) for name in "AB"[: settings.daemons]]
 
     def say(self, text: str) -> None:
-        self.log.append(f"{self.loop.now:.6f} {text}")
+        if not self.is_over:
+            self.log.append(f"{self.loop.now:.6f} {text}")
 
     def expect(self, holds: bool, otherwise: str) -> None:
         if not holds:
@@ -92,6 +97,10 @@ class World:
                 daemon.start()
             yield self
         finally:
+            self.is_over = True
+            for daemon in self.daemons:
+                daemon.life.is_over = True
+            self.loop.cancel()
             self._substitution.end()
             bringing._LEAST_TOKENS = before
             self.loop.end()
@@ -113,6 +122,20 @@ class World:
     def _raise_broken(self) -> None:
         assert not self.broken, "; ".join(self.broken)
         assert not self.loop.errors, "; ".join(self.loop.errors)
+
+    def delete(self, daemon: Daemon, root: bytes, key: bytes) -> Deleted:
+        """Notes that a deletion begins."""
+        self.happened += 1
+        everybody = self.settings.promises.strangers_deleted
+        heard_by = frozenset(d.name for d in self.daemons if everybody or d is daemon or d.knows(root))
+        self.deleted.append(Deleted(daemon, root, key, self.happened, heard_by))
+        return self.deleted[-1]
+
+    def may_forget(self, daemon: Daemon) -> None:
+        """A daemon without a disk crashes: deletions that it had not done in the engine are gone with it."""
+        for deleted in self.deleted:
+            if deleted.daemon is daemon and not self.settings.durable:
+                deleted.heard_by = frozenset()
 
     @property
     def up(self) -> Sequence[Daemon]:
