@@ -279,7 +279,7 @@ class Daemon:
         assert chunk is not None
         if chunk.slot is not None:
             seen = bytes(self.store.arena.read(chunk.slot))
-            self.world.expect(seen == scene.payload_of(key, len(seen)), f"{self.name} shows other bytes than were meant")
+            self.world.expect(seen == scene.payload_of(key, len(seen)), f"{self.name} shows other bytes than those")
 
     def _check_author(self, key: bytes, path: Path) -> None:
         """Notes when a worker last stored a chunk, and whether what it reserved was deleted since."""
@@ -312,9 +312,7 @@ class Daemon:
     def forget(self, path: Path) -> None:
         """A chunk was evicted or deleted: paths that lead through its tokens may end now."""
         first = path.tokens[: path.begin + 1]
-        self.alive = {
-            (r, p): None for r, p in self.alive if r != path.root or p[: path.begin + 1] != first
-        }
+        self.alive = {(r, p): None for r, p in self.alive if r != path.root or p[: path.begin + 1] != first}
         for root, key in list(self.pinned):
             if root == path.root and self.world.paths[key].tokens[: path.begin + 1] == first:
                 del self.pinned[root, key]
@@ -353,7 +351,7 @@ class Daemon:
         store, tiers = self.store, self.store.tiers
         store.check_integrity()
         differ = {c.key for c in tiers.index} ^ self.listed.keys()
-        assert not differ, f"{[self.world.paths[k].tokens for k in differ]}: the index of {self.name} is not what was told"
+        assert not differ, f"the index of {self.name} is not as told: {[self.world.paths[k].tokens for k in differ]}"
         for held in self.held:
             for chunk, slot, before in held.seen:
                 assert chunk.slot == slot, "a leased slot was moved"
@@ -363,7 +361,7 @@ class Daemon:
         for root, tokens in self.alive:
             path = Path(root, tokens, 0, ())
             assert self._is_found(path), f"{tokens} is not found to its end in {self.name}"
-        for root, key in self.pinned:
+        for _, key in self.pinned:
             assert self._is_found(self.world.paths[key]), f"{self.world.paths[key].tokens} is pinned and not found"
         self.corrupt = store.counts.corrupt_chunks
 

@@ -21,8 +21,8 @@ from tests.cache_daemon.simulation.world import Settings, World
 
 
 class Machine(Traffic):
-    """Workers' traffic; deletions, pins and dying workers; disks and networks that fail, wait and lose; daemons that are
-    restarted and crash."""
+    """Workers' traffic; deletions, pins and dying workers; disks and networks that fail, wait and lose; daemons that
+    are restarted and crash."""
 
     def take(self, one: Step) -> None:
         """Does a step, lets things get on for a while, and checks."""
@@ -111,9 +111,7 @@ class Machine(Traffic):
         tier = self._at(at).tier
         (tier.fill_up if full else tier.fail_applies)(count)
 
-    @step(
-        at=where, count=integers(1, 2), result=one_of([ReadResult.FAILED, ReadResult.CORRUPT, ReadResult.MISSING])
-    )
+    @step(at=where, count=integers(1, 2), result=one_of([ReadResult.FAILED, ReadResult.CORRUPT, ReadResult.MISSING]))
     def fail_reads(self, at: int, count: int, result: ReadResult) -> None:
         self._at(at).tier.fault_reads(count, result)
 
@@ -144,9 +142,10 @@ class Machine(Traffic):
             return
         daemon.complete(daemon.store.settle(), "settling")
         writer = daemon.store._writer
-        if self.world.settings.promises.disk_within_index and writer is not None and not daemon.calls:
-            if daemon.complete(self._all_removed(writer), "what was to be removed"):
-                daemon.check_disk()
+        if not self.world.settings.promises.disk_within_index or writer is None or daemon.calls:
+            return
+        if daemon.complete(self._all_removed(writer), "what was to be removed"):
+            daemon.check_disk()
 
     @staticmethod
     async def _all_removed(writer: DurableWriter) -> bool:
@@ -215,7 +214,6 @@ class Machine(Traffic):
         before, daemon.before = daemon.before, {}
         told, daemon.told_durable = daemon.told_durable, []
         daemon.start()
-        now = daemon.clock()
         after = {c.key: c for c in daemon.store.tiers.index}
         for key, (used_at, pinned) in before.items():
             tokens = self.world.paths[key].tokens

@@ -64,9 +64,7 @@ class Catalogue:
 
     def __init__(self, machine: type) -> None:
         self._steps = {
-            name: method
-            for name in sorted(dir(machine))
-            if hasattr(method := getattr(machine, name), "draws")
+            name: method for name in sorted(dir(machine)) if hasattr(method := getattr(machine, name), "draws")
         }
         self._names = [name for name, method in self._steps.items() for _ in range(method.weight)]
 

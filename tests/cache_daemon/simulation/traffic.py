@@ -107,7 +107,7 @@ class Traffic:
         def done(outcomes: list[int]) -> None:
             for i, (one, outcome) in enumerate(zip(chosen, outcomes, strict=True)):
                 self.world.say(f"{daemon.name} {self.world.paths[one.key].tokens} {pb.CommitOutcome.Name(outcome)}")
-                assert (outcome == pb.COMMIT_OUTCOME_CHECKSUM_MISMATCH) <= (i in unsound or bool(late)), "sound, refused"
+                assert (outcome == pb.COMMIT_OUTCOME_CHECKSUM_MISMATCH) <= (i in unsound or bool(late)), "refused"
                 assert (outcome == pb.COMMIT_OUTCOME_COMMITTED) <= (i not in unsound), "an unsound one accepted"
                 if outcome == pb.COMMIT_OUTCOME_COMMITTED:
                     assert one.key in listed or daemon.committed.get(one.key, -1) > began, "committed, and never told"
@@ -141,10 +141,12 @@ class Traffic:
         daemon = self._at(at)
         session, root = daemon.sessions[n], scene.root_of(salt)
         halves = [(0, len(ids)), (len(ids) // 2, len(ids) - len(ids) // 2)] if elsewhere else []
-        asked = daemon.store.match(
-            session, salt, keys.token_bytes(ids), halves, until=daemon.store.terms.until(ttl)
-        )
-        call = daemon.call("match", session, root, asked, lambda found: self._matched(daemon, session, root, ids, found))
+        asked = daemon.store.match(session, salt, keys.token_bytes(ids), halves, until=daemon.store.terms.until(ttl))
+
+        def done(found: MatchResult) -> None:
+            self._matched(daemon, session, root, ids, found)
+
+        call = daemon.call("match", session, root, asked, done)
         self._await(daemon, call, wait)
 
     def _matched(self, daemon: Daemon, session: Session, root: bytes, ids: Tokens, result: MatchResult) -> None:
