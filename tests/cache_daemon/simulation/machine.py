@@ -168,9 +168,11 @@ class Machine(Traffic):
             assert remote is not None
             reads, writes = remote._tier.reads, remote._tier.writes
             assert (reads.state, writes.state) != (Circuit.OPEN, Circuit.OPEN), "the network works, and nobody uses it"
-            for key in one.listed:
+            for key, since in one.listed.items():
                 path, stored = self.world.paths[key], self.world.written.get(key, 0)
-                late = [d for d in self.world.deleted if d.at > stored and d.covers(path) and one.name in d.heard_by]
+                if not self.world.settings.promises.nothing_comes_back:
+                    stored = max(stored, since)
+                late = [d for d in self.world.deleted if stored < d.at and d.covers(path) and one.name in d.heard_by]
                 assert not late, f"{path.tokens} was deleted by {late[0].daemon.name}, and {one.name} has it"
 
     # ---- the end of a daemon ----------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ class Promises:
     """When all is written, the disk has nothing that the index has not (F7, orphans)."""
     deleted_is_not_committed: bool = False
     """What was reserved before a deletion is not committed after it (F7)."""
+    nothing_comes_back: bool = False
+    """What one daemon deletes while another one is writing it to the engine is not brought again."""
     strangers_deleted: bool = False
     """A daemon hears of the deletion of a tenant whose marks it had never seen (it has not asked the engine for it)."""
 
