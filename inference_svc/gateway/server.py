@@ -20,7 +20,7 @@ from kvsidecar.telemetry import sending
 from kvsidecar.tracing import NO_TRACER
 
 from inference_svc.gateway.config import GatewayConfig
-from inference_svc.gateway.connections import bounded
+from inference_svc.gateway.connections import ConnectionLimits, bounded, max_connections
 from inference_svc.gateway.routes import create_app
 from inference_svc.gateway.tracing import SERVICE_NAME
 
@@ -93,9 +93,12 @@ class _Server(uvicorn.Server):
 
 def configured(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
     """Raises ConfigurationError for certificates that cannot be used."""
+    # A fleet's request has a connection to its client and one to a node.
+    most = max_connections(descriptors_each=2 if config.nodes else 1)
+    limits = ConnectionLimits(config.receive_seconds, config.send_seconds, app.state.counted.refused, most)
     found = uvicorn.Config(
         app,
-        http=bounded(config.receive_seconds),
+        http=bounded(limits),
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=10,

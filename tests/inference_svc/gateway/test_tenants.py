@@ -84,7 +84,7 @@ async def serving(worker: Worker, **settings: Any) -> AsyncIterator[httpx.AsyncC
     await worker.start()
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", timeout=30) as client,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=30) as client,
     ):
         yield client
     await worker.stop()
