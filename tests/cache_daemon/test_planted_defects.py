@@ -21,7 +21,7 @@ PLANTED = {
         Lookup, "_match", "if session.closed:", "if False:", "has ended was answered", 8,
     ),
     "a pin does not keep a chunk in the durable tier": (
-        Tiers, "reconsider", "self.cold.keep(chunk, chunk.pins > 0 or ", "self.cold.keep(chunk, ", "is pinned, and", 12,
+        Tiers, "reconsider", "there = chunk.pins > 0 or ", "there = ", "is pinned, and", 12,
     ),
     "a Commit checks what the worker wrote, not its own copy": (
         Writing, "_copied", "keys.checksum(arena.read(copy.slot))", "keys.checksum(view)", "shows other bytes", 6,
@@ -38,8 +38,7 @@ PLANTED = {
 @pytest.mark.parametrize("defect", PLANTED)
 def test_a_planted_defect_is_found_and_shrunk(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, method, sound, broken, told, most_steps = PLANTED[defect]
-    source = textwrap.dedent(inspect.getsource(getattr(owner, method)))
-    source, sound, broken = f"class _:\n{textwrap.indent(source, '    ')}", sound, broken
+    source = f"class _:\n{textwrap.indent(textwrap.dedent(inspect.getsource(getattr(owner, method))), '    ')}"
     assert source.count(sound) == 1, f"{owner.__name__}.{method} is another one now: plant the defect anew"
     made: dict[str, type] = {}
     exec(source.replace(sound, broken), vars(sys.modules[owner.__module__]), made)
