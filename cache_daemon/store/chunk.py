@@ -78,6 +78,7 @@ class Chunk:
     listed: bool = True
     leases: int = 0
     pins: int = 0
+    anchors: int = 0  # insertions that continue it, see Insertion
     hits: int = 0
     used_at: float = 0.0  # seconds, on the store's clock
     kept_until: float = inf  # the same; what requests asked for, see Terms

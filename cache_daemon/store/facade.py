@@ -36,10 +36,10 @@ from cache_daemon.store import pins, verdicts
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import Found, PrefixIndex
+from cache_daemon.store.insertion import Inserter
 from cache_daemon.store.lookup import Lookup, MatchResult, Stretches
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
-from cache_daemon.store.publishing import Publishing
 from cache_daemon.store.remote import Remote, RemoteSettings
 from cache_daemon.store.restoring import Restoring
 from cache_daemon.store.sessions import Session, Sessions
@@ -103,17 +103,17 @@ class ChunkStore:
         self.terms = Terms(self.tiers, self._note)
         self._lookup = Lookup(self.tiers, self.terms, durable, self._on(self._reading, "durable read"), self._progress)
         self._pins = Pins(self.tiers, int(max(arena.size_bytes, durable_budget_bytes) * _PINNED_SHARE), self._note)
-        self._writing = Writing(
-            self.tiers, self._persistence, self._pins, self.terms, self.epoch, self._on(self._copying, "copy")
-        )
+        self._inserter = Inserter(self.tiers, self._persistence, self._pins, self.terms)
+        self._writing = Writing(self.tiers, self._inserter, self.epoch, self._on(self._copying, "copy"))
         # See Writing.
         self.reserve, self.commit = self._writing.reserve, self._writing.commit
         self.abort, self.staged = self._writing.abort, self._writing.staged
         self.walks = Walks(self.tiers, self.terms)
         self.remote: Remote | None = None
         if remote is not None:
-            publishing = Publishing(self.tiers, self._persistence, self._pins, self.terms)
-            self.remote = Remote(remote, self.walks, publishing, self._note, self._lookup.hold, self._progress, around)
+            self.remote = Remote(
+                remote, self.walks, self._inserter, self._note, self._lookup.hold, self._progress, around
+            )
         self._upkeep: asyncio.Task[None] | None = None
 
     # ---- beginning and end ----------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class ChunkStore:
     async def start(self) -> None:
         """Takes up what the durable tier has, and begins the upkeep."""
         if self._durable is not None and self._persistence is not None:
-            await Restoring(self.tiers, self._persistence, self._take_up).restore(self._durable, self._reading)
+            await Restoring(self._inserter, self._persistence, self._take_up).restore(self._durable, self._reading)
             self.terms.restored()
         if self.remote is not None:
             self.remote.start()

@@ -27,7 +27,6 @@ from cache_daemon.store.tiers import Tiers
 _LOW_WATER, _FULL_WATER = 0.95, 0.9
 _FULL, _FULL_SECONDS = "the disk is full", 5.0
 _RETRIED_AT_ONCE = 256
-_LOADED_AT_ONCE = 500
 # What was brought from elsewhere becomes durable so much later: until then who asked for it has the cores.
 _LATER_SECONDS = 1.0
 # Of a stored header and its index entries, beside up to five bytes for each token.
@@ -54,13 +53,12 @@ class Persistence:
 
     # ---- at start -------------------------------------------------------------------------------------------
 
-    async def load(self, chunks: Iterable[Chunk]) -> None:
-        """Lists what the tier had, parents before children. Evicts what is beyond the budget, which may have been
-        larger."""
-        for n, chunk in enumerate(chunks):
-            self._tiers.list_chunk(chunk)
-            if n % _LOADED_AT_ONCE == 0:
-                await asyncio.sleep(0)
+    def discard(self, key: bytes) -> None:
+        """Removes a chunk from the tier that cannot be listed."""
+        self._writer.remove([key])
+
+    def restored(self) -> None:
+        """Evicts what is beyond the budget once all that the tier had is listed: the budget may have been larger."""
         if self._cold.used_bytes > self.budget_bytes:
             self._shrink(self.budget_bytes * _LOW_WATER)
 

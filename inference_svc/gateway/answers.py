@@ -69,9 +69,11 @@ _READING = {
 }
 
 
-def prompt_parts(parts: Iterable[pb.PromptPart]) -> list[dict[str, Any]]:
-    """An extension: which parts of the prompt had been read before."""
-    return [{"reading": _READING[p.reading], "tokens": p.tokens, "text": p.text} for p in parts]
+def explained(part: pb.GenerateStreamResponse) -> dict[str, Any]:
+    """An extension: which parts of the prompt had been read before, and which bits the worker computes."""
+    parts = [{"reading": _READING[p.reading], "tokens": p.tokens, "text": p.text} for p in part.prompt_parts]
+    numerics = {"id": part.numerics.id, "shared_across_machines": part.numerics.shared_across_machines}
+    return {"prompt_parts": parts, "numerics": numerics}
 
 
 def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | None]:

@@ -99,7 +99,7 @@ class ResponseWriter:
 
     def _explain(self, part: pb.GenerateStreamResponse) -> None:
         if part.prompt_parts:
-            self._body["prompt_parts"] = answers.prompt_parts(part.prompt_parts)
+            self._body |= answers.explained(part)
 
     def _say(self, text: str) -> list[bytes]:
         events = []
