@@ -87,7 +87,7 @@ class Chunk:
     superseded: int = 0  # longer siblings that take its place as soon as they are durable
     supersedes: list[Chunk] = field(default_factory=list, repr=False)
     arrival: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING
-    made_at: float = field(default_factory=time.monotonic, init=False)
+    made_at: float = field(default_factory=lambda: time.monotonic(), init=False)
     # The header's, at hand: a Match reads them of every chunk that it finds.
     key: bytes = field(init=False)
     parent_key: bytes = field(init=False)

@@ -372,7 +372,7 @@ class ChunkStore:
         if tiers.cold is not None and self._persistence is not None and writer is not None:
             out.durable_budget_bytes, out.durable_bytes = self._persistence.budget_bytes, tiers.cold.used_bytes
             out.durable_chunks, out.pending_writes = len(tiers.cold), writer.pending + self._persistence.postponed
-            out.durable_failing = self.failing[0] if self.failing else ""
+            out.durable_failing = (self.failing or ("",))[0]  # asked once: it may have ended the next time
         if self.remote is not None:
             self.remote.fill(out)
         return out

@@ -129,7 +129,7 @@ class Remote:
         """Takes up a note of an earlier start, if it is one of ours."""
         if name.startswith(NOTE_PREFIX):
             self._sending.restore(name)
-        elif name.startswith(marks.NOTE_PREFIX):
+        elif name.startswith((marks.NOTE_PREFIX, marks.GONE_PREFIX)):
             self._marks.restore(name, value)
 
     @property
@@ -157,5 +157,6 @@ class Remote:
         out.remote_dropped, out.remote_deletions = sending.counts.dropped, sending.deletions
         out.remote_failures, out.remote_rejected = tier.counts.failures, tier.counts.rejected
         out.remote_hedged, out.remote_opened = tier.hedging.hedged, tier.reads.opened + tier.writes.opened
+        out.remote_withheld, out.remote_restored_deletions = sending.counts.withheld, sending.counts.restored
         out.remote_latency_ms = tier.figures.latency_seconds * 1e3
         out.remote_bytes_per_second = tier.figures.bytes_per_second

@@ -99,7 +99,7 @@ class Session:
     staging: Staging | None  # None once the session has ended
     shares_memory: bool = True  # its caller maps the arena and its staging; if not, it is sent and sends bytes
     id: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
-    opened_at: float = field(default_factory=time.monotonic)
+    opened_at: float = field(default_factory=lambda: time.monotonic())
     leases: dict[bytes, Hold] = field(default_factory=dict)
     reservations: dict[bytes, Reservation] = field(default_factory=dict)
     committing: int = 0  # commits that copy from staging now

@@ -71,7 +71,8 @@ class Walks:
             if writer.transactions != transactions:
                 transactions, until = writer.transactions, min(now, began + _MOST_SECONDS) + _WRITTEN_SECONDS
             if now >= until:
-                why = writer.failing[0] if writer.failing else f"that takes longer than {now - began:.0f} seconds"
+                # Asked once: the writer's thread may succeed meanwhile.
+                why = (writer.failing or (f"that takes longer than {now - began:.0f} seconds",))[0]
                 raise StoreUnavailable(
                     "what was to be deleted is not found any more, but the durable store has not removed it yet "
                     f"({why}): it comes back if the daemon is killed now; that is tried until it succeeds, and "
