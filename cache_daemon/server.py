@@ -36,7 +36,7 @@ from cache_daemon.memory.device_arena import DeviceArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
 from cache_daemon.memory.handing_out import handing_out
 from cache_daemon.memory.shared import SharedMemory
-from cache_daemon.observe.health import DURABLE, REMOTE, reporting
+from cache_daemon.observe.health import DURABLE, OVERALL, REMOTE, reporting
 from cache_daemon.observe.snapshot import Snapshots
 from cache_daemon.observe.telemetry import Telemetry, telemetry
 from cache_daemon.observe.traffic import recording
@@ -184,6 +184,11 @@ async def _serve(
         return is_allowed(peer_credentials(peer), os.getuid())
 
     health = health_aio.HealthServicer()
+
+    async def set_overall(_: str, status: int) -> None:
+        for name in ("", SERVICE):
+            await health.set(name, status)
+
     async with (
         handing_out(memory_socket, _Shares(store, summary), 0o600, admits),
         listening_at(
@@ -194,6 +199,7 @@ async def _serve(
             Limits(message_bytes=_MAX_MESSAGE_BYTES),
             health,
         ),
+        reporting(OVERALL, lambda: shared.calls.failing, set_overall, patience_seconds=0.0),
         reporting(DURABLE, None if store.tiers.writer is None else lambda: store.failing, health.set),
         reporting(REMOTE, None if remote is None else lambda: remote.failing, health.set),
     ):

@@ -34,6 +34,7 @@ from cache_daemon.memory.arena import Arena, footprint
 from cache_daemon.memory.staging import Staging
 from cache_daemon.store import pins, verdicts
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.counters import Counters
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import Found, PrefixIndex
 from cache_daemon.store.lookup import Lookup, MatchResult, Stretches
@@ -84,7 +85,7 @@ class ChunkStore:
         """``around`` surrounds work on the store's threads, which it is told the name of."""
         self.epoch = secrets.randbits(63) + 1
         self.arena, self.summary, self.accounts = arena, summary, accounts if accounts is not None else Accounts()
-        self.events, self.sessions, self.counts = EventLog(self.epoch), Sessions(), StatsResponse()
+        self.events, self.sessions, self.counts = EventLog(self.epoch), Sessions(), Counters()
         self._durable, self._staging_bytes, self._around = durable, staging_bytes, around
         self._started = time.monotonic()
         self._copying = ThreadPoolExecutor(_COPY_THREADS, "copy")
@@ -205,9 +206,12 @@ class ChunkStore:
         session.close_staging()
 
     def report(self, session: Session, totals: tuple[int, ...]) -> None:
-        """Takes in a heartbeat's totals since the session began, in the order of the message's fields."""
+        """Takes in a heartbeat's totals since the session began, in the order of the message's fields; they never fall.
+        Those of sessions that share no memory are not believed: they are no worker's of this host."""
         before, session.reported = session.reported or (0,) * len(totals), totals
-        matches, tokens, *served = (max(0, now - then) for now, then in zip(totals, before, strict=True))
+        if not session.shares_memory:
+            return
+        matches, tokens, *served = (now - then for now, then in zip(totals, before, strict=True))
         self.counts.matches += matches
         self.counts.requested_tokens += tokens
         for name, value in zip(("prompts", "prompt_tokens", "cached_tokens", "pool_tokens"), served, strict=True):
@@ -357,7 +361,7 @@ class ChunkStore:
     def stats(self) -> StatsResponse:
         """Of the whole store."""
         out = StatsResponse()
-        out.CopyFrom(self.counts)
+        self.counts.fill(out)
         tiers, writer = self.tiers, self._writer
         out.epoch, out.uptime_seconds = self.epoch, time.monotonic() - self._started
         out.sessions = len(self.sessions)

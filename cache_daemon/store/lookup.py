@@ -127,20 +127,20 @@ class Lookup:
             promote_ms = (time.perf_counter() - began) * 1e3 if missing else 0.0
             if session.closed:
                 raise UnknownSession("the session ended while its request was served; call Attach again")
-        except BaseException:  # the caller went away: nobody will ever release these
+            matches = self._usable(prefix)
+            end = behind + sum(m.tokens for m in matches)
+            if passed and len(matches) < len(prefix):
+                hold.give_back()
+                return None, end
+            placed = tuple((start, Found(c, n)) for start, c, n in elsewhere if _readable(c))
+            hold.keep([*(m.chunk for m in matches), *(m.chunk for _, m in placed)])
+            fresh = set(map(id, missing))
+            promoted = sum(m.tokens for m in matches if id(m.chunk) in fresh) if fresh else 0
+            self._count(ids, behind, matches, placed, promoted)
+        except BaseException:  # the caller went away, or hears of an error: nobody will ever release these
             hold.give_back()
             raise
-        matches = self._usable(prefix)
-        end = behind + sum(m.tokens for m in matches)
-        if passed and len(matches) < len(prefix):
-            hold.give_back()
-            return None, end
-        placed = tuple((start, Found(c, n)) for start, c, n in elsewhere if _readable(c))
-        hold.keep([*(m.chunk for m in matches), *(m.chunk for _, m in placed)])
         lease_id = session.lease(hold) if hold.chunks else b""
-        fresh = set(map(id, missing))
-        promoted = sum(m.tokens for m in matches if id(m.chunk) in fresh) if fresh else 0
-        self._count(ids, behind, matches, placed, promoted)
         used = [*(c for c, _ in found[:passed] if c.listed), *(m.chunk for m in matches)]
         self._touch_later(used, [m.chunk for _, m in placed])
         for chunk in (*used[-1:], *(m.chunk for _, m in placed)):
