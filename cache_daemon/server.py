@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,6 +55,8 @@ from cache_daemon.store.summary import SUMMARY_BYTES, SummaryWriter
 from cache_daemon.store.tenants import Accounts
 
 GRACE_SECONDS = 3.0
+# Not all that was queued is on disk.
+_HUNG_EXIT = 1
 _MAX_MESSAGE_BYTES = 16 << 20
 SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 
@@ -107,7 +110,11 @@ async def _store(
         await store.start()
         yield store
     finally:
-        await store.close()
+        if not await store.close():
+            log.error("the daemon ends without waiting for its disk any longer")
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(_HUNG_EXIT)
 
 
 def _tier(config: DaemonConfig, folder: Path) -> LmdbTier:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 
 _MODULUS = 1 << 64
+# What each field of a heartbeat counts.
+_SERVED = ("matches", "requested_tokens", "prompts", "prompt_tokens", "cached_tokens", "pool_tokens")
 
 
 @dataclass
@@ -28,6 +31,11 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     pool_tokens: int = 0
+
+    def add_served(self, growth: Iterable[int]) -> None:
+        """Takes in by how much a heartbeat's totals grew, in the order of the message's fields."""
+        for name, more in zip(_SERVED, growth, strict=True):
+            setattr(self, name, getattr(self, name) + more)
 
     def fill(self, out: StatsResponse) -> None:
         """Writes them into an answer."""

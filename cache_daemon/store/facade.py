@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import inf
 from typing import TypeVar
 
@@ -35,6 +36,7 @@ from cache_daemon.memory.staging import Staging
 from cache_daemon.store import pins, verdicts
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.counters import Counters
+from cache_daemon.store.ending import Ending
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import Found, PrefixIndex
 from cache_daemon.store.lookup import Lookup, MatchResult, Stretches
@@ -58,8 +60,6 @@ _TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
 # Of the larger tier, so much may be pinned.
 _PINNED_SHARE = 0.5
 _COPY_THREADS, _READ_THREADS = 2, 4
-# What is queued may take so long to be written at the end.
-_STOP_SECONDS = 20.0
 
 T = TypeVar("T")
 log = structlog.get_logger("cache_daemon")
@@ -138,8 +138,10 @@ class ChunkStore:
         elif self.remote is not None:
             self.remote.restore(name, value)
 
-    async def close(self) -> None:
-        """Writes what is queued and closes the tiers."""
+    async def close(self) -> bool:
+        """Writes what is queued and closes the tiers, within 20 s. False when threads are left that wait for the disk:
+        an interpreter that ends would wait for them."""
+        ending = Ending()
         if self._upkeep is not None:
             self._upkeep.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -148,21 +150,22 @@ class ChunkStore:
             self.close_session(session)
         if self.remote is not None:
             await self.remote.close()
-        in_thread = asyncio.get_running_loop().run_in_executor
         if self._persistence is not None and self._writer is not None:
             with contextlib.suppress(TimeoutError):  # what is written meanwhile has a time of last use, too
-                async with asyncio.timeout(_STOP_SECONDS):
+                async with asyncio.timeout(0 if self._writer.hung else ending.to_settle):
                     await self.settle()
             self._lookup.touch_all()
             self._persistence.write_recency()
             self.terms.write_down()
-            if not await in_thread(None, self._writer.stop, _STOP_SECONDS):
+            if not await ending.run(partial(self._writer.stop, ending.to_write)):
                 log.error("the durable tier did not take all that was queued in time", failing=self._writer.failing)
-        for blocking in (self._copying.shutdown, self._reading.shutdown):
-            await in_thread(None, blocking)
+        for threads in (self._copying, self._reading):
+            await ending.run(threads.shutdown)
         if self._durable is not None:
-            await in_thread(None, self._durable.close)
-        self.arena.close()
+            await ending.run(self._durable.close)
+        if not ending.late:
+            self.arena.close()
+        return not ending.late
 
     # ---- sessions -------------------------------------------------------------------------------------------
 
@@ -206,16 +209,11 @@ class ChunkStore:
         session.close_staging()
 
     def report(self, session: Session, totals: tuple[int, ...]) -> None:
-        """Takes in a heartbeat's totals since the session began, in the order of the message's fields; they never fall.
-        Those of sessions that share no memory are not believed: they are no worker's of this host."""
+        """Takes in a heartbeat's totals in the order of its fields; they never fall. Those of sessions that share no
+        memory are not believed: they are no worker's of this host."""
         before, session.reported = session.reported or (0,) * len(totals), totals
-        if not session.shares_memory:
-            return
-        matches, tokens, *served = (now - then for now, then in zip(totals, before, strict=True))
-        self.counts.matches += matches
-        self.counts.requested_tokens += tokens
-        for name, value in zip(("prompts", "prompt_tokens", "cached_tokens", "pool_tokens"), served, strict=True):
-            setattr(self.counts, name, getattr(self.counts, name) + value)
+        if session.shares_memory:
+            self.counts.add_served(now - then for now, then in zip(totals, before, strict=True))
 
     # ---- chunks ---------------------------------------------------------------------------------------------
 

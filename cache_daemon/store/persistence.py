@@ -71,7 +71,8 @@ class Persistence:
         if not chunk.listed or chunk.on_disk is not Residency.ABSENT or chunk.in_arena is not Residency.PRESENT:
             return
         parent = self._tiers.parent_of(chunk)
-        if (parent is not None and parent.on_disk is Residency.ABSENT) or not self._make_room(chunk, parent):
+        waits = self._writer.hung or (parent is not None and parent.on_disk is Residency.ABSENT)
+        if waits or not self._make_room(chunk, parent):
             self._unsaved[chunk] = None
             return
         self._unsaved.pop(chunk, None)
@@ -122,7 +123,11 @@ class Persistence:
                 self.persist(chunk)
 
     def retry(self) -> None:
-        """Tries again what could not be written, parents before children. Call it once a second."""
+        """Tries again what could not be written, parents before children. Call it once a second.
+
+        While the disk hangs, nothing waits for it but what is being written: the arena needs the room."""
+        if self._writer.hung and (given_up := self._writer.give_up_queued()):
+            log.error("the disk hangs; chunks that waited for it are in memory alone", chunks=given_up)
         if self._unsaved and not self._arriving:
             # While nothing can be written, one is enough to see whether it can again.
             waiting = list(self._unsaved)[: 1 if self.failing else _RETRIED_AT_ONCE]
