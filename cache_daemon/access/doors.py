@@ -23,7 +23,7 @@ AddServicer = Callable[[grpc.aio.Server, Resolver, Path | None], None]
 
 FAR_MESSAGE_BYTES = 6 << 20
 """Longest message at doors of others than the owner: 2^20 tokens take at most 5 MiB."""
-_FAR_STREAMS = 64
+_FAR_STREAMS = 128
 _HEARTBEATS = 4  # more than a session may miss: it is the session that ends first, with its own message
 
 

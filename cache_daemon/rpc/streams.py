@@ -199,6 +199,8 @@ def _not_reserved(outcome: pb.ReserveOutcome.ValueType) -> KVSidecarError:
             return InvalidRequest("parent_prefix_hash is not stored, or does not end where start_position begins")
         case pb.RESERVE_OUTCOME_IN_PROGRESS:
             return Overloaded("another session is writing this chunk now; try again later")
+        case pb.RESERVE_OUTCOME_STAGING_FULL:
+            return Overloaded("other calls of this caller use up the memory that it may write into; try again later")
         case _:
             return InvalidRequest("the chunk is larger than the staging memory, the arena or the tenant's quota")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import structlog
 
 # The end may take so long: of that, what is queued to be written, and then all but the closing of files.
-SECONDS, _SETTLE_SECONDS, _WRITE_SECONDS = 20.0, 14.0, 18.0
+SECONDS, SETTLE_SECONDS, WRITE_SECONDS = 20.0, 14.0, 18.0
 
 log = structlog.get_logger("cache_daemon")
 
@@ -19,20 +19,20 @@ log = structlog.get_logger("cache_daemon")
 class Ending:
     """A deadline over several pieces of work, each on a thread of its own that nothing waits for at exit."""
 
-    def __init__(self, seconds: float = SECONDS) -> None:
-        self._began, self._seconds = time.monotonic(), seconds
+    def __init__(self) -> None:
+        self._began = time.monotonic()
         self.late = False
         """Whether a piece of work is still running although the time is up."""
 
     @property
     def to_settle(self) -> float:
         """Seconds left for what is queued to be written."""
-        return self._left(_SETTLE_SECONDS)
+        return self._left(SETTLE_SECONDS)
 
     @property
     def to_write(self) -> float:
         """Seconds left for the writer to end."""
-        return self._left(_WRITE_SECONDS)
+        return self._left(WRITE_SECONDS)
 
     def _left(self, of_seconds: float) -> float:
         return max(0.1, self._began + of_seconds - time.monotonic())
@@ -53,7 +53,7 @@ class Ending:
 
         threading.Thread(target=run, name="store-end", daemon=True).start()
         try:
-            async with asyncio.timeout(self._left(self._seconds)):
+            async with asyncio.timeout(self._left(SECONDS)):
                 await ended.wait()
         except TimeoutError:
             self.late = True

@@ -139,8 +139,7 @@ class ChunkStore:
             self.remote.restore(name, value)
 
     async def close(self) -> bool:
-        """Writes what is queued and closes the tiers, within 20 s. False when threads are left that wait for the disk:
-        an interpreter that ends would wait for them."""
+        """Writes what is queued and closes the tiers, within 20 s. False when threads are left that wait for the disk."""
         ending = Ending()
         if self._upkeep is not None:
             self._upkeep.cancel()
@@ -209,8 +208,7 @@ class ChunkStore:
         session.close_staging()
 
     def report(self, session: Session, totals: tuple[int, ...]) -> None:
-        """Takes in a heartbeat's totals in the order of its fields; they never fall. Those of sessions that share no
-        memory are not believed: they are no worker's of this host."""
+        """Takes in a heartbeat's totals, which never fall; those of sessions that share no memory are not believed."""
         before, session.reported = session.reported or (0,) * len(totals), totals
         if session.shares_memory:
             self.counts.add_served(now - then for now, then in zip(totals, before, strict=True))
