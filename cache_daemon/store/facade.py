@@ -139,7 +139,7 @@ class ChunkStore:
             self.remote.restore(name, value)
 
     async def close(self) -> bool:
-        """Writes what is queued and closes the tiers, within 20 s. False when threads are left that wait for the disk."""
+        """Writes what is queued and closes the tiers, in 20 s. False when threads are left that wait for a disk."""
         ending = Ending()
         if self._upkeep is not None:
             self._upkeep.cancel()
