@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
@@ -32,10 +32,11 @@ class Counters:
     cached_tokens: int = 0
     pool_tokens: int = 0
 
-    def add_served(self, growth: Iterable[int]) -> None:
-        """Takes in by how much a heartbeat's totals grew, in the order of the message's fields."""
-        for name, more in zip(_SERVED, growth, strict=True):
-            setattr(self, name, getattr(self, name) + more)
+    def add_served(self, before: Sequence[int], totals: Sequence[int]) -> None:
+        """Takes in by how much a heartbeat's totals grew, in the order of the message's fields; ``before`` is empty for
+        the first."""
+        for name, then, now in zip(_SERVED, before or (0,) * len(totals), totals, strict=True):
+            setattr(self, name, getattr(self, name) + now - then)
 
     def fill(self, out: StatsResponse) -> None:
         """Writes them into an answer."""
