@@ -150,8 +150,7 @@ class ChunkStore:
         if self._persistence is not None and self._writer is not None:
             self._persistence.retry_all()
             with contextlib.suppress(TimeoutError):  # what is written meanwhile has a time of last use, too
-                async with asyncio.timeout(0 if self._writer.hung else ending.to_settle):
-                    await self.settle()
+                await asyncio.wait_for(self.settle(), 0 if self._writer.hung else ending.to_settle)
             self._lookup.touch_all()
             self._persistence.write_recency()
             self.terms.write_down()

@@ -191,8 +191,8 @@ class Persistence:
 
     @property
     def postponed(self) -> int:
-        """Chunks that are queued in a moment, or again. Those that a full disk has no room for do not wait: they stay in
-        the arena."""
+        """Chunks that are queued in a moment, or again. Those that a full disk has no room for do not wait: they stay
+        in the arena."""
         return len(self._later) + (0 if self._is_full else len(self._failed))
 
     async def progress(self, seconds: float) -> bool:
