@@ -77,6 +77,8 @@ class Reservation:
     tenant: Tenant
     staged: Slot
     kept_until: float  # on the store's clock
+    made_at: float = field(default_factory=time.monotonic)
+    void: bool = False  # what it belongs to was deleted since
 
 
 def named(held: dict[bytes, _Held], given: bytes, name: bytes) -> bytes:
