@@ -8,7 +8,6 @@ from __future__ import annotations
 import queue
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cli.settings import configure_logging
 from kvsidecar.errors import ConfigurationError, Overloaded, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.interpreter import python_command
 from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request
 from kvsidecar.runtime import socket_target
 
@@ -346,7 +346,7 @@ def _ended(
 
 
 def _start_daemon(socket: Path, store: str | Path | None, arena_bytes: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "cache_daemon", "--socket", str(socket), "--arena-bytes", arena_bytes]
+    command = python_command("-m", "cache_daemon", "--socket", str(socket), "--arena-bytes", arena_bytes)
     daemon = subprocess.Popen([*command, "--store", str(store or "none"), "--log-level", "warning"])
     deadline = time.monotonic() + _DAEMON_START_SECONDS
     while not socket.exists():

@@ -52,6 +52,10 @@ class ModelSettings(BaseSettings):
     storage_bits: Literal[16, 8, 4] = 16
     """Bits per stored element: 16 keeps the pool's own values, so that a hit changes no answer; 8 and 4 take half and a
     quarter of the room, and change some."""
+    share_across_machines: bool = False
+    """Share stored chunks with workers that compute other bits (another CPU, kernel variant or version of PyTorch), if
+    they set this too. Off, workers share only where a probe at the start shows that they compute the same bits. On, a
+    hit may change an answer's last bits, and now and then a word."""
     context_length: int = Field(default=0, ge=0)
     """Most tokens of prompt and answer; the model's own when 0."""
     pool_bytes: int = 2 << 30

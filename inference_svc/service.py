@@ -31,7 +31,7 @@ from inference_svc.adapters import LiveAdapters
 from inference_svc.engine.block_table import PAGE_TOKENS
 from inference_svc.engine.grammar import Steering
 from inference_svc.engine.sequence import Output, Sequence
-from inference_svc.explaining import prompt_parts
+from inference_svc.explaining import numerics_of, prompt_parts
 from inference_svc.freed_memory import give_back_freed_memory
 from inference_svc.lora.adapter import Adapter
 from inference_svc.model.streaming.loading import Streamed
@@ -88,6 +88,8 @@ class InferenceService(InferenceServiceServicer):
             response.prompt_parts.extend(part.prompt_parts)
             response.prompt_logprobs.extend(part.prompt_logprobs)
             response.prompt_text = response.prompt_text or part.prompt_text
+            if part.HasField("numerics"):
+                response.numerics.CopyFrom(part.numerics)
             if part.finish_reason:
                 copy_end(part, response)
                 response.finish_reason = part.finish_reason
@@ -182,6 +184,8 @@ class InferenceService(InferenceServiceServicer):
         """What the first part says of the prompt."""
         if sequence.parts:
             part.prompt_parts.extend(prompt_parts(sequence, self._prompter.text))
+        if request.explain:
+            part.numerics.CopyFrom(numerics_of(self._loaded))
         part.prompt_logprobs.extend(prompt_logprobs(sequence, self._prompter.text))
         if request.echo:
             part.prompt_text = self._prompter.prompt_text(request, sequence)
@@ -274,6 +278,7 @@ class InferenceService(InferenceServiceServicer):
             vocab_size=m.config.vocab_size,
             has_chat_template=bool(m.tokenizer.chat_template),
             adapters=[self._told(adapter) for adapter in list(self._engine.adapters.values())],
+            numerics=numerics_of(m),
         )
 
     def _namespace(self, fingerprint: bytes) -> bytes:

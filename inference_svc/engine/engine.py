@@ -61,12 +61,13 @@ class Engine:
         draft: DraftModel | None = None,
         speculates: bool = False,
         adapters: Many[AdapterWeights] = (),
+        decoder: Decoder | None = None,
     ) -> None:
         """``adapters`` are placed beside the model. ``draft`` guesses for those who ask for it. With ``speculates``,
-        what passes cost is measured before the first request, not with them. Raises ModelUnsupported when the first
-        forward fails."""
+        what passes cost is measured before the first request, not with them. ``decoder`` is the model's, if it has
+        one. Raises ModelUnsupported when the first forward fails."""
         self.loaded, self.pool, self.stats = loaded, pool, EngineStats()
-        self.decoder = Decoder(loaded)
+        self.decoder = decoder or Decoder(loaded)
         # Only the engine's thread changes it; others copy it before they walk over it.
         self.adapters = {weights.name: self.decoder.adopt(weights) for weights in adapters}
         self._limits = limits or EngineLimits()
