@@ -179,7 +179,7 @@ class Loop:
             self._repair_piece(repair)
         # Pages that were given back let somebody else go on.
         given_back = self._stats.preemptions > preemptions
-        idle = not spans and not self._repairs and not given_back
+        idle = not spans and repair is None and not self._repairs and not given_back
         gated = min((s for s in self.running if s.gated), key=lambda s: s.arrived, default=None)
         if idle and gated is not None and gated.gate is not None:
             gated.gate.wait_done()  # of which there is no letter
