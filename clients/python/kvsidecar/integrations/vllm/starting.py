@@ -40,9 +40,7 @@ def start_worker(settings: Settings, config: Any, caches: Any, tensors: dict[str
     shared = settings.share_across_machines
     numerics = torch_numerics(first.device, config.model_config.dtype, shared)
     if shared:
-        log.warning(
-            "share_across_machines is on: engines share whatever computed chunks; a hit may change answers"
-        )
+        log.warning("share_across_machines is on: engines share whatever computed chunks; a hit may change answers")
     link = DaemonLink(
         settings.address,
         f"vllm-{rank}",
