@@ -1,9 +1,9 @@
 """Decode speed by batch size: this engine, with weights of 16 bits and of fewer, transformers, and the bound.
 
-``bound`` is the longer of two times on this machine: that of reading what a step must read (all weights that take part,
-and the keys and values of every sequence), at the bandwidth of reading much memory on all cores; and that of its arithmetic
-at the rate of a large product of the same type. Weights have the bits there that they are kept with, 16 where nothing is
-said. A bound that is beaten is an estimate, and the summary says so.
+``bound`` is the longer of two times on this machine. One is that of reading what a step must read (all weights that
+take part, and the keys and values of every sequence), at the bandwidth of reading much memory on all cores. The other
+is that of its arithmetic at the rate of a large product of the same type. Weights have the bits there that they are
+kept with, 16 where nothing is said. A bound that is beaten is an estimate, and the summary says so.
 """
 
 from __future__ import annotations
