@@ -197,6 +197,10 @@ class WorkerConfig(ModelSettings):
     """Share of such text that is computed again; by default what was verified, 0.15 where nothing was."""
     batch_tokens: int = Field(default=512, ge=16, le=65536)
     """Most rows of one forward; longer prompts are read in pieces."""
+    prefill_step_ms: int = Field(default=250, ge=0, le=600_000)
+    """Most milliseconds of a step that reads prompts while others are being answered, and so the longest gap in their
+    streams: prompts are read in pieces of as many tokens as fit, at least 32. A few percent slower to the first token
+    of those prompts; 0 for pieces of batch_tokens always."""
     batch_sequences: int = Field(default=64, ge=1, le=1024)
     """Most sequences in the batch."""
     max_waiting: int = Field(default=1024, ge=1)

@@ -155,6 +155,7 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder], 
         config.resident_sequences,
         config.num_speculative_tokens,
         config.num_speculative_branches,
+        config.prefill_step_ms / 1000,
     )
     speculates = config.speculate != "off"
     engine = Engine(loaded, pool, cache or NoCache(), limits, threads, draft, speculates, adapters, decoder)

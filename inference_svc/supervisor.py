@@ -29,6 +29,7 @@ from kvsidecar.cli.programs import of_another
 from kvsidecar.cli.settings import configure_logging, read_settings, refuse_unknown_variables
 from kvsidecar.errors import ConfigurationError, KVSidecarError
 from kvsidecar.free_memory import free_bytes
+from kvsidecar.interpreter import python_command
 from kvsidecar.interrupts import EXIT_CODE
 from kvsidecar.runtime import (
     default_data_dir,
@@ -172,7 +173,7 @@ class Supervisor:
 
     def _daemon_command(self) -> list[str]:
         flags = self._set("store", "arena_bytes", "store_bytes", "log_level", "otlp_endpoint")
-        return [sys.executable, "-m", "cache_daemon", *_flags({"socket": self.cache_socket} | flags)]
+        return python_command("-m", "cache_daemon", *_flags({"socket": self.cache_socket} | flags))
 
     def _worker_command(self, i: int, socket: Path) -> list[str]:
         own = self._worker
@@ -195,7 +196,7 @@ class Supervisor:
             if address := getattr(own, name):
                 first = parse_tcp(address)
                 flags[name] = TcpAddress(first.host, first.port and first.port + i)
-        return [sys.executable, "-m", "inference_svc", "worker", *_flags(flags)]
+        return python_command("-m", "inference_svc", "worker", *_flags(flags))
 
     @cached_property
     def _share(self) -> int:
@@ -211,7 +212,7 @@ class Supervisor:
         flags = {"host": self._config.host, "port": self._config.port, "workers": workers}
         cache = "none" if self._worker.cache_address else self.cache_socket
         flags |= {"cache_socket": cache} | self._set("log_level", "page", "otlp_endpoint")
-        return [sys.executable, "-m", "inference_svc", "gateway", *_flags(flags)]
+        return python_command("-m", "inference_svc", "gateway", *_flags(flags))
 
     def _keeps_off_disk(self) -> bool:
         """Whether texts are to be nowhere on disk, or nowhere in the clear: then nor are their keys and values."""

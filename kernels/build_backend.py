@@ -1,12 +1,25 @@
-"""setuptools' build backend, which also asks for a compiler where the machine has none."""
+"""setuptools' build backend with two additions.
 
+It asks for a compiler where the machine has none. An editable install is found from every folder: setuptools' finder
+comes behind the current folder, where a clone named ``kvsidecar`` looks like a package of that name; a package on the
+path wins over such a folder.
+"""
+
+import base64
+import hashlib
+import os
 import runpy
+import zipfile
 from pathlib import Path
 
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
 
-_CPU = runpy.run_path(str(Path(__file__).parent / "kvkernels" / "cpu" / "build.py"))
+_ROOT = Path(__file__).parents[1]
+_CPU = runpy.run_path(str(_ROOT / "kernels" / "kvkernels" / "cpu" / "build.py"))
+# Not the root, which has folders with names of other packages, such as build.
+_ON_PATH = _ROOT / "clients" / "python"
+_PATH_FILE = "kvsidecar_on_path.pth"
 
 
 def _with_compiler(requires):
@@ -19,3 +32,23 @@ def get_requires_for_build_wheel(config_settings=None):
 
 def get_requires_for_build_editable(config_settings=None):
     return _with_compiler(build_meta.get_requires_for_build_editable(config_settings))
+
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    name = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+    _add_file(Path(wheel_directory) / name, _PATH_FILE, f"{_ON_PATH}\n".encode())
+    return name
+
+
+def _add_file(wheel, name, content):
+    """Adds a file to a wheel and to its list, which stays the last (PEP 427)."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    changed = wheel.with_name(f"{wheel.name}.partial")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(changed, "w", zipfile.ZIP_DEFLATED) as new:
+        (record,) = (entry for entry in old.infolist() if entry.filename.endswith(".dist-info/RECORD"))
+        for entry in old.infolist():
+            if entry is not record:
+                new.writestr(entry, old.read(entry))
+        new.writestr(name, content)
+        new.writestr(record, old.read(record) + f"{name},sha256={digest},{len(content)}\n".encode())
+    os.replace(changed, wheel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+from collections.abc import Hashable
 
 import structlog
 from kvsidecar.errors import ConfigurationError, PermissionDenied
@@ -48,12 +49,17 @@ class Keys:
         return True
 
     @property
+    def open(self) -> bool:
+        """No key is asked for."""
+        return not (self._api or self._tenants)
+
+    @property
     def has_tenants(self) -> bool:
         return bool(self._tenants)
 
     def lets_in(self, scope: Scope) -> bool:
         """Whether an HTTP request comes with a key that is asked for, or none is."""
-        if not (self._api or self._tenants):
+        if self.open:
             return True
         given = _given(Headers(scope=scope))
         if _equal(given, self._api) or _equal(given, self._operator):
@@ -70,6 +76,15 @@ class Keys:
         if self._tenants and not (_equal(given, self._api) or _equal(given, self._operator)):
             raise PermissionDenied("your API key was withdrawn while the request was read")
         return asked
+
+    def tenant(self, scope: Scope) -> Hashable:
+        """Whose the conversations are that an HTTP request may go on from: a key's tenant, or all without a tenant."""
+        given = _given(Headers(scope=scope))
+        return self._tenant(given) or ("operator" if _equal(given, self._operator) else "")
+
+    def caller(self, scope: Scope) -> Hashable:
+        """Whose budget an HTTP request is on: a tenant's, or without one the address that it comes from."""
+        return self._tenant(_given(Headers(scope=scope))) or (scope.get("client") or ("",))[0]
 
     def of_operator(self, scope: Scope) -> bool:
         """Whether an operator sent an HTTP request. Asks the kernel where that decides; so it is for few paths."""

@@ -8,8 +8,7 @@ A gateway that is started anew has forgotten that; workers have not, as long as 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
 
 import grpc
 import structlog
@@ -17,10 +16,12 @@ from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
 from kvsidecar.errors import KVSidecarError, PermissionDenied, UnknownModel, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from inference_svc.gateway.access import Keys
-from inference_svc.gateway.checking import parse
+from inference_svc.gateway.body import BodyReader
+from inference_svc.gateway.body_model import BodyModel
+from inference_svc.gateway.checking import B, parse
 from inference_svc.gateway.router import Router, Worker, retryable
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -32,42 +33,39 @@ _FIELDS = {"name": "lora_name", "path": "lora_path"}
 log = structlog.get_logger("gateway")
 
 
-class LoadBody(BaseModel):
+class LoadBody(BodyModel):
     """An adapter's name, and its folder below the workers' --lora-root."""
 
-    model_config = ConfigDict(extra="forbid")
     lora_name: str = Field(min_length=1, max_length=_LONGEST_NAME)
     lora_path: str = Field(min_length=1, max_length=_LONGEST_PATH)
 
 
-class UnloadBody(BaseModel):
+class UnloadBody(BodyModel):
     """An adapter's name."""
 
-    model_config = ConfigDict(extra="forbid")
     lora_name: str = Field(min_length=1, max_length=_LONGEST_NAME)
 
 
 class Adapters:
     """What workers were told, one thing after another."""
 
-    def __init__(self, router: Router, keys: Keys, read: Callable[[Request], Awaitable[Any]]) -> None:
-        """``read`` gives the body of a request."""
-        self._router, self._keys, self._read = router, keys, read
+    def __init__(self, router: Router, keys: Keys, bodies: BodyReader) -> None:
+        self._router, self._keys, self._bodies = router, keys, bodies
         self._loaded: dict[str, pb.LoadAdapterRequest] = {}
         self._unloaded: set[str] = set()
         self._turn = asyncio.Lock()
         router.prepare = self._prepare
 
     async def load(self, request: Request) -> Response:
-        return PlainTextResponse(await self._load_on_all(parse(LoadBody, await self._orders(request))))
+        return PlainTextResponse(await self._load_on_all(await self._orders(LoadBody, request)))
 
     async def unload(self, request: Request) -> Response:
-        return PlainTextResponse(await self._unload_on_all(parse(UnloadBody, await self._orders(request))))
+        return PlainTextResponse(await self._unload_on_all(await self._orders(UnloadBody, request)))
 
-    async def _orders(self, request: Request) -> Any:
+    async def _orders(self, kind: type[B], request: Request) -> B:
         if not self._keys.of_operator(request.scope):
             raise PermissionDenied("adapters are loaded and unloaded by operators; send the operator's key")
-        return await self._read(request)
+        return await self._bodies.read(request, partial(parse, kind))
 
     async def _load_on_all(self, body: LoadBody) -> str:
         """Loads an adapter on every worker that is up. Raises KVSidecarError; no worker has more than before then."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
 from secrets import token_hex
 from typing import Any, TypeVar
 from urllib.parse import unquote, unquote_to_bytes
@@ -14,7 +16,13 @@ import structlog
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from kvsidecar import __version__
-from kvsidecar.errors import InvalidRequest, KVSidecarError, Unavailable, UnknownModel, UnsupportedOption, from_rpc
+from kvsidecar.errors import (
+    InvalidRequest,
+    KVSidecarError,
+    Unavailable,
+    UnknownModel,
+    UnsupportedOption,
+)
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -22,7 +30,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from inference_svc.gateway import answers
 from inference_svc.gateway.access import Keys
 from inference_svc.gateway.adapters import Adapters
-from inference_svc.gateway.body import read_json
+from inference_svc.gateway.body import BodyReader
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.gone import while_there
@@ -35,17 +43,26 @@ from inference_svc.gateway.responses.memory import Memory
 from inference_svc.gateway.responses.schema import ResponsesRequest
 from inference_svc.gateway.responses.writing import ResponseWriter
 from inference_svc.gateway.router import Router, Worker, retryable
-from inference_svc.gateway.schema import MAX_ANSWERS, ChatRequest, CompletionRequest
+from inference_svc.gateway.schema import MAX_ANSWERS, ChatRequest, Common, CompletionRequest
 from inference_svc.gateway.scored import ask_once, handed_on
 from inference_svc.gateway.standing import WarmBody, busy, held, serving, warm
-from inference_svc.gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from inference_svc.gateway.tokens import detokenize, to_detokenize, to_tokenize, tokenize
 from inference_svc.gateway.tracing import FIRST_TOKEN, GENERATE_STREAM, current
 from inference_svc.gateway.writing import Writer
 
 log = structlog.get_logger("gateway")
 
 _MOST_WAITING, _LOOK_SECONDS = 1024, 0.05
-Salted = TypeVar("Salted", ChatRequest, CompletionRequest, ResponsesRequest, WarmBody)
+Salted = TypeVar("Salted", bound=Common | ResponsesRequest | WarmBody)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request for answers, and what workers are asked for it."""
+
+    answer_id: str
+    parsed: ChatRequest | CompletionRequest
+    requests: list[pb.GenerateRequest]
 
 
 class Gateway:
@@ -56,7 +73,8 @@ class Gateway:
         self.keys = Keys(config)
         self.router = Router(config.targets)
         self.metrics = Metrics(self.router)
-        self.adapters = Adapters(self.router, self.keys, self._body)
+        self.bodies = BodyReader(config, self.keys)
+        self.adapters = Adapters(self.router, self.keys, self.bodies)
         self._memory = Memory()
         self._waiting = 0  # requests for which no worker is up
         self.node = NodeView(self.router, config.cache_socket)
@@ -76,12 +94,12 @@ class Gateway:
         return JSONResponse(answers.model(self._worker(name).model, name, self.router.started))
 
     async def tokenize(self, request: Request) -> Response:
-        body = parse(TokenizeBody, await self._body(request))
-        return JSONResponse(await tokenize(self._worker(body.model), body))
+        model, asked = await self.bodies.read(request, to_tokenize)
+        return JSONResponse(await tokenize(self._worker(model), asked))
 
     async def detokenize(self, request: Request) -> Response:
-        body = parse(DetokenizeBody, await self._body(request))
-        return JSONResponse(await detokenize(self._worker(body.model), body))
+        model, asked = await self.bodies.read(request, to_detokenize)
+        return JSONResponse(await detokenize(self._worker(model), asked))
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -117,81 +135,97 @@ class Gateway:
         return {"busy": busy(self.router)} if self.keys.of_fleet(request.scope) else {}
 
     async def held_of_chat(self, request: Request) -> Response:
-        return await self._held(request, await self._salted(ChatRequest, request))
+        return await self._held(request, ChatRequest)
 
     async def held_of_completion(self, request: Request) -> Response:
-        return await self._held(request, await self._salted(CompletionRequest, request))
+        return await self._held(request, CompletionRequest)
 
     async def held_of_response(self, request: Request) -> Response:
-        parsed = await self._salted(ResponsesRequest, request)
-        return await self._held(request, parsed.chat(self._memory.messages(parsed.previous_response_id)))
+        return await self._held(request, ResponsesRequest)
 
     async def held_of_warming(self, request: Request) -> Response:
-        body = await self._salted(WarmBody, request)
-        return await self._said(request, body.model, body.to_grpc().prompt, body.cache_salt)
+        return await self._held(request, WarmBody)
 
-    async def _held(self, request: Request, parsed: ChatRequest | CompletionRequest) -> Response:
-        return await self._said(request, parsed.model, parsed.prompts()[0], parsed.cache_salt)
+    async def _held(self, request: Request, kind: type[Salted]) -> Response:
+        def prompt_of(raw: bytes, body: Any) -> tuple[str, pb.Prompt, bytes]:
+            parsed: Any = self._salted(kind, request, raw, body)
+            if isinstance(parsed, ResponsesRequest):
+                parsed = parsed.chat(self._before(request, parsed))
+            prompt = parsed.to_grpc().prompt if isinstance(parsed, WarmBody) else parsed.prompts()[0]
+            return parsed.model, prompt, parsed.cache_salt.encode()
 
-    async def _said(self, request: Request, model: str, prompt: pb.Prompt, salt: str) -> Response:
-        worker = self._worker(model)
-        found = await held(worker, model, self.node.daemon, prompt, salt.encode())
+        model, prompt, salt = await self.bodies.read(request, prompt_of)
+        found = await held(self._worker(model), model, self.node.daemon, prompt, salt)
         return JSONResponse(found | self._load(request))
 
     async def warm(self, request: Request) -> Response:
-        body = await self._salted(WarmBody, request)
-        self._check_model(body.model)
-        able = [w for w in self.router.alive if w.serves(body.model)]
+        def asked_of(raw: bytes, body: Any) -> tuple[pb.WarmRequest, float]:
+            parsed = self._salted(WarmBody, request, raw, body)
+            self._check_model(parsed.model)
+            return parsed.to_grpc(), parsed.within_seconds
+
+        asked, seconds = await self.bodies.read(request, asked_of)
+        able = [w for w in self.router.alive if w.serves(asked.model)]
         if not able:
-            raise self._away(body.model)
-        return JSONResponse(await while_there(request, warm(min(able, key=lambda w: w.in_flight), body)))
+            raise self._away(asked.model)
+        return JSONResponse(await while_there(request, warm(min(able, key=lambda w: w.in_flight), asked, seconds)))
 
     async def chat(self, request: Request) -> Response:
-        parsed = await self._salted(ChatRequest, request)
-        return await self._answer(request, parsed, chat=True)
+        return await self._answer(request, await self.bodies.read(request, partial(self._asked, ChatRequest, request)))
 
     async def complete(self, request: Request) -> Response:
-        parsed = await self._salted(CompletionRequest, request)
-        return await self._answer(request, parsed, chat=False)
+        asked = await self.bodies.read(request, partial(self._asked, CompletionRequest, request))
+        return await self._answer(request, asked)
 
     async def respond(self, request: Request) -> Response:
-        parsed = await self._salted(ResponsesRequest, request)
-        self._check_model(parsed.model)
-        before = self._memory.messages(parsed.previous_response_id)
-        chat = parsed.chat(before)
-        model = self._named(parsed.model)
-        writer = ResponseWriter(parsed, model, self._memory, [*before, *parsed.messages()])
-        asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
-        self._fill_in([asked], model)
+        keep = partial(self._memory.keep, self.keys.tenant(request.scope))
+
+        def asked_of(raw: bytes, body: Any) -> tuple[ResponsesRequest, ResponseWriter, pb.GenerateRequest]:
+            parsed = self._salted(ResponsesRequest, request, raw, body)
+            self._check_model(parsed.model)
+            before = self._before(request, parsed)
+            chat, model = parsed.chat(before), self._named(parsed.model)
+            writer = ResponseWriter(parsed, model, keep, [*before, *parsed.messages()])
+            asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
+            self._fill_in([asked], model)
+            return parsed, writer, asked
+
+        parsed, writer, asked = await self.bodies.read(request, asked_of)
+        line().note(
+            id=asked.request_id, model=asked.model
+        )  # a response's own id would let readers of logs go on from it
         pieces = about("text.format", self._merge([asked], not parsed.stream))
         if parsed.stream:
             return _events(writer.stream(await while_there(request, first_of(pieces)), pieces))
-        return JSONResponse(await while_there(request, writer.whole(pieces)))
+        return Response(await while_there(request, writer.whole(pieces)), media_type="application/json")
 
     async def response(self, request: Request) -> Response:
-        return JSONResponse(self._memory.response(request.path_params["name"]))
+        found = self._memory.response(self.keys.tenant(request.scope), request.path_params["name"])
+        return Response(found, media_type="application/json")
 
     async def forget(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._memory.drop(name)
+        self._memory.drop(self.keys.tenant(request.scope), name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     # ---- answering ------------------------------------------------------------------------------------------
 
-    async def _salted(self, kind: type[Salted], request: Request) -> Salted:
+    def _salted(self, kind: type[Salted], request: Request, raw: bytes, body: Any) -> Salted:
         """A body with the salt that its sender may use."""
-        parsed = parse(kind, await self._body(request))
+        parsed = parse(kind, raw, body)
         parsed.cache_salt = self.keys.salt(request.scope, parsed.cache_salt)
         return parsed
 
-    async def _body(self, request: Request) -> Any:
-        return (await read_json(request, self._config.max_body_bytes, self._config.receive_seconds))[1]
+    def _before(self, request: Request, parsed: ResponsesRequest) -> list[dict[str, Any]]:
+        """The conversation that a request goes on from. Raises InvalidRequest."""
+        return self._memory.messages(self.keys.tenant(request.scope), parsed.previous_response_id)
 
-    async def _answer(self, request: Request, parsed: ChatRequest | CompletionRequest, chat: bool) -> Response:
+    def _asked(self, kind: type[Common], request: Request, raw: bytes, body: Any) -> _Asked:
+        """What workers are asked for a body; in a thread where that is large. Raises KVSidecarError."""
+        parsed: Any = self._salted(kind, request, raw, body)
         self._check_model(parsed.model)
         model = self._named(parsed.model)
-        answer_id = ("chatcmpl-" if chat else "cmpl-") + token_hex(12)
-        line().note(id=answer_id, model=model)
+        answer_id = ("chatcmpl-" if kind is ChatRequest else "cmpl-") + token_hex(12)
         prompts = parsed.prompts()
         if len(prompts) * parsed.choices > MAX_ANSWERS:
             raise InvalidRequest(
@@ -206,7 +240,13 @@ class Gateway:
             for choice in range(parsed.choices)
         ]
         self._fill_in(requests, model)
-        writer = Writer(answer_id, model, chat, parsed)
+        return _Asked(answer_id, parsed, requests)
+
+    async def _answer(self, request: Request, asked: _Asked) -> Response:
+        parsed, requests = asked.parsed, asked.requests
+        model = requests[0].model
+        line().note(id=asked.answer_id, model=model)
+        writer = Writer(asked.answer_id, model, isinstance(parsed, ChatRequest), parsed)
         shared = ask_once(requests, parsed.choices)
         pieces = about(parsed.grammar[0], self._merge(requests, not parsed.stream))
         if shared:
@@ -264,7 +304,7 @@ class Gateway:
                 async for part in self._run(request, whole):
                     queue.put_nowait(Piece(choice, part))
                 queue.put_nowait(None)
-            except KVSidecarError as error:
+            except Exception as error:  # whatever it is, the others' answers do not wait for this one
                 queue.put_nowait(error)
 
         tasks = [asyncio.create_task(pump(i, r)) for i, r in enumerate(requests)]
@@ -307,8 +347,10 @@ class Gateway:
                 if not retryable(error):
                     raise
                 worker.down(str(error))
-                if (answer.started and not whole) or len(tried) == most:
-                    raise
+                if answer.started and not whole:
+                    raise Unavailable("the worker broke off its answer; send the request again") from error
+                if len(tried) == most:
+                    raise Unavailable(f"{most} workers went away while they had this request; try again") from error
                 self.metrics.retries.inc()
 
     async def _pick(self, request: pb.GenerateRequest, excluded: set[str]) -> Worker:
@@ -345,7 +387,7 @@ class Gateway:
                 async for part in call:
                     yield part
             except grpc.RpcError as error:
-                raise from_rpc(error) from error
+                raise worker.error_of(error) from error
             finally:
                 call.cancel()
                 worker.in_flight -= 1

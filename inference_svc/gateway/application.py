@@ -20,6 +20,7 @@ from inference_svc.gateway.writing import error_response, unknown_path
 def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
     """One without paths, which serves while ``lifespan`` lasts."""
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.router.redirect_slashes = False  # a redirect would lead wherever the request's Host says
 
     @app.exception_handler(KVSidecarError)
     async def failed(_: Request, error: KVSidecarError) -> JSONResponse:

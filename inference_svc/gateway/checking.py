@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -48,22 +49,22 @@ IGNORED = (
     # Vllm's, of what its fast tokenizers, like ours, do not do.
     "spaces_between_special_tokens",
 )
-# Python reads and writes JSON to its own limit, about 950 levels where a request is handled.
-_DEEPEST = 900
+# UTF-8 has no surrogates: one can only come as an escape.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONGEST_NAME = 200  # of what a client calls a field, in what it is told
 # Parts of a place in a body that name no field but an alternative of a union, by its type.
 _ALTERNATIVE = re.compile(r"(str|int|bool|dict|list|literal|function-\w+)(\[|$)|[A-Z]")
+# As repr, to the length that is shown.
+_SHORTENED = reprlib.Repr()
+_SHORTENED.maxlevel, _SHORTENED.maxlist, _SHORTENED.maxdict = 3, 27, 27
+_SHORTENED.maxstring = _SHORTENED.maxlong = 200
 
 
-def refuse_unwritable(body: dict[str, Any]) -> None:
-    """Raises InvalidRequest for what could be read and not be written: text in a body that is not Unicode, half of a
-    surrogate pair, and what is nested too deeply."""
-    left: list[tuple[str, Any, int]] = [("", body, 1)]
+def _refuse_surrogates(body: dict[str, Any]) -> None:
+    """Raises InvalidRequest for text in a body that could be read and not be written: half of a surrogate pair."""
+    left: list[tuple[str, Any]] = [("", body)]
     while left:
-        where, value, depth = left.pop()
-        if depth > _DEEPEST and isinstance(value, dict | list):
-            name = where.partition(".")[0][:_LONGEST_NAME].encode("ascii", "backslashreplace").decode()
-            raise InvalidRequest(f"{name} is nested more than {_DEEPEST} levels deep", param=name)
+        where, value = left.pop()
         if isinstance(value, str):
             try:
                 value.encode()
@@ -76,18 +77,17 @@ def refuse_unwritable(body: dict[str, Any]) -> None:
                 ) from None
         elif isinstance(value, dict):
             names = [(f"{where}.{name}" if where else name, name, part) for name, part in value.items()]
-            left += [(at, part, depth + 1) for at, name, part in names] + [(at, name, 0) for at, name, _ in names]
+            left += [(at, part) for at, _, part in names] + [(at, name) for at, name, _ in names]
         elif isinstance(value, list):
-            left += [
-                (f"{where}.{i}", part, depth + 1) for i, part in enumerate(value) if isinstance(part, str | dict | list)
-            ]
+            left += [(f"{where}.{i}", part) for i, part in enumerate(value) if isinstance(part, str | dict | list)]
 
 
-def parse(kind: type[B], body: Any) -> B:
-    """Checks a body. Raises UnsupportedOption, InvalidRequest; both name the field."""
+def parse(kind: type[B], raw: bytes, body: Any) -> B:
+    """Checks a body, of which ``raw`` are the bytes. Raises UnsupportedOption, InvalidRequest; both name the field."""
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
-    refuse_unwritable(body)
+    if _SURROGATE.search(raw):
+        _refuse_surrogates(body)
     kept = {}
     for name, value in body.items():
         if name in NEUTRAL and name not in kind.model_fields:
@@ -107,7 +107,7 @@ def parse(kind: type[B], body: Any) -> B:
 def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
     """What is wrong with the first field that something is wrong with. Of a value that may be of several kinds each
     kind complains: what lies deepest was written for the kind that the client meant."""
-    errors = error.errors()
+    errors = error.errors(include_url=False, include_context=False)
     of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
     found = max(of_field, key=lambda one: len(one["loc"]))
     name, *inside = found["loc"] or ("the body",)
@@ -119,7 +119,7 @@ def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
         return UnsupportedOption(f"{where} is not an option of this server{asked}; leave it out", param=where)
     if found["type"] == "missing":
         return InvalidRequest(f"{where} is missing", param=where)
-    return InvalidRequest(f"{where} is {repr(found['input'])[:80]}: {found['msg'].lower()}", param=where)
+    return InvalidRequest(f"{where} is {_SHORTENED.repr(found['input'])[:80]}: {found['msg'].lower()}", param=where)
 
 
 def _options(kind: type[BaseModel], place: Sequence[int | str]) -> set[str]:

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from inference_svc.gateway.fleet.addresses import Place, parse_places
 
+_HOST = re.compile(r"[\w.-]+", re.ASCII)
 _ORIGIN = re.compile(r"https?://[^\s/?#@,]+", re.ASCII)
 
 
@@ -67,9 +68,16 @@ class GatewayConfig(BaseSettings):
     """Larger requests are refused."""
     receive_seconds: float = Field(default=60.0, gt=0)
     """A request's head, and then its body, must have come within this time; connections without are closed."""
+    send_seconds: float = Field(default=60.0, gt=0)
+    """A client must take 64 KiB of what waits for it, or all of that, in each such time; connections without are
+    closed."""
     allow_origins: str = ""
     """Origins of pages that may use the API from a browser, such as https://chat.example.com, separated by commas; *
-    for all. Without, a browser lets only this server's own page do that."""
+    for all. Without, a browser lets only this server's own page do that, and without keys pages of other origins are
+    not served at all."""
+    allow_hosts: str = ""
+    """Without keys: names that requests may ask for in Host beside localhost, addresses and --host, such as
+    models.example.com, separated by commas; * for all, which lets pages of any site in that lead their name here."""
     request_seconds: float = Field(default=600.0, gt=0)
     """A request ends after this time."""
     worker_wait_seconds: float = Field(default=15.0, ge=0)
@@ -94,6 +102,14 @@ class GatewayConfig(BaseSettings):
         for origin in _parts(value):
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin[:80]!r} is no origin; write http://HOST, https://HOST:PORT, or *")
+        return value
+
+    @field_validator("allow_hosts")
+    @classmethod
+    def _names(cls, value: str) -> str:
+        for name in _parts(value):
+            if name != "*" and not _HOST.fullmatch(name):
+                raise ValueError(f"{name[:80]!r} is no host name; write a name without scheme and port, or *")
         return value
 
     @field_validator("otlp_endpoint")
@@ -158,6 +174,10 @@ class GatewayConfig(BaseSettings):
     @property
     def targets(self) -> list[str]:
         return _parts(self.workers)
+
+    @property
+    def hosts(self) -> list[str]:
+        return [name.lower() for name in _parts(self.allow_hosts)]
 
     @property
     def origins(self) -> list[str]:

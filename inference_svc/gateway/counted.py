@@ -6,11 +6,23 @@ from prometheus_client import CollectorRegistry, Counter
 
 
 class Counted:
-    """HTTP requests, and what of them was asked again."""
+    """HTTP requests, what of them was refused or broke off, and what was asked again."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter("kvsidecar_gateway_requests", "HTTP requests", ["path", "code"], registry=self.registry)
+        self.refused = Counter(
+            "kvsidecar_gateway_refused",
+            "HTTP requests and connections that were refused before they were read to their end",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.aborted = Counter(
+            "kvsidecar_gateway_aborted",
+            "Streams that ended with an error after their first bytes",
+            ["reason"],
+            registry=self.registry,
+        )
         self.retries = Counter(
             "kvsidecar_gateway_retries", "Requests sent to a second worker or node", registry=self.registry
         )

@@ -6,34 +6,35 @@ from typing import Annotated, Any, Literal
 
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo
+from pydantic import BeforeValidator, ValidationInfo
+
+from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+
+MAX_MESSAGES = 4096
 
 # The kinds of parts that are text, in chats and in responses.
 _TEXTS = frozenset(("text", "input_text", "output_text"))
 
 
-class TextPart(BaseModel):
+class TextPart(BodyModel):
     """A part of a message's content; ``cache_control`` is another API's, and everything is cached here."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = None
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(BodyModel):
     """What a call names. ``parsed_arguments`` is what the SDK read of the arguments."""
 
-    model_config = ConfigDict(extra="forbid")
     name: str
     arguments: str
     parsed_arguments: Any = None
 
 
-class ToolCall(BaseModel):
+class ToolCall(BodyModel):
     """A call in an assistant's message; ``index`` stands in calls that were streamed."""
 
-    model_config = ConfigDict(extra="forbid")
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -43,17 +44,16 @@ class ToolCall(BaseModel):
         return pb.ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
 
 
-class Message(BaseModel):
+class Message(BodyModel):
     """A message. Of an answer, ``refusal``, ``annotations`` and what was thought are no part of the prompt."""
 
-    model_config = ConfigDict(extra="forbid")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    annotations: list[Any] | None = None
+    annotations: Annotated[list[Any], FIRST_ERROR] | None = None
     audio: None = None
     function_call: None = None
     reasoning: str | None = None
@@ -74,9 +74,15 @@ class Message(BaseModel):
         )
 
 
-def _refuse_pictures(messages: Any, info: ValidationInfo) -> Any:
-    """The same, otherwise unchecked. Raises UnsupportedOption for a part that is no text, such as a picture."""
-    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+def _checked(messages: Any, info: ValidationInfo) -> Any:
+    """The same, otherwise unchecked. Raises InvalidRequest for too many, UnsupportedOption for a part that is no text,
+    such as a picture."""
+    if not isinstance(messages, list):
+        return messages
+    if len(messages) > MAX_MESSAGES:
+        name = str(info.field_name)
+        raise InvalidRequest(f"{name} has {len(messages)} items; at most {MAX_MESSAGES} are allowed", param=name)
+    for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) else None
         for j, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
@@ -88,9 +94,9 @@ def _refuse_pictures(messages: Any, info: ValidationInfo) -> Any:
     return messages
 
 
-TextAlone = BeforeValidator(_refuse_pictures)
+TextAlone = BeforeValidator(_checked)
 """Beside a list of messages: one sentence for a picture, instead of what is wrong with it as a text."""
-Messages = Annotated[list[Message], TextAlone]
+Messages = Annotated[list[Message], FIRST_ERROR, TextAlone]
 
 
 def answer_start(generation_prompt: bool, goes_on: bool) -> pb.AnswerStart.ValueType:

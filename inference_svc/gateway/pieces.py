@@ -41,6 +41,12 @@ async def first_of(pieces: AsyncIterator[Piece]) -> Piece:
     return await anext(pieces)
 
 
+async def with_first(first: Piece, others: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    yield first
+    async for piece in others:
+        yield piece
+
+
 async def about(option: str, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
     """The pieces; errors about the grammar name the option that it came by."""
     try:

@@ -18,6 +18,8 @@ _QUIET, _QUIET_BELOW = frozenset({"/", "/health", "/metrics", "/version", "/open
 _LONGEST_PATH = 120
 # What a client may call its request; anything else could be text of its own.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,64}")
+# Whoever has the id of a response may go on from it.
+_ID = re.compile(r"^((?:/kvsidecar/v1/held)?/+v1/+responses/+).+")
 _GONE, _FAILED, _NOT_NOW = 499, 500, 503
 
 
@@ -35,6 +37,10 @@ class Line:
     def first_token(self) -> None:
         """Of whichever answer comes first."""
         self.told.setdefault("ttft_ms", _since(self.began))
+
+    def abort(self, reason: str) -> None:
+        """The answer broke off with an error, after its status was sent."""
+        self.note(aborted=reason)
 
     def answered(self, model: str, usage: pb.Usage) -> None:
         """One answer has ended. Of several to a prompt each counts the prompt's tokens, as each had it read."""
@@ -90,11 +96,11 @@ def _write(scope: Scope, known: Line, status: int, whole: bool) -> None:
     if not whole and status < _FAILED:
         known.note(broken_off="the client has gone")
     # As it was sent: what was escaped there could do things to a terminal.
-    sent = scope.get("raw_path", b"").decode("ascii", "replace")[:_LONGEST_PATH]
+    sent = _ID.sub(r"\1ID", scope.get("raw_path", b"").decode("ascii", "replace"))[:_LONGEST_PATH]
     told = {"method": scope["method"], "path": sent, "status": status, "ms": _since(known.began)}
     if status == _NOT_NOW:  # a node that starts or drains, which its probes and waiting clients ask again and again
         say = log.warning
-    elif status >= _FAILED:
+    elif status >= _FAILED or "aborted" in known.told:
         say = log.error
     elif path in _QUIET or path.startswith(_QUIET_BELOW):
         say = log.debug

@@ -8,20 +8,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from array import array
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import grpc
 import structlog
 from kvsidecar.client import AsyncClient
-from kvsidecar.errors import KVSidecarError, Unavailable
+from kvsidecar.errors import DeadlineExceeded, KVSidecarError, Unavailable, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 log = structlog.get_logger("gateway")
 
-_BLOCK_BYTES = 256
+_BLOCK_BYTES, _MAX_HASHED_BYTES = 256, 256 << 10
 _REMEMBERED = 100_000
 # A worker may have this many more requests than the least busy one before its prefix stops counting.
 _TOLERANCE = 4
@@ -78,6 +80,18 @@ class Worker:
     async def _model(self) -> pb.GetModelResponse:
         found: pb.GetModelResponse = await self.client.stub.GetModel(pb.GetModelRequest(), timeout=_POLL_SECONDS * 2)
         return found
+
+    def error_of(self, error: grpc.RpcError) -> KVSidecarError:
+        """The error of a failed call for a client: a worker's own sentence, or one for gRPC's words, which it logs."""
+        found, code = from_rpc(error), error.code().name
+        if not str(found).startswith(code):
+            return found
+        log.warning("a call to a worker failed", worker=self.target, error=str(found))
+        if isinstance(found, DeadlineExceeded):
+            return DeadlineExceeded("the answer took longer than the gateway's --request-seconds allow")
+        if isinstance(found, Unavailable):
+            return Unavailable("the worker went away; try again in a moment")
+        return KVSidecarError(f"the worker failed ({code}); its log says why")
 
     def down(self, why: str) -> None:
         if self.alive:
@@ -154,22 +168,35 @@ class Router:
 
 
 def _blocks(request: pb.GenerateRequest) -> list[bytes]:
-    """A chain of hashes over the prompt, one per block of bytes, so that equal beginnings give equal hashes."""
-    prompt: Any = request.prompt
-    data = prompt.SerializeToString(deterministic=True)
-    if prompt.WhichOneof("kind") == "chat":
-        # Templates write the tools first.
-        parts = [*prompt.chat.tools, *prompt.chat.messages]
-        data = b"".join(part.SerializeToString(deterministic=True) for part in parts)
-    elif prompt.WhichOneof("kind") == "text":
-        data = prompt.text.encode()
+    """A chain of hashes over the prompt, one per block of bytes, so that equal beginnings give equal hashes.
+
+    Prompts that are equal for ``_MAX_HASHED_BYTES`` lead to the same worker whatever follows: this runs on the event
+    loop.
+    """
+    data = b"".join(_beginning(request.prompt))[:_MAX_HASHED_BYTES]
     realm = request.model.encode(), request.cache.tenant_salt  # beyond which nothing is reused
     digest = hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in realm))
-    chain = []
+    found = []
     for at in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
         digest.update(data[at : at + _BLOCK_BYTES])
-        chain.append(digest.digest()[:12])
-    return chain or [digest.digest()[:12]]
+        found.append(digest.digest()[:12])
+    return found or [digest.digest()[:12]]
+
+
+def _beginning(prompt: Any) -> Iterator[bytes]:
+    """The prompt in parts, at least as much of it as is hashed."""
+    kind, size = prompt.WhichOneof("kind"), 0
+    if kind == "text":
+        yield prompt.text[:_MAX_HASHED_BYTES].encode()
+    elif kind == "chat":  # templates write the tools first
+        for part in chain(prompt.chat.tools, prompt.chat.messages):
+            if size >= _MAX_HASHED_BYTES:
+                return
+            data = part.SerializeToString(deterministic=True)
+            size += len(data)
+            yield data
+    elif kind == "token_ids":
+        yield array("I", prompt.token_ids.ids[: _MAX_HASHED_BYTES // 4]).tobytes()
 
 
 def retryable(error: KVSidecarError) -> bool:

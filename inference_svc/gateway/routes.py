@@ -13,6 +13,7 @@ from inference_svc.gateway.app import Gateway
 from inference_svc.gateway.application import new_application, surround
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.guard import NODE, Guard
+from inference_svc.gateway.origin_policy import OriginPolicy
 from inference_svc.gateway.standing import HELD, SERVING, WARM
 from inference_svc.gateway.static import Page
 from inference_svc.gateway.tracing import Traced
@@ -27,13 +28,16 @@ def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
         await gateway.router.start()
         await gateway.node.start()
         yield
+        gateway.bodies.close()
         await gateway.node.close()
         await gateway.router.close()
 
     app = new_application(lifespan)
-    app.state.keys = gateway.keys
+    app.state.gateway = gateway
+    app.state.keys, app.state.counted = gateway.keys, gateway.metrics
     app.add_middleware(Traced, tracer=tracer)
-    app.add_middleware(Guard, keys=gateway.keys, metrics=gateway.metrics)  # before all else it asks for the key
+    # Before all else it asks for the key.
+    app.add_middleware(Guard, keys=gateway.keys, policy=OriginPolicy(config), metrics=gateway.metrics)
     surround(app, config.origins)
     app.add_api_route("/v1/models", gateway.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])

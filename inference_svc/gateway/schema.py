@@ -9,34 +9,47 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.layout import MAX_TTL_SECONDS
 from kvsidecar.requests import REST_OF_CONTEXT, speculation_of, truncation_of
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
+from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 from inference_svc.gateway.messages import Messages, answer_start
 from inference_svc.gateway.structured import ResponseFormat, StructuredOutputs, one_grammar
-from inference_svc.gateway.tools import NamedTool, Tool, to_chat, tool_use
+from inference_svc.gateway.tools import NamedTool, Tools, to_chat, tool_use
 
 MAX_CHOICES = 8
 # Answers of one request in all: prompts times choices.
 MAX_ANSWERS = 512
 MAX_LOGPROBS = 20
+MAX_BIASED = 1024
 _LARGEST = 2**31 - 1
+_Ints = Annotated[list[int], FIRST_ERROR]
 DEFAULT_LENGTH = "Without a value: what the context still holds, or what the gateway's --default-max-tokens says."
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TokenIds = Annotated[list[TokenId], FIRST_ERROR]
 CacheTtl = Annotated[int, Field(ge=1, le=MAX_TTL_SECONDS)] | None
 
 
-class StreamOptions(BaseModel):
+def _few(biased: Any) -> Any:
+    """The same, otherwise unchecked. Raises InvalidRequest for more tokens than a worker takes."""
+    if isinstance(biased, dict) and len(biased) > MAX_BIASED:
+        raise InvalidRequest(
+            f"logit_bias has {len(biased)} tokens; at most {MAX_BIASED} are allowed", param="logit_bias"
+        )
+    return biased
+
+
+_FEW = BeforeValidator(_few)
+
+
+class StreamOptions(BodyModel):
     """``stream_options``."""
 
-    model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class Common(BaseModel):
+class Common(BodyModel):
     """What chats and completions have alike."""
-
-    model_config = ConfigDict(extra="forbid", strict=False)
 
     model: str = ""
     stream: bool = False
@@ -49,13 +62,13 @@ class Common(BaseModel):
     """vLLM's, like the next three; -1, as 0, for all tokens."""
     min_p: float | None = None
     repetition_penalty: float | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    logit_bias: dict[TokenId, float] | None = None
+    allowed_token_ids: TokenIds | None = None
+    logit_bias: Annotated[dict[TokenId, float], _FEW] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], FIRST_ERROR] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     """vLLM's, like the next six: ends an answer as an end-of-sequence token does."""
     min_tokens: int | None = Field(default=None, ge=0, le=_LARGEST)
     ignore_eos: bool = False
@@ -72,7 +85,7 @@ class Common(BaseModel):
     """For how long what is used and stored is to be kept; without it, as long as there is room."""
     document_separator: str | None = Field(default=None, max_length=64)
     """Text before which the prompt's documents begin; each is found again wherever it stands."""
-    segment_ends: list[Annotated[int, Field(ge=1, le=_LARGEST)]] = Field(default_factory=list)
+    segment_ends: Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST)]], FIRST_ERROR] = Field(default_factory=list)
     """Where documents end in a prompt of token ids."""
     exact_only: bool = False
     """Reuse nothing that was read in another context."""
@@ -89,7 +102,7 @@ class Common(BaseModel):
     """vLLM's, like the older names behind it."""
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], FIRST_ERROR] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
 
@@ -180,7 +193,7 @@ class ChatRequest(Common):
     )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -212,7 +225,7 @@ class ChatRequest(Common):
 class CompletionRequest(Common):
     """Body of ``/v1/completions``."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | _Ints | Annotated[list[str], FIRST_ERROR] | Annotated[list[_Ints], FIRST_ERROR]
     max_tokens: int | None = Field(default=None, ge=0, le=_LARGEST, description="Without a value: 256.")
     """0, with ``echo``, for nothing but the prompt."""
     echo: bool = False

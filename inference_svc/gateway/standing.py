@@ -8,27 +8,27 @@ import grpc
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.errors import InvalidRequest, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from inference_svc.gateway import answers
+from inference_svc.gateway.body_model import BodyModel
 from inference_svc.gateway.messages import Messages
 from inference_svc.gateway.router import Router, Worker
 from inference_svc.gateway.schema import CacheTtl
-from inference_svc.gateway.tools import Tool, to_chat
+from inference_svc.gateway.tools import Tools, to_chat
 
 SERVING, HELD, WARM = "/kvsidecar/v1/serving", "/kvsidecar/v1/held", "/kvsidecar/v1/warm"
 _PATIENCE_SECONDS = 2.0
 MOST_WARMING_SECONDS = 86400.0
 
 
-class WarmBody(BaseModel):
+class WarmBody(BodyModel):
     """A text or a conversation to read before anybody asks about it, and by when that is of no use any more."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str = ""
     prompt: str | None = None
     messages: Messages | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     cache_salt: str = ""
     cache_ttl_seconds: CacheTtl = None
     within_seconds: float = Field(default=600.0, gt=0, le=MOST_WARMING_SECONDS)
@@ -75,11 +75,11 @@ async def held(worker: Worker, model: str, daemon: Any, prompt: pb.Prompt, salt:
     return {"prompt_tokens": len(tokens), "held_tokens": found}
 
 
-async def warm(worker: Worker, body: WarmBody) -> dict[str, Any]:
+async def warm(worker: Worker, request: pb.WarmRequest, within_seconds: float) -> dict[str, Any]:
     """Reads a prompt into the cache. Raises KVSidecarError, DeadlineExceeded when it was not read in time."""
     worker.in_flight += 1
     try:
-        found = await worker.client.stub.Warm(body.to_grpc(), timeout=body.within_seconds)
+        found = await worker.client.stub.Warm(request, timeout=within_seconds)
     except grpc.RpcError as error:
         raise from_rpc(error) from error
     finally:

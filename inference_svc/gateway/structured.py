@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import MAX_GRAMMAR_BYTES
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 
 _ANY_OBJECT = {"type": "object"}
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(BodyModel):
     """``response_format.json_schema``. The schema is always kept to, ``strict`` or not; ``name`` and ``description``
     are for models that are told."""
 
-    model_config = ConfigDict(extra="forbid")
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(BodyModel):
     """``response_format``."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -43,13 +43,12 @@ class ResponseFormat(BaseModel):
         return json_grammar(self.json_schema.schema_)
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(BodyModel):
     """vLLM's ``structured_outputs``; ``structural_tag`` and ``disable_additional_properties`` are refused."""
 
-    model_config = ConfigDict(extra="forbid")
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], FIRST_ERROR] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     whitespace_pattern: str | None = None

@@ -7,23 +7,24 @@ from typing import Annotated, Any
 import grpc
 from kvsidecar.errors import InvalidRequest, UnsupportedOption, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+from inference_svc.gateway.checking import parse
 from inference_svc.gateway.messages import Messages, answer_start
 from inference_svc.gateway.router import Worker
-from inference_svc.gateway.tools import Tool, to_chat
+from inference_svc.gateway.tools import Tools, to_chat
 
 _PATIENCE_SECONDS = 60.0
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(BodyModel):
     """A text, or a conversation as the model's template writes it."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str = ""
     prompt: str | None = None
     messages: Messages | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -46,17 +47,27 @@ class TokenizeBody(BaseModel):
         return pb.Prompt(chat=to_chat(self.messages or [], self.tools, self.chat_template_kwargs, start))
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(BodyModel):
     """Token ids."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str = ""
-    tokens: list[Annotated[int, Field(ge=0, lt=2**32)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], FIRST_ERROR]
 
 
-async def tokenize(worker: Worker, body: TokenizeBody) -> dict[str, Any]:
-    """The answer to a body of ``/tokenize``. Raises KVSidecarError."""
-    request = pb.TokenizeRequest(prompt=body.to_grpc())
+def to_tokenize(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
+    """The model that a body of ``/tokenize`` names, and what its worker is asked. Raises KVSidecarError."""
+    parsed = parse(TokenizeBody, raw, body)
+    return parsed.model, pb.TokenizeRequest(prompt=parsed.to_grpc())
+
+
+def to_detokenize(raw: bytes, body: Any) -> tuple[str, pb.DetokenizeRequest]:
+    """As ``to_tokenize``, of a body of ``/detokenize``."""
+    parsed = parse(DetokenizeBody, raw, body)
+    return parsed.model, pb.DetokenizeRequest(token_ids=parsed.tokens)
+
+
+async def tokenize(worker: Worker, request: pb.TokenizeRequest) -> dict[str, Any]:
+    """The answer of ``/tokenize``. Raises KVSidecarError."""
     try:
         found = await worker.client.stub.Tokenize(request, timeout=_PATIENCE_SECONDS)
     except grpc.RpcError as error:
@@ -66,9 +77,8 @@ async def tokenize(worker: Worker, body: TokenizeBody) -> dict[str, Any]:
     return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None}
 
 
-async def detokenize(worker: Worker, body: DetokenizeBody) -> dict[str, Any]:
-    """The answer to a body of ``/detokenize``. Raises KVSidecarError."""
-    request = pb.DetokenizeRequest(token_ids=body.tokens)
+async def detokenize(worker: Worker, request: pb.DetokenizeRequest) -> dict[str, Any]:
+    """The answer of ``/detokenize``. Raises KVSidecarError."""
     try:
         found = await worker.client.stub.Detokenize(request, timeout=_PATIENCE_SECONDS)
     except grpc.RpcError as error:

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from pydantic import BaseModel, ConfigDict
 
+from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 from inference_svc.gateway.messages import Message
 
 
-class Function(BaseModel):
+class Function(BodyModel):
     """A function. A call that is demanded (``tool_choice``) always has arguments as ``parameters`` has them; one that
     the model makes by itself has them where the function is ``strict``, and otherwise what the model wrote."""
 
-    model_config = ConfigDict(extra="forbid")
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(BodyModel):
     """A tool; functions are the only kind."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["function"]
     function: Function
 
@@ -40,17 +38,18 @@ class Tool(BaseModel):
         )
 
 
-class FunctionName(BaseModel):
+Tools = Annotated[list[Tool], FIRST_ERROR]
+
+
+class FunctionName(BodyModel):
     """The function that is to be called."""
 
-    model_config = ConfigDict(extra="forbid")
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(BodyModel):
     """``tool_choice`` of one function."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["function"]
     function: FunctionName
 

@@ -15,7 +15,8 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import answers
 from inference_svc.gateway.echoing import echoing
-from inference_svc.gateway.pieces import Choice, Piece
+from inference_svc.gateway.pieces import Choice, Piece, with_first
+from inference_svc.gateway.request_log import line
 from inference_svc.gateway.schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.tools import call_deltas, whole_calls
 
@@ -105,10 +106,11 @@ class Writer:
         opened: set[int] = set()
         last: dict[int, pb.GenerateStreamResponse] = {}
         try:
-            async for piece in self._echoed(_with(first, pieces)):
+            async for piece in self._echoed(with_first(first, pieces)):
                 for event in self._events(piece, opened, last):
                     yield event
         except KVSidecarError as error:
+            line().abort(error.reason)
             yield answers.event(json.loads(bytes(error_response(error).body)))
             return
         options = self._request.stream_options
@@ -151,9 +153,3 @@ class Writer:
         if isinstance(self._request, ChatRequest):
             return answers.chat_logprobs(parts)
         return answers.completion_logprobs(parts, most, at, self._request.echo and not at)
-
-
-async def _with(first: Piece, others: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-    yield first
-    async for piece in others:
-        yield piece

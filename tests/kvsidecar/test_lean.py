@@ -117,7 +117,7 @@ def test_the_console_script_becomes_a_service_without_the_command_line(command: 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     program = "cache_daemon" if command == "daemon" else f"inference_svc {command}"
-    assert (done.returncode, done.stdout) == (0, f"-m {program} --flag=1 more -- -h\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"-P -m {program} --flag=1 more -- -h\n"), done.stderr
 
 
 @pytest.mark.parametrize(

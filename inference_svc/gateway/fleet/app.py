@@ -6,6 +6,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -26,13 +27,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from inference_svc.gateway.access import Keys
 from inference_svc.gateway.adapters import LOAD, UNLOAD
 from inference_svc.gateway.application import new_application, surround
-from inference_svc.gateway.body import read_json
+from inference_svc.gateway.body import BodyReader
 from inference_svc.gateway.config import GatewayConfig
-from inference_svc.gateway.fleet.asking import RESPONSES, Asking
+from inference_svc.gateway.fleet.asking import RESPONSES, Asking, to_place
 from inference_svc.gateway.fleet.members import BROKEN, Members, Node, NodeFailed
 from inference_svc.gateway.fleet.metrics import FleetMetrics
 from inference_svc.gateway.fleet.relaying import Relay, whole
 from inference_svc.gateway.guard import FLEET, Guard
+from inference_svc.gateway.origin_policy import OriginPolicy
 from inference_svc.gateway.standing import WARM
 
 log = structlog.get_logger("gateway")
@@ -50,6 +52,7 @@ class Fleet:
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self.keys, self.metrics = Keys(config), FleetMetrics()
+        self.bodies = BodyReader(config, self.keys)
         self.client = _client(config)
         self.members = Members(config.places, self.client, config.node_seconds)
         self.metrics.watch(self.members)
@@ -57,8 +60,8 @@ class Fleet:
         self._relay = Relay(self._asking, self.client, self.metrics, config.request_seconds)
 
     async def relay(self, request: Request) -> Response:
-        raw, body = await read_json(request, self._config.max_body_bytes, self._config.receive_seconds)
-        return await self._relay.answer(request, await self._asking.read(request.url.path, raw, body))
+        read = await self.bodies.read(request, partial(to_place, request.url.path))
+        return await self._relay.answer(request, await self._asking.found(read))
 
     async def response(self, request: Request) -> Response:
         """A response that some node keeps, or its deletion."""
@@ -149,12 +152,13 @@ def create_app(config: GatewayConfig) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await fleet.members.start()
         yield
+        fleet.bodies.close()
         await fleet.members.close()
         await fleet.client.aclose()
 
     app = new_application(lifespan)
-    app.state.fleet = fleet
-    app.add_middleware(Guard, keys=fleet.keys, metrics=fleet.metrics)
+    app.state.fleet, app.state.counted = fleet, fleet.metrics
+    app.add_middleware(Guard, keys=fleet.keys, policy=OriginPolicy(config), metrics=fleet.metrics)
     surround(app, config.origins)
     for path in _RELAYED:
         app.add_api_route(path, fleet.relay, methods=["POST"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -30,14 +30,33 @@ _MOST_ASKED = 256
 
 @dataclass(frozen=True)
 class Asked:
-    """What of a request decides where it goes. ``only`` is the one node that can answer it."""
+    """What of a request decides where it goes. ``before`` is the response that it goes on from, and ``only`` the one
+    node that can answer it."""
 
     path: str
-    body: dict[str, Any]
     raw: bytes
     model: str
     prompt: Beginnings
+    before: str | None = None
+    skips_cache: bool = False
+    within_seconds: float | None = None
     only: Node | None = None
+
+
+def to_place(path: str, raw: bytes, body: Any) -> Asked:
+    """What decides where a body goes that is not checked yet. Raises InvalidRequest."""
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    model, before, within = body.get("model"), body.get("previous_response_id"), body.get("within_seconds")
+    return Asked(
+        path,
+        raw,
+        model if isinstance(model, str) else "",  # the node says what is wrong
+        beginnings(body),
+        before if path == RESPONSES and isinstance(before, str) else None,
+        body.get("skip_cache") is True,
+        within if isinstance(within, int | float) else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -56,19 +75,10 @@ class Asking:
         self._members, self._client, self._seconds = members, client, seconds
         self._room = asyncio.Semaphore(_MOST_ASKED)
 
-    async def read(self, path: str, raw: bytes, body: Any) -> Asked:
-        """Raises InvalidRequest, UnknownModel, Unavailable."""
-        if not isinstance(body, dict):
-            raise InvalidRequest("the body must be a JSON object")
-        try:
-            prompt = beginnings(body)
-        except RecursionError as error:
-            raise InvalidRequest("the body is nested too deeply") from error
-        model, before = body.get("model"), body.get("previous_response_id")
-        model = model if isinstance(model, str) else ""  # the node says what is wrong
-        self.check_model(model)
-        only = await self.holder(before) if path == RESPONSES and isinstance(before, str) else None
-        return Asked(path, body, raw, model, prompt, only)
+    async def found(self, asked: Asked) -> Asked:
+        """The same, with the one node that can answer it. Raises UnknownModel, Unavailable."""
+        self.check_model(asked.model)
+        return asked if asked.before is None else replace(asked, only=await self.holder(asked.before))
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModel, Unavailable."""
@@ -97,7 +107,7 @@ class Asking:
 
     async def _ask(self, nodes: list[Node], asked: Asked) -> list[_Held]:
         short = asked.prompt.size_bytes < _WORTH_ASKING_BYTES
-        if short or asked.path not in _PROMPTS or asked.body.get("skip_cache") is True:
+        if short or asked.path not in _PROMPTS or asked.skips_cache:
             return [_Held(node, 0, 0) for node in nodes]
         began = time.perf_counter()
         found = await asyncio.gather(*(self._held(node, asked) for node in nodes))

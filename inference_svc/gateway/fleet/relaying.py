@@ -20,6 +20,7 @@ from inference_svc.gateway.fleet.asking import Asked, Asking
 from inference_svc.gateway.fleet.members import BROKEN, Node, NodeFailed
 from inference_svc.gateway.fleet.metrics import FleetMetrics
 from inference_svc.gateway.gone import while_there
+from inference_svc.gateway.request_log import line
 from inference_svc.gateway.standing import MOST_WARMING_SECONDS, WARM
 from inference_svc.gateway.writing import error_response
 
@@ -90,10 +91,9 @@ class Relay:
 
     def _patience(self, asked: Asked) -> float:
         """Seconds for an answer. Whoever warms says how long that may take, and the node checks it."""
-        within = asked.body.get("within_seconds") if asked.path == WARM else None
-        if not isinstance(within, int | float):
+        if asked.path != WARM or asked.within_seconds is None:
             return self._seconds
-        return max(self._seconds, min(within, MOST_WARMING_SECONDS))
+        return max(self._seconds, min(asked.within_seconds, MOST_WARMING_SECONDS))
 
 
 class _Refused(Exception):
@@ -163,6 +163,7 @@ class _Opened:
             said = (
                 DeadlineExceeded("the answer took too long") if late else Unavailable("the node broke off its answer")
             )
+            line().abort(said.reason)
             yield b"\n\n" + event(json.loads(bytes(error_response(said).body)))
 
     async def close(self) -> None:

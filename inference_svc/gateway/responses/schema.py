@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 from inference_svc.gateway.messages import TextAlone
 from inference_svc.gateway.schema import DEFAULT_LENGTH, CacheTtl, ChatRequest
 from inference_svc.gateway.structured import JsonSchema
@@ -15,18 +16,19 @@ from inference_svc.gateway.structured import JsonSchema
 _USUAL_EFFORT = ("effort", "medium")
 
 
-class Part(BaseModel):
+class Part(BodyModel):
     """A part of a message's content; ``annotations`` and ``logprobs`` stand in answers that are sent back."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: Annotated[list[Any], FIRST_ERROR] | None = None
+    logprobs: Annotated[list[Any], FIRST_ERROR] | None = None
 
 
-class _Item(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+Parts = Annotated[list[Part], FIRST_ERROR]
+
+
+class _Item(BodyModel):
     id: str | None = None
     status: str | None = None
 
@@ -36,7 +38,7 @@ class MessageItem(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | Parts
     phase: str | None = None
 
 
@@ -55,25 +57,24 @@ class ResultItem(_Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Part]
+    output: str | Parts
 
 
 class ReasoningItem(_Item):
     """What was thought: no part of the prompt."""
 
     type: Literal["reasoning"]
-    summary: list[Any] | None = None
-    content: list[Any] | None = None
+    summary: Annotated[list[Any], FIRST_ERROR] | None = None
+    content: Annotated[list[Any], FIRST_ERROR] | None = None
     encrypted_content: str | None = None
 
 
 Item = MessageItem | CallItem | ResultItem | ReasoningItem
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(BodyModel):
     """A function; other kinds of tools would run on a server."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -81,10 +82,9 @@ class FunctionTool(BaseModel):
     strict: bool | None = None
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(BodyModel):
     """``tool_choice`` of one function."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["function"]
     name: str
 
@@ -95,20 +95,18 @@ class Format(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
 
 
-class Text(BaseModel):
+class Text(BodyModel):
     """``text``."""
 
-    model_config = ConfigDict(extra="forbid")
     format: Format | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(BodyModel):
     """Body of ``/v1/responses``."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str = ""
-    input: Annotated[str | list[Item], TextAlone]
+    input: Annotated[str | Annotated[list[Item], FIRST_ERROR], TextAlone]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -118,12 +116,12 @@ class ResponsesRequest(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     text: Text | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], FIRST_ERROR] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], FIRST_ERROR] | None = None
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
@@ -200,5 +198,5 @@ def add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments:
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _text(content: str | list[Part]) -> str:
+def _text(content: str | Parts) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from secrets import token_hex
 from typing import Any
 
@@ -12,18 +13,20 @@ from kvsidecar.errors import KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import answers
-from inference_svc.gateway.pieces import Piece
+from inference_svc.gateway.pieces import Piece, with_first
 from inference_svc.gateway.request_log import line
-from inference_svc.gateway.responses.memory import Memory
+from inference_svc.gateway.responses.memory import Stored
 from inference_svc.gateway.responses.schema import ResponsesRequest, add_call
 
 
 class ResponseWriter:
-    """One response. ``whole`` or ``stream`` is called once, and keeps it in ``memory`` if it is to be stored."""
+    """One response. ``whole`` or ``stream`` is called once, and hands it to ``keep`` if it is to be stored."""
 
-    def __init__(self, request: ResponsesRequest, model: str, memory: Memory, chat: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, request: ResponsesRequest, model: str, keep: Callable[[Stored], None], chat: list[dict[str, Any]]
+    ) -> None:
         """``chat`` are the messages that the answer is to, without the instructions."""
-        self._request, self._memory, self._chat = request, memory, chat
+        self._request, self._keep, self._chat = request, keep, chat
         self._items: list[dict[str, Any]] = []
         self._calls: dict[int, dict[str, Any]] = {}
         self._open: dict[str, Any] | None = None
@@ -52,30 +55,33 @@ class ResponseWriter:
             "truncation": "disabled",
             "usage": None,
         }
-        line().note(id=self._body["id"], model=model)
         if request.text is not None and request.text.format is not None:
             self._body["text"] = {"format": request.text.format.model_dump(by_alias=True, exclude_none=True)}
         if not isinstance(self._body["tool_choice"], str):
             self._body["tool_choice"] = self._body["tool_choice"].model_dump()
 
-    async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
+    async def whole(self, pieces: AsyncIterator[Piece]) -> bytes:
+        """JSON."""
         async for piece in pieces:
             self._add(piece.part)
-        return self._body
+        await self._store()
+        return await asyncio.to_thread(answers.written, self._body)
 
     async def stream(self, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
         self._explain(first.part)
-        yield self._event("response.created", response=self._body)
-        yield self._event("response.in_progress", response=self._body)
+        yield await self._of_response("response.created")
+        yield await self._of_response("response.in_progress")
         try:
-            for event in self._add(first.part):
-                yield event
-            async for piece in pieces:
+            async for piece in with_first(first, pieces):
                 for event in self._add(piece.part):
                     yield event
+            if self._body["usage"] is not None:
+                await self._store()  # before the client learns that it may go on from here
+                yield await self._of_response(f"response.{self._body['status']}")
         except KVSidecarError as error:
+            line().abort(error.reason)
             self._body |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
-            yield self._event("response.failed", response=self._body)
+            yield await self._of_response("response.failed")
 
     # ---- pieces ---------------------------------------------------------------------------------------------
 
@@ -160,9 +166,12 @@ class ResponseWriter:
                 "total_tokens": u.prompt_tokens + u.generated_tokens,
             },
         }
-        if self._request.store is not False:
-            self._memory.keep(self._body, [*self._chat, *self._answer()])
-        return [*events, self._event(f"response.{status}", response=self._body)]
+        return events
+
+    async def _store(self) -> None:
+        """Keeps the response, unless it is not to be stored or broke off."""
+        if self._request.store is not False and self._body["usage"] is not None:
+            self._keep(await asyncio.to_thread(Stored.of, self._body, [*self._chat, *self._answer()]))
 
     def _answer(self) -> list[dict[str, Any]]:
         """The answer as messages of a chat."""
@@ -176,6 +185,12 @@ class ResponseWriter:
 
     def _of_item(self, kind: str, item: dict[str, Any], **more: Any) -> bytes:
         return self._event(kind, item_id=item["id"], output_index=len(self._items) - 1, **more)
+
+    async def _of_response(self, kind: str) -> bytes:
+        """An event with the whole response, which may be large: the request's metadata and tools are in it."""
+        body = {"type": kind, "sequence_number": self._sent, "response": self._body}
+        self._sent += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(answers.written, body))
 
     def _event(self, kind: str, **body: Any) -> bytes:
         data = json.dumps({"type": kind, "sequence_number": self._sent, **body}, ensure_ascii=False)

@@ -102,7 +102,7 @@ def test_wherever_a_file_is_cut_off_it_is_salvaged(tmp_path: Path) -> None:
 
 def test_a_file_truncated_under_the_tier_is_no_crash(tmp_path: Path) -> None:
     """Reads are by ``pread``: missing bytes are CORRUPT. Before LMDB writes, the file's length is checked."""
-    chains = filled(tmp_path)
+    filled(tmp_path)
     script = f"""
 import os
 from pathlib import Path
@@ -121,7 +121,6 @@ tier.close()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr)
-    assert chains
 
 
 def test_only_one_damaged_file_is_kept(tmp_path: Path) -> None:

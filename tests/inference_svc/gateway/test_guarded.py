@@ -27,7 +27,7 @@ class Noting(Tracer):
 async def test_callers_without_the_key_make_no_spans() -> None:
     tracer = Noting()
     app = create_app(GatewayConfig(workers="127.0.0.1:1", cache_socket=None, api_key="right"), tracer)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         for key, code in (("wrong", 401), ("", 401), ("right", 400)):
             answer = await client.post("/v1/completions", json=[], headers={"Authorization": f"Bearer {key}"})
             assert answer.status_code == code, answer.text
@@ -46,7 +46,7 @@ async def test_callers_without_the_key_make_no_spans() -> None:
 )
 async def test_how_busy_a_node_is_tells_of_others(keys: dict[str, Any], key: str, told: bool) -> None:
     app = create_app(GatewayConfig(workers="127.0.0.1:1", cache_socket=None, **keys))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         answer = await client.get("/kvsidecar/v1/serving", headers={"Authorization": f"Bearer {key}"})
     assert answer.status_code == 200
     assert answer.json() == {"models": [], "workers": 0} | ({"busy": 0} if told else {})

@@ -76,7 +76,7 @@ def test_an_answer_has_a_line_without_what_was_said(asked: Asked) -> None:
         assert 0 < line["ttft_ms"] <= line["ms"]
     assert line["cached_tokens"] > 0, "it was read before"
     line = asked.line("/v1/responses", {"input": SECRET, "max_output_tokens": 2})
-    assert line["id"].startswith("resp_")
+    assert line["id"].startswith("resp-"), "not the response's own id, by which a reader could go on from it"
 
 
 def test_answers_of_one_request_are_counted_together(asked: Asked) -> None:
@@ -119,6 +119,6 @@ def test_a_node_that_is_not_ready_is_no_error(status: int, level: str) -> None:
         await Response(status_code=status)(scope, receive, send)
 
     with structlog.testing.capture_logs() as lines:
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(Logged(app)), base_url="http://node")
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(Logged(app)), base_url="http://localhost")
         asyncio.run(client.get("/v1/models"))
     assert [(line["status"], line["log_level"]) for line in lines] == [(status, level)]

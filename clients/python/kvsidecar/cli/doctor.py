@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -29,6 +28,7 @@ from kvsidecar.free_memory import free_bytes
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.integrations.vllm import finding as vllm
+from kvsidecar.interpreter import python_command
 from kvsidecar.runtime import default_runtime_dir, socket_target
 from kvsidecar.sizes import format_size
 from kvsidecar.supervised import supervised
@@ -121,7 +121,7 @@ def _bits() -> list[Finding]:
     """Whether a row has the same bits in every batch here: then a hit with 16-bit storage changes no answer. Tried in
     processes of their own: MKL reads its setting once."""
     bare = {name: value for name, value in os.environ.items() if name != _MKL_SETTING}
-    probe = [sys.executable, "-m", "inference_svc.model.probe"]
+    probe = python_command("-m", "inference_svc.model.probe")
     tries = [
         subprocess.Popen([*probe, *flags], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for flags, environment in (([], dict(os.environ)), (["--as-is"], bare))

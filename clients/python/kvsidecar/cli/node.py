@@ -105,7 +105,8 @@ def stop(
 
 def _typed(arguments: list[str]) -> str:
     """What a user calls a program of ours."""
-    named = [word for word in arguments[2:4] if not word.startswith("-")]
+    module = arguments.index("-m") + 1 if "-m" in arguments else 0
+    named = [word for word in arguments[module : module + 2] if not word.startswith("-")]
     ours = [name for name, program in PROGRAMS.items() if list(program) == named[: len(program)]]
     return f"kvsidecar {ours[0]}" if ours else " ".join(named)
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from kvsidecar.interpreter import python_command
+
 PROGRAMS = {
     "serve": ("inference_svc", "serve"),
     "daemon": ("cache_daemon",),
@@ -31,7 +33,7 @@ ASKED_BY_SHELL = "_KVSIDECAR_COMPLETE"
 
 def become(command: str, arguments: Sequence[str]) -> NoReturn:
     """Replaces this process by the program of a command, which has a command line of its own."""
-    os.execv(sys.executable, [sys.executable, "-m", *PROGRAMS[command], *arguments])
+    os.execv(sys.executable, python_command("-m", *PROGRAMS[command], *arguments))
 
 
 def of_another(flag: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvsidecar.errors import ChecksumMismatch, ConfigurationError, Unavailable, UnknownModel
+from kvsidecar.interpreter import python_command
 from kvsidecar.models import hub
 from kvsidecar.models.catalogue import CATALOGUE, DEFAULT, Packaged, Wheel
 from kvsidecar.models.library import BUILT_IN, Entry, Library, sha256_of, write_entry
@@ -68,7 +69,7 @@ def default_model(library: Library | None = None, say: Say | None = None) -> str
 def prepare(name: str) -> int:
     """Writes a pulled model out for faster starts, in a process of its own, since that needs torch. Returns its exit
     status."""
-    return subprocess.run([sys.executable, "-m", "inference_svc", "prepare", name], check=False).returncode
+    return subprocess.run(python_command("-m", "inference_svc", "prepare", name), check=False).returncode
 
 
 def to_stderr(text: str) -> None:
@@ -104,7 +105,7 @@ def _run_pip(wheels: Sequence[Wheel], download: Path) -> None:
         raise Unavailable(f"{sys.executable} has no pip to fetch wheels with; run: {sys.executable} -m ensurepip")
     wanted = download / "requirements.txt"
     wanted.write_text("".join(f"{w.package}=={w.version} --hash=sha256:{w.sha256}\n" for w in wheels))
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+    command = [*python_command("-m", "pip"), "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(download), "--requirement", str(wanted)]
     # Progress on a terminal is pip's own; what went wrong is said in one sentence.
     shown = None if sys.stdout.isatty() else subprocess.DEVNULL

@@ -130,7 +130,7 @@ async def fleet_of(*peers: Peer, nodes: str = "", **settings: Any) -> AsyncItera
         app = create_app(GatewayConfig(nodes=named, **settings))
         await stack.enter_async_context(app.router.lifespan_context(app))
         transport = httpx.ASGITransport(app)
-        client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://fleet"))
+        client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://localhost"))
         yield client, app.state.fleet
 
 

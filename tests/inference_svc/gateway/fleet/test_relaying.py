@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from inference_svc.gateway.fleet.asking import to_place
 from inference_svc.gateway.gone import ClientGone
 from tests.inference_svc.gateway.fleet.peers import SERVED, Peer, breaks, fleet_of, hangs, named, says, streams
 
@@ -123,7 +124,7 @@ async def test_a_stream_that_nobody_wants_any_more_is_ended_at_its_node() -> Non
         fleet._relay._answer = noted  # type: ignore[method-assign]
         raw = json.dumps(BODY | {"stream": True}).encode()
         with pytest.raises(ClientGone):
-            await fleet._relay.answer(Going(), await fleet._asking.read(CHAT, raw, json.loads(raw)))  # type: ignore[arg-type]
+            await fleet._relay.answer(Going(), to_place(CHAT, raw, json.loads(raw)))  # type: ignore[arg-type]
         assert all(one.in_flight == 0 for one in fleet.members.all)
         async with asyncio.timeout(20):
             await gone.wait()

@@ -8,6 +8,8 @@ import sys
 
 import typer
 
+from kvsidecar.interpreter import python_command
+
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 _COMMANDS = {
     "verify": "Read a whole store of a stopped daemon, and repair it.",
@@ -23,5 +25,5 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _handed_over(context: typer.Context) -> None:
-    command = ["-m", "cache_daemon.offline", str(context.info_name), *context.args]
-    os.execv(sys.executable, [sys.executable, *command])
+    command = python_command("-m", "cache_daemon.offline", str(context.info_name), *context.args)
+    os.execv(sys.executable, command)

@@ -1,0 +1,104 @@
+"""Copies of this checkout, wheels built from them, and environments that have such a wheel and not this checkout."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import httpx
+import pytest
+from kvkernels.cpu.build import LIBRARIES
+
+from benchmarks.node import free_port
+from tests.deploy.playing import wait_for
+
+ROOT = Path(__file__).parents[2]
+# As pip calls them: https://peps.python.org/pep-0517/ and pep-0660
+_BACKEND = "import sys; sys.path.insert(0, 'kernels'); import build_backend as b; b.{}(sys.argv[1])"
+_START_SECONDS = 90
+
+
+def without_paths() -> dict[str, str]:
+    """The environment's variables but those that say where packages are."""
+    return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+
+def run(*command: str, folder: Path) -> str:
+    """Its output. Nothing of this process's paths is known to it."""
+    done = subprocess.run(
+        command, cwd=folder, env=without_paths(), capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def copy_checkout(checkout: Path) -> None:
+    """Copies what git does not ignore; skips the test where this is no checkout, or setuptools is too old for it."""
+    # Not by importing it: it would take distutils' place in this process.
+    if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
+        pytest.skip("this environment's setuptools is older than 77")
+    files = ("git", "ls-files", "--cached", "--others", "--exclude-standard")
+    listed = run(*files, folder=ROOT).split("\n") if (ROOT / ".git").exists() else []
+    if not listed:
+        pytest.skip("this is no git checkout")
+    for name in filter(None, listed):
+        if (ROOT / name).is_file():
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, checkout / name)
+
+
+def copy_libraries(source: Path) -> None:
+    """The CPU kernels of this checkout: compiled from the same sources, they are not compiled again."""
+    if LIBRARIES.is_dir():
+        shutil.copytree(LIBRARIES, source / LIBRARIES.relative_to(ROOT))
+
+
+def build(hook: str, source: Path, made: Path, suffix: str) -> Path:
+    """What a hook of the build backend makes in the folder ``made``."""
+    run(sys.executable, "-c", _BACKEND.format(hook), str(made), folder=source)
+    (found,) = made.glob(f"*{suffix}")
+    return found
+
+
+def environment_with(wheel: Path, environment: Path) -> Path:
+    """An environment with the wheel, in which of this one's packages only the others are."""
+    folder = environment.parent
+    run(sys.executable, "-m", "venv", "--without-pip", str(environment), folder=folder)
+    python = str(environment / "bin" / "python")
+    install = ("--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    run(sys.executable, "-m", "pip", *install, folder=folder)
+    # The others, as a line of a path file adds them: an editable install of ours is none of them.
+    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder).strip())
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    return environment
+
+
+def serves(environment: Path, folder: Path, runtime_dir: Path) -> str:
+    """Starts a node of the environment from a folder, asks it, ends it; the page that it served."""
+    kvsidecar, port = str(environment / "bin" / "kvsidecar"), free_port()
+    flags = ("--port", str(port), "--runtime-dir", str(runtime_dir), "--store", "none")
+    node = subprocess.Popen([kvsidecar, "serve", "demo", *flags], cwd=folder, env=without_paths())
+    try:
+
+        def answer() -> str:
+            assert node.poll() is None
+            try:
+                body = {"prompt": "one two three", "max_tokens": 3}
+                found = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30)
+                return found.text if found.status_code == 200 else ""
+            except httpx.HTTPError:
+                return ""
+
+        assert '"completion_tokens"' in wait_for(answer, _START_SECONDS)
+        page = httpx.get(f"http://127.0.0.1:{port}/", timeout=10).text
+        run(kvsidecar, "stop", "--runtime-dir", str(runtime_dir), folder=folder)
+        assert node.wait(30) == 0
+        return page
+    finally:
+        node.kill()
+        node.wait()
