@@ -159,7 +159,7 @@ ATTACK = """async (url) => {
     }),
   };
   for (const [name, go] of Object.entries(tries)) {
-    try { const got = await go(); if (typeof got === "string") told.push(name + ": " + got); } catch {}
+    try { const got = await Promise.race([go(), new Promise((done) => setTimeout(done, 5000))]); if (typeof got === "string") told.push(name + ": " + got); } catch {}
   }
   return told;
 }"""
@@ -200,7 +200,7 @@ def test_a_page_of_another_site_in_a_real_browser_is_served_nothing(gateway: Gat
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
     before = served(gateway)
     told: dict[str, Any] = {}
-    with chromium("--host-resolver-rules=MAP *.evil.example 127.0.0.1", "--disable-web-security=false") as browser:
+    with chromium("--host-resolver-rules=MAP *.evil.example 127.0.0.1") as browser:
         page = browser.new_page()
         for site in (f"http://127.0.0.1:{evil}", f"http://localhost:{evil}", f"http://www.evil.example:{evil}"):
             page.goto(site)
@@ -214,4 +214,4 @@ def test_a_page_of_another_site_in_a_real_browser_is_served_nothing(gateway: Gat
     assert not any(told.values()), told
     changed = {key: count - before.get(key, 0) for key, count in served(gateway).items() if count != before.get(key, 0)}
     assert {code for _, code in changed} <= {"403", "415"}, changed
-    assert sum(changed.values()) > 20, "the browser did not even try"
+    assert sum(changed.values()) > 15, "the browser did not even try"
