@@ -159,7 +159,10 @@ ATTACK = """async (url) => {
     }),
   };
   for (const [name, go] of Object.entries(tries)) {
-    try { const got = await Promise.race([go(), new Promise((done) => setTimeout(done, 5000))]); if (typeof got === "string") told.push(name + ": " + got); } catch {}
+    try {
+      const got = await Promise.race([go(), new Promise((done) => setTimeout(done, 5000))]);
+      if (typeof got === "string") told.push(name + ": " + got);
+    } catch {}
   }
   return told;
 }"""
