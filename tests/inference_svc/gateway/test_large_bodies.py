@@ -23,7 +23,7 @@ from inference_svc.gateway.body_model import BodyModel
 from inference_svc.gateway.byte_budget import ByteBudget
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.schema import ChatRequest, CompletionRequest
-from tests.inference_svc.gateway.listening import listening, said_to
+from tests.inference_svc.gateway.http_server import listening, said_to
 
 SIZE = 8_000_000
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
