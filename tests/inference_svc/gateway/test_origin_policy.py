@@ -98,17 +98,20 @@ def test_what_is_no_host_is_refused(host: str) -> None:
         GatewayConfig(allow_hosts=host)
 
 
-async def test_who_is_refused_is_told_why_counted_and_asked_for_a_key_instead_where_there_is_one() -> None:
-    for keys, key, code in (({}, "", 403), ({"api_key": "k"}, "k", 404), ({"api_key": "k"}, "", 401)):
-        app = create_app(GatewayConfig(workers="127.0.0.1:1", cache_socket=None, **keys))  # type: ignore[arg-type]
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://rebind.evil.example"
-        ) as client:
-            answer = await client.get("/v1/responses/x", headers={"Authorization": f"Bearer {key}"})
-        assert answer.status_code == code, answer.text
-        if code == 403:
-            assert "'rebind.evil.example' is none of this server's names" in answer.json()["error"]["message"]
-            assert app.state.counted.refused.labels("host")._value.get() == 1
+@pytest.mark.parametrize(
+    ("keys", "key", "code"), [({}, "", 403), ({"api_key": "k"}, "k", 404), ({"api_key": "k"}, "", 401)]
+)
+async def test_who_is_refused_is_told_why_and_only_where_no_key_is_asked_for(
+    keys: dict[str, Any], key: str, code: int
+) -> None:
+    app = create_app(GatewayConfig(workers="127.0.0.1:1", cache_socket=None, **keys))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://rebind.evil.example") as client:
+        answer = await client.get("/v1/responses/x", headers={"Authorization": f"Bearer {key}"})
+    assert answer.status_code == code, answer.text
+    if code == 403:
+        assert "'rebind.evil.example' is none of this server's names" in answer.json()["error"]["message"]
+        assert app.state.counted.refused.labels("host")._value.get() == 1
 
 
 @pytest.mark.parametrize("origins", ["", "https://chat.example.com"])
