@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection
 
 import structlog
-from grpc_health.v1.health.aio import HealthServicer
+from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
@@ -84,7 +84,7 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, pr
     observer = Telling(providers, runtime.engine.loaded.id) if providers is not None else NOBODY
     service = InferenceService(runtime, observer)
     others = (vllm_door(config.vllm_grpc, service, runtime, observer, stop),) if config.vllm_grpc else ()
-    health = HealthServicer()
+    health = health_aio.HealthServicer()
     async with listening(
         Endpoint(SERVICE, config.socket, config.tcp, health_tcp=config.health_tcp, others=others),
         lambda server: add_InferenceServiceServicer_to_server(service, server),
@@ -109,7 +109,9 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, pr
         log.info("stopping")
 
 
-async def _watch(engine: Engine, health: HealthServicer, names: Collection[str], stop: asyncio.Event) -> None:
+async def _watch(
+    engine: Engine, health: health_aio.HealthServicer, names: Collection[str], stop: asyncio.Event
+) -> None:
     """Has health say whether the engine works, until ``stop`` or until the engine stops."""
     stopped, ailed = asyncio.ensure_future(stop.wait()), False
     while not stopped.done() and not engine.died.done():
