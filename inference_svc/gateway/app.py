@@ -154,7 +154,8 @@ class Gateway:
             prompt = parsed.to_grpc().prompt if isinstance(parsed, WarmBody) else parsed.prompts()[0]
             return parsed.model, prompt, parsed.cache_salt.encode()
 
-        model, prompt, salt = await self.bodies.read(request, prompt_of)
+        apart = kind is ResponsesRequest and self._memory.is_large(self.keys.tenant(request.scope))
+        model, prompt, salt = await self.bodies.read(request, prompt_of, apart)
         found = await held(self._worker(model), model, self.node.daemon, prompt, salt)
         return JSONResponse(found | self._load(request))
 
@@ -178,7 +179,8 @@ class Gateway:
         return await self._answer(request, asked)
 
     async def respond(self, request: Request) -> Response:
-        keep = partial(self._memory.keep, self.keys.tenant(request.scope))
+        tenant = self.keys.tenant(request.scope)
+        keep, apart = partial(self._memory.keep, tenant), self._memory.is_large(tenant)
 
         def asked_of(raw: bytes, body: Any) -> tuple[ResponsesRequest, ResponseWriter, pb.GenerateRequest]:
             parsed = self._salted(ResponsesRequest, request, raw, body)
@@ -190,10 +192,9 @@ class Gateway:
             self._fill_in([asked], model)
             return parsed, writer, asked
 
-        parsed, writer, asked = await self.bodies.read(request, asked_of)
-        line().note(
-            id=asked.request_id, model=asked.model
-        )  # a response's own id would let readers of logs go on from it
+        parsed, writer, asked = await self.bodies.read(request, asked_of, apart)
+        # Not the response's own id: whoever has that may go on from it.
+        line().note(id=asked.request_id, model=asked.model)
         pieces = about("text.format", self._merge([asked], not parsed.stream))
         if parsed.stream:
             return _events(writer.stream(await while_there(request, first_of(pieces)), pieces))
