@@ -7,16 +7,14 @@ Who listens at a socket is asked of the kernel (SO_PEERCRED, unix(7)); what does
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import socket
-import ssl
 import struct
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import grpc
 import psutil
@@ -29,11 +27,12 @@ from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cli.programs import PROGRAMS
 from kvsidecar.errors import KVSidecarError, Unavailable
+from kvsidecar.http_health import health_status
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.runtime import default_runtime_dir, socket_target
 from kvsidecar.sizes import format_size
-from kvsidecar.supervised import Supervised, supervised
+from kvsidecar.supervised import ProcessReport, Supervised, read_reports, supervised
 
 RuntimeDir = Annotated[Path | None, typer.Option(help="Folder of the sockets; that of `serve` when left out.")]
 _CREDENTIALS = struct.Struct("3i")
@@ -56,6 +55,10 @@ class Part:
     state: str
     """``serving``; ``loading`` what a supervisor has started and does not listen yet; ``not ready`` a gateway without a
     worker to ask; ``not serving``."""
+    restarts: int = 0
+    """How often a supervisor had to start it again."""
+    kills: int = 0
+    """Of these, how often because it did not answer."""
 
 
 def status(
@@ -76,7 +79,7 @@ def status(
         table = Table("what", "", "pid", "up", Column(overflow="fold"))
         for part in parts:
             color = _COLORS[part.state]
-            table.add_row(part.name, f"[{color}]{part.state}[/{color}]", _pid(part), _ago(part), part.detail)
+            table.add_row(part.name, f"[{color}]{part.state}[/{color}]", _pid(part), _ago(part), _shown(part))
         Console().print(table)
     if not parts or not all(part.serving for part in parts):
         raise SystemExit(1)
@@ -126,10 +129,10 @@ def parts_in(folder: Path) -> list[Part]:
     sockets = sorted(folder.glob("*.sock"), key=lambda path: (path.name != _CACHE, path.name))
     found = [_part(path) for path in sockets]
     node = supervised(folder)
-    return found if node is None else _with_awaited({part.name: part for part in found}, node)
+    return found if node is None else _with_awaited(folder, {part.name: part for part in found}, node)
 
 
-def _with_awaited(found: dict[str, Part], node: Supervised) -> list[Part]:
+def _with_awaited(folder: Path, found: dict[str, Part], node: Supervised) -> list[Part]:
     """All parts of a node: of those that do not listen, whether they are on their way."""
     children = _children(node)
     for name in ["cache", *(f"worker-{i}" for i in range(node.workers))]:
@@ -142,35 +145,28 @@ def _with_awaited(found: dict[str, Part], node: Supervised) -> list[Part]:
                 found[name] = Part(name, child.pid, False, _age(child), doing, LOADING)
     gateway = gateway_of(node, children.get("gateway"))
     ordered = sorted(found.values(), key=lambda part: (part.name != "cache", len(part.name), part.name))
-    return [*ordered, gateway]
+    reports = read_reports(folder, node.pid)
+    return [_with_restarts(part, reports) for part in (*ordered, gateway)]
+
+
+def _with_restarts(part: Part, reports: dict[str, ProcessReport]) -> Part:
+    report = reports.get("daemon" if part.name == "cache" else part.name, ProcessReport())
+    return replace(part, restarts=report.deaths + report.kills, kills=report.kills)
+
+
+def _shown(part: Part) -> str:
+    """The detail of a part, and how often it had to be started again."""
+    if not part.restarts:
+        return part.detail
+    again = f"{part.detail}; started again {part.restarts} time{'s' if part.restarts > 1 else ''}"
+    return f"{again}, {part.kills} of them because it did not answer" if part.kills else again
 
 
 def gateway_of(node: Supervised, process: psutil.Process | None = None) -> Part:
     """The gateway of a node, asked whether it has a worker to ask."""
-    ready = _healthy(node.url)
+    ready = health_status(node.url, _PATIENCE_SECONDS) == HTTPStatus.OK
     state = SERVING if ready else NOT_READY
     return Part("gateway", process.pid if process else -1, ready, _age(process) if process else 0.0, node.url, state)
-
-
-def _healthy(url: str) -> bool:
-    place = urlsplit(url)
-    if place.scheme == "https":
-        # Whoever it is, it is asked for nothing but whether it serves.
-        anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            place.hostname or "", place.port, timeout=_PATIENCE_SECONDS, context=anybody
-        )
-    else:
-        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_PATIENCE_SECONDS)
-    with contextlib.closing(connection):
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == http.HTTPStatus.OK
-        except ssl.SSLError:
-            return True  # it listens, and wants a certificate of whoever asks
-        except (OSError, http.client.HTTPException):
-            return False
 
 
 def _children(node: Supervised) -> dict[str, psutil.Process]:
