@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
-import struct
 import time
 from dataclasses import asdict, dataclass, replace
 from http import HTTPStatus
@@ -20,22 +18,21 @@ import grpc
 import psutil
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rich.console import Console
 from rich.table import Column, Table
 
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cli.programs import PROGRAMS
-from kvsidecar.errors import KVSidecarError, Unavailable
+from kvsidecar.cli.terminal import TerminalConsole
+from kvsidecar.errors import Unavailable
 from kvsidecar.http_health import health_status
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
-from kvsidecar.runtime import default_runtime_dir, socket_target
+from kvsidecar.runtime import default_runtime_dir, listener_of, require_private_dir, socket_target
 from kvsidecar.sizes import format_size
 from kvsidecar.supervised import ProcessReport, Supervised, read_reports, supervised
 
 RuntimeDir = Annotated[Path | None, typer.Option(help="Folder of the sockets; that of `serve` when left out.")]
-_CREDENTIALS = struct.Struct("3i")
 _PATIENCE_SECONDS = 3.0
 _CACHE = "cache.sock"
 SERVING, LOADING, NOT_READY, NOT_SERVING = "serving", "loading", "not ready", "not serving"
@@ -69,7 +66,7 @@ def status(
 
     While a model is loaded its worker is `loading`, the gateway is `not ready`, and the exit code is 1.
     """
-    folder = runtime_dir or default_runtime_dir()
+    folder = _trusted(runtime_dir)
     parts = parts_in(folder)
     if as_json:
         print(json.dumps([asdict(part) for part in parts]))
@@ -80,7 +77,7 @@ def status(
         for part in parts:
             color = _COLORS[part.state]
             table.add_row(part.name, f"[{color}]{part.state}[/{color}]", _pid(part), _ago(part), _shown(part))
-        Console().print(table)
+        TerminalConsole().print(table)
     if not parts or not all(part.serving for part in parts):
         raise SystemExit(1)
 
@@ -90,7 +87,7 @@ def stop(
     seconds: Annotated[float, typer.Option(help="How long the end may take; what is queued is written first.")] = 60.0,
 ) -> None:
     """End what runs here in order: no new requests, then running ones, then the cache. What is durable stays."""
-    folder = runtime_dir or default_runtime_dir()
+    folder = _trusted(runtime_dir)
     ending = _to_end(folder)
     for process in ending:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -103,6 +100,13 @@ def stop(
         raise Unavailable(f"{', '.join(left)} still runs in {folder}; stop it where it was started")
     if not ending:
         print(f"nothing runs in {folder}")
+
+
+def _trusted(runtime_dir: Path | None) -> Path:
+    """The folder to look into. Raises ConfigurationError where another user could have put there what is in it."""
+    folder = runtime_dir or default_runtime_dir()
+    require_private_dir(folder)
+    return folder
 
 
 def _typed(arguments: list[str]) -> str:
@@ -193,7 +197,7 @@ def _age(process: psutil.Process) -> float:
 
 
 def _part(path: Path) -> Part:
-    pid = _listener(path)
+    pid = listener_of(path, _PATIENCE_SECONDS)
     name = path.name.removesuffix(".sock")
     if pid is None:
         return Part(name, -1, False, 0.0, "its socket is left, and nobody listens there", NOT_SERVING)
@@ -240,7 +244,7 @@ def _listeners(folder: Path) -> list[psutil.Process]:
     found = []
     for path in folder.glob("*.sock"):
         with contextlib.suppress(psutil.Error):
-            if pid := _listener(path):
+            if pid := listener_of(path, _PATIENCE_SECONDS):
                 process, parent = psutil.Process(pid), psutil.Process(pid).parent()
                 guarded = parent is not None and _arguments(parent) == _arguments(process)
                 found.append(parent if parent is not None and guarded else process)
@@ -265,19 +269,6 @@ def _arguments(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-def _listener(path: Path) -> int | None:
-    """The process that listens at a Unix socket; None when there is none. Raises KVSidecarError when it is not ours."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_PATIENCE_SECONDS)
-        try:
-            probe.connect(str(path))
-        except PermissionError:
-            raise KVSidecarError(f"{path} is another user's; ask as that one, or as root") from None
-        except OSError:
-            return None
-        return int(_CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0])
 
 
 def _pid(part: Part) -> str:
