@@ -11,7 +11,9 @@ from kvkernels.cpu import build
 
 from benchmarks.node import Node, Process
 from inference_svc.model.numerics import make_reproducible
+from tests import rerun_policy, seeds
 from tests.nursery import Nursery
+from tests.skip_policy import SkipPolicy, allowed_skips
 
 # An example takes as long as the machine is busy; how long work may take is what tests marked `alone` say.
 hypothesis.settings.register_profile("kvsidecar", deadline=None)
@@ -30,6 +32,27 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-long", action="store_true", help="run the tests that take minutes")
+    parser.addoption(
+        "--strict-skips",
+        nargs="?",
+        const="allowed",
+        choices=("allowed", "none"),
+        help="fail for skips that tests/allowed_skips.toml does not allow, or for any",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(seeds.chosen())
+    config.pluginmanager.register(rerun_policy)
+    strict = config.getoption("--strict-skips")
+    if strict is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SkipPolicy(allowed_skips() if strict == "allowed" else []))
+
+
+def pytest_report_header() -> str:
+    return f"seed: {seeds.chosen()} ({seeds.VARIABLE} sets it)"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

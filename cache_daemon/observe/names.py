@@ -49,6 +49,8 @@ COUNTERS = {
     "remote_written_bytes": "Bytes of payloads written to the remote tier",
     "remote_written_chunks": "Chunks written to the remote tier",
     "remote_dropped": "Chunks that were not written to the remote tier, for want of room in the queue or in the arena",
+    "remote_withheld": "Times that a chunk was not offered to a remote tier that had just lost its data",
+    "remote_restored_deletions": "Times that a deletion was done again in a remote tier that had lost it",
     "remote_failures": "Calls to the remote tier that failed or were not answered in time",
     "remote_rejected": "Values of the remote tier that were not what they should have been",
     "remote_hedged": "Reads that were sent to the remote tier a second time",

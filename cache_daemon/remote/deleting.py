@@ -30,7 +30,7 @@ async def void(tier: RemoteTier, root: bytes) -> bytes:
 async def purge(tier: RemoteTier, root: bytes) -> None:
     """Tells all nodes of a mark that ``void`` has made, and removes what is worth nothing any more; of everything,
     tenants' marks too. Raises RemoteFailed."""
-    await _tell(tier)
+    await tell(tier)
     names = tier.names
     prefix = names.tenant(root) if root else names.everything
     kept = {names.tenant_mark(root) if root else names.mark, names.deletions_mark}
@@ -72,7 +72,7 @@ async def forget_branch(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int,
     await tier.remove([names.gone(root, name) for name in before if name[:-GONE_ID_BYTES] in whole])
     # Last, so that who hears of it finds nothing of it any more.
     await tier.write([(names.chunks_mark(root), new_mark(deletion=True))], None)
-    await _tell(tier)
+    await tell(tier)
     return len(whole & there), left
 
 
@@ -84,5 +84,13 @@ async def gone(tier: RemoteTier, root: bytes) -> set[bytes]:
     return found
 
 
-async def _tell(tier: RemoteTier) -> None:
+async def leave(tier: RemoteTier, root: bytes, names: set[bytes]) -> None:
+    """Leaves the names of deleted chunks, as ``Names.gone`` wants them, and tells all nodes. Raises RemoteFailed."""
+    if names:
+        await tier.write([(tier.names.gone(root, name), b"") for name in names], None)
+    await tier.write([(tier.names.chunks_mark(root), new_mark(deletion=True))], None)
+
+
+async def tell(tier: RemoteTier) -> None:
+    """Makes all nodes look at the marks again. Raises RemoteFailed."""
     await tier.write([(tier.names.deletions_mark, new_mark(deletion=True))], None)

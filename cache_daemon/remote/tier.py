@@ -133,6 +133,10 @@ class RemoteTier:
         everything, *found = await self._read(lambda lane: self.engine.get_many(wanted, lane), _WRITE_SECONDS, 0)
         return [Marks(everything, tenant, chunks) for tenant, chunks in zip(found[::2], found[1::2], strict=True)]
 
+    async def mark_of_everything(self) -> bytes | None:
+        """The mark of everything under the prefix. Raises RemoteFailed."""
+        return (await self._read(lambda lane: self.engine.get_many([self.names.mark], lane), _WRITE_SECONDS, 0))[0]
+
     async def deletions(self) -> bytes | None:
         """A value that is another one after each deletion of anything. Raises RemoteFailed."""
         names = [self.names.deletions_mark]

@@ -25,6 +25,7 @@ from cache_daemon.remote.entries import Entry
 from cache_daemon.remote.marks import Marks
 from cache_daemon.remote.tier import RemoteTier
 from cache_daemon.store.downloading import Download, Downloads
+from cache_daemon.store.marks import News
 from cache_daemon.store.placing import Placing
 from cache_daemon.store.sessions import Hold
 from cache_daemon.store.tiers import Tiers
@@ -107,7 +108,7 @@ class Bringing:
         tiers: Tiers,
         placing: Placing,
         tier: RemoteTier,
-        seen: Callable[[bytes, Marks], object],
+        seen: Callable[[bytes, Marks], News],
         closed: Callable[[bytes], bool],
     ) -> None:
         self._tiers, self._placing, self._tier = tiers, placing, tier
@@ -203,7 +204,8 @@ class Bringing:
         patience = min(usual, wanted.patience, worth * _LOOKUP_SHARE or _LOOKUP_SECONDS)
         found = await self._tier.find(wanted.root, [link.key for link in links], patience)
         void = asking.void
-        self._seen(wanted.root, found.marks)
+        if self._seen(wanted.root, found.marks) is News.REVERTED:
+            return 0
         asking.void = void  # what was found has the marks of after a deletion that was seen just now
         asking.keys = frozenset(entry.header.prefix_hash for entry in found.leading)
         entries = await self._fitting(wanted, links, found.leading)

@@ -18,6 +18,7 @@ from cache_daemon.remote.entries import Entry
 from cache_daemon.remote.tier import RemoteTier
 from cache_daemon.store.bringing import Asking, Bringing, Wanted
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.marks import News
 from cache_daemon.store.placing import Placing
 from cache_daemon.store.sending import Sending
 from cache_daemon.store.sessions import Hold
@@ -149,7 +150,8 @@ class Carrying:
 
     async def _entries(self, wanted: Wanted, hashes: Sequence[bytes]) -> list[Entry]:
         found = await self._tier.find(wanted.root, hashes, _LOOK_SECONDS)
-        self._sending.seen(wanted.root, found.marks)
+        if self._sending.seen(wanted.root, found.marks) is News.REVERTED:
+            return []
         return [entry for entry in found.entries if entry is not None and wanted.fits(entry.header)]
 
     async def _pull(self, wanted: Wanted, asking: Asking, hashes: Sequence[bytes], patience: _Patience) -> list[int]:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import inf
 from typing import TypeVar
 
@@ -34,12 +35,14 @@ from cache_daemon.memory.arena import Arena, footprint
 from cache_daemon.memory.staging import Staging
 from cache_daemon.store import pins, verdicts
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.counters import Counters
+from cache_daemon.store.ending import Ending
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import Found, PrefixIndex
+from cache_daemon.store.insertion import Inserter
 from cache_daemon.store.lookup import Lookup, MatchResult, Stretches
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
-from cache_daemon.store.publishing import Publishing
 from cache_daemon.store.remote import Remote, RemoteSettings
 from cache_daemon.store.restoring import Restoring
 from cache_daemon.store.sessions import Session, Sessions
@@ -52,13 +55,10 @@ from cache_daemon.store.verdicts import Verdicts
 from cache_daemon.store.walks import Walks
 from cache_daemon.store.writing import Writing
 
-_SLICE = 128
 _TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
 # Of the larger tier, so much may be pinned.
 _PINNED_SHARE = 0.5
 _COPY_THREADS, _READ_THREADS = 2, 4
-# What is queued may take so long to be written at the end.
-_STOP_SECONDS = 20.0
 
 T = TypeVar("T")
 log = structlog.get_logger("cache_daemon")
@@ -84,7 +84,7 @@ class ChunkStore:
         """``around`` surrounds work on the store's threads, which it is told the name of."""
         self.epoch = secrets.randbits(63) + 1
         self.arena, self.summary, self.accounts = arena, summary, accounts if accounts is not None else Accounts()
-        self.events, self.sessions, self.counts = EventLog(self.epoch), Sessions(), StatsResponse()
+        self.events, self.sessions, self.counts = EventLog(self.epoch), Sessions(), Counters()
         self._durable, self._staging_bytes, self._around = durable, staging_bytes, around
         self._started = time.monotonic()
         self._copying = ThreadPoolExecutor(_COPY_THREADS, "copy")
@@ -103,17 +103,16 @@ class ChunkStore:
         self.terms = Terms(self.tiers, self._note)
         self._lookup = Lookup(self.tiers, self.terms, durable, self._on(self._reading, "durable read"), self._progress)
         self._pins = Pins(self.tiers, int(max(arena.size_bytes, durable_budget_bytes) * _PINNED_SHARE), self._note)
-        self._writing = Writing(
-            self.tiers, self._persistence, self._pins, self.terms, self.epoch, self._on(self._copying, "copy")
-        )
-        # See Writing.
+        self._inserter = Inserter(self.tiers, self._persistence, self._pins, self.terms)
+        self._writing = Writing(self.tiers, self._inserter, self.epoch, self._on(self._copying, "copy"))
         self.reserve, self.commit = self._writing.reserve, self._writing.commit
         self.abort, self.staged = self._writing.abort, self._writing.staged
-        self.walks = Walks(self.tiers, self.terms)
+        self.walks = Walks(self.tiers, self.terms, self._writing.void)
         self.remote: Remote | None = None
         if remote is not None:
-            publishing = Publishing(self.tiers, self._persistence, self._pins, self.terms)
-            self.remote = Remote(remote, self.walks, publishing, self._note, self._lookup.hold, self._progress, around)
+            self.remote = Remote(
+                remote, self.walks, self._inserter, self._note, self._lookup.hold, self._progress, around
+            )
         self._upkeep: asyncio.Task[None] | None = None
 
     # ---- beginning and end ----------------------------------------------------------------------------------
@@ -121,7 +120,7 @@ class ChunkStore:
     async def start(self) -> None:
         """Takes up what the durable tier has, and begins the upkeep."""
         if self._durable is not None and self._persistence is not None:
-            await Restoring(self.tiers, self._persistence, self._take_up).restore(self._durable, self._reading)
+            await Restoring(self._inserter, self._persistence, self._take_up).restore(self._durable, self._reading)
             self.terms.restored()
         if self.remote is not None:
             self.remote.start()
@@ -137,8 +136,9 @@ class ChunkStore:
         elif self.remote is not None:
             self.remote.restore(name, value)
 
-    async def close(self) -> None:
-        """Writes what is queued and closes the tiers."""
+    async def close(self) -> bool:
+        """Writes what is queued and closes the tiers, in 20 s. False when threads are left that wait for a disk."""
+        ending = Ending()
         if self._upkeep is not None:
             self._upkeep.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -147,21 +147,22 @@ class ChunkStore:
             self.close_session(session)
         if self.remote is not None:
             await self.remote.close()
-        in_thread = asyncio.get_running_loop().run_in_executor
         if self._persistence is not None and self._writer is not None:
+            self._persistence.retry_all()
             with contextlib.suppress(TimeoutError):  # what is written meanwhile has a time of last use, too
-                async with asyncio.timeout(_STOP_SECONDS):
-                    await self.settle()
+                await asyncio.wait_for(self.settle(), 0 if self._writer.hung else ending.to_settle)
             self._lookup.touch_all()
             self._persistence.write_recency()
             self.terms.write_down()
-            if not await in_thread(None, self._writer.stop, _STOP_SECONDS):
+            if not await ending.run(partial(self._writer.stop, ending.to_write)):
                 log.error("the durable tier did not take all that was queued in time", failing=self._writer.failing)
-        for blocking in (self._copying.shutdown, self._reading.shutdown):
-            await in_thread(None, blocking)
+        await ending.run(self._copying.shutdown)
+        await ending.run(self._reading.shutdown)
         if self._durable is not None:
-            await in_thread(None, self._durable.close)
-        self.arena.close()
+            await ending.run(self._durable.close)
+        if not ending.late:
+            self.arena.close()
+        return not ending.late
 
     # ---- sessions -------------------------------------------------------------------------------------------
 
@@ -205,13 +206,10 @@ class ChunkStore:
         session.close_staging()
 
     def report(self, session: Session, totals: tuple[int, ...]) -> None:
-        """Takes in a heartbeat's totals since the session began, in the order of the message's fields."""
-        before, session.reported = session.reported or (0,) * len(totals), totals
-        matches, tokens, *served = (max(0, now - then) for now, then in zip(totals, before, strict=True))
-        self.counts.matches += matches
-        self.counts.requested_tokens += tokens
-        for name, value in zip(("prompts", "prompt_tokens", "cached_tokens", "pool_tokens"), served, strict=True):
-            setattr(self.counts, name, getattr(self.counts, name) + value)
+        """Takes in a heartbeat's totals, which never fall; those of sessions that share no memory are not believed."""
+        if session.shares_memory:
+            self.counts.add_served(session.reported, totals)
+        session.reported = totals
 
     # ---- chunks ---------------------------------------------------------------------------------------------
 
@@ -280,6 +278,8 @@ class ChunkStore:
         """Removes a chunk with all that continues it, a tenant's chunks, or with neither everything. Returns how many.
         Raises ChunkNotFound, StoreUnavailable; LimitExceeded when too much waits for the remote tier."""
         found = self.tiers.index.get(prefix_hash)
+        if found is None:  # it may be on its way
+            self._writing.void(root, prefix_hash)
         async with self.walks.on_disk():
             if self.remote is None or (found is not None and found.root != root):
                 return await self.walks.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
@@ -357,7 +357,7 @@ class ChunkStore:
     def stats(self) -> StatsResponse:
         """Of the whole store."""
         out = StatsResponse()
-        out.CopyFrom(self.counts)
+        self.counts.fill(out)
         tiers, writer = self.tiers, self._writer
         out.epoch, out.uptime_seconds = self.epoch, time.monotonic() - self._started
         out.sessions = len(self.sessions)
@@ -372,7 +372,7 @@ class ChunkStore:
         if tiers.cold is not None and self._persistence is not None and writer is not None:
             out.durable_budget_bytes, out.durable_bytes = self._persistence.budget_bytes, tiers.cold.used_bytes
             out.durable_chunks, out.pending_writes = len(tiers.cold), writer.pending + self._persistence.postponed
-            out.durable_failing = self.failing[0] if self.failing else ""
+            out.durable_failing = (self.failing or ("",))[0]  # asked once: it may have ended the next time
         if self.remote is not None:
             self.remote.fill(out)
         return out

@@ -83,6 +83,10 @@ class PrefixIndex:
         return self._chunks.get(prefix_hash)
 
     def add(self, chunk: Chunk) -> None:
+        """Adds a chunk. Raises KeyError when its key is there already: two chunks of one name would tear the maps
+        apart."""
+        if chunk.key in self._chunks:
+            raise KeyError(f"the index has a chunk {chunk.key.hex()} already")
         siblings = self._children.get(chunk.parent_key)
         if siblings is None:
             self._children[chunk.parent_key] = chunk

@@ -16,9 +16,9 @@ from kvsidecar import keys
 from cache_daemon.memory.arena import Slot
 from cache_daemon.remote.entries import Entry, Unfit, unpacked
 from cache_daemon.remote.tier import RemoteTier
-from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.downloading import to_its_end
-from cache_daemon.store.publishing import Publishing
+from cache_daemon.store.insertion import Arrival, Inserter, Insertion, InsertOutcome
 from cache_daemon.store.sessions import Hold
 from cache_daemon.store.tenants import Tenant
 from cache_daemon.store.tiers import Tiers
@@ -56,18 +56,18 @@ class Placing:
     def __init__(
         self,
         tiers: Tiers,
-        publishing: Publishing,
+        inserter: Inserter,
         tier: RemoteTier,
         in_thread: Callable[[Callable[[], None]], Awaitable[None]],
         brought: Callable[[Chunk, float], None],
     ) -> None:
-        self._tiers, self._publishing, self._tier = tiers, publishing, tier
+        self._tiers, self._inserter, self._tier = tiers, inserter, tier
         self._in_thread, self._brought = in_thread, brought
 
     def continues(self, root: bytes, entry: Entry) -> bool:
         """Whether what an entry continues is here."""
         header = entry.header
-        return self._publishing.continues(root, header.parent_prefix_hash, header.start_position)
+        return self._inserter.continues(root, header.parent_prefix_hash, header.start_position)
 
     async def place(
         self,
@@ -84,14 +84,16 @@ class Placing:
         if not self.continues(owner.root, group[0]) and self._tiers.index.get(group[0].header.prefix_hash) is None:
             return False
         tenant = self._tiers.accounts.of(owner.tenant)
-        pieces = self._slots(owner.root, group, payloads, tenant, hold)
-        try:
-            await self._unpack(pieces)
-            return await self._list(owner, pieces, tenant, hold, void, awaited) and len(pieces) == len(group)
-        finally:
-            for piece in pieces:
-                if piece.slot is not None:
-                    self._tiers.give_back(piece.slot)
+        with self._inserter.begin([group[0].header.parent_prefix_hash]) as insertion:
+            pieces = self._slots(owner.root, group, payloads, tenant, hold)
+            try:
+                await self._unpack(pieces)
+                listed = await self._list(insertion, owner, pieces, tenant, hold, void, awaited)
+                return listed and len(pieces) == len(group)
+            finally:
+                for piece in pieces:
+                    if piece.slot is not None:
+                        self._tiers.give_back(piece.slot)
 
     def _slots(
         self,
@@ -150,6 +152,7 @@ class Placing:
 
     async def _list(
         self,
+        insertion: Insertion,
         owner: Owner,
         pieces: Sequence[_Piece],
         tenant: Tenant,
@@ -166,22 +169,13 @@ class Placing:
             if piece.error is not None:
                 self._tier.reject(owner.root, header.prefix_hash, piece.error)
                 return False
-            if void() or not self.continues(owner.root, piece.entry):
+            ids, left = keys.token_bytes(header.token_ids[:]), self._tier.left(piece.entry)
+            arrival, piece.slot = Arrival(header, ids, tenant, piece.slot, owner.until, void()), None
+            outcome = insertion.insert([arrival], awaited=awaited)[0]
+            chunk = self._tiers.index.get(header.prefix_hash)
+            if chunk is None or outcome is InsertOutcome.DELETED:
                 return False
-            there = self._tiers.index.get(header.prefix_hash)
-            if there is not None:
-                hold.add([there])
-                continue
-            if not self._publishing.entry_room(header.parent_prefix_hash, tenant):
-                return False
-            chunk, piece.slot = self._chunk(piece.entry, tenant, piece.slot, owner.until), None
-            self._publishing.publish(chunk, awaited)
-            self._brought(chunk, self._tier.left(piece.entry))
             hold.add([chunk])
+            if outcome is InsertOutcome.INSERTED:
+                self._brought(chunk, left)
         return True
-
-    def _chunk(self, entry: Entry, tenant: Tenant, slot: Slot, until: float) -> Chunk:
-        ids = keys.token_bytes(entry.header.token_ids[:])
-        entry.header.ClearField("token_ids")
-        now = self._tiers.clock()
-        return Chunk(entry.header, ids, tenant, slot, in_arena=Residency.PRESENT, used_at=now, kept_until=until)

@@ -19,9 +19,9 @@ from cache_daemon.store.bringing import Bringing, Brought, Wanted
 from cache_daemon.store.carrying import Carrying
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.elsewhere import Elsewhere
+from cache_daemon.store.insertion import Inserter
 from cache_daemon.store.marks import TenantMarks
 from cache_daemon.store.placing import Placing
-from cache_daemon.store.publishing import Publishing
 from cache_daemon.store.sending import NOTE_PREFIX, RemoteWrite, Sending
 from cache_daemon.store.sessions import Hold, Session
 from cache_daemon.store.walks import Walks
@@ -49,7 +49,7 @@ class Remote:
         self,
         settings: RemoteSettings,
         walks: Walks,
-        publishing: Publishing,
+        inserter: Inserter,
         note: Callable[[bytes, bytes | None], None],
         hold: Callable[[Chunk], Awaitable[Hold | None]],
         progress: Callable[[float], Awaitable[bool]],
@@ -65,7 +65,7 @@ class Remote:
             lambda work: in_thread(self._threads, work), note, self._marks, lambda *news: self._elsewhere.heard(*news),
         )  # fmt: skip
         placing = Placing(
-            tiers, publishing, settings.tier, lambda work: in_thread(self._threads, work), self._sending.is_there
+            tiers, inserter, settings.tier, lambda work: in_thread(self._threads, work), self._sending.is_there
         )
         self._bringing = Bringing(tiers, placing, settings.tier, self._sending.seen, self._sending.closed)
         self._elsewhere = Elsewhere(settings.tier, self._marks, self._sending, walks, self._bringing.forget)
@@ -129,7 +129,7 @@ class Remote:
         """Takes up a note of an earlier start, if it is one of ours."""
         if name.startswith(NOTE_PREFIX):
             self._sending.restore(name)
-        elif name.startswith(marks.NOTE_PREFIX):
+        elif name.startswith((marks.NOTE_PREFIX, marks.GONE_PREFIX)):
             self._marks.restore(name, value)
 
     @property
@@ -157,5 +157,6 @@ class Remote:
         out.remote_dropped, out.remote_deletions = sending.counts.dropped, sending.deletions
         out.remote_failures, out.remote_rejected = tier.counts.failures, tier.counts.rejected
         out.remote_hedged, out.remote_opened = tier.hedging.hedged, tier.reads.opened + tier.writes.opened
+        out.remote_withheld, out.remote_restored_deletions = sending.counts.withheld, sending.counts.restored
         out.remote_latency_ms = tier.figures.latency_seconds * 1e3
         out.remote_bytes_per_second = tier.figures.bytes_per_second

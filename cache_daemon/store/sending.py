@@ -54,6 +54,9 @@ class SendingCounts:
     """Since the start."""
 
     dropped: int = 0  # chunks that the queue had no room for, or that could not be sent in their turn
+    withheld: int = 0  # times that a chunk was not offered since the engine had just lost its data
+    deleted: int = 0  # deletions that were done there
+    restored: int = 0  # times that a deletion was done again which the engine had lost
 
 
 class Sending:
@@ -131,6 +134,9 @@ class Sending:
             return
         if self._marks.is_old(chunk):
             return
+        if self._marks.is_withheld(chunk):
+            self.counts.withheld += 1
+            return
         if len(self._queue) >= MOST_QUEUED or self.closed(chunk.root):
             self.counts.dropped += 1
             return
@@ -140,6 +146,9 @@ class Sending:
     def _lasts(self, chunk: Chunk) -> bool:
         """Whether the engine is known to have a chunk. At half its time one that is still in use is written once more,
         and so is one that is to be kept for longer now than it was."""
+        if self._generation != self._tier.generation:  # it may have lost all that it had
+            self._generation = self._tier.generation
+            self._known.clear()
         ends = self._known.get(chunk.key)
         if ends is None:
             return False
@@ -233,9 +242,6 @@ class Sending:
         self._wake.set()
 
     async def _step(self) -> None:
-        if self._generation != self._tier.generation:  # it may have lost all that it had
-            self._generation = self._tier.generation
-            self._known.clear()
         if self._deletions:
             await self._forget(self._deletions.first())
         elif self._tier.spoilt:
@@ -254,11 +260,14 @@ class Sending:
         else:
             # Once: what others write from then on is theirs, however often removing the rest is tried.
             if deletion.voided != self._tier.generation:
-                self._marks.made_here(root, await deleting.void(self._tier, root))
+                # An engine that shows the mark of before has lost the deletion.
+                before = (await self._tier.marks([root]))[0].tenant if root else await self._tier.mark_of_everything()
+                self._marks.made_here(root, await deleting.void(self._tier, root), before)
                 deletion.voided = self._tier.generation
             await deleting.purge(self._tier, root)
         if gone or not key:
             self._known.clear()
+        self.counts.deleted += 1
         if self._deletions.finished(deletion, gone):
             self._note(NOTE_PREFIX + root + key, None)
 
@@ -299,10 +308,11 @@ class Sending:
                 raise RemoteFailed("a deletion of this tenant is not done there yet")
             for chunk in batch:
                 self._queue.pop(chunk.key, None)
-            return await self._write(batch)
+            return await self._write(batch, by_command=True)
 
-    async def _write(self, batch: Sequence[Chunk]) -> tuple[list[Chunk], int]:
-        """Returns those that were written, and how many were there."""
+    async def _write(self, batch: Sequence[Chunk], by_command: bool = False) -> tuple[list[Chunk], int]:
+        """Returns those that were written, and how many were there. What goes ``by_command`` is not withheld
+        after a loss of the engine's data."""
         root = batch[0].root
         parents = [c.parent_key for c in batch if not c.is_first]
         asked = list(dict.fromkeys([*(c.key for c in batch), *parents]))
@@ -312,7 +322,8 @@ class Sending:
             found = await self._tier.find(root, asked, _LOOK_SECONDS)
         if found.mark is None:
             raise RemoteFailed("it does not keep what it is given")
-        if self.seen(root, found.marks) is not News.NOTHING:
+        news = self.seen(root, found.marks)
+        if news is not News.NOTHING and not (by_command and news is News.LOST):
             self.counts.dropped += len(batch)
             return [], 0
         entries = {key: entry for key, entry in zip(asked, found.entries, strict=True) if entry is not None}
@@ -323,7 +334,7 @@ class Sending:
             if entry is not None and self._tier.lasts(entry, self._ttl_of(chunk)):
                 self._know(chunk.key, self._tier.left(entry))
                 known += 1
-            elif self._sendable(chunk) and (chunk.is_first or chunk.parent_key in there):
+            elif self._sendable(chunk, by_command) and (chunk.is_first or chunk.parent_key in there):
                 fresh.append(chunk)
                 there.add(chunk.key)
             else:
@@ -340,8 +351,9 @@ class Sending:
             self._know(out.header.prefix_hash, inf if out.ttl_seconds is None else out.ttl_seconds)
         return fresh, known
 
-    def _sendable(self, chunk: Chunk) -> bool:
-        return chunk.listed and chunk.in_arena is Residency.PRESENT and not self._marks.is_old(chunk)
+    def _sendable(self, chunk: Chunk, by_command: bool) -> bool:
+        is_from_before = self._marks.is_old(chunk) or (not by_command and self._marks.is_withheld(chunk))
+        return chunk.listed and chunk.in_arena is Residency.PRESENT and not is_from_before
 
     def _packing(self, chunks: Sequence[Chunk], mark: bytes) -> Callable[[], list[Outgoing]]:
         """Work for a thread; all that changes meanwhile is read before."""

@@ -17,12 +17,12 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_PROMOTED,
     EVENT_TYPE_UNPERSISTED,
     EventType,
-    StatsResponse,
 )
 
 from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.memory.arena import Arena, Slot, footprint
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.counters import Counters
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import PrefixIndex
 from cache_daemon.store.shelf import Shelf
@@ -44,7 +44,7 @@ class Tiers:
     writer: DurableWriter | None
     events: EventLog
     accounts: Accounts
-    counts: StatsResponse
+    counts: Counters
     clock: Callable[[], float]
     detached: set[Chunk] = field(default_factory=set)  # not listed, but in use
     on_listed: list[Callable[[Chunk], None]] = field(default_factory=list)
@@ -122,12 +122,14 @@ class Tiers:
             self.used[chunk.key] = chunk.used_at
 
     def reconsider(self, chunk: Chunk) -> None:
-        """Says to both tiers whether a chunk must stay: pinned ones do, and parents, without which what continues them
-        could not be found; but one tier may give up what the other has."""
+        """Says to both tiers whether a chunk must stay: pinned ones do, those that an insertion continues, and parents,
+        without which what continues them could not be found; but one tier may give up what the other has."""
         parent = self.index.has_children(chunk)
-        self.hot.keep(chunk, chunk.pins > 0 or (parent and chunk.on_disk is not Residency.PRESENT))
+        here = chunk.pins > 0 or ((parent or chunk.anchors > 0) and chunk.on_disk is not Residency.PRESENT)
+        self.hot.keep(chunk, here)
         if self.cold is not None:
-            self.cold.keep(chunk, chunk.pins > 0 or (parent and chunk.in_arena is not Residency.PRESENT))
+            there = chunk.pins > 0 or ((parent or chunk.anchors > 0) and chunk.in_arena is not Residency.PRESENT)
+            self.cold.keep(chunk, there)
 
     # ---- room in the arena ----------------------------------------------------------------------------------
 
@@ -197,11 +199,15 @@ class Tiers:
         while most is not None and tenant.entries >= most:
             shelves = [s for s in (self.cold, self.hot) if s is not None]
             own = (c for shelf in shelves for c in shelf.victims(tenant, own=True))
-            victim = next((c for c in own if not c.in_use and not self.index.has_children(c)), None)
+            victim = next((c for c in own if self._may_go(c)), None)
             if victim is None:
                 return False
             self.drop(victim, EVENT_TYPE_EVICTED)
         return True
+
+    def _may_go(self, chunk: Chunk) -> bool:
+        """Whether a chunk may leave both tiers."""
+        return not (chunk.in_use or chunk.pins or chunk.anchors or self.index.has_children(chunk))
 
     # ---- removal --------------------------------------------------------------------------------------------
 
@@ -222,7 +228,7 @@ class Tiers:
             self.cold.remove(chunk)
         chunk.tenant.entries -= 1
         chunk.listed = False
-        if self.writer is not None and on_disk_too and chunk.on_disk is not Residency.ABSENT:
+        if self.writer is not None and on_disk_too and (chunk.unsure or chunk.on_disk is not Residency.ABSENT):
             self.writer.remove([chunk.key])
         if chunk.on_disk is Residency.PRESENT:
             chunk.on_disk = Residency.ABSENT

@@ -35,13 +35,9 @@ from kvsidecar.layout import Geometry, layout_of
 
 from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.handing_out import ID_BYTES
-from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.persistence import Persistence
-from cache_daemon.store.pins import Pins
-from cache_daemon.store.publishing import Publishing
+from cache_daemon.store.insertion import Arrival, Inserter, Insertion, InsertOutcome
 from cache_daemon.store.sessions import Reservation, Session
 from cache_daemon.store.tenants import Tenant
-from cache_daemon.store.terms import Terms
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.turns import Turns
 
@@ -50,6 +46,14 @@ _PIECE_BYTES, _PIECE_CHUNKS = 16 << 20, 32
 # A full arena may be full of chunks that are being written to disk: so long a commit waits for that, in all.
 _PATIENCE_SECONDS, _STEP_SECONDS = 2.0, 0.25
 _MOMENT_SECONDS = 30.0
+
+_OUTCOMES = {
+    InsertOutcome.INSERTED: COMMIT_OUTCOME_COMMITTED,
+    InsertOutcome.PRESENT: COMMIT_OUTCOME_COMMITTED,  # somebody else was faster
+    InsertOutcome.PARENT_MISSING: COMMIT_OUTCOME_PARENT_MISSING,
+    InsertOutcome.DELETED: COMMIT_OUTCOME_PARENT_MISSING,
+    InsertOutcome.ENTRIES_EXCEEDED: COMMIT_OUTCOME_QUOTA_EXCEEDED,
+}
 
 
 @dataclass(frozen=True)
@@ -70,19 +74,17 @@ class _Copy:
 
 
 class Writing:
-    """``in_thread`` runs copies; ``persistence`` is None without a durable tier."""
+    """``in_thread`` runs copies."""
 
     def __init__(
         self,
         tiers: Tiers,
-        persistence: Persistence | None,
-        pins: Pins,
-        terms: Terms,
+        inserter: Inserter,
         epoch: int,
         in_thread: Callable[[Callable[[], list[bool]]], Awaitable[list[bool]]],
     ) -> None:
-        self._tiers, self._persistence, self._terms = tiers, persistence, terms
-        self._publishing = Publishing(tiers, persistence, pins, terms)
+        self._tiers, self._inserter = tiers, inserter
+        self._persistence, self._terms = inserter.persistence, inserter.terms
         self._epoch, self._in_thread = epoch, in_thread
         self._in_progress: dict[bytes, tuple[Session, Reservation]] = {}
         self._running: set[asyncio.Future[list[CommitOutcome.ValueType]]] = set()
@@ -155,7 +157,7 @@ class Writing:
     def _parent_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
         """The parent is the root, stored, or being written by this session, and ends where the chunk begins."""
         if parent == root or self._tiers.index.get(parent) is not None:
-            return self._publishing.continues(root, parent, start)
+            return self._inserter.continues(root, parent, start)
         writer, reservation = self._in_progress.get(parent, (None, None))
         if writer is not session or reservation is None:
             return False
@@ -195,19 +197,19 @@ class Writing:
         outcomes: list[CommitOutcome.ValueType] = []
         patience, turns = _PATIENCE_SECONDS, Turns()
         try:
-            while len(outcomes) < len(taken):
-                copies, refusal, patience = await self._rooms(taken[len(outcomes) :], patience)
-                sound = await self._copied(session, copies)
-                outcomes += [self._publish(c, ok) for c, ok in zip(copies, sound, strict=True)]
-                await turns.give_way()
-                if refusal is not None and len(outcomes) < len(taken):
-                    outcomes.append(refusal)
+            with self._inserter.begin(r.header.parent_prefix_hash for r, _ in taken) as insertion:
+                while len(outcomes) < len(taken):
+                    copies, refusal, patience = await self._rooms(taken[len(outcomes) :], patience)
+                    sound = await self._copied(session, copies)
+                    outcomes += [self._insert(insertion, c, ok) for c, ok in zip(copies, sound, strict=True)]
+                    await turns.give_way()
+                    if refusal is not None and len(outcomes) < len(taken):
+                        outcomes.append(refusal)
         finally:
             for reservation, _ in taken:
                 self._end(session, reservation)
             session.committing -= 1
             session.close_staging()
-        self._tiers.counts.commits += outcomes.count(COMMIT_OUTCOME_COMMITTED)
         self._touch([r for (r, _), o in zip(taken, outcomes, strict=True) if o == COMMIT_OUTCOME_COMMITTED])
         return outcomes
 
@@ -260,31 +262,18 @@ class Writing:
                 with contextlib.suppress(BufferError):
                     view.release()
 
-    def _publish(self, copy: _Copy, sound: bool) -> CommitOutcome.ValueType:
-        header, tiers = copy.reservation.header, self._tiers
-        parent = header.parent_prefix_hash
-        outcome = COMMIT_OUTCOME_COMMITTED
+    def _insert(self, insertion: Insertion, copy: _Copy, sound: bool) -> CommitOutcome.ValueType:
+        reservation = copy.reservation
         if not sound:
-            outcome = COMMIT_OUTCOME_CHECKSUM_MISMATCH
-        elif not self._publishing.continues(header.root, parent, header.start_position):
-            outcome = COMMIT_OUTCOME_PARENT_MISSING
-        elif not self._publishing.entry_room(parent, copy.reservation.tenant):
-            outcome = COMMIT_OUTCOME_QUOTA_EXCEEDED
-        if outcome != COMMIT_OUTCOME_COMMITTED:
-            tiers.give_back(copy.slot)
-            return outcome
-        header.checksum = copy.checksum
-        chunk = Chunk(
-            header,
-            copy.reservation.ids,
-            copy.reservation.tenant,
-            copy.slot,
-            in_arena=Residency.PRESENT,
-            used_at=tiers.clock(),
-            kept_until=copy.reservation.kept_until,
+            self._tiers.give_back(copy.slot)
+            return COMMIT_OUTCOME_CHECKSUM_MISMATCH
+        reservation.header.checksum = copy.checksum
+        arrival = Arrival(
+            reservation.header, reservation.ids, reservation.tenant, copy.slot, reservation.kept_until, reservation.void
         )
-        self._publishing.publish(chunk)
-        return outcome
+        outcome = insertion.insert([arrival])[0]
+        self._tiers.counts.commits += outcome is InsertOutcome.INSERTED
+        return _OUTCOMES[outcome]
 
     def _touch(self, committed: Sequence[Reservation]) -> None:
         """What the new chunks continue was used, unless a Match has said so a moment ago."""
@@ -308,8 +297,46 @@ class Writing:
                 aborted += 1
         return aborted
 
+    def void(self, root: bytes, key: bytes, made_by: float = inf) -> None:
+        """Voids the reservations that a deletion concerns, of commits that run too: their chunks are not listed.
+
+        Those of a tenant, with no root everybody's, made by a time (monotonic); with ``key`` those of that chunk and
+        of what continues it. Their names are free for whoever computes the same anew.
+        """
+        leads: dict[bytes, bool] = {}
+        concerned = {
+            name: reservation
+            for name, (_, reservation) in self._in_progress.items()
+            if root in (b"", reservation.header.root)
+            and reservation.made_at <= made_by
+            and (not key or self._leads_through(name, key, leads))
+        }
+        for name, reservation in concerned.items():
+            reservation.void = True
+            del self._in_progress[name]
+
+    def _leads_through(self, name: bytes, key: bytes, known: dict[bytes, bool]) -> bool:
+        """Whether the path to a chunk contains ``key``; ``known`` keeps the answers."""
+        path = []
+        at: bytes | None = name
+        while at is not None and at != key and at not in known:
+            path.append(at)
+            at = self._parent_of(at)
+        found = at == key or (at is not None and known[at])
+        known.update(dict.fromkeys(path, found))
+        return found
+
+    def _parent_of(self, key: bytes) -> bytes | None:
+        """The parent of a chunk that is reserved or listed, None of others."""
+        if key in self._in_progress:
+            return self._in_progress[key][1].header.parent_prefix_hash
+        chunk = self._tiers.index.get(key)
+        return chunk.parent_key if chunk is not None else None
+
     def _end(self, session: Session, reservation: Reservation) -> None:
-        self._in_progress.pop(reservation.header.prefix_hash, None)
+        key = reservation.header.prefix_hash
+        if self._in_progress.get(key, (None, None))[1] is reservation:
+            del self._in_progress[key]
         if session.staging is not None:
             session.staging.free(reservation.staged)
 

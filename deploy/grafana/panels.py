@@ -117,6 +117,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                ("failed calls", rate("kvsidecar_cache_remote_failures_total")),
                ("wrong values", rate("kvsidecar_cache_remote_rejected_total")),
                ("not written", rate("kvsidecar_cache_remote_dropped_total")),
+               ("withheld after a loss", rate("kvsidecar_cache_remote_withheld_total")),
+               ("deletions written back", rate("kvsidecar_cache_remote_restored_deletions_total")),
                ("waiting to be written", "sum(kvsidecar_cache_remote_pending)"),
                ("waiting to be deleted", "sum(kvsidecar_cache_remote_deletions)")),
               "Costs the sharing and nothing else: see the runbook."),

@@ -21,8 +21,7 @@ def test_a_row_stands_for_several_samples_and_hides_no_peak() -> None:
     assert thinned([]) == []
 
 
-def test_the_published_result_is_no_larger_than_it_must_be() -> None:
-    assert RESULT.stat().st_size < 20_000
+def test_the_published_rows_add_up_to_the_summary() -> None:
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     # The last sample's matches come when the load has ended, so the summary may have some more.
     assert sum(row["matches"] for row in result["rows"]) <= result["summary"]["matches"]

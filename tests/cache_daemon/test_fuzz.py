@@ -1,13 +1,12 @@
 """Requests of every kind and none, beside a client that behaves: nothing breaks, and nobody waits.
 
-``KVSIDECAR_FUZZ_SECONDS`` makes it longer, ``KVSIDECAR_FUZZ_SEED`` makes it another one.
+``KVSIDECAR_FUZZ_SECONDS`` makes it longer, ``KVSIDECAR_FUZZ_SEED`` or the run's seed makes it another one.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -21,11 +20,12 @@ from benchmarks.chaos.fuzzer import SERVICE
 from benchmarks.node import Node
 from benchmarks.peer import Peer
 from benchmarks.report import p99
+from tests import seeds
 
 pytestmark = pytest.mark.alone
 
 SECONDS = float(os.environ.get("KVSIDECAR_FUZZ_SECONDS", "60"))
-SEED = int(os.environ.get("KVSIDECAR_FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
+SEED = int(os.environ.get("KVSIDECAR_FUZZ_SEED", "0")) or seeds.chosen()
 BASELINE_SECONDS = 5.0
 # By the clock, with fuzzer, client and daemon on two cores; test_stalls holds each request to 50 ms of work.
 ALLOWED_STALL_MS = 150.0

@@ -19,23 +19,27 @@ from benchmarks.node import Node
 from tests.cache_daemon.conftest import Peer
 
 
+def started(pid: int) -> float:
+    """When a process was made, in seconds since the machine was."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
 def test_a_daemon_that_is_killed_is_back_at_once_with_what_was_durable(daemon: Node) -> None:
     peer = Peer(daemon)
     peer.put([1, 2, 3])
     daemon.settle()
     peer.close()
     first = daemon.pid("daemon")
+    killed = time.clock_gettime(time.CLOCK_BOOTTIME)
     daemon.crash_daemon()
-    began = time.monotonic()
     daemon.wait_daemon()
-    took = time.monotonic() - began
     again = Peer(daemon)
     assert again.read([1, 2, 3]) == 3
     assert daemon.pid("daemon") != first
     again.close()
-    began = time.monotonic()
-    daemon.restart_daemon()  # on this machine, as busy as it is
-    assert took < 3 + 3 * (time.monotonic() - began)
+    # How long it starts is the machine's affair; that nothing is waited for before is the guardian's.
+    assert started(daemon.pid("daemon")) - killed < 1
 
 
 def test_no_daemon_outlives_its_guardian(daemon: Node) -> None:

@@ -123,16 +123,20 @@ async def test_when_all_fail_it_fails() -> None:
         await Hedging(2).first(work, 0.01)
 
 
-async def test_at_most_a_tenth_is_asked_for_twice() -> None:
-    hedging = Hedging(2)
+async def test_a_tenth_is_asked_for_twice_and_no_more() -> None:
+    hedging, asked = Hedging(2), 0
 
     async def work(lane: int) -> int:
-        await asyncio.sleep(0.004)
+        nonlocal asked
+        asked += 1
+        for _ in range(20):  # longer than no patience at all, whatever the clock says
+            await asyncio.sleep(0)
         return lane
 
     for _ in range(100):
         await hedging.first(work, 0.0)
-    assert hedging.hedged <= 4 + 10
+    assert 4 + 9 <= hedging.hedged <= 4 + 10, "some at once, and then a tenth"
+    assert asked == 100 + hedging.hedged
 
 
 async def test_with_one_lane_nothing_is_asked_for_twice() -> None:

@@ -72,7 +72,9 @@ async def test_what_another_node_had_queued_before_a_deletion_is_worth_nothing_a
         await b.ask(prompt(2, 7))  # it has seen the tenant's mark
         engine.seconds = 0.2
         await b.read(prompt(2, 7))
+        calls = engine.calls
         await b.bench.found(prompt(2, 7))
+        await until(lambda: engine.calls > calls)  # it is looked up there before it is written
         engine.seconds = 0.0
         await a.bench.store.delete(a.bench.root(), b"")
         await b.sent()

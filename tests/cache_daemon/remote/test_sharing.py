@@ -206,7 +206,7 @@ async def test_what_has_come_and_is_not_placed_is_bounded_for_all_prompts_togeth
 
 
 async def test_what_has_come_is_written_when_nobody_waits_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_daemon.store.persistence._LATER_SECONDS", 0.3)
+    monkeypatch.setattr("cache_daemon.store.persistence._LATER_SECONDS", 60.0)
     engine = MemoryEngine()
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(6))
@@ -214,13 +214,13 @@ async def test_what_has_come_is_written_when_nobody_waits_for_more(monkeypatch: 
         await asyncio.sleep(0.1)  # the writer has had its chance
         assert (found, b.stats.durable_chunks, b.stats.pending_writes) == (6 * CHUNK, 0, 6)
         b.bench.store.check_integrity()
-        await until(lambda: b.stats.durable_chunks == 6)
         # Who waits until all is durable, as for a stop, does not wait for that.
-        monkeypatch.setattr("cache_daemon.store.persistence._LATER_SECONDS", 60.0)
+        await asyncio.wait_for(b.bench.store.settle(), 10)
+        assert (b.stats.durable_chunks, b.stats.pending_writes) == (6, 0)
+        monkeypatch.setattr("cache_daemon.store.persistence._LATER_SECONDS", 0.05)
         await a.share(prompt(4, first=1))
         await b.ask(prompt(4, first=1))
-        await asyncio.wait_for(b.bench.store.settle(), 10)
-        assert (b.stats.durable_chunks, b.stats.pending_writes) == (10, 0)
+        await until(lambda: b.stats.durable_chunks == 10)
         b.bench.store.check_integrity()
 
 

@@ -237,7 +237,7 @@ class Hello(_message.Message):
     protocol_version: _builtins.int
     """Version of this protocol; 2. Another value is refused."""
     client_name: _builtins.str
-    """A name for logs and metrics, such as "worker-0"; at most 64 characters."""
+    """A name for logs and metrics, such as "worker-0"; at most 64 characters, all printable."""
     namespace: _builtins.bytes
     """The namespace id that the worker computed from the descriptor, 32 bytes; refused when the daemon's differs."""
     @_builtins.property
@@ -262,7 +262,9 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Says that the worker is alive, and what it has done. All numbers are totals since the session began, at most 2^48."""
+    """Says that the worker is alive, and what it has done. All numbers are totals since the session began, at most
+    2^48; they never fall. Those of sessions that share no memory are not counted.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -767,7 +769,7 @@ class ChunkMatch(_message.Message):
     """As in ChunkHeader."""
     offset: _builtins.int
     """Where the payload lies: start in bytes from the arena's start, a multiple of 4096. Valid while the answer's lease is
-    held. 0 in probes.
+    held. 0 in probes, and in sessions that share no memory.
     """
     payload_bytes: _builtins.int
     """Length of the payload in bytes."""
@@ -1945,6 +1947,8 @@ class StatsResponse(_message.Message):
     REMOTE_OPENED_FIELD_NUMBER: _builtins.int
     REMOTE_LATENCY_MS_FIELD_NUMBER: _builtins.int
     REMOTE_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    REMOTE_WITHHELD_FIELD_NUMBER: _builtins.int
+    REMOTE_RESTORED_DELETIONS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the daemon."""
     uptime_seconds: _builtins.float
@@ -2054,6 +2058,10 @@ class StatsResponse(_message.Message):
     """Milliseconds that a small read takes, as measured."""
     remote_bytes_per_second: _builtins.float
     """Bytes per second beyond that, as measured; 0 when nothing was."""
+    remote_withheld: _builtins.int
+    """Times that a chunk was not offered to it, since it had just lost its data and perhaps deletions with it."""
+    remote_restored_deletions: _builtins.int
+    """Times that a deletion was done again there, since it had lost it: a failover, a restored backup, a restart."""
     @_builtins.property
     def session_details(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
         """Sessions in detail; for operators."""
@@ -2120,10 +2128,12 @@ class StatsResponse(_message.Message):
         remote_opened: _builtins.int = ...,
         remote_latency_ms: _builtins.float = ...,
         remote_bytes_per_second: _builtins.float = ...,
+        remote_withheld: _builtins.int = ...,
+        remote_restored_deletions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "remote_bypassed", b"remote_bypassed", "remote_bytes_per_second", b"remote_bytes_per_second", "remote_deletions", b"remote_deletions", "remote_dropped", b"remote_dropped", "remote_engine", b"remote_engine", "remote_failing", b"remote_failing", "remote_failures", b"remote_failures", "remote_hedged", b"remote_hedged", "remote_hits", b"remote_hits", "remote_late", b"remote_late", "remote_latency_ms", b"remote_latency_ms", "remote_lookups", b"remote_lookups", "remote_opened", b"remote_opened", "remote_pending", b"remote_pending", "remote_read_bytes", b"remote_read_bytes", "remote_rejected", b"remote_rejected", "remote_tokens", b"remote_tokens", "remote_written_bytes", b"remote_written_bytes", "remote_written_chunks", b"remote_written_chunks", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "remote_bypassed", b"remote_bypassed", "remote_bytes_per_second", b"remote_bytes_per_second", "remote_deletions", b"remote_deletions", "remote_dropped", b"remote_dropped", "remote_engine", b"remote_engine", "remote_failing", b"remote_failing", "remote_failures", b"remote_failures", "remote_hedged", b"remote_hedged", "remote_hits", b"remote_hits", "remote_late", b"remote_late", "remote_latency_ms", b"remote_latency_ms", "remote_lookups", b"remote_lookups", "remote_opened", b"remote_opened", "remote_pending", b"remote_pending", "remote_read_bytes", b"remote_read_bytes", "remote_rejected", b"remote_rejected", "remote_restored_deletions", b"remote_restored_deletions", "remote_tokens", b"remote_tokens", "remote_withheld", b"remote_withheld", "remote_written_bytes", b"remote_written_bytes", "remote_written_chunks", b"remote_written_chunks", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

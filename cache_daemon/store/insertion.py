@@ -1,0 +1,168 @@
+"""The one path by which chunks become visible.
+
+Commit, remote fetch, bulk transfer and restart end in ``Insertion.insert`` or, for what is durable already,
+``Inserter.restore``; nothing else adds to the index. So a chunk is listed once, behind its parent, whoever else brings
+the same chunk meanwhile; and no chunk of a group makes way for the next one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_COMMITTED
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+
+from cache_daemon.memory.arena import Slot
+from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.persistence import Persistence
+from cache_daemon.store.pins import Pins
+from cache_daemon.store.tenants import Tenant
+from cache_daemon.store.terms import Terms
+from cache_daemon.store.tiers import Tiers
+
+
+class InsertOutcome(enum.Enum):
+    """Result of the insertion of one chunk."""
+
+    INSERTED = enum.auto()
+    PRESENT = enum.auto()  # it was listed already
+    PARENT_MISSING = enum.auto()
+    DELETED = enum.auto()
+    ENTRIES_EXCEEDED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A verified payload in its slot, with its header.
+
+    ``header`` is complete; ``ids`` are its token ids (uint32 little-endian), which an inserted chunk's header loses.
+    """
+
+    header: ChunkHeader
+    ids: bytes
+    tenant: Tenant
+    slot: Slot
+    kept_until: float  # on the store's clock
+    void: bool = False  # a deletion concerns it that came after its beginning
+
+
+@dataclass(frozen=True)
+class Inserter:
+    """Begins insertions into one store. ``persistence`` is None without a durable tier."""
+
+    tiers: Tiers
+    persistence: Persistence | None
+    pins: Pins
+    terms: Terms
+
+    def begin(self, parents: Iterable[bytes] = ()) -> Insertion:
+        """Begins a group of chunks, some of which continue ``parents``. To be used as a context manager."""
+        return Insertion(self, parents)
+
+    def continues(self, root: bytes, parent_key: bytes, start: int) -> bool:
+        """Returns whether a chunk's parent is listed, ends at ``start`` and will stay.
+
+        The parent may have been evicted meanwhile, or superseded.
+        """
+        if parent_key == root:
+            return start == 0
+        parent = self.tiers.index.get(parent_key)
+        return parent is not None and parent.root == root and parent.end_position == start and not parent.superseded
+
+    def restore(self, chunk: Chunk) -> bool:
+        """Lists a chunk that an earlier start has made durable, after its parent. False when it cannot be there: its
+        parent is missing, or ends elsewhere."""
+        if not self.continues(chunk.root, chunk.parent_key, chunk.start_position):
+            return False
+        self.tiers.list_chunk(chunk)
+        return True
+
+
+@dataclass(eq=False)
+class Insertion:
+    """A group of chunks on its way in.
+
+    Until it is closed, nothing evicts the chunks that it has inserted or found, nor those that they continue; from the
+    arena they may go as soon as they are durable. Runs on the event loop.
+    """
+
+    inserter: Inserter
+    parents: Iterable[bytes] = ()
+    _anchored: list[Chunk] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for key in dict.fromkeys(self.parents):
+            self._anchor(self.inserter.tiers.index.get(key))
+
+    def __enter__(self) -> Insertion:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        anchored, self._anchored = self._anchored, []
+        for chunk in anchored:
+            chunk.anchors -= 1
+            self.inserter.tiers.reconsider(chunk)
+
+    def insert(self, arrivals: Sequence[Arrival], *, awaited: bool = False) -> list[InsertOutcome]:
+        """Lists chunks, parents before children, and queues them for the durable tier.
+
+        It takes the slots over: those of chunks that are not inserted are freed. With ``awaited`` a request waits for
+        more of the group, and the durable tier gets the chunks in a moment.
+        """
+        return [self._insert(arrival, awaited) for arrival in arrivals]
+
+    def _insert(self, arrival: Arrival, awaited: bool) -> InsertOutcome:
+        tiers, header = self.inserter.tiers, arrival.header
+        there = tiers.index.get(header.prefix_hash)
+        parent = tiers.index.get(header.parent_prefix_hash)
+        if arrival.void:
+            outcome = InsertOutcome.DELETED
+        elif there is not None:
+            outcome = InsertOutcome.PRESENT
+            self._anchor(there)
+            self.inserter.terms.keep(there, arrival.kept_until)
+        elif not self.inserter.continues(header.root, header.parent_prefix_hash, header.start_position):
+            outcome = InsertOutcome.PARENT_MISSING
+        else:
+            self._anchor(parent)
+            made = tiers.make_entry_room(arrival.tenant)
+            outcome = InsertOutcome.INSERTED if made else InsertOutcome.ENTRIES_EXCEEDED
+        if outcome is not InsertOutcome.INSERTED:
+            tiers.give_back(arrival.slot)
+            return outcome
+        header.ClearField("token_ids")
+        chunk = Chunk(
+            header,
+            arrival.ids,
+            arrival.tenant,
+            arrival.slot,
+            in_arena=Residency.PRESENT,
+            used_at=tiers.clock(),
+            kept_until=arrival.kept_until,
+        )
+        self._publish(chunk, awaited)
+        self._anchor(chunk)
+        return outcome
+
+    def _publish(self, chunk: Chunk, awaited: bool) -> None:
+        """Makes a chunk visible, and lets it supersede the siblings that are a prefix of it."""
+        inserter, tiers, persistence = self.inserter, self.inserter.tiers, self.inserter.persistence
+        tiers.list_chunk(chunk)
+        for old in tiers.index.superseded_by(chunk):
+            inserter.pins.move(old, chunk)
+            inserter.terms.keep(chunk, old.kept_until)
+            if persistence is not None:
+                persistence.supersede(chunk, old)
+            else:
+                tiers.drop(old)
+        tiers.tell(EVENT_TYPE_COMMITTED, chunk)
+        if persistence is not None:
+            (persistence.persist_later if awaited else persistence.persist)(chunk)
+
+    def _anchor(self, chunk: Chunk | None) -> None:
+        if chunk is not None:
+            chunk.anchors += 1
+            self._anchored.append(chunk)
+            self.inserter.tiers.reconsider(chunk)
