@@ -387,10 +387,9 @@ class ChunkStore:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot and byte is accounted for exactly once, and every lease is kept."""
         tiers = self.tiers
-        tiers.check_integrity()
-        self.terms.check_integrity()
-        if self._persistence is not None:
-            self._persistence.check_integrity()
+        for part in (tiers, self.terms, self._persistence):
+            if part is not None:
+                part.check_integrity()
         chunks = [*tiers.index, *tiers.detached]
         slots = [*(c.slot for c in chunks if c.slot is not None), *tiers.promised]
         pages = sum(footprint(slot.size_bytes) for slot in slots)
