@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ import structlog
 from kvsidecar.cache.v1.cache_pb2 import StatsRequest
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cli.settings import configure_logging
-from kvsidecar.errors import ConfigurationError, from_rpc
+from kvsidecar.errors import ConfigurationError, Overloaded, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.interpreter import python_command
 from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request
@@ -42,6 +43,8 @@ from inference_svc.tools.answering import FINISH, read_calls
 from inference_svc.tools.parsing import CallParser
 
 _DAEMON_START_SECONDS = 30.0
+# How often a full queue is tried again.
+_FULL_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -153,12 +156,40 @@ class Engine:
         return self.generate_many([(prompt, options)])[0]
 
     def generate_batch(self, prompts: Iterable[Prompt], **options: Unpack[Options]) -> list[Result]:
-        """Generates an answer for each prompt, all with the same options, batched."""
+        """Generates an answer for each prompt, any number of them, all with the same options, batched. An error ends
+        all of them."""
         return self.generate_many([(p, options) for p in prompts])
 
     def generate_many(self, requests: Sequence[tuple[Prompt, Mapping[str, Any]]]) -> list[Result]:
-        """Generates an answer for each ``(prompt, options)``, batched, in the order given."""
-        return [_result(call) for call in [self._submit(p, o) for p, o in requests]]
+        """Generates an answer for each ``(prompt, options)``, any number of them, batched, in the order given. Of an
+        error, which ends all of them, raises the first."""
+        results, running = list[Result](), deque[_Call]()
+        try:
+            for prompt, options in requests:
+                call = self._read(prompt, options)
+                while not self._submitted(call):  # as many wait as may: the first of ours makes room
+                    if running:
+                        results.append(_result(running[0]))
+                        running.popleft()
+                    else:
+                        time.sleep(_FULL_SECONDS)  # they are other threads'
+                running.append(call)
+            while running:
+                results.append(_result(running[0]))
+                running.popleft()
+        except BaseException:
+            for call in running:
+                self._runtime.engine.cancel(call.sequence)
+            raise
+        return results
+
+    def _submitted(self, call: _Call) -> bool:
+        """Queues a request, unless as many wait as may."""
+        try:
+            self._runtime.engine.submit(call.sequence)
+        except Overloaded:
+            return False
+        return True
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Generator[Chunk, None, None]:
         """Generates one answer piece by piece. Closing the iterator cancels the request."""
@@ -180,6 +211,8 @@ class Engine:
         _result(call)
         while True:
             output = call.outputs.get()
+            if output.error is not None:
+                raise output.error
             if output.stored_tokens is not None:
                 return output.stored_tokens
 
@@ -229,12 +262,16 @@ class Engine:
         return {f.name: getattr(stats, f.name) for f in stats.DESCRIPTOR.fields}
 
     def _submit(self, prompt: Prompt, options: Mapping[str, Any]) -> _Call:
+        call = self._read(prompt, options)
+        self._runtime.engine.submit(call.sequence)
+        return call
+
+    def _read(self, prompt: Prompt, options: Mapping[str, Any]) -> _Call:
         began = time.perf_counter()
         outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
         request = to_request(prompt, **options)
         sequence = self._prompter.sequence(request, outputs.put, began)
         sequence.timings.tokenize_ms = (time.perf_counter() - began) * 1e3
-        self._runtime.engine.submit(sequence)
         return _Call(sequence, outputs, self._prompter.call_parser(request), self._prompter.text)
 
 

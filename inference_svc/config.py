@@ -52,6 +52,10 @@ class ModelSettings(BaseSettings):
     storage_bits: Literal[16, 8, 4] = 16
     """Bits per stored element: 16 keeps the pool's own values, so that a hit changes no answer; 8 and 4 take half and a
     quarter of the room, and change some."""
+    share_across_machines: bool = False
+    """Share stored chunks with workers that compute other bits (another CPU, kernel variant or version of PyTorch), if
+    they set this too. Off, workers share only where a probe at the start shows that they compute the same bits. On, a
+    hit may change an answer's last bits, and now and then a word."""
     context_length: int = Field(default=0, ge=0)
     """Most tokens of prompt and answer; the model's own when 0."""
     pool_bytes: int = 2 << 30
@@ -193,6 +197,10 @@ class WorkerConfig(ModelSettings):
     """Share of such text that is computed again; by default what was verified, 0.15 where nothing was."""
     batch_tokens: int = Field(default=512, ge=16, le=65536)
     """Most rows of one forward; longer prompts are read in pieces."""
+    prefill_step_ms: int = Field(default=250, ge=0, le=600_000)
+    """Most milliseconds of a step that reads prompts while others are being answered, and so the longest gap in their
+    streams: prompts are read in pieces of as many tokens as fit, at least 32. A few percent slower to the first token
+    of those prompts; 0 for pieces of batch_tokens always."""
     batch_sequences: int = Field(default=64, ge=1, le=1024)
     """Most sequences in the batch."""
     max_waiting: int = Field(default=1024, ge=1)

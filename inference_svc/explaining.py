@@ -8,6 +8,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.text import split_text
+from inference_svc.model.loader import LoadedModel
 from inference_svc.reuse.parts import Reading
 
 _READING = {
@@ -27,3 +28,8 @@ def prompt_parts(sequence: Sequence, decode: Callable[[list[int]], str]) -> list
         pb.PromptPart(reading=_READING[part.reading], tokens=part.end - part.start, text=text)
         for part, text in zip(sequence.parts, texts, strict=True)
     ]
+
+
+def numerics_of(loaded: LoadedModel) -> pb.Numerics:
+    """Which bits a worker of the model computes."""
+    return pb.Numerics(id=loaded.numerics.id, shared_across_machines=loaded.numerics.shared)

@@ -68,6 +68,11 @@ class WorkerCollector:
         streaming = stats.streaming
         for name in _GAUGES:
             yield GaugeMetricFamily(f"kvsidecar_worker_{name}", name.replace("_", " "), value=getattr(stats, name))
+        text = "Reused prefixes that were not finite, and were computed instead"
+        hits = self._runtime.engine.stats.corrupt_hits
+        yield CounterMetricFamily("kvsidecar_worker_corrupt_hits", text, value=hits)
+        text = "1 while the engine works; 0 when it has stopped, or when its step hangs"
+        yield GaugeMetricFamily("kvsidecar_worker_engine_up", text, value=float(not self._runtime.engine.ailment))
         for name in _COUNTERS:
             yield CounterMetricFamily(f"kvsidecar_worker_{name}", name.replace("_", " "), value=getattr(stats, name))
         loaded = self._runtime.cache.stats.loaded_bytes if self._runtime.cache is not None else 0

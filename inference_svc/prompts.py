@@ -12,6 +12,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT
 
 from inference_svc import options
+from inference_svc.engine.grammar import Steering
 from inference_svc.engine.room import Room
 from inference_svc.engine.sampling import SamplingParams
 from inference_svc.engine.sequence import Output, Sequence
@@ -200,7 +201,19 @@ class Prompter:
         return str(self._tokenizer.decode([i for i in ids if i < known]))
 
     def sequence(self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float) -> Sequence:
-        """A sequence ready to be submitted. Raises UnknownModel, PromptTooLong."""
+        """A sequence ready to be submitted. Raises UnknownModel, PromptTooLong, InvalidRequest."""
+        return self.read(request, sink, arrived)(self.steering(request))
+
+    def steering(self, request: pb.GenerateRequest) -> Steering | None:
+        """Compiles what keeps the answer to a grammar, which may take seconds; None where nothing does. Raises
+        InvalidRequest."""
+        return self._conversations.steering(request)
+
+    def read(
+        self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float
+    ) -> Callable[[Steering | None], Sequence]:
+        """Tokenizes a request: returns what makes a sequence of it, given its ``steering``. Raises UnknownModel,
+        PromptTooLong, InvalidRequest."""
         adapter = self.adapter(request.model)
         middle = request.truncation == pb.TRUNCATION_MIDDLE
         most = self._most_read(request)
@@ -229,7 +242,7 @@ class Prompter:
             request.min_tokens,
         )
         cache = options.cache_use(request.cache, marks)
-        return Sequence(
+        return lambda steering: Sequence(
             id=request.request_id or token_hex(12),
             tokens=tokens,
             prompt_tokens=len(tokens),
@@ -240,7 +253,7 @@ class Prompter:
             sink=sink,
             cache=cache if scored is None else replace(cache, read=False),
             logprobs=options.logprobs("logprobs", request),
-            steering=self._conversations.steering(request),
+            steering=steering,
             speculation=self.speculation(request.speculation),
             branches=_branches(request.speculation_branches),
             adapter=adapter,

@@ -24,6 +24,7 @@ from inference_svc.engine.cache_port import NoCache
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.native_attention import kernels_of, measured
+from inference_svc.engine.numerics_probe import identified
 from inference_svc.engine.overflow import Overflow
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.speculation.draft_model import DraftModel
@@ -35,6 +36,7 @@ from inference_svc.lora.weights import AdapterWeights, linears_of, read_weights
 from inference_svc.model.dense_linear import becomes_dense
 from inference_svc.model.draft import COPY_BITS, load_draft
 from inference_svc.model.loader import LoadedModel, load
+from inference_svc.model.numerics_identity import NumericsIdentity
 from inference_svc.model.packed_linear import PackedLinear
 from inference_svc.model.preflight import SELF, check_draft, open_adapters
 from inference_svc.model.probe import products_of, uneven
@@ -125,6 +127,12 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder], 
     adapters = _adapters(folders, loaded)
     pool = _pool(config, loaded)
     policy = reuse_policy(config, loaded)
+    draft = _draft(config, loaded, pool)
+    threads = config.threads or len(os.sched_getaffinity(0))
+    decoder = Decoder(loaded)
+    shared = config.share_across_machines
+    loaded = identified(loaded, decoder, config.storage_bits, shared=shared, threads=threads, native=pool.native)
+    _say_numerics(loaded.numerics)
     cache: CacheLink | None = None
     daemons = _daemons(address, config, loaded, adapters)
     if daemons:
@@ -147,10 +155,10 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder], 
         config.resident_sequences,
         config.num_speculative_tokens,
         config.num_speculative_branches,
+        config.prefill_step_ms / 1000,
     )
-    threads = config.threads or len(os.sched_getaffinity(0))
-    draft = _draft(config, loaded, pool)
-    engine = Engine(loaded, pool, cache or NoCache(), limits, threads, draft, config.speculate != "off", adapters)
+    speculates = config.speculate != "off"
+    engine = Engine(loaded, pool, cache or NoCache(), limits, threads, draft, speculates, adapters, decoder)
     _say_what_adapters_are(config, engine, bool(daemons))
     if daemons:
         daemons[b""].served = lambda: _served(engine)  # of all that the worker does
@@ -206,6 +214,16 @@ def _draft(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftMode
     return DraftModel(
         Decoder(draft), own, vocabulary, longest, config.batch_tokens, known=int(draft.config.vocab_size), copy=copy
     )
+
+
+def _say_numerics(numerics: NumericsIdentity) -> None:
+    if numerics.shared:
+        log.warning(
+            "share_across_machines is on: workers share chunks whatever computed them, so a hit may change an answer",
+            numerics=numerics.id,
+        )
+    else:
+        log.info("numerics were probed: chunks are shared with workers that compute the same bits", id=numerics.id)
 
 
 def _say_where_bits_differ(loaded: LoadedModel) -> None:

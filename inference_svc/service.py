@@ -14,15 +14,24 @@ import grpc
 import structlog
 from google.protobuf.message import Message
 from kvsidecar import keys
-from kvsidecar.errors import INFERENCE_DOMAIN, FailedPrecondition, InvalidRequest, KVSidecarError, abort, unary
+from kvsidecar.errors import (
+    INFERENCE_DOMAIN,
+    FailedPrecondition,
+    InvalidRequest,
+    KVSidecarError,
+    Unavailable,
+    abort,
+    unary,
+)
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 from kvsidecar.requests import add_calls
 
 from inference_svc.adapters import LiveAdapters
 from inference_svc.engine.block_table import PAGE_TOKENS
+from inference_svc.engine.grammar import Steering
 from inference_svc.engine.sequence import Output, Sequence
-from inference_svc.explaining import prompt_parts
+from inference_svc.explaining import numerics_of, prompt_parts
 from inference_svc.freed_memory import give_back_freed_memory
 from inference_svc.lora.adapter import Adapter
 from inference_svc.model.streaming.loading import Streamed
@@ -62,6 +71,8 @@ class InferenceService(InferenceServiceServicer):
         self._loop = asyncio.get_running_loop()
         # Templates and tokenizers take seconds for a long prompt: answers are streamed meanwhile.
         self._reading = ThreadPoolExecutor(2, "tokenize")
+        # Grammars may take seconds as well: only requests with one wait for those.
+        self._compiling = ThreadPoolExecutor(2, "compile")
 
     # ---- generating -----------------------------------------------------------------------------------------
 
@@ -77,6 +88,8 @@ class InferenceService(InferenceServiceServicer):
             response.prompt_parts.extend(part.prompt_parts)
             response.prompt_logprobs.extend(part.prompt_logprobs)
             response.prompt_text = response.prompt_text or part.prompt_text
+            if part.HasField("numerics"):
+                response.numerics.CopyFrom(part.numerics)
             if part.finish_reason:
                 copy_end(part, response)
                 response.finish_reason = part.finish_reason
@@ -141,12 +154,19 @@ class InferenceService(InferenceServiceServicer):
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        sequence = await self._read(request, lambda: self._prompter.sequence(request, sink, arrived))
+        made = await self._read(request, lambda: self._prompter.read(request, sink, arrived))
+        sequence = made(await self._steering(request))
         tokenized, sequence.trace = time.perf_counter(), seen.span
         sequence.timings.tokenize_ms = (tokenized - arrived) * 1e3
         seen.span.phase("tokenize", arrived, tokenized)
         self._engine.submit(sequence)
         return sequence, outputs
+
+    async def _steering(self, request: pb.GenerateRequest) -> Steering | None:
+        """Compiles what keeps the answer to a grammar, beside the event loop where there may be one."""
+        if not (request.HasField("grammar") or request.prompt.chat.tools or request.tool_use.mode):
+            return self._prompter.steering(request)
+        return await self._loop.run_in_executor(self._compiling, self._prompter.steering, request)
 
     async def _read(self, request: Message, work: Callable[[], T]) -> T:
         """Does what takes as long as a request is large beside the event loop."""
@@ -164,6 +184,8 @@ class InferenceService(InferenceServiceServicer):
         """What the first part says of the prompt."""
         if sequence.parts:
             part.prompt_parts.extend(prompt_parts(sequence, self._prompter.text))
+        if request.explain:
+            part.numerics.CopyFrom(numerics_of(self._loaded))
         part.prompt_logprobs.extend(prompt_logprobs(sequence, self._prompter.text))
         if request.echo:
             part.prompt_text = self._prompter.prompt_text(request, sequence)
@@ -241,6 +263,9 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        ailment = self._engine.ailment
+        if ailment:  # gateways ask this to know whom to send requests to
+            raise Unavailable(ailment)
         m = self._loaded
         return pb.GetModelResponse(
             model_id=m.id,
@@ -253,6 +278,7 @@ class InferenceService(InferenceServiceServicer):
             vocab_size=m.config.vocab_size,
             has_chat_template=bool(m.tokenizer.chat_template),
             adapters=[self._told(adapter) for adapter in list(self._engine.adapters.values())],
+            numerics=numerics_of(m),
         )
 
     def _namespace(self, fingerprint: bytes) -> bytes:

@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--device", default="auto", help="as the worker's: auto, cpu, cuda or cuda:N")
     out.add_argument("--dtype", default="auto", help="as the worker's: auto, float32, bfloat16 or float16")
     out.add_argument("--weights", choices=["auto", "16", "8", "4"], default="auto", help="as the worker's")
+    out.add_argument("--share-across-machines", action="store_true", help="as the worker's, for --store-verdict")
     out.add_argument("--store-verdict", action="store_true", help="hand the verdict to the cache daemon")
     out.add_argument(
         "--cache-socket", type=Path, default=default_runtime_dir() / "cache.sock", metavar="SOCKET", help="the daemon's"
@@ -105,6 +106,7 @@ def understood(arguments: list[str]) -> argparse.Namespace:
 def measured(options: argparse.Namespace, console: Console) -> Report:
     """Loads the model, measures it, and hands the verdict on if that was asked for. Raises KVSidecarError, OSError."""
     from inference_svc.cache.verdicts import store_verdict
+    from inference_svc.engine.numerics_probe import identified
     from inference_svc.model.loader import load, quiet_transformers
     from inference_svc.model.streaming.plan import Asked
     from inference_svc.reuse.laboratory import Laboratory
@@ -123,7 +125,8 @@ def measured(options: argparse.Namespace, console: Console) -> Report:
         tried = candidates(options.repair, options.ratio)
         report = verifier.run(questions, tried, ("cacheblend",), lambda: progress.advance(bar))
     if options.store_verdict:
-        store_verdict(options.cache_socket, lab.loaded.descriptor(options.bits), report.verdict())
+        named = identified(lab.loaded, lab.decoder, options.bits, shared=options.share_across_machines)
+        store_verdict(options.cache_socket, named.descriptor(options.bits), report.verdict())
     return report
 
 

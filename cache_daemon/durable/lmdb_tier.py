@@ -193,7 +193,7 @@ class LmdbTier:
 
     def _result(self, put: Put, chunk: Packed | None, changes: Changes) -> PutResult:
         if chunk is None:
-            return PutResult(PutOutcome.FAILED)
+            return PutResult(PutOutcome.DAMAGED)
         if put.header.prefix_hash not in changes.stored:
             return PutResult(PutOutcome.PARENT_MISSING)
         return PutResult(PutOutcome.STORED, chunk.record.stored_bytes)

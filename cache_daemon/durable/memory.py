@@ -100,7 +100,7 @@ class MemoryTier:
     def _put(stored: dict[bytes, _Stored], put: Put) -> PutOutcome:
         header, payload = put.header, bytes(put.payload)
         if len(payload) != header.payload_bytes or keys.checksum(payload) != header.checksum:
-            return PutOutcome.FAILED
+            return PutOutcome.DAMAGED
         if header.parent_prefix_hash != header.root and header.parent_prefix_hash not in stored:
             return PutOutcome.PARENT_MISSING
         for key in put.replaces:

@@ -61,6 +61,8 @@ class PutOutcome(Enum):
     PARENT_MISSING = "parent_missing"
     NO_ROOM = "no_room"
     FAILED = "failed"
+    DAMAGED = "damaged"
+    """The payload is not the one that its header describes."""
     CANCELLED = "cancelled"
 
 
@@ -134,7 +136,8 @@ class DurableTier(Protocol):
         ...
 
     def apply(self, group: WriteGroup) -> list[PutResult]:
-        """Writes a group atomically; one result per put, STORED or PARENT_MISSING. Raises NoRoom, TierFailed."""
+        """Writes a group atomically; one result per put: STORED, PARENT_MISSING or DAMAGED. Raises NoRoom and
+        TierFailed."""
         ...
 
     def notes(self) -> dict[bytes, bytes]:

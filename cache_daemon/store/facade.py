@@ -52,13 +52,11 @@ from cache_daemon.store.verdicts import Verdicts
 from cache_daemon.store.walks import Walks
 from cache_daemon.store.writing import Writing
 
-_SLICE = 128
 _TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
 # Of the larger tier, so much may be pinned.
 _PINNED_SHARE = 0.5
 _COPY_THREADS, _READ_THREADS = 2, 4
-# What is queued may take so long to be written at the end.
-_STOP_SECONDS = 20.0
+_STOP_SECONDS = 20.0  # for what is queued, at the end
 
 T = TypeVar("T")
 log = structlog.get_logger("cache_daemon")
@@ -105,10 +103,9 @@ class ChunkStore:
         self._pins = Pins(self.tiers, int(max(arena.size_bytes, durable_budget_bytes) * _PINNED_SHARE), self._note)
         self._inserter = Inserter(self.tiers, self._persistence, self._pins, self.terms)
         self._writing = Writing(self.tiers, self._inserter, self.epoch, self._on(self._copying, "copy"))
-        # See Writing.
         self.reserve, self.commit = self._writing.reserve, self._writing.commit
         self.abort, self.staged = self._writing.abort, self._writing.staged
-        self.walks = Walks(self.tiers, self.terms)
+        self.walks = Walks(self.tiers, self.terms, self._writing.void)
         self.remote: Remote | None = None
         if remote is not None:
             self.remote = Remote(
@@ -149,6 +146,7 @@ class ChunkStore:
             await self.remote.close()
         in_thread = asyncio.get_running_loop().run_in_executor
         if self._persistence is not None and self._writer is not None:
+            self._persistence.retry_all()
             with contextlib.suppress(TimeoutError):  # what is written meanwhile has a time of last use, too
                 async with asyncio.timeout(_STOP_SECONDS):
                     await self.settle()
@@ -157,8 +155,8 @@ class ChunkStore:
             self.terms.write_down()
             if not await in_thread(None, self._writer.stop, _STOP_SECONDS):
                 log.error("the durable tier did not take all that was queued in time", failing=self._writer.failing)
-        for blocking in (self._copying.shutdown, self._reading.shutdown):
-            await in_thread(None, blocking)
+        await in_thread(None, self._copying.shutdown)
+        await in_thread(None, self._reading.shutdown)
         if self._durable is not None:
             await in_thread(None, self._durable.close)
         self.arena.close()
@@ -280,6 +278,8 @@ class ChunkStore:
         """Removes a chunk with all that continues it, a tenant's chunks, or with neither everything. Returns how many.
         Raises ChunkNotFound, StoreUnavailable; LimitExceeded when too much waits for the remote tier."""
         found = self.tiers.index.get(prefix_hash)
+        if found is None:  # it may be on its way
+            self._writing.void(root, prefix_hash)
         async with self.walks.on_disk():
             if self.remote is None or (found is not None and found.root != root):
                 return await self.walks.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
@@ -372,7 +372,7 @@ class ChunkStore:
         if tiers.cold is not None and self._persistence is not None and writer is not None:
             out.durable_budget_bytes, out.durable_bytes = self._persistence.budget_bytes, tiers.cold.used_bytes
             out.durable_chunks, out.pending_writes = len(tiers.cold), writer.pending + self._persistence.postponed
-            out.durable_failing = self.failing[0] if self.failing else ""
+            out.durable_failing = (self.failing or ("",))[0]  # asked once: it may have ended the next time
         if self.remote is not None:
             self.remote.fill(out)
         return out

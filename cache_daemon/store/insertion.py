@@ -29,6 +29,7 @@ class InsertOutcome(enum.Enum):
     INSERTED = enum.auto()
     PRESENT = enum.auto()  # it was listed already
     PARENT_MISSING = enum.auto()
+    DELETED = enum.auto()
     ENTRIES_EXCEEDED = enum.auto()
 
 
@@ -44,6 +45,7 @@ class Arrival:
     tenant: Tenant
     slot: Slot
     kept_until: float  # on the store's clock
+    void: bool = False  # a deletion concerns it that came after its beginning
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ class Insertion:
         tiers, header = self.inserter.tiers, arrival.header
         there = tiers.index.get(header.prefix_hash)
         parent = tiers.index.get(header.parent_prefix_hash)
-        if there is not None:
+        if arrival.void:
+            outcome = InsertOutcome.DELETED
+        elif there is not None:
             outcome = InsertOutcome.PRESENT
             self._anchor(there)
             self.inserter.terms.keep(there, arrival.kept_until)

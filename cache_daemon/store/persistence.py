@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from itertools import islice
 
 import structlog
 from kvsidecar.cache.v1.cache_pb2 import (
@@ -42,7 +43,9 @@ class Persistence:
         self._tiers, self._cold, self._writer = tiers, cold, writer
         self.budget_bytes = budget_bytes
         self._arriving = 0
-        self._unsaved: dict[Chunk, None] = {}  # in the arena only, although they should be durable; oldest first
+        # In the arena only, oldest first: what the disk did not take, and what the budget has no place for.
+        self._failed: dict[Chunk, None] = {}
+        self._refused: dict[Chunk, None] = {}
         self._later: dict[Chunk, None] = {}  # see persist_later
         self._timer: asyncio.TimerHandle | None = None
         self._progressed = asyncio.Event()
@@ -68,11 +71,15 @@ class Persistence:
         """Queues a chunk that is in the arena, if it may be durable now; otherwise it is tried again later."""
         if not chunk.listed or chunk.on_disk is not Residency.ABSENT or chunk.in_arena is not Residency.PRESENT:
             return
+        self._failed.pop(chunk, None)
+        self._refused.pop(chunk, None)
         parent = self._tiers.parent_of(chunk)
-        if (parent is not None and parent.on_disk is Residency.ABSENT) or not self._make_room(chunk, parent):
-            self._unsaved[chunk] = None
+        if parent is not None and parent.on_disk is Residency.ABSENT:
+            (self._failed if parent in self._failed else self._refused)[chunk] = None
             return
-        self._unsaved.pop(chunk, None)
+        if not self._make_room(chunk, parent):
+            self._refused[chunk] = None
+            return
         slot = chunk.slot
         assert slot is not None
         self._tiers.goes_to_disk(chunk, _cost(chunk))
@@ -120,15 +127,40 @@ class Persistence:
                 self.persist(chunk)
 
     def retry(self) -> None:
-        """Tries again what could not be written, parents before children. Call it once a second."""
-        if self._unsaved and not self._arriving:
-            # While nothing can be written, one is enough to see whether it can again.
-            waiting = list(self._unsaved)[: 1 if self.failing else _RETRIED_AT_ONCE]
-            if self._is_full:
-                self._ceiling = float(self.budget_bytes)
-            for chunk in waiting:
-                self._unsaved.pop(chunk)
+        """Tries again what could not be written, parents before children, beside what is written now; and what the
+        budget had no place for, where there is one now. Call it once a second."""
+        # While nothing can be written, one is enough to see whether it can again.
+        most = (1 if self.failing else _RETRIED_AT_ONCE) - self._arriving
+        if most > 0 and self._failed:
+            self._retry_failed(most)
+        elif most > 0:
+            for chunk in list(islice(self._refused, most)):
+                del self._refused[chunk]
+                if self._fits(chunk):
+                    self.persist(chunk)
+                else:
+                    self._refused[chunk] = None
+
+    def retry_all(self) -> None:
+        """Tries once more all that could not be written: the daemon ends."""
+        self._retry_failed(len(self._failed))
+
+    def _retry_failed(self, most: int) -> None:
+        if self._is_full:
+            self._ceiling = float(self.budget_bytes)
+        for chunk in list(self._failed):
+            if most > 0 and self._tiers.parent_of(chunk) not in self._failed:
                 self.persist(chunk)
+                most -= 1
+
+    def _fits(self, chunk: Chunk) -> bool:
+        """Whether a chunk has room in the tier without an eviction."""
+        parent, size = self._tiers.parent_of(chunk), _cost(chunk)
+        return (
+            (parent is None or parent.on_disk is not Residency.ABSENT)
+            and not self._cold.over_quota(chunk.tenant, size)
+            and self._cold.used_bytes + size <= min(self.budget_bytes, self._ceiling)
+        )
 
     @property
     def failing(self) -> tuple[str, float] | None:
@@ -152,8 +184,9 @@ class Persistence:
 
     @property
     def postponed(self) -> int:
-        """Chunks that are queued in a moment."""
-        return len(self._later)
+        """Chunks that are queued in a moment, or again. Those that a full disk has no room for do not wait: they stay in
+        the arena."""
+        return len(self._later) + (0 if self._is_full else len(self._failed))
 
     async def progress(self, seconds: float) -> bool:
         """Waits until something was written, at most so long. False when nothing is being written."""
@@ -178,32 +211,44 @@ class Persistence:
         elif stored:
             self._tiers.arrived_on_disk(chunk, result.stored_bytes)
             for old in replaced:
-                if old.listed:
-                    self._tiers.drop(old, on_disk_too=False)
+                if old.listed:  # the transaction removed it, but it may be on its way again
+                    self._tiers.drop(old, on_disk_too=old.on_disk is not Residency.PRESENT)
             for old in chunk.supersedes:
                 old.superseded -= 1
             chunk.supersedes.clear()
             self._tiers.tell(EVENT_TYPE_PERSISTED, chunk)
         else:
             self._tiers.not_on_disk(chunk)
-            if result.outcome is not PutOutcome.CANCELLED:
+            if result.outcome is PutOutcome.DAMAGED:
+                self._damaged(chunk)
+            elif result.outcome is not PutOutcome.CANCELLED:
                 self._not_written(chunk, result.outcome)
         self._tiers.unused(chunk)
         self._progressed.set()
         self._progressed = asyncio.Event()
 
+    def _damaged(self, chunk: Chunk) -> None:
+        """The bytes in the arena are not those that were committed: nobody is served them any more."""
+        self._tiers.counts.corrupt_chunks += 1
+        dropped = self._tiers.drop(chunk)
+        log.error(
+            "a chunk in memory is damaged: dropped with what continues it", chunk=chunk.key.hex(), dropped=dropped
+        )
+
     def _not_written(self, chunk: Chunk, outcome: PutOutcome) -> None:
         self._tiers.counts.failed_writes += 1
+        chunk.unsure = chunk.unsure or outcome is PutOutcome.FAILED
         if outcome is PutOutcome.NO_ROOM:
             if not self._is_full:
                 self._full_since = time.monotonic()
                 self._shrink(self._cold.used_bytes * _FULL_WATER)
             self._full_at = time.monotonic()
             self._ceiling = float(self._cold.used_bytes)
-        self._unsaved[chunk] = None
+        self._failed[chunk] = None
 
     def _unlisted(self, chunk: Chunk) -> None:
-        self._unsaved.pop(chunk, None)
+        self._failed.pop(chunk, None)
+        self._refused.pop(chunk, None)
         self._later.pop(chunk, None)
         for old in chunk.supersedes:  # it never became durable: what it was to replace stays
             old.superseded -= 1
@@ -215,7 +260,7 @@ class Persistence:
             return
         self._tiers.not_on_disk(chunk)
         if chunk.in_arena is Residency.PRESENT:
-            self._unsaved[chunk] = None
+            self._failed[chunk] = None
         else:
             self._tiers.drop(chunk)
 
@@ -260,7 +305,9 @@ class Persistence:
         everything = [*self._tiers.index, *self._tiers.detached]
         arriving = sum(c.on_disk is Residency.ARRIVING for c in everything)
         assert arriving == self._arriving, "chunks being written do not add up"
-        assert all(c.listed for c in [*self._unsaved, *self._later]), "an unlisted chunk waits to be written"
+        assert all(c.listed for c in [*self._failed, *self._refused, *self._later]), (
+            "an unlisted chunk waits to be written"
+        )
 
 
 def _cost(chunk: Chunk) -> int:

@@ -169,13 +169,11 @@ class Placing:
             if piece.error is not None:
                 self._tier.reject(owner.root, header.prefix_hash, piece.error)
                 return False
-            if void():
-                return False
             ids, left = keys.token_bytes(header.token_ids[:]), self._tier.left(piece.entry)
-            arrival, piece.slot = Arrival(header, ids, tenant, piece.slot, owner.until), None
+            arrival, piece.slot = Arrival(header, ids, tenant, piece.slot, owner.until, void()), None
             outcome = insertion.insert([arrival], awaited=awaited)[0]
             chunk = self._tiers.index.get(header.prefix_hash)
-            if chunk is None:
+            if chunk is None or outcome is InsertOutcome.DELETED:
                 return False
             hold.add([chunk])
             if outcome is InsertOutcome.INSERTED:

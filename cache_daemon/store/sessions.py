@@ -77,6 +77,8 @@ class Reservation:
     tenant: Tenant
     staged: Slot
     kept_until: float  # on the store's clock
+    made_at: float = field(default_factory=time.monotonic)
+    void: bool = False  # what it belongs to was deleted since
 
 
 def named(held: dict[bytes, _Held], given: bytes, name: bytes) -> bytes:
@@ -97,7 +99,7 @@ class Session:
     staging: Staging | None  # None once the session has ended
     shares_memory: bool = True  # its caller maps the arena and its staging; if not, it is sent and sends bytes
     id: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
-    opened_at: float = field(default_factory=time.monotonic)
+    opened_at: float = field(default_factory=lambda: time.monotonic())
     leases: dict[bytes, Hold] = field(default_factory=dict)
     reservations: dict[bytes, Reservation] = field(default_factory=dict)
     committing: int = 0  # commits that copy from staging now

@@ -228,7 +228,7 @@ class Tiers:
             self.cold.remove(chunk)
         chunk.tenant.entries -= 1
         chunk.listed = False
-        if self.writer is not None and on_disk_too and chunk.on_disk is not Residency.ABSENT:
+        if self.writer is not None and on_disk_too and (chunk.unsure or chunk.on_disk is not Residency.ABSENT):
             self.writer.remove([chunk.key])
         if chunk.on_disk is Residency.PRESENT:
             chunk.on_disk = Residency.ABSENT

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from math import inf
 
@@ -28,12 +28,15 @@ _WRITTEN_SECONDS, _MOST_SECONDS = 5.0, 30.0
 class Walks:
     """Over a store's index."""
 
-    def __init__(self, tiers: Tiers, terms: Terms) -> None:
-        self.tiers, self._terms = tiers, terms
+    def __init__(self, tiers: Tiers, terms: Terms, void: Callable[[bytes, bytes, float], None]) -> None:
+        """``void`` hears of every deletion, as ``Writing.void``."""
+        self.tiers, self._terms, self.void = tiers, terms, void
 
     async def delete(self, root: bytes, chunk: Chunk | None, made_by: float = inf) -> int:
         """Removes a chunk with all that continues it, without one a tenant's chunks, with no root everything: those
-        that were listed by a time (monotonic), and what continues them. Returns how many."""
+        that were listed by a time (monotonic), and what continues them. What was reserved before does not come any
+        more. Returns how many."""
+        self.void(root, chunk.key if chunk is not None else b"", made_by)
         if chunk is not None:
             return await self._drop_branch(chunk, EVENT_TYPE_DELETED, Turns())
         dropped, turns = 0, Turns()
@@ -68,7 +71,8 @@ class Walks:
             if writer.transactions != transactions:
                 transactions, until = writer.transactions, min(now, began + _MOST_SECONDS) + _WRITTEN_SECONDS
             if now >= until:
-                why = writer.failing[0] if writer.failing else f"that takes longer than {now - began:.0f} seconds"
+                # Asked once: the writer's thread may succeed meanwhile.
+                why = (writer.failing or (f"that takes longer than {now - began:.0f} seconds",))[0]
                 raise StoreUnavailable(
                     "what was to be deleted is not found any more, but the durable store has not removed it yet "
                     f"({why}): it comes back if the daemon is killed now; that is tried until it succeeds, and "

@@ -51,6 +51,7 @@ _OUTCOMES = {
     InsertOutcome.INSERTED: COMMIT_OUTCOME_COMMITTED,
     InsertOutcome.PRESENT: COMMIT_OUTCOME_COMMITTED,  # somebody else was faster
     InsertOutcome.PARENT_MISSING: COMMIT_OUTCOME_PARENT_MISSING,
+    InsertOutcome.DELETED: COMMIT_OUTCOME_PARENT_MISSING,
     InsertOutcome.ENTRIES_EXCEEDED: COMMIT_OUTCOME_QUOTA_EXCEEDED,
 }
 
@@ -267,7 +268,9 @@ class Writing:
             self._tiers.give_back(copy.slot)
             return COMMIT_OUTCOME_CHECKSUM_MISMATCH
         reservation.header.checksum = copy.checksum
-        arrival = Arrival(reservation.header, reservation.ids, reservation.tenant, copy.slot, reservation.kept_until)
+        arrival = Arrival(
+            reservation.header, reservation.ids, reservation.tenant, copy.slot, reservation.kept_until, reservation.void
+        )
         outcome = insertion.insert([arrival])[0]
         self._tiers.counts.commits += outcome is InsertOutcome.INSERTED
         return _OUTCOMES[outcome]
@@ -294,8 +297,46 @@ class Writing:
                 aborted += 1
         return aborted
 
+    def void(self, root: bytes, key: bytes, made_by: float = inf) -> None:
+        """Voids the reservations that a deletion concerns, of commits that run too: their chunks are not listed.
+
+        Those of a tenant, with no root everybody's, made by a time (monotonic); with ``key`` those of that chunk and
+        of what continues it. Their names are free for whoever computes the same anew.
+        """
+        leads: dict[bytes, bool] = {}
+        concerned = {
+            name: reservation
+            for name, (_, reservation) in self._in_progress.items()
+            if root in (b"", reservation.header.root)
+            and reservation.made_at <= made_by
+            and (not key or self._leads_through(name, key, leads))
+        }
+        for name, reservation in concerned.items():
+            reservation.void = True
+            del self._in_progress[name]
+
+    def _leads_through(self, name: bytes, key: bytes, known: dict[bytes, bool]) -> bool:
+        """Whether the path to a chunk contains ``key``; ``known`` keeps the answers."""
+        path = []
+        at: bytes | None = name
+        while at is not None and at != key and at not in known:
+            path.append(at)
+            at = self._parent_of(at)
+        found = at == key or (at is not None and known[at])
+        known.update(dict.fromkeys(path, found))
+        return found
+
+    def _parent_of(self, key: bytes) -> bytes | None:
+        """The parent of a chunk that is reserved or listed, None of others."""
+        if key in self._in_progress:
+            return self._in_progress[key][1].header.parent_prefix_hash
+        chunk = self._tiers.index.get(key)
+        return chunk.parent_key if chunk is not None else None
+
     def _end(self, session: Session, reservation: Reservation) -> None:
-        self._in_progress.pop(reservation.header.prefix_hash, None)
+        key = reservation.header.prefix_hash
+        if self._in_progress.get(key, (None, None))[1] is reservation:
+            del self._in_progress[key]
         if session.staging is not None:
             session.staging.free(reservation.staged)
 

@@ -18,6 +18,8 @@ _FURTHER = {
     "calls_total": "counter",
     "call_seconds_total": "counter",
 }
+# Beside the fields of a worker's statistics (inference_svc/metrics.py).
+_WORKERS_FURTHER = {"engine_up": "gauge", "corrupt_hits_total": "counter"}
 
 
 def exported() -> dict[str, str]:
@@ -27,6 +29,7 @@ def exported() -> dict[str, str]:
     found |= {f"kvsidecar_cache_{name}": kind for name, kind in _FURTHER.items()}
     found |= {f"kvsidecar_worker_{name}": "gauge" for name in worker._GAUGES}
     found |= {f"kvsidecar_worker_{name}_total": "counter" for name in worker._COUNTERS}
+    found |= {f"kvsidecar_worker_{name}": kind for name, kind in _WORKERS_FURTHER.items()}
     of_fleet = FleetMetrics()
     of_fleet.watch(Members([], httpx.AsyncClient(), 1.0))
     for registry in (Metrics(Router([])).registry, of_fleet.registry):

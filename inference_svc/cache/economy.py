@@ -80,8 +80,11 @@ class Economy:
         """Whether loading so much is not clearly slower than computing it, as far as is known."""
         if self._prefill_per_token is None:
             return True
-        load = (self._load_fixed or 0.0) + (self._load_per_token or 0.0) * tokens
-        return load <= self._break_even(tokens)
+        return self.load_seconds(tokens) <= self._break_even(tokens)
+
+    def load_seconds(self, tokens: int) -> float:
+        """Seconds that loading so much is expected to take; 0 as long as nothing is known."""
+        return (self._load_fixed or 0.0) + (self._load_per_token or 0.0) * tokens
 
     def worth_loading(self, tokens: int) -> bool:
         """Whether to look a prompt of this length up."""

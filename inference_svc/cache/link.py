@@ -1,8 +1,10 @@
 """The engine's cache over a daemon: loads sequences before they run, and stores finished ones.
 
-One thread does both, in order: what a finished request stores is there for the next turn of its conversation. Where
-chunks are streamed to another host, storing has a thread of its own, for which nobody waits who loads, and stores only
-what the link takes.
+Three lanes, so that no request waits for what is another's. Threads of a small pool ask the daemon: a Match may wait
+for a disk or a remote tier. One thread copies what they found, in order of arrival. One thread stores, and gives way to
+copies, but for a sequence that begins as one that waits to be loaded: what a finished request stores is there for the
+next turn of its conversation. Where chunks are streamed to another host, storing has a thread of its own, for which
+nobody waits who loads, and stores only what the link takes.
 Nothing here fails a request: whatever goes wrong is counted, logged once, and the prompt is computed.
 """
 
@@ -10,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import grpc
 import structlog
@@ -27,7 +31,9 @@ from kvsidecar.paged.session import Session
 from kvsidecar.summary import HEAD_TOKENS
 
 from inference_svc.cache.economy import Economy
-from inference_svc.cache.loading import Loading
+from inference_svc.cache.lane import Job, Lane
+from inference_svc.cache.load import Load
+from inference_svc.cache.loading import Found, Loading
 from inference_svc.cache.stats import CacheStats
 from inference_svc.cache.storing import Part, Storing
 from inference_svc.engine.block_table import BlockTable
@@ -42,6 +48,12 @@ log = structlog.get_logger("cache")
 _LEAST_MISSING = 64
 # Finished sequences that are to be sent to another host.
 _MOST_QUEUED = 4
+# Questions that wait for an answer at one time: their threads only wait.
+_MAX_ASKING = 32
+# Before each group of chunks, storing waits no longer than this for copies.
+_MAX_GIVE_WAY_SECONDS = 1.0
+# How soon a question that waits for a save notices that nobody wants the answer any more.
+_LOOK_SECONDS = 0.05
 
 
 class CacheLink:
@@ -62,10 +74,12 @@ class CacheLink:
         self._economy = Economy()
         self._loading = Loading(geometry, policy, self._economy, self.stats, projection_share, timeout)
         self._storing = Storing(geometry, policy, self._economy, self.stats, timeout)
-        self._thread = ThreadPoolExecutor(1, "kv-io")
-        self._sending = ThreadPoolExecutor(1, "kv-send")  # begins with the first that is sent
-        self._saving: dict[Future[None], Sequence] = {}  # what is stored in shared memory now, or waits to be
-        self._queued: dict[Future[None], Sequence] = {}  # what is to be sent
+        self._asking = ThreadPoolExecutor(_MAX_ASKING, "kv-ask")
+        self._probing = ThreadPoolExecutor(1, "kv-probe")
+        self._copies = Lane("kv-copy")
+        self._saves = Lane("kv-save")  # into shared memory
+        self._sends = Lane("kv-send")  # to another host
+        self._loads: set[Load] = set()
         self._counting = threading.Lock()
         self._epoch: int | None = None  # of the daemon that the economy knows
 
@@ -75,8 +89,8 @@ class CacheLink:
 
     def close(self) -> None:
         """Finishes what is queued and ends the sessions. Blocks."""
-        self._thread.shutdown()
-        self._sending.shutdown()
+        for thread in (self._probing, self._asking, self._copies, self._saves, self._sends):  # asking feeds copies
+            thread.shutdown()
         with ThreadPoolExecutor(len(self._daemons)) as threads:  # a daemon that hangs is waited for once
             list(threads.map(DaemonLink.close, self._daemons.values()))
 
@@ -98,14 +112,12 @@ class CacheLink:
 
     def remove(self, adapter: bytes) -> None:
         """Ends the session of an adapter that no sequence has any more, once what is queued for it is done. Blocks."""
-        daemon = self._thread.submit(self._take, adapter).result()
-        wait(set(self._queued))
-        daemon.close()
-
-    def _take(self, adapter: bytes) -> DaemonLink:
+        jobs: list[Load | Job] = [*list(self._loads), *self._saves.jobs, *self._sends.jobs]
+        for job in [job for job in jobs if job.sequence.realm.adapter == adapter]:
+            job.over.wait()
         daemon = self._daemons[adapter]
         self._daemons = {key: link for key, link in self._daemons.items() if key != adapter}
-        return daemon
+        daemon.close()
 
     # ---- loading --------------------------------------------------------------------------------------------
 
@@ -119,19 +131,26 @@ class CacheLink:
         if session.epoch != self._epoch:
             self._epoch = session.epoch
             self._economy.forget_loads()
-        asked = self._loading.places(session, sequence) or self._is_saving_head_of(sequence)
+        # The summary will know of what is being stored now.
+        saves = [job for job in self._saves.jobs if _begin_alike(sequence.tokens, job.sequence.tokens)]
+        asked = self._loading.places(session, sequence) or bool(saves)
         if not asked and self._loading.in_vain(session, root, sequence):
             return False
         if not self._economy.worth_loading(sequence.missing):
             self.stats.bypassed += 1
             return False
-        self._thread.submit(self._guarded_load, sequence, pool, done)
+        self._saves.hasten(saves)
+        load = Load(sequence, pool, done)
+        self._loads.add(load)
+        self._asking.submit(self._ask, load, saves)
         return True
 
-    def _is_saving_head_of(self, sequence: Sequence) -> bool:
-        """Whether something is being stored that begins alike: the summary will know of it, behind that on the
-        thread."""
-        return any(_begin_alike(sequence.tokens, saved.tokens) for saved in tuple(self._saving.values()))
+    def forget(self, sequence: Sequence) -> None:
+        for load in [load for load in list(self._loads) if load.sequence is sequence]:
+            load.abandon()
+
+    def load_seconds(self, tokens: int) -> float:
+        return self._economy.load_seconds(tokens)
 
     def _session(self, sequence: Sequence) -> tuple[Session, bytes] | None:
         """The session for a sequence, if there is one, and the root of its tenant's chunks."""
@@ -141,13 +160,29 @@ class CacheLink:
             return None
         return session, keys.tenant_root(daemon.namespace, sequence.cache.tenant_salt)
 
+    def discard(self, sequence: Sequence, position: int) -> None:
+        self._asking.submit(self._discard, sequence, list(sequence.tokens), position)
+
+    def _discard(self, sequence: Sequence, tokens: list[int], position: int) -> None:
+        daemon = self._daemons.get(sequence.realm.adapter)
+        with self._guard(sequence) as found:
+            if daemon is None or found is None:
+                return
+            for prefix_hash in self._loading.chunks_at(*found, sequence, tokens, position):
+                prefix = pb.PrefixRef(
+                    namespace=daemon.namespace, tenant_salt=sequence.cache.tenant_salt, prefix_hash=prefix_hash
+                )
+                deleted = found[0].stub.Delete(pb.DeleteRequest(prefix=prefix), timeout=self._timeout).deleted
+                self.stats.corrupt_chunks += deleted
+                log.error("a chunk was not finite and is deleted", request=sequence.id, chunk=prefix_hash.hex()[:16])
+
     def probe(self, sequence: Sequence, done: ProbeDone) -> None:
         found = self._session(sequence)
         if found is None or not sequence.cache.read:
             return
         session, root = found
         if session.may_hold(root, sequence.tokens):
-            self._thread.submit(self._probe, sequence, done)
+            self._probing.submit(self._probe, sequence, done)
 
     def _probe(self, sequence: Sequence, done: ProbeDone) -> None:
         """A Match without a session: nothing is leased. A failure is left to the load that follows."""
@@ -171,65 +206,82 @@ class CacheLink:
         if found is None or sequence.reusable <= sequence.stored.covered:
             return False
         tokens = sequence.reusable - sequence.stored.covered
-        return self._queue(found[0], sequence, tokens, lambda: self._guarded_save(sequence, pool, done))
+        return self._queue(found[0], sequence, tokens, partial(self._save, sequence, pool, done))
 
     def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
         found = self._session(sequence)
         if found is None:
             return False
         part = Part.of(sequence, pool, table, tokens)
-        return self._queue(found[0], sequence, tokens, lambda: self._guarded_save_part(sequence, part, done))
+        return self._queue(found[0], sequence, tokens, partial(self._save_part, sequence, part, done))
 
-    def _queue(self, session: Session, sequence: Sequence, tokens: int, save: Callable[[], None]) -> bool:
+    def _queue(self, session: Session, sequence: Sequence, tokens: int, save: Callable[[Job], None]) -> bool:
         """Has so many tokens stored, if they are to be."""
-        thread, under_way = self._thread, self._saving
+        lane = self._saves
         if not session.carrier.at_once:
             # The pages are kept until they are sent; what would hardly be loaded again is not worth that.
-            if len(self._queued) >= _MOST_QUEUED or not self._economy.pays(tokens):
+            lane = self._sends
+            if len(lane.jobs) >= _MOST_QUEUED or not self._economy.pays(tokens):
                 return False
-            thread, under_way = self._sending, self._queued
-        saved = thread.submit(save)
-        under_way[saved] = sequence
-        saved.add_done_callback(lambda _: under_way.pop(saved))
+        lane.submit(sequence, save)
         return True
+
+    def _give_way(self, job: Job) -> None:
+        """Lets copies go first, unless a load waits for what the job stores."""
+        self._copies.wait_idle(_MAX_GIVE_WAY_SECONDS, unless=lambda: job.urgent)
 
     # ---- failing --------------------------------------------------------------------------------------------
 
-    def _guarded_load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> None:
-        told = False
+    def _ask(self, load: Load, saves: list[Job]) -> None:
+        """On a thread that may wait: asks for a load, behind what is stored for it, and has it copied."""
+        self._await(saves, load)
+        with self._guard(load.sequence) as found:
+            if found is not None and load.wanted:
+                chosen = self._loading.ask(*found, load)
+                if chosen is not None:
+                    self._copies.submit(load.sequence, lambda _: self._copy(found[0], chosen, load))
+                    return
+        self._end(load)
 
-        def tell(loaded: Sequence, restored: Restored) -> None:
-            nonlocal told
-            told = True
-            done(loaded, restored)
+    def _await(self, saves: list[Job], load: Load) -> None:
+        """Waits for saves, no longer than loading is worth waiting for."""
+        deadline = time.monotonic() + self._economy.patience(len(load.sequence.tokens))
+        for save in saves:
+            while load.wanted and time.monotonic() < deadline and not save.over.wait(_LOOK_SECONDS):
+                pass
 
-        with self._guard(sequence) as found:
-            if found is not None:
-                self._loading.load(*found, sequence, pool, tell)
-        if not told:
-            done(sequence, Restored())
+    def _copy(self, session: Session, found: Found, load: Load) -> None:
+        with self._guard(load.sequence, session):
+            self._loading.copy(session, found, load)
+        self._end(load)
 
-    def _guarded_save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> None:
+    def _end(self, load: Load) -> None:
+        load.tell(Restored())  # without effect where it was told more
+        self._loads.discard(load)
+        load.over.set()
+
+    def _save(self, sequence: Sequence, pool: KVPool, done: SaveDone, job: Job) -> None:
         stored: StoredPrefix | None = None
         with self._guard(sequence) as found:
             if found is not None:
-                stored = self._storing.save(*found, sequence, pool)
+                stored = self._storing.save(*found, sequence, pool, partial(self._give_way, job))
         done(sequence, stored)
 
-    def _guarded_save_part(self, sequence: Sequence, part: Part, done: SaveDone) -> None:
+    def _save_part(self, sequence: Sequence, part: Part, done: SaveDone, job: Job) -> None:
         stored: StoredPrefix | None = None
         with self._guard(sequence) as found:
             if found is not None:
-                stored = self._storing.save_part(*found, sequence, part)
+                stored = self._storing.save_part(*found, sequence, part, partial(self._give_way, job))
         done(sequence, stored)
 
     @contextlib.contextmanager
-    def _guard(self, sequence: Sequence) -> Iterator[tuple[Session, bytes] | None]:
-        """The session and its root, if there is one; any failure counts, and the request goes on without. A call that
-        was not answered in time is undone by the daemon, one that was refused changed nothing; any other failure ends
-        the session."""
+    def _guard(self, sequence: Sequence, session: Session | None = None) -> Iterator[tuple[Session, bytes] | None]:
+        """The session and its root, if there is one, of all that is done in ``session`` or else in this one; any
+        failure counts, and the request goes on without. A call that was not answered in time is undone by the daemon,
+        one that was refused changed nothing; any other failure ends the session."""
         found = self._session(sequence)
-        session = None if found is None else found[0]
+        if session is None and found is not None:
+            session = found[0]
         try:
             yield found
         except grpc.RpcError as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,6 +20,7 @@ from kvsidecar.paged.session import Session
 from torch import Tensor
 
 from inference_svc.cache.economy import Economy
+from inference_svc.cache.load import Load
 from inference_svc.cache.needed import Needed, load_layers, needed
 from inference_svc.cache.stats import CacheStats
 from inference_svc.engine.block_table import NOWHERE
@@ -32,7 +34,6 @@ from inference_svc.reuse.plan import Plan, Stretch
 from inference_svc.reuse.policy import RepairSetting, ReusePolicy
 from inference_svc.reuse.strategies.base import cost
 
-Done = Callable[[Sequence, Restored], None]
 # Shorter chunks are not worth a seam.
 _LEAST_PLACED = 8
 # From so many tokens on, the forward begins when the first layers are there; layers are copied so many at a time.
@@ -44,7 +45,7 @@ _MOST_AFAR_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """A leased chunk, the slots of its leading tokens, and by how much its keys are turned. Of a ``far`` one, only
     layers without a window get them."""
 
@@ -57,6 +58,17 @@ class _Part:
     def size_bytes(self) -> int:
         """Of its payload, what belongs to these tokens."""
         return self.match.payload_bytes * len(self.slots) // self.match.tokens
+
+
+@dataclass(frozen=True)
+class Found:
+    """Leased chunks to copy for a load, and what the engine is told when they are there. ``asked_seconds`` is what the
+    question took here, without the remote tier."""
+
+    lease_id: bytes
+    parts: tuple[Part, ...]
+    restored: Restored
+    asked_seconds: float
 
 
 class Loading:
@@ -73,6 +85,7 @@ class Loading:
     ) -> None:
         self._geometry, self._policy, self._economy, self._stats = geometry, policy, economy, stats
         self._projection_share, self._timeout = projection_share, timeout
+        self._counting = threading.Lock()
         g = geometry
         self._token_bytes = 4 * g.layers * g.kv_heads * g.head_dim * g.bits / 8  # roughly: keys and values
 
@@ -81,23 +94,24 @@ class Loading:
         summary knows nothing of."""
         if session.remote or session.may_hold(root, sequence.tokens):
             return False
-        session.skipped(len(sequence.tokens))
+        with self._counting:
+            session.skipped(len(sequence.tokens))
         return True
 
     def places(self, session: Session, sequence: Sequence) -> bool:
         """Whether what was read in another context may be reused. Not where a window's pages do not reach so far."""
-        if sequence.table is not None and sequence.table.tokens < len(sequence.tokens):
+        table = sequence.table  # the engine may take the pages of a load back that nobody wants any more
+        if table is not None and table.tokens < len(sequence.tokens):
             return False
         return not sequence.cache.exact_only and self._policy.repair_for(session.verdict) is not None
 
-    def load(self, session: Session, root: bytes, sequence: Sequence, pool: KVPool, done: Done) -> None:
-        """Looks a prompt up and copies what is found, layers in order. Of much, ``done`` is told before the first ones
-        are there, with a gate that opens as they come. The sequence stays as it is."""
-        began = time.perf_counter()
-        contents = self._probes(session, root, sequence)
+    def ask(self, session: Session, root: bytes, load: Load) -> Found | None:
+        """Looks a prompt up and chooses what is to be copied. None where nothing is: the engine was told then, or is to
+        be. The sequence stays as it is. Any thread may call it, for several loads at once."""
+        began, sequence = time.perf_counter(), load.sequence
+        contents = self._probes(session, root, sequence, sequence.tokens)
         if not contents and self.in_vain(session, root, sequence):
-            done(sequence, Restored())
-            return
+            return None
         cuts = self._cuts(session, sequence)
         request = pb.MatchRequest(
             session_id=session.id,
@@ -107,44 +121,74 @@ class Loading:
             cuts=cuts,
             seconds_per_token=self._economy.price,
             ttl_seconds=sequence.cache.ttl_seconds,
-            window=0 if session.remote or not pool.window else pool.window + WINDOW_STEP,
+            window=0 if session.remote or not load.pool.window else load.pool.window + WINDOW_STEP,
         )
         with sequence.trace.part("lookup", sequence.admitted_at):
-            found = session.match(request, self._patience(session, len(sequence.tokens)))
+            answer = session.match(request, self._patience(session, len(sequence.tokens)))
         looked_up = time.perf_counter()
-        if found.epoch != session.epoch:
-            raise ValueError(f"an answer of epoch {found.epoch:x} in a session of epoch {session.epoch:x}")
-        gate: LayerGate | None = None
-        copied = 0
+        found: Found | None = None
         try:
-            # The prompt's own end is no cut.
-            stored = _stored_prefix(found.passed_tokens, found.matches, cuts[:-1] if session.remote else None)
-            use = self._needed(sequence, pool, found, stored)
-            parts = self._prefix_parts(sequence, pool, found.matches, use)
-            exact = max(use.tokens, sequence.computed)
-            repair = self._policy.repair_for(session.verdict)
-            placed, stretches = (
-                self._content_parts(sequence, pool, found.contents, exact)
-                if repair is not None and self._pays(repair)
-                else ([], [])
-            )
-            parts += placed
-            restored = Restored(
-                tokens=use.tokens,
-                table=use.table,
-                plan=Plan(len(sequence.tokens), exact, tuple(stretches)) if stretches else None,
-                repair=repair if stretches else None,
-                stored=stored,
-                lookup_ms=(looked_up - began) * 1e3,
-                transfer_ms=found.promote_ms,
-                looked_up_at=looked_up,
-            )
-            layers = self._geometry.layers
-            shares = [len(pool.wide_layers) / layers if part.far else 1.0 for part in parts]
-            copied = int(sum(len(part.slots) * share for part, share in zip(parts, shares, strict=True)))
+            if answer.epoch != session.epoch:
+                raise ValueError(f"an answer of epoch {answer.epoch:x} in a session of epoch {session.epoch:x}")
+            if load.claim():
+                # The prompt's own end is no cut.
+                found = self._chosen(session, load, answer, cuts[:-1] if session.remote else None, began, looked_up)
+        finally:
+            if found is None or not found.parts:
+                session.give_back([answer.lease_id])
+        if found is None or found.parts:
+            return found
+        load.tell(found.restored)
+        return None
+
+    def _chosen(
+        self,
+        session: Session,
+        load: Load,
+        answer: pb.MatchResponse,
+        cuts: list[int] | None,
+        began: float,
+        looked_up: float,
+    ) -> Found:
+        """What of an answer is copied, and what the engine is told of it."""
+        sequence, pool = load.sequence, load.pool
+        stored = _stored_prefix(answer.passed_tokens, answer.matches, cuts)
+        use = self._needed(sequence, pool, answer, stored)
+        parts = self._prefix_parts(sequence, pool, answer.matches, use)
+        exact = max(use.tokens, sequence.computed)
+        repair = self._policy.repair_for(session.verdict)
+        placed, stretches = (
+            self._content_parts(sequence, pool, answer.contents, exact)
+            if repair is not None and self._pays(repair)
+            else ([], [])
+        )
+        parts += placed
+        restored = Restored(
+            tokens=use.tokens,
+            table=use.table,
+            plan=Plan(len(sequence.tokens), exact, tuple(stretches)) if stretches else None,
+            repair=repair if stretches else None,
+            stored=stored,
+            lookup_ms=(looked_up - began) * 1e3,
+            transfer_ms=answer.promote_ms,
+            looked_up_at=looked_up,
+        )
+        # What the remote tier takes, the daemon weighs: it knows what that has, and was told what computing takes.
+        return Found(answer.lease_id, tuple(parts), restored, looked_up - began - answer.remote_ms / 1e3)
+
+    def copy(self, session: Session, found: Found, load: Load) -> None:
+        """Copies what was found, layers in order. Of much, the engine is told before the first ones are there, with a
+        gate that opens as they come. It is not told of what was not copied."""
+        began, parts, pool = time.perf_counter(), found.parts, load.pool
+        layers, gate = self._geometry.layers, None
+        shares = [len(pool.wide_layers) / layers if part.far else 1.0 for part in parts]
+        copied = int(sum(len(part.slots) * share for part, share in zip(parts, shares, strict=True)))
+        try:
+            if not load.wanted:
+                return
             if copied >= _LAYERWISE_TOKENS and session.carrier.at_once:
                 gate = LayerGate(layers)
-                done(sequence, replace(restored, gate=gate))
+                load.tell(replace(found.restored, gate=gate))
             group = _LAYER_GROUP if gate else layers
             groups = [range(first, min(first + group, layers)) for first in range(0, layers, group)]
             with closing(self._pieces(session, found.lease_id, parts, self._economy.patience(copied))) as arriving:
@@ -154,23 +198,24 @@ class Loading:
                             raise ConnectionError("the session ended while chunks were copied")
                         if gate:
                             gate.open(there.stop)
+                        if not load.wanted:
+                            return
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                self._economy.gave_up(copied, time.perf_counter() - looked_up)
+                self._economy.gave_up(copied, time.perf_counter() - began)
             raise
         finally:
             if gate:
                 gate.fail()
             session.give_back([found.lease_id])
         ended = time.perf_counter()
-        # What the remote tier takes, the daemon weighs: it knows what that has, and was told what computing takes.
-        self._economy.loaded(copied, ended - began - found.remote_ms / 1e3)
+        self._economy.loaded(copied, found.asked_seconds + ended - began)
         self._stats.loaded_bytes += int(sum(p.size_bytes * share for p, share in zip(parts, shares, strict=True)))
         if not gate:
-            done(sequence, replace(restored, restore_ms=(ended - looked_up) * 1e3))
+            load.tell(replace(found.restored, restore_ms=(ended - found.restored.looked_up_at) * 1e3))
 
     def _pieces(
-        self, session: Session, lease_id: bytes, parts: list[_Part], most: float
+        self, session: Session, lease_id: bytes, parts: tuple[Part, ...], most: float
     ) -> Generator[tuple[list[Piece], list[Piece]], None, None]:
         """Parts with their payloads, those that all layers get and the far ones: all at once where they are in memory,
         so that layers can be copied in order; else one by one, as they come, for ``most`` seconds."""
@@ -197,9 +242,9 @@ class Loading:
         return needed(pool, sequence.table, sequence.computed, found, goes_on, passed)
 
     @staticmethod
-    def _prefix_parts(sequence: Sequence, pool: KVPool, matches: Any, use: Needed) -> list[_Part]:
+    def _prefix_parts(sequence: Sequence, pool: KVPool, matches: Any, use: Needed) -> list[Part]:
         """The chunks that all layers get, and those that only layers without a window do."""
-        out: list[_Part] = []
+        out: list[Part] = []
         for match in matches:
             start = match.start_position
             end = min(start + match.matched_tokens, use.tokens)
@@ -209,15 +254,29 @@ class Loading:
                 # What the pool has already stays as it is; others may be reading it.
                 slots[: max(0, sequence.computed - start)] = pool.padding_slot
                 slots[slots == NOWHERE] = pool.padding_slot
-                out.append(_Part(match, slots, far=not whole))
+                out.append(Part(match, slots, far=not whole))
         return out
 
-    def _probes(self, session: Session, root: bytes, sequence: Sequence) -> list[pb.ContentProbe]:
+    def chunks_at(
+        self, session: Session, root: bytes, sequence: Sequence, tokens: list[int], position: int
+    ) -> list[bytes]:
+        """Prefix hashes of the stored chunks that a prompt has at a position, where it begins so or anywhere. Raises
+        grpc.RpcError."""
+        contents = self._probes(session, root, sequence, tokens)
+        salt = sequence.cache.tenant_salt
+        request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
+        answer = session.match(request, self._patience(session, len(tokens)))
+        session.give_back([answer.lease_id])
+        found = [(match.start_position, match) for match in answer.matches]
+        found += [(content.start, content.match) for content in answer.contents]
+        return [match.prefix_hash for start, match in found if start <= position < start + match.matched_tokens]
+
+    def _probes(self, session: Session, root: bytes, sequence: Sequence, tokens: list[int]) -> list[pb.ContentProbe]:
         """The chunks of a prompt that might have been read elsewhere, where such may be reused."""
         if not self.places(session, sequence):
             return []
         # The last token is always computed.
-        tokens = sequence.tokens[:-1]
+        tokens = tokens[:-1]
         return [
             pb.ContentProbe(start=a, tokens=b - a)
             for a, b in pairwise([0, *self._policy.chunker.ends(tokens, marks_of(sequence))])
@@ -228,10 +287,10 @@ class Loading:
 
     def _content_parts(
         self, sequence: Sequence, pool: KVPool, contents: Any, exact: int
-    ) -> tuple[list[_Part], list[Stretch]]:
+    ) -> tuple[list[Part], list[Stretch]]:
         """Chunks that were found by content, keys turned to where the prompt has them."""
         assert sequence.table is not None
-        out: list[_Part] = []
+        out: list[Part] = []
         stretches: list[Stretch] = []
         for found in contents:
             match = found.match
@@ -245,7 +304,7 @@ class Loading:
             delta = found.start - match.start_position
             assert self._policy.rotary is not None
             rotation = self._policy.rotary.by(delta) if delta else None
-            out.append(_Part(match, slots, rotation))
+            out.append(Part(match, slots, rotation))
             stretches.append(Stretch(start, end))
         return out, stretches
 

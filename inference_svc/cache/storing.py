@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,10 +56,12 @@ class _Job:
     known: list[int]
     end: int
     prefill: tuple[int, float]
+    give_way: Callable[[], None]
 
 
 class Storing:
-    """``timeout`` is in seconds, for a call that moves nothing."""
+    """``timeout`` is in seconds, for a call that moves nothing. Each group of chunks waits for ``give_way``, which the
+    caller gives, first."""
 
     def __init__(
         self, geometry: Geometry, policy: ReusePolicy, economy: Economy, stats: CacheStats, timeout: float
@@ -66,14 +69,18 @@ class Storing:
         self._geometry, self._policy, self._economy = geometry, policy, economy
         self._stats, self._timeout = stats, timeout
 
-    def save(self, session: Session, root: bytes, sequence: Sequence, pool: KVPool) -> StoredPrefix:
+    def save(
+        self, session: Session, root: bytes, sequence: Sequence, pool: KVPool, give_way: Callable[[], None]
+    ) -> StoredPrefix:
         """Stores what of a finished sequence is not stored yet. Returns what is stored then."""
         assert sequence.table is not None
         known = sequence.tokens[: sequence.reusable]
-        job = _Job(session, root, sequence, pool, sequence.table, known, len(known), _prefill(sequence))
+        job = _Job(session, root, sequence, pool, sequence.table, known, len(known), _prefill(sequence), give_way)
         return self._save(job, sequence.stored)
 
-    def save_part(self, session: Session, root: bytes, sequence: Sequence, part: Part) -> StoredPrefix | None:
+    def save_part(
+        self, session: Session, root: bytes, sequence: Sequence, part: Part, give_way: Callable[[], None]
+    ) -> StoredPrefix | None:
         """Stores the chunks of a running sequence that end within a part of it. Returns what is stored then; None for
         values that are not finite, of which no answer has told yet."""
         table, pool = part.table, part.pool
@@ -82,7 +89,7 @@ class Storing:
         slots = torch.from_numpy(table.slots(part.stored.tokens, part.tokens))
         if not pool.values[-1].index_select(1, slots.to(pool.values.device)).isfinite().all():
             return None
-        job = _Job(session, root, sequence, pool, table, part.known, part.tokens, part.prefill)
+        job = _Job(session, root, sequence, pool, table, part.known, part.tokens, part.prefill, give_way)
         return self._save(job, part.stored)
 
     def _save(self, job: _Job, before: StoredPrefix) -> StoredPrefix:
@@ -96,6 +103,7 @@ class Storing:
         session, root, sequence = job.session, job.root, job.sequence
         headers, stored, first = self._headers(job, prefix), prefix, True
         for group, hashes in linked_groups(session, headers, prefix.prefix_hash, root):
+            job.give_way()
             filler = _filler(job, group)
             cache = sequence.cache
             written = write(session, cache.tenant_salt, group, filler, self._timeout, cache.ttl_seconds)

@@ -1,7 +1,8 @@
 """What the pool has of a waiting prompt, and where its pages come from; who goes first is the scheduler's to say.
 
-A request whose prompt another one is just reading or loading is held back until that one has it, so that what they
-share is read once. Only the engine's thread uses this.
+A request whose prompt another one is just reading is held back until that one has it, so that what they share is read
+once. For one that is being loaded it waits only where the load is expected to be faster than computing, and no longer
+than computing would take. Only the engine's thread uses this.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import structlog
 
 from inference_svc.engine import scheduler
 from inference_svc.engine.block_table import PAGE_TOKENS, BlockTable
+from inference_svc.engine.cache_port import Cache, ProbeDone
+from inference_svc.engine.pace import Pace
 from inference_svc.engine.pool import WINDOW_STEP, KVPool
 from inference_svc.engine.residents import LEAST_SHARED, Resident, Residents, Tokens, common_prefix
 from inference_svc.engine.room import AHEAD_TOKENS, outgrows
-from inference_svc.engine.sequence import Sequence, StoredPrefix
+from inference_svc.engine.sequence import Sequence, State, StoredPrefix
+
+log = structlog.get_logger("engine")
 
 # Waiting requests that are compared with each other; the others wait their turn.
 _WINDOW = 16
@@ -46,8 +52,11 @@ class Admission:
     """Chooses among waiting sequences and gives them pages. ``piece``: tokens of one that are computed at once;
     ``longest``: most tokens of one with its answer."""
 
-    def __init__(self, pool: KVPool, residents: Residents, piece: int, longest: int) -> None:
+    def __init__(self, pool: KVPool, residents: Residents, piece: int, longest: int, pace: Pace, cache: Cache) -> None:
         self._pool, self._residents, self._piece, self._longest = pool, residents, piece, longest
+        self._pace, self._cache = pace, cache
+        self.wake_at: float | None = None
+        """When the first of those that ``next`` held back is held back no more (time.perf_counter)."""
 
     def next(self, waiting: deque[Sequence], live: Iterable[Sequence]) -> tuple[Sequence, Source] | None:
         """The sequence to admit now, with what the pool has of it; None when all are held back.
@@ -57,26 +66,37 @@ class Admission:
         """
         now, live = time.perf_counter(), list(live)
         sequences = list(islice(self._in_turn(waiting), _WINDOW))
-        found = [self._source(s, live) for s in sequences]
+        found = [self._source(s, live, now) for s in sequences]
+        self.wake_at = min((until for _, until in found if until > now), default=None)
         chosen = scheduler.choose(
             [
-                scheduler.Candidate(now - s.arrived, max(source.tokens, s.expected_cached), held_back, s.preempted)
-                for s, (source, held_back) in zip(sequences, found, strict=True)
+                scheduler.Candidate(now - s.arrived, max(source.tokens, s.expected_cached), until > now, s.preempted)
+                for s, (source, until) in zip(sequences, found, strict=True)
             ]
         )
         return None if chosen is None else (sequences[chosen], found[chosen][0])
 
-    def _source(self, sequence: Sequence, live: list[Sequence]) -> tuple[Source, bool]:
-        """The best source for a prompt, and whether a live sequence will soon be a better one."""
+    def probe(self, waiting: Iterable[Sequence], done: ProbeDone) -> None:
+        """Has the cache say, once of each, how much of waiting sequences is stored."""
+        for sequence in waiting:
+            if not sequence.probed:
+                sequence.probed = True
+                try:
+                    self._cache.probe(sequence, done)
+                except Exception:  # it only tells whom to admit first
+                    log.exception("probing failed", request=sequence.id)
+
+    def _source(self, sequence: Sequence, live: list[Sequence], now: float) -> tuple[Source, float]:
+        """The best source for a prompt, and until when to wait for a live sequence that will soon be a better one."""
         if not sequence.cache.read:
-            return Source(), False
+            return Source(), 0.0
         # The last token is always computed: its logits are wanted.
         whole = as_array(sequence.tokens) if sequence.preempted else sequence.prompt_ids
         tokens, realm = whole[:-1], sequence.realm
         if len(tokens) < LEAST_SHARED:
-            return Source(), False
+            return Source(), 0.0
         resident, longest = self._residents.best(realm, tokens)
-        source, coming = Source(longest, resident=resident), 0
+        source, coming = Source(longest, resident=resident), list[tuple[Sequence, int]]()
         for other in live:
             if other.realm != realm or not other.cache.write:
                 continue
@@ -90,8 +110,20 @@ class Admission:
             if loaded and reached and ready > source.tokens:
                 source = Source(ready, running=other)
             if reached:
-                coming = max(coming, min(shared, other.prompt_tokens if other.plan is None else other.plan.exact))
-        return source, coming >= source.tokens + LEAST_SHARED
+                coming.append((other, min(shared, other.prompt_tokens if other.plan is None else other.plan.exact)))
+        better = [(other, tokens) for other, tokens in coming if tokens >= source.tokens + LEAST_SHARED]
+        return source, max((self._until(sequence, *one, source, now) for one in better), default=0.0)
+
+    def _until(self, sequence: Sequence, other: Sequence, tokens: int, source: Source, now: float) -> float:
+        """Until when a sequence waits for another one to have so many of its tokens."""
+        latest = sequence.arrived + scheduler.HOLD_SECONDS
+        computing = self._pace.seconds(tokens - source.tokens)
+        if not (other.state is State.LOADING or other.gated) or computing is None:
+            return latest
+        expected = other.admitted_at + self._cache.load_seconds(other.missing)
+        if expected > now + computing:
+            return 0.0
+        return min(latest, max(other.admitted_at, sequence.queued_at) + computing)
 
     def allocate(self, sequence: Sequence, source: Source, free_pages: int, leave: int) -> bool:
         """Gives a sequence its pages, the first ``sequence.computed`` tokens of them filled from the source. False,

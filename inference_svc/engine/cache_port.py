@@ -47,7 +47,8 @@ class ProbeDone(Protocol):
 
 
 class Cache(Protocol):
-    """The calls return at once and leave the sequence as it is; the callbacks come on another thread, once each.
+    """The calls return at once and leave the sequence as it is; the callbacks come once each, on another thread, or of
+    what ``forget`` gives up within that call.
 
     Between ``load`` and its callback, and between ``save`` and its callback, the sequence's pages belong to the cache;
     with a gate, the pages of what is restored do until it is done.
@@ -56,6 +57,20 @@ class Cache(Protocol):
     def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
         """Begins to fill the sequence's pages behind its computed tokens with what is stored; False when there is
         nothing to try."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Gives up loading a sequence that was cancelled or refused: the callback comes at once, or as soon as nobody
+        writes to its pages. Without effect on others."""
+        ...
+
+    def load_seconds(self, tokens: int) -> float:
+        """Seconds that loading so many tokens is expected to take; 0 as long as nothing is known."""
+        ...
+
+    def discard(self, sequence: Sequence, position: int) -> None:
+        """Deletes the chunk that a sequence's prompt has at a position, at leisure: what was loaded from it is not
+        finite."""
         ...
 
     def probe(self, sequence: Sequence, done: ProbeDone) -> None:
@@ -79,6 +94,15 @@ class NoCache:
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
         return False
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+    def load_seconds(self, tokens: int) -> float:
+        return 0.0
+
+    def discard(self, sequence: Sequence, position: int) -> None:
+        pass
 
     def probe(self, sequence: Sequence, done: ProbeDone) -> None:
         pass

@@ -64,12 +64,16 @@ def likeliest_beside(logits: Tensor, tokens: Sequence[int]) -> list[int]:
     return _likeliest(others)[0]
 
 
+class NotFinite(GenerationFailed):
+    """Logits with NaN or infinity."""
+
+
 def _checked(token: int, peak: float) -> Outcome:
     return Drawn(token) if np.isfinite(peak) else _not_finite()
 
 
-def _not_finite() -> GenerationFailed:
-    return GenerationFailed("the model computed NaN or infinity for this request; nothing can be drawn from that")
+def _not_finite() -> NotFinite:
+    return NotFinite("the model computed NaN or infinity for this request; nothing can be drawn from that")
 
 
 def _draw(logits: Tensor, rows: list[int], samplers: list[Sampler]) -> list[Outcome]:

@@ -7,6 +7,7 @@ meanwhile.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
@@ -14,18 +15,20 @@ from typing import TypeVar
 
 import structlog
 import torch
-from kvsidecar.errors import ModelUnsupported, Overloaded, Unavailable, UnknownModel
+from kvsidecar.errors import KVSidecarError, ModelUnsupported, Overloaded, Unavailable, UnknownModel
 
 from inference_svc.engine import rows
 from inference_svc.engine.cache_port import Cache
 from inference_svc.engine.decode_graphs import decode_graphs
+from inference_svc.engine.engine_lost import check_device
+from inference_svc.engine.finish import tell
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.loop import Loop
 from inference_svc.engine.mailbox import CancelAsked, Letter, Mailbox, Submitted, Task
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.residents import Resident
 from inference_svc.engine.room import Room
-from inference_svc.engine.sequence import Sequence
+from inference_svc.engine.sequence import Finish, Output, Sequence
 from inference_svc.engine.speculation.calibration import once, timed
 from inference_svc.engine.speculation.costs import Costs
 from inference_svc.engine.speculation.draft_model import DraftModel
@@ -40,6 +43,9 @@ from inference_svc.model.loader import LoadedModel
 
 log = structlog.get_logger("engine")
 T = TypeVar("T")
+# A step that takes longer hangs: so long, or so much longer than is expected of a full batch.
+_MAX_STEP_SECONDS, _MAX_STEP_RATIO = 60.0, 4.0
+_WARM_ROWS = 64
 
 
 class Engine:
@@ -55,12 +61,13 @@ class Engine:
         draft: DraftModel | None = None,
         speculates: bool = False,
         adapters: Many[AdapterWeights] = (),
+        decoder: Decoder | None = None,
     ) -> None:
         """``adapters`` are placed beside the model. ``draft`` guesses for those who ask for it. With ``speculates``,
-        what passes cost is measured before the first request, not with them. Raises ModelUnsupported when the first
-        forward fails."""
+        what passes cost is measured before the first request, not with them. ``decoder`` is the model's, if it has
+        one. Raises ModelUnsupported when the first forward fails."""
         self.loaded, self.pool, self.stats = loaded, pool, EngineStats()
-        self.decoder = Decoder(loaded)
+        self.decoder = decoder or Decoder(loaded)
         # Only the engine's thread changes it; others copy it before they walk over it.
         self.adapters = {weights.name: self.decoder.adopt(weights) for weights in adapters}
         self._limits = limits or EngineLimits()
@@ -89,6 +96,9 @@ class Engine:
         self._threads = threads
         self._ready = threading.Event()
         self._broken: Exception | None = None
+        self._step_began = 0.0  # 0 between steps
+        self.died: Future[Unavailable] = Future()
+        """Done when the engine's thread has ended by an error: what callers are told. Everybody who waited was told."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -115,7 +125,7 @@ class Engine:
         if self._mail.submitted + len(self._loop.waiting) >= self._limits.waiting:
             raise Overloaded(f"{self._limits.waiting} requests wait already; try again later")
         if not self._mail.post(Submitted(sequence)):
-            raise Unavailable("the worker is shutting down; send the request to another one")
+            raise self._why_not()
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence at the next step; its pages are free then. Idempotent."""
@@ -142,7 +152,7 @@ class Engine:
             adapter = self.adapters.pop(name, None)
             if adapter is None:
                 raise UnknownModel(f"there is no adapter {name[:100]!r}", param="name")
-            self._loop.end_all(adapter, _gone(adapter))
+            self._end_all(adapter, _gone(adapter))
             return adapter
 
         return self.between_steps(end)
@@ -157,9 +167,31 @@ class Engine:
             except Exception as error:
                 done.set_exception(error)
 
-        if not self._mail.post(Task(run)):
-            raise Unavailable("the worker is shutting down; try again on another one")
+        if not self._mail.post(Task(run, done.set_exception)):
+            raise self._why_not()
         return done.result()
+
+    def _why_not(self) -> Unavailable:
+        """Why no sequence and no work is taken any more."""
+        return self.died.result() if self.died.done() else _shutting_down()
+
+    @property
+    def ailment(self) -> str:
+        """Why nothing is computed here: the engine has stopped, or its step takes too long to be one; empty when it is
+        well. Any thread may ask."""
+        if self.died.done():
+            return str(self.died.result())
+        began = self._step_began
+        seconds = time.perf_counter() - began if began else 0.0
+        if seconds <= self.max_step_seconds:
+            return ""
+        return f"a step of the engine has taken {seconds:.0f} s; at most {self.max_step_seconds:.0f} s are expected"
+
+    @property
+    def max_step_seconds(self) -> float:
+        """Seconds after which a step is taken for one that hangs: a minute, more where a full batch takes long."""
+        full = self._loop.pace.seconds(self._limits.batch_tokens)
+        return max(_MAX_STEP_SECONDS, 0.0 if full is None else _MAX_STEP_RATIO * full)
 
     @property
     def load(self) -> tuple[int, int, int]:
@@ -215,29 +247,83 @@ class Engine:
             return
         finally:
             self._ready.set()
-        while self._mail.wait(lambda: self._loop.busy):
-            with self._stepping:
-                try:
-                    self._mail.take(self._read)
-                    self._loop.step()
-                except Exception as error:
-                    log.exception("step failed")
-                    self._loop.fail_all(error)
-                self._free_pages = self._loop.count_free()
-                self._free_overflow_pages = self._loop.count_free_overflow()
-        self._mail.take(self._loop.read)
-        self._loop.shut_down()
+        try:
+            while self._mail.wait(lambda: self._loop.busy, self._loop.admission.wake_at):
+                with self._stepping:
+                    self._step()
+            self._mail.take(self._loop.read)
+            self._tell_all(_shutting_down())
+        except BaseException as error:
+            self._die(error)
+
+    def _step(self) -> None:
+        """Letters and a forward. What it raises ends the engine."""
+        self._step_began = time.perf_counter()
+        try:
+            self._mail.take(self._read)
+            self._loop.step()
+        except Exception as error:
+            log.exception("step failed")
+            check_device(self.loaded.device, error)
+            # The last resort: everything that the step may have been about ends.
+            for sequence in [*self._loop.running, *self._loop.waiting]:
+                self._loop.fail(sequence, error)
+        self._free_pages = self._loop.count_free()
+        self._free_overflow_pages = self._loop.count_free_overflow()
+        self._step_began = 0.0
+
+    def _die(self, error: BaseException) -> None:
+        """Tells everybody that the engine has stopped, and touches nothing that may be broken."""
+        told = Unavailable(
+            f"the engine has stopped: {type(error).__name__}: {error}; send the request to another worker, or start a "
+            "new one"
+        )
+        log.error("the engine has stopped", error=str(error), exc_info=error)
+        self._mail.close()
+        self._mail.take(lambda letter: self._bounce(letter, told))
+        self._tell_all(told)
+        self.died.set_result(told)
+
+    def _tell_all(self, error: Unavailable) -> None:
+        """Tells everybody who waits that no step will come any more. It computes nothing, and pages stay as they are.
+        Other workers may take over what is not finished."""
+        loop = self._loop
+        for sequence in [*loop.waiting, *loop.running, *loop.loading, *loop.leaving.sequences]:
+            sequence.refused = error  # whoever would load it need not
+            tell(sequence, Output(finish=Finish.FAILED, error=error))
+        for sequence in list(loop.saving):  # the answer is whole, and whether it is stored nobody will hear
+            tell(sequence, Output(error=error))
+
+    @staticmethod
+    def _bounce(letter: Letter, error: Unavailable) -> None:
+        match letter:
+            case Submitted(sequence):
+                tell(sequence, Output(finish=Finish.FAILED, error=error))
+            case Task(_, fail):
+                fail(error)
 
     def _read(self, letter: Letter) -> None:
         self._loop.read(letter)
         adapter = letter.sequence.adapter if isinstance(letter, Submitted) else None
         if adapter is not None and self.adapters.get(adapter.name) is not adapter:
-            self._loop.end_all(adapter, _gone(adapter))  # it went while the prompt was being read
+            self._end_all(adapter, _gone(adapter))  # it went while the prompt was being read
+
+    def _end_all(self, adapter: Adapter, error: KVSidecarError) -> None:
+        """Ends all sequences of an adapter that are not finished."""
+        loop = self._loop
+        for sequence in [s for s in (*loop.running, *loop.waiting) if s.adapter is adapter]:
+            loop.fail(sequence, error)
+        for sequence in [s for s in (*loop.loading, *loop.leaving.sequences) if s.adapter is adapter]:
+            sequence.refused = error
+            loop.forget(sequence)
 
     def _warm_up(self) -> None:
         """Runs every kernel once, so that none is compiled while a request waits."""
-        for count in (1, 64):
-            self._run_rows(count, 0)
+        for count in (1, _WARM_ROWS):
+            seconds = once(lambda count: self._run_rows(count, 0), count)
+        if self.loaded.streamed is None:  # its passes take what reading the weights takes, however many rows they have
+            self._loop.pace.learn(0, once(lambda count: self._run_rows(count, 0), 1))
+            self._loop.pace.learn(_WARM_ROWS, seconds)
         for adapter in self.adapters.values():
             self._run_rows(1, 0, adapter)
         if self._speculates:
@@ -253,6 +339,10 @@ class Engine:
             logits = self._loop.compute([rows.Span([0] * count, 0, table, True, drafted=drafted, adapter=adapter)])
             logits[0, 0].item()  # a device works on by itself
             self.pool.free(table)
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the worker is shutting down; send the request to another one")
 
 
 def _gone(adapter: Adapter) -> UnknownModel:

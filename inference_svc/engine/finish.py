@@ -100,14 +100,14 @@ class Endings:
             sequence.stored = stored
         self._keep(sequence)
         sequence.state = State.DONE
-        _tell(sequence, Output(stored_tokens=0 if stored is None else stored.covered))
+        tell(sequence, Output(stored_tokens=0 if stored is None else stored.covered))
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence that nobody waits for; what it computed stays as long as there is room."""
         self._stats.cancelled += 1
         self.set_aside(sequence)
         sequence.state = State.DONE
-        _tell(sequence, Output(finish=Finish.CANCELLED, error=Cancelled("the request was cancelled")))
+        tell(sequence, Output(finish=Finish.CANCELLED, error=Cancelled("the request was cancelled")))
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """Ends a sequence by an error of its own. Nobody reuses what it computed, or reads it by chance."""
@@ -126,7 +126,7 @@ class Endings:
                 log.exception("the pages of a failed request could not be cleared", request=sequence.id)
         self.release(sequence)
         sequence.state = State.DONE
-        _tell(sequence, Output(finish=Finish.FAILED, error=as_failure(error)))
+        tell(sequence, Output(finish=Finish.FAILED, error=as_failure(error)))
 
     def due(self, sequence: Sequence) -> bool:
         """Ends a sequence that was to end while another thread had its pages. False for others."""
@@ -174,7 +174,7 @@ def _wait_for_loader(sequence: Sequence) -> None:
         sequence.gate.wait_done()
 
 
-def _tell(sequence: Sequence, output: Output) -> None:
+def tell(sequence: Sequence, output: Output) -> None:
     """A sink that fails has nobody behind it any more."""
     try:
         sequence.sink(output)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +21,8 @@ from inference_svc.lora.weights import AdapterWeights
 from inference_svc.model.dense_linear import DenseLinear, fit_linears
 from inference_svc.model.loader import LoadedModel
 from inference_svc.model.quantized_linear import QuantizedLinear
-from inference_svc.model.streaming.source import RESIDENT, LayerSource
+from inference_svc.model.streaming.source import RESIDENT, Held, LayerSource
+from inference_svc.model.windows import window_of
 
 
 class Decoder:
@@ -108,6 +111,62 @@ class Decoder:
             return
         with contextlib.suppress(Projected):
             self._run_layers(hidden, replace(batch, project_only=True), layer, layer + 1)
+
+    @torch.inference_mode()
+    def trace(self, hidden: Tensor, batch: Batch, layer: int, see: Callable[[Tensor], None]) -> None:
+        """Runs one layer as every forward does, and shows ``see`` what each of its kernels gives, in order. Keys and
+        values are written to the pool; ``hidden`` may be changed. Not while another thread runs a forward."""
+        if self._fused is not None:
+            self._fused.trace(hidden, batch, layer, see)
+            return
+
+        def shown(_: Any, given: Any, made: Any) -> None:
+            for tensor in (*given, *(made if isinstance(made, tuple) else (made,))):
+                if isinstance(tensor, Tensor):
+                    see(tensor)
+
+        parts = [part for part in self._layers[layer].modules() if next(part.children(), None) is None]
+        with contextlib.ExitStack() as stack:
+            for part in parts:
+                stack.callback(part.register_forward_hook(shown).remove)
+            see(self._run_layers(hidden, batch, layer, layer + 1))
+
+    def products(self, layer: int) -> list[Any]:
+        """A layer's linear layers, whose weights may only be read while they are ``held``."""
+        if self._fused is not None:
+            return self._fused.products(layer)
+        return [part for part in self._layers[layer].modules() if hasattr(part, "out_features")]
+
+    def held(self, layer: int) -> Held:
+        """A context in which a layer's weights are there."""
+        return self._source.holding(layer)
+
+    @torch.inference_mode()
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """What the head would see of ``hidden [rows, width]``; rows are a multiple of ROW_MULTIPLE."""
+        if self._fused is None:
+            return self._norm(hidden)  # type: ignore[no-any-return]
+        return self._fused.normalize(hidden)
+
+    def form_of(self, layer: int) -> tuple[object, ...]:
+        """What decides how a layer is computed; equal for layers that differ in their weights alone."""
+        if self._fused is not None:
+            return self._fused.form_of(layer)
+        parts = self._layers[layer].named_modules()
+        found = [
+            (name, type(part).__name__, getattr(part, "out_features", 0), *(p.shape for p in part.parameters(False)))
+            for name, part in parts
+        ]
+        kind = self._kinds[layer] if self._kinds is not None else ""
+        return kind, window_of(getattr(self._layers[layer], "self_attn", None)), *found
+
+    @torch.inference_mode()
+    def angles_at(self, positions: Tensor) -> Iterator[Tensor]:
+        """Cosines and sines by which keys are turned at ``positions``, of every kind of layer."""
+        rotary = copy.deepcopy(self._rotary)  # some keep what they saw
+        like = torch.zeros(1, 1, 1, dtype=self._dtype, device=self._device)
+        for kind in dict.fromkeys(self._kinds or [""]):
+            yield from rotary(like, positions[None], *([kind] if kind else []))
 
     @torch.inference_mode()
     def resume(self, hidden: Tensor, batch: Batch, first: int) -> Tensor:

@@ -8,7 +8,7 @@ serves models whose layers have Llama's structure (Llama, Mistral, Qwen2, Qwen3)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -123,11 +123,20 @@ def made(layer: Any, products: Mapping[str, Product], norms: Mapping[str, Tensor
     )
 
 
-class _Work:
-    """Buffers of one pass over some layers."""
+def form_of(product: Any) -> tuple[object, ...]:
+    """What decides how a product is computed, but for its weights."""
+    kept, stored = getattr(product, "quantized", None), getattr(product, "dense", None)
+    width = (kept.bits, kept.group) if kept is not None else getattr(stored, "kept", "")
+    return type(product).__name__, product.in_features, product.out_features, product.bias is not None, width
 
-    def __init__(self, layers: FusedLayers, hidden: Tensor, batch: Batch) -> None:
-        rows = hidden.shape[0]
+
+class _Work:
+    """Buffers of one pass over some layers. ``see`` is shown what each kernel gives."""
+
+    def __init__(
+        self, layers: FusedLayers, hidden: Tensor, batch: Batch, see: Callable[[Tensor], None] | None = None
+    ) -> None:
+        rows, self.see = hidden.shape[0], see
         self.batch, self.real, self.hidden = batch, batch.real, hidden
         self.angles = layers.angles(batch.positions, hidden)
         self.normed = torch.zeros_like(hidden)
@@ -143,7 +152,22 @@ class _Work:
         out = of(x)
         for part in self.batch.adapted:
             part.add((i, name), x, out)
+        if self.see is not None:
+            self.see(out)
         return out
+
+    def run(self, call: Call, *outputs: Tensor) -> None:
+        """Runs a kernel over all rows, which writes to ``outputs``."""
+        cpu_rows.run(call, self.real)
+        if self.see is not None:
+            for output in outputs:
+                self.see(output)
+
+    def attend(self, i: int, layer: Layer) -> None:
+        """The attention of layer ``i``, from ``queries`` to ``attended``."""
+        cpu_attention.attend_in_place(self.attention, self.batch, i, layer.scale, layer.window)
+        if self.see is not None:
+            self.see(self.attended)
 
 
 class FusedLayers:
@@ -200,12 +224,13 @@ class FusedLayers:
             layer = self._layers[i]
             with self._source.holding(i):
                 self._project(work, i, delta)
-                cpu_attention.attend_in_place(work.attention, work.batch, i, layer.scale, layer.window)
+                work.attend(i, layer)
                 delta = work.product(i, "o", layer.o, work.flat)
                 rows, norm = work.real, layer.post_norm
-                cpu_rows.run(cpu_rows.norm(rows, work.hidden, delta, norm, layer.epsilon, work.normed), rows)
+                normed = cpu_rows.norm(rows, work.hidden, delta, norm, layer.epsilon, work.normed)
+                work.run(normed, work.hidden, work.normed)
                 gate_up = work.product(i, "gate_up", layer.gate_up, work.normed)
-                cpu_rows.run(cpu_rows.gate(rows, gate_up, work.gated), rows)
+                work.run(cpu_rows.gate(rows, gate_up, work.gated), work.gated)
                 delta = work.product(i, "down", layer.down, work.gated)
         return delta
 
@@ -213,6 +238,26 @@ class FusedLayers:
         """Writes keys and values of layer ``i`` to the pool, and no more."""
         with self._source.holding(i):
             self._project(_Work(self, hidden, batch), i, None)
+
+    def trace(self, hidden: Tensor, batch: Batch, i: int, see: Callable[[Tensor], None]) -> None:
+        """Layer ``i`` over ``hidden``, which is changed; ``see`` is shown what each of its kernels gives, but for the
+        keys and values that it writes to the pool."""
+        self._run(_Work(self, hidden, batch, see), i, i + 1)
+
+    def form_of(self, i: int) -> tuple[object, ...]:
+        """What decides how layer ``i`` is computed; equal for layers that differ in their weights alone."""
+        layer = self._layers[i]
+        return layer.head_norms[0] is not None, layer.window, *map(form_of, self.products(i))
+
+    def products(self, i: int) -> list[Product]:
+        layer = self._layers[i]
+        return [layer.qkv, layer.o, layer.gate_up, layer.down]
+
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """The norm behind the last layer of ``hidden [rows, hidden]``, which stays as it is."""
+        out = torch.empty_like(hidden)
+        cpu_rows.run(self.last_norm(len(hidden), hidden, None, out), len(hidden))
+        return out
 
     def settle(self, hidden: Tensor, batch: Batch, delta: Tensor | None) -> None:
         """Adds what ``run`` left over, as the next layer would."""
@@ -230,7 +275,7 @@ class FusedLayers:
         work.batch.pass_layer(i)
         layer, rows = self._layers[i], work.real
         norm = cpu_rows.norm(rows, work.hidden, delta, layer.input_norm, layer.epsilon, work.normed)
-        cpu_rows.run(norm, rows)
+        work.run(norm, work.normed)
         rotate = cpu_rows.rotate(
             rows,
             work.product(i, "qkv", layer.qkv, work.normed),
@@ -243,7 +288,7 @@ class FusedLayers:
             work.queries,
             None if work.batch.copies is None else work.batch.copies.lines,
         )
-        cpu_rows.run(rotate, rows)
+        work.run(rotate, work.queries)
 
     def _chain(self, hidden: Tensor, batch: Batch) -> ChainedLayers | None:
         """What runs such a batch in one call; None where some product is no kernel of ours."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from kvsidecar.errors import KVSidecarError
 
-# A copy that takes longer than this has died.
-_PATIENCE_SECONDS = 60.0
+from inference_svc.engine.engine_lost import EngineLost
+
+# A copy from memory that takes longer than this hangs. Its thread may write to the pages at any time, so that nobody
+# can have them any more.
+MAX_COPY_SECONDS = 60.0
 
 
 class RestoreFailed(KVSidecarError):
@@ -59,15 +63,18 @@ class LayerGate:
             self._changed.notify_all()
 
     def pass_layer(self, layer: int) -> None:
-        """Waits until a layer is there. Raises RestoreFailed."""
+        """Waits until a layer is there. Raises RestoreFailed, EngineLost."""
         if self._ready > layer:
             return
-        with self._changed:
-            self._changed.wait_for(lambda: self._failed or self._ready > layer, _PATIENCE_SECONDS)
-            if self._ready <= layer:
-                raise RestoreFailed(f"layer {layer} was not loaded")
+        self._wait(lambda: self._failed or self._ready > layer)
+        if self._ready <= layer:
+            raise RestoreFailed(f"layer {layer} was not loaded")
 
     def wait_done(self) -> None:
-        """Waits until nobody writes any more."""
+        """Waits until nobody writes any more. Raises EngineLost."""
+        self._wait(lambda: self.done)
+
+    def _wait(self, there: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self.done)
+            if not self._changed.wait_for(there, MAX_COPY_SECONDS):
+                raise EngineLost(f"copying stored layers into the pool has not ended for {MAX_COPY_SECONDS:.0f} s")

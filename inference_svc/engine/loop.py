@@ -13,30 +13,32 @@ from dataclasses import replace
 
 import structlog
 import torch
-from kvsidecar.errors import GenerationFailed, KVSidecarError, Unavailable
+from kvsidecar.errors import GenerationFailed, KVSidecarError
 
 from inference_svc.engine import rows, scheduler
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.block_table import BlockTable
 from inference_svc.engine.cache_port import Cache, LoadDone, ProbeDone, Restored, SaveDone
+from inference_svc.engine.corrupt_hits import CorruptHits
 from inference_svc.engine.decode_graphs import DecodeGraphs
-from inference_svc.engine.drawing import Outcome, draw
+from inference_svc.engine.drawing import NotFinite, Outcome, draw
+from inference_svc.engine.engine_lost import check_device
 from inference_svc.engine.finish import Endings, take_token
 from inference_svc.engine.forward import Decoder
 from inference_svc.engine.gate import RestoreFailed
 from inference_svc.engine.leaving import Leaving
 from inference_svc.engine.mailbox import CancelAsked, Left, Letter, Loaded, PartSaved, Probed, Saved, Submitted, Task
+from inference_svc.engine.pace import Pace
 from inference_svc.engine.passing import Passing
 from inference_svc.engine.planner import Planner
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.repair import Repairs
 from inference_svc.engine.residents import Residents
 from inference_svc.engine.scoring import take_scores
-from inference_svc.engine.sequence import Finish, Output, Sequence, State
+from inference_svc.engine.sequence import Sequence, State
 from inference_svc.engine.speculation.speculator import Speculator
 from inference_svc.engine.stats import EngineLimits, EngineStats
 from inference_svc.engine.walk import Walk
-from inference_svc.lora.adapter import Adapter
 
 log = structlog.get_logger("engine")
 
@@ -64,16 +66,17 @@ class Loop:
         self.saving: set[Sequence] = set()
         self._decoder, self._cache, self._limits, self._longest = decoder, cache, limits, longest
         self._graphs, self._speculator, self._stats = graphs, speculator, stats
-        # What the cache's thread says.
         self._on_loaded: LoadDone = lambda sequence, restored: post(Loaded(sequence, restored))
         self._on_saved: SaveDone = lambda sequence, stored: post(Saved(sequence, stored))
         self._on_probed: ProbeDone = lambda sequence, tokens: post(Probed(sequence, tokens))
         self._device = pool.keys.device
-        self._admission = Admission(pool, self.residents, limits.batch_tokens, longest)
+        self.pace = Pace(limits.prefill_step_seconds)
+        self.admission = Admission(pool, self.residents, limits.batch_tokens, longest, self.pace, cache)
         self.passing = Passing(pool, cache, lambda sequence, stored: post(PartSaved(sequence, stored)))
         self.leaving = Leaving(pool, cache, lambda sequence, stored: post(Left(sequence, stored)))
+        self._corrupt = CorruptHits(pool, self.residents, cache, stats)
         self._endings = Endings(pool, self.residents, cache, stats)
-        self._repairs = Repairs(decoder, pool, limits.batch_tokens)
+        self._repairs = Repairs(decoder, pool, self._repair_rows)
         self._planner = Planner(
             pool,
             self.residents,
@@ -82,9 +85,10 @@ class Loop:
             speculator,
             limits.batch_tokens,
             longest,
+            self.pace,
             self.count_free,
             self._preempt,
-            self._fail,
+            self.fail,
         )
         self._stuck = False
 
@@ -138,26 +142,24 @@ class Loop:
             case CancelAsked(sequence):
                 if self._take_out(sequence):
                     self._endings.cancel(sequence)
+                else:
+                    self.forget(sequence)
             case Task(work):
                 work()
 
-    def end_all(self, adapter: Adapter, error: KVSidecarError) -> None:
-        """Ends all sequences of an adapter that are not finished."""
-        for sequence in [s for s in (*self.running, *self.waiting) if s.adapter is adapter]:
-            self._fail(sequence, error)
-        for sequence in [s for s in (*self.loading, *self.leaving.sequences) if s.adapter is adapter]:
-            sequence.refused = error
+    def forget(self, sequence: Sequence) -> None:
+        """Has a sequence that is to end not be loaded."""
+        if sequence in self.loading:
+            self._cache.forget(sequence)
 
-    def shut_down(self) -> None:
-        """Fails all that is not finished. Other workers may take it over."""
-        error = Unavailable("the worker is shutting down; send the request to another one")
-        for sequence in [*self.waiting, *self.running, *self.loading, *self.leaving.sequences]:
-            sequence.sink(Output(finish=Finish.FAILED, error=error))
-
-    def fail_all(self, error: Exception) -> None:
-        """The last resort, when a step itself is broken: everything that it may have been about ends."""
-        for sequence in [*self.running, *self.waiting]:
-            self._fail(sequence, error)
+    def fail(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence by an error. Raises EngineLost."""
+        if not isinstance(error, KVSidecarError):
+            check_device(self._device, error)
+        self._take_out(sequence)
+        self.loading.discard(sequence)
+        self._planner.forks.erase(sequence)
+        self._endings.fail(sequence, error)
 
     # ---- a step ---------------------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class Loop:
         for sequence in [s for s in self.running if s.gate is not None and s.gate.failed]:
             self._read_again(sequence)
         for sequence in [s for s in self.running if s.table is not None and not s.table.apart]:
-            if self._admission.outgrows(sequence):
+            if self.admission.outgrows(sequence):
                 self._preempt(sequence)
         self._admit()
         repair = self._repairs.next(self.running)
@@ -182,25 +184,31 @@ class Loop:
             self._repair_piece(repair)
         # Pages that were given back let somebody else go on.
         given_back = self._stats.preemptions > preemptions
-        idle = not spans and repair is None and not given_back
+        idle = not spans and not self._repairs and not given_back
         gated = min((s for s in self.running if s.gated), key=lambda s: s.arrived, default=None)
         if idle and gated is not None and gated.gate is not None:
             gated.gate.wait_done()  # of which there is no letter
         self._stuck = idle and gated is None and bool(self.running)
 
+    def _repair_rows(self) -> int:
+        """Rows of a piece of a repair."""
+        most = self.pace.max_rows if any(s.missing == 1 and s not in self._repairs for s in self.running) else None
+        return min(most or self._limits.batch_tokens, self._limits.batch_tokens)
+
     def _admit(self) -> None:
+        self.admission.wake_at = None
         while self.waiting and len(self.running) + len(self.loading) < self._limits.batch_sequences:
-            found = self._admission.next(self.waiting, self.live())
+            found = self.admission.next(self.waiting, self.live())
             if found is None:
                 break
             sequence, source = found
             try:
                 inside = [s for s in self.live() if s.table is not None and not s.table.apart]
                 leave = scheduler.reserve(self.pool.pages, len(inside))
-                if not self._admission.allocate(sequence, source, self.count_free(), leave):
+                if not self.admission.allocate(sequence, source, self.count_free(), leave):
                     break
             except Exception as error:
-                self._fail(sequence, error)
+                self.fail(sequence, error)
                 continue
             self._stats.overflowed += sequence.table is not None and sequence.table.apart
             self.loading.add(sequence)
@@ -215,22 +223,16 @@ class Loop:
                 if sequence.cache.read and self._cache.load(sequence, self.pool, self._on_loaded):
                     continue
             except Exception as error:
-                self._fail(sequence, error)
+                self.fail(sequence, error)
                 continue
             self._start(sequence, Restored())
             self.loading.discard(sequence)
-        for sequence in self.waiting:
-            if not sequence.probed:
-                sequence.probed = True
-                try:
-                    self._cache.probe(sequence, self._on_probed)
-                except Exception:  # it only tells whom to admit first
-                    log.exception("probing failed", request=sequence.id)
+        self.admission.probe(self.waiting, self._on_probed)
 
     def _start(self, sequence: Sequence, restored: Restored) -> None:
         """Takes over what the cache found; the sequence is in the batch from now on."""
         sequence.table = restored.table or sequence.table
-        sequence.computed = max(sequence.computed, restored.tokens)
+        sequence.computed = sequence.reused = max(sequence.computed, restored.tokens)
         sequence.gate, sequence.plan, sequence.repair = restored.gate, restored.plan, restored.repair
         if restored.stored is not None and restored.stored.covered >= sequence.stored.covered:
             sequence.stored = restored.stored
@@ -253,7 +255,7 @@ class Loop:
             try:
                 self._repairs.begin(sequence)
             except Exception as error:
-                self._fail(sequence, error)
+                self.fail(sequence, error)
 
     # ---- computing ------------------------------------------------------------------------------------------
 
@@ -274,7 +276,7 @@ class Loop:
                 self._forward([(s, span.without_guesses()) for s, span in spans])
                 return
             if len(spans) == 1:
-                self._fail(spans[0][0], error)
+                self.fail(spans[0][0], error)
                 return
             log.warning("a forward failed; its sequences are computed one by one", error=str(error))
             for one in spans:
@@ -286,9 +288,11 @@ class Loop:
             sequence.draft_tokens += span.guessed
             self.passing.move(sequence)
         self._advance([one for one in spans if one[1].wants_logits], logits)
+        seconds = time.perf_counter() - began
+        self.pace.learn_step([span for _, span in spans], seconds)
         if all(span.wants_logits and len(span.tokens) == 1 + span.drafted for _, span in spans):
             guessed = sum(span.guessed for _, span in spans)
-            self._speculator.passed(len(spans) + guessed, guessed, time.perf_counter() - began)
+            self._speculator.passed(len(spans) + guessed, guessed, seconds)
 
     def compute(self, spans: list[rows.Span]) -> torch.Tensor:
         """Logits ``[wanted, vocabulary]``, valid until the next call."""
@@ -316,7 +320,7 @@ class Loop:
             found = draw(logits, [s.sampler for s in sequences])
         except Exception as error:
             if len(sequences) == 1:
-                self._fail(sequences[0], error)
+                self.fail(sequences[0], error)
                 return [False]
             parts = [self._draw([one], logits[i : i + 1], guesses[i : i + 1]) for i, one in enumerate(sequences)]
             return [part for (part,) in parts]
@@ -325,14 +329,18 @@ class Loop:
     def _take(self, sequence: Sequence, drawn: Outcome, guesses: Collection[int]) -> bool:
         """Adds what was drawn to an answer. True when that was guessed and the answer goes on."""
         if isinstance(drawn, GenerationFailed):
-            self._fail(sequence, drawn)
+            if isinstance(drawn, NotFinite) and self._corrupt.drop(sequence):
+                self._planner.forks.erase(sequence)
+                self._read_again(sequence)
+            else:
+                self.fail(sequence, drawn)
             return False
         right = drawn.token in guesses
         sequence.accepted_tokens += right
         try:
             finish = take_token(sequence, drawn, self._longest)
         except Exception as error:
-            self._fail(sequence, error)
+            self.fail(sequence, error)
             return False
         if finish is None:
             return right
@@ -352,7 +360,7 @@ class Loop:
             self._read_again(sequence)
             return
         except Exception as error:
-            self._fail(sequence, error)
+            self.fail(sequence, error)
             return
         if logits is not None:
             self._stats.steps += 1
@@ -368,7 +376,7 @@ class Loop:
             self._wait_again(sequence)
 
     def _wait_again(self, sequence: Sequence) -> None:
-        if self._admission.outgrows(sequence):
+        if self.admission.outgrows(sequence):
             self._endings.set_aside(sequence)  # the overflow gets it from there
         else:
             self._endings.release(sequence)
@@ -380,12 +388,6 @@ class Loop:
         """Sends a sequence whose loading failed back to the queue, to be computed without the cache."""
         sequence.cache, sequence.lost = replace(sequence.cache, read=False), True
         self._preempt(sequence)
-
-    def _fail(self, sequence: Sequence, error: Exception) -> None:
-        self._take_out(sequence)
-        self.loading.discard(sequence)
-        self._planner.forks.erase(sequence)
-        self._endings.fail(sequence, error)
 
     def _take_out(self, sequence: Sequence) -> bool:
         """Takes a sequence off the queue or out of the batch; False when it is in neither."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,9 +58,10 @@ class Probed:
 
 @dataclass(frozen=True)
 class Task:
-    """Something to be done between two steps, which raises nothing."""
+    """Something to be done between two steps, which raises nothing; ``fail`` where no step will come."""
 
     work: Callable[[], None]
+    fail: Callable[[Exception], None]
 
 
 Letter = Submitted | CancelAsked | Loaded | Saved | PartSaved | Left | Probed | Task
@@ -99,10 +101,12 @@ class Mailbox:
             self._closed = True
             self._changed.notify()
 
-    def wait(self, busy: Callable[[], bool]) -> bool:
-        """Returns when there is a letter, or ``busy()``; False when the box was closed."""
+    def wait(self, busy: Callable[[], bool], wake_at: float | None = None) -> bool:
+        """Returns when there is a letter, or ``busy()``, or at ``wake_at`` (time.perf_counter); False when the box was
+        closed."""
+        seconds = None if wake_at is None else max(0.0, wake_at - time.perf_counter())
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or bool(self._letters) or busy())
+            self._changed.wait_for(lambda: self._closed or bool(self._letters) or busy(), seconds)
             return not self._closed
 
     def take(self, read: Callable[[Letter], None]) -> None:

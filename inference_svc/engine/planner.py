@@ -16,6 +16,7 @@ from inference_svc.engine import scheduler
 from inference_svc.engine.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.engine.forks import Forks
 from inference_svc.engine.leaving import Leaving
+from inference_svc.engine.pace import Pace
 from inference_svc.engine.passing import Passing
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.residents import Residents
@@ -29,7 +30,8 @@ from inference_svc.engine.work import work_of
 
 
 class Planner:
-    """Makes the spans of each forward, ``batch_tokens`` tokens at most beside guesses."""
+    """Makes the spans of each forward, ``batch_tokens`` tokens at most beside guesses, and of prompts no more than
+    ``pace`` allows while others decode."""
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class Planner:
         speculator: Speculator,
         batch_tokens: int,
         longest: int,
+        pace: Pace,
         count_free: Callable[[], int],
         preempt: Callable[[Sequence], None],
         fail: Callable[[Sequence, Exception], None],
@@ -48,7 +51,7 @@ class Planner:
         the batch, its pages with it, ``fail`` for good."""
         self._pool, self._residents, self._passing, self._leaving = pool, residents, passing, leaving
         self._speculator, self._batch_tokens, self._longest = speculator, batch_tokens, longest
-        self._count_free, self._preempt, self._fail = count_free, preempt, fail
+        self._pace, self._count_free, self._preempt, self._fail = pace, count_free, preempt, fail
         # What branches of the last plan hold, until it is computed.
         self.forks = Forks(pool, self._grow)
 
@@ -114,7 +117,8 @@ class Planner:
         self, able: list[Sequence], guessed: dict[Sequence, Draft], scoring: dict[Sequence, int]
     ) -> scheduler.Step:
         works = [work_of(s, self._pool, len(guessed.get(s, ())), scoring.get(s)) for s in able]
-        return scheduler.plan(works, self._batch_tokens, self._count_free(), PAGE_TOKENS, self._coming)
+        free, most = self._count_free(), self._pace.max_rows
+        return scheduler.plan(works, self._batch_tokens, free, PAGE_TOKENS, self._coming, most)
 
     def _grow(self, table: BlockTable, tokens: int) -> bool:
         """Makes room for so many tokens in all, if need be where residents were. False when there is none."""

@@ -315,6 +315,20 @@ class KVPool:
                 for tensor in (self.keys, self.values):
                     tensor[:, :, start : start + length * PAGE_TOKENS] = 0
 
+    def not_finite(self, table: BlockTable, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of a table's positions, which rise, whose keys or values hold NaN or infinity."""
+        if not len(positions):
+            return positions
+        slots = table.slots(0, int(positions[-1]) + 1)[positions]
+        held = slots != NOWHERE
+        positions, at = positions[held], torch.from_numpy(slots[held]).to(self.keys.device)
+        sound = torch.ones(len(positions), dtype=torch.bool, device=at.device)
+        for tensor in (self.keys, self.values):
+            for layer in tensor:  # a copy of one at a time
+                sound &= layer.index_select(1, at).isfinite().all(-1).all(0)
+        corrupt: NDArray[np.bool_] = ~sound.cpu().numpy()
+        return positions[corrupt]
+
     def held_by(self, tables: list[BlockTable]) -> bool:
         """Whether these tables hold exactly the references that are counted."""
         counted = np.zeros_like(self._references)

@@ -8,7 +8,7 @@ done in pieces, so that other sequences go on meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,7 +77,7 @@ class Repairing:
         strategy: Repair,
         ratio: float,
         *,
-        piece_rows: int = 512,
+        piece_rows: Callable[[], int] = lambda: 512,
         logits_at: Positions | None = None,
         gate: LayerGate | None = None,
         adapter: Adapter | None = None,
@@ -177,18 +177,27 @@ def _padded(states: Tensor, rows_: int) -> Tensor:
     return out
 
 
-def _pieces(positions: Positions, most: int) -> list[Positions]:
-    """Pieces of nearly the same size: a small last one would cost more than its share."""
-    return np.array_split(positions, max(1, -(-len(positions) // most)))
+def _pieces(positions: Positions, most: Callable[[], int]) -> Iterator[Positions]:
+    """Pieces of ``most()`` positions at most, asked before each, and of nearly the same size: a small last one would
+    cost more than its share. One at least."""
+    first = True
+    while first or len(positions):
+        take = -(-len(positions) // max(1, -(-len(positions) // most())))
+        yield positions[:take]
+        positions, first = positions[take:], False
 
 
 class Repairs:
-    """The repairs of running sequences, one piece at a time. Only the engine's thread uses it."""
+    """The repairs of running sequences, one piece at a time, of ``piece_rows()`` rows at most. Only the engine's thread
+    uses it."""
 
-    def __init__(self, decoder: Decoder, pool: KVPool, piece_rows: int) -> None:
+    def __init__(self, decoder: Decoder, pool: KVPool, piece_rows: Callable[[], int]) -> None:
         self._decoder, self._pool, self._piece_rows = decoder, pool, piece_rows
         self._going: dict[Sequence, tuple[Repairing, Iterator[int]]] = {}
         self._turn = False
+
+    def __len__(self) -> int:
+        return len(self._going)
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._going

@@ -88,6 +88,13 @@ class Residents:
         while len(self._held) > self._most:
             self._drop(next(iter(self._held)))
 
+    def drop_sharing(self, realm: Realm, tokens: Tokens) -> None:
+        """Drops those that begin with ``tokens``, and clears what nobody else has of their pages."""
+        for key, resident in list(self._held.items()):
+            if resident.realm == realm and common_prefix(resident.tokens, tokens) == len(tokens):
+                self._pool.erase(resident.table)
+                self._drop(key)
+
     def touch(self, resident: Resident) -> None:
         """It was of use."""
         self._held.move_to_end(id(resident))

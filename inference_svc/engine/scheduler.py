@@ -6,7 +6,7 @@ tokens. Who was preempted goes before everybody.
 Rows: each decoding sequence gets one; of what is left, the oldest prompt gets half and the shortest ones the rest, so
 that a short prompt does not wait for a long one, and a long one never stands still. Sequences whose layers are still
 being loaded wait for the others, who would have to wait for those layers, and run, one at a time, when nobody else
-does.
+does. While anybody decodes, prompts get no more rows than a step has time for.
 
 Pages: whoever needs one takes it from the youngest. The oldest is never preempted, so that it ends, and after it the
 next. What is admitted must leave pages for the others to grow into, or preemptions would follow each other.
@@ -84,12 +84,20 @@ def reserve(pages: int, running: int) -> int:
     return max(running, pages // _RESERVE_SHARE) if running else 0
 
 
-def plan(works: Sequence[Work], budget: int, free_pages: int, page_tokens: int, coming: int = 0) -> Step:
-    """Rows for the next forward, ``budget`` at most. ``free_pages`` are those that nobody in need of them holds;
-    while others are ``coming``, nobody is preempted, and whoever needs more than there are waits."""
+def plan(
+    works: Sequence[Work],
+    budget: int,
+    free_pages: int,
+    page_tokens: int,
+    coming: int = 0,
+    prompt_rows: int | None = None,
+) -> Step:
+    """Rows for the next forward, ``budget`` at most, and ``prompt_rows`` of them for prompts while others decode.
+    ``free_pages`` are those that nobody in need of them holds; while others are ``coming``, nobody is preempted, and
+    whoever needs more than there are waits."""
     order = sorted(range(len(works)), key=lambda i: works[i].arrived)
     ready = [i for i in order if not works[i].gated] or order[:1]
-    counts = _share(works, ready, budget)
+    counts = _share(works, ready, budget, prompt_rows)
     rows: dict[int, int] = {}
     preempted: list[int] = []
     for i in [i for i in order if counts.get(i)]:
@@ -135,7 +143,7 @@ def _guesses(
     return tuple(out)
 
 
-def _share(works: Sequence[Work], ready: Sequence[int], budget: int) -> dict[int, int]:
+def _share(works: Sequence[Work], ready: Sequence[int], budget: int, prompt_rows: int | None) -> dict[int, int]:
     """How many tokens each of the sequences computes, who are in the order of their arrival."""
     decoding = [i for i in ready if works[i].missing == 1]
     prompts = [i for i in ready if works[i].missing > 1]
@@ -146,6 +154,8 @@ def _share(works: Sequence[Work], ready: Sequence[int], budget: int) -> dict[int
     left = budget - len(counts)
     if not prompts:
         return counts
+    if counts and prompt_rows is not None:
+        left = min(left, prompt_rows)
     oldest, *others = prompts
     counts[oldest] = min(works[oldest].missing, -(-left // 2) if others else left)
     left -= counts[oldest]

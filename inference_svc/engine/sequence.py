@@ -135,6 +135,7 @@ class Sequence:
     computed: int = 0
     cached_tokens: int = 0  # of the prompt, tokens that were not computed for the first token
     resident_tokens: int = 0  # of cached_tokens, those that were still in the pool
+    reused: int = 0  # leading tokens that were in the pool or the cache when it last began
     lost: bool = False  # what the cache had of it could not be loaded, and it is read without
     approximate_tokens: int = 0  # of these, tokens that were read in another context
     expected_cached: int = 0  # what the cache was seen to hold while the sequence waited

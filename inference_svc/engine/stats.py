@@ -22,6 +22,7 @@ class EngineStats:
     recomputed_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    corrupt_hits: int = 0  # reused prefixes that were not finite, and were computed instead
     overflowed: int = 0  # times that a sequence got pages of the overflow
     steps: int = 0
 
@@ -81,3 +82,4 @@ class EngineLimits:
     residents: int = 64
     draft_tokens: int = 16  # most guesses of a sequence one behind the other
     draft_branches: int = 2  # most of their branches
+    prefill_step_seconds: float = 0.25  # of a step that reads prompts while others decode; 0 for no limit

@@ -9,6 +9,7 @@ from typing import Any
 from kvsidecar.client import timings_dict
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _FINISH = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
@@ -68,9 +69,11 @@ _READING = {
 }
 
 
-def prompt_parts(parts: Iterable[pb.PromptPart]) -> list[dict[str, Any]]:
-    """An extension: which parts of the prompt had been read before."""
-    return [{"reading": _READING[p.reading], "tokens": p.tokens, "text": p.text} for p in parts]
+def explained(part: pb.GenerateStreamResponse) -> dict[str, Any]:
+    """An extension: which parts of the prompt had been read before, and which bits the worker computes."""
+    parts = [{"reading": _READING[p.reading], "tokens": p.tokens, "text": p.text} for p in part.prompt_parts]
+    numerics = {"id": part.numerics.id, "shared_across_machines": part.numerics.shared_across_machines}
+    return {"prompt_parts": parts, "numerics": numerics}
 
 
 def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
@@ -122,6 +125,11 @@ def _top(p: pb.TokenLogprob, most: int) -> dict[str, float]:
     for t in p.top[:most]:
         found.setdefault(t.text, t.logprob)
     return found
+
+
+def written(value: Any) -> bytes:
+    """JSON, written piece by piece: in a thread, a large value does not hold the interpreter's lock all the while."""
+    return "".join(_ENCODER.iterencode(value)).encode()
 
 
 def event(data: dict[str, Any] | str) -> bytes:

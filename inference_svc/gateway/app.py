@@ -197,7 +197,7 @@ class Gateway:
         pieces = about("text.format", self._merge([asked], not parsed.stream))
         if parsed.stream:
             return _events(writer.stream(await while_there(request, first_of(pieces)), pieces))
-        return JSONResponse(await while_there(request, writer.whole(pieces)))
+        return Response(await while_there(request, writer.whole(pieces)), media_type="application/json")
 
     async def response(self, request: Request) -> Response:
         found = self._memory.response(self.keys.tenant(request.scope), request.path_params["name"])

@@ -84,7 +84,7 @@ class BodyReader:
             parts.append(part)
         if refusal is not None:
             raise refusal
-        return b"".join(parts), scanner.values
+        return b"".join(parts), scanner.num_values
 
 
 def decoded(raw: bytes) -> Any:

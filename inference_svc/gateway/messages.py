@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ValidationInfo
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 
-MAX_MESSAGES = 16384
+MAX_MESSAGES = 4096
 
 # The kinds of parts that are text, in chats and in responses.
 _TEXTS = frozenset(("text", "input_text", "output_text"))

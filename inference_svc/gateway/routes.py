@@ -33,6 +33,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
         await gateway.router.close()
 
     app = new_application(lifespan)
+    app.state.gateway = gateway
     app.state.keys, app.state.counted = gateway.keys, gateway.metrics
     app.add_middleware(Traced, tracer=tracer)
     # Before all else it asks for the key.

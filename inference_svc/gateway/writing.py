@@ -68,7 +68,7 @@ class Writer:
             choices[piece.choice].add(piece.part)
         first, told = choices[0].first, dict[str, Any]()
         if self._request.explain and first is not None:
-            told["prompt_parts"] = answers.prompt_parts(first.prompt_parts)
+            told |= answers.explained(first)
         if self._chat and self._request.prompt_logprobs is not None and first is not None:
             told["prompt_logprobs"] = answers.prompt_logprobs(first.prompt_logprobs)
         return {
@@ -127,7 +127,7 @@ class Writer:
         opened.add(piece.choice)
         if part.prompt_parts:
             head = {**self._head, "object": self._chunk_kind, "choices": []}
-            out.append(answers.event({**head, "prompt_parts": answers.prompt_parts(part.prompt_parts)}))
+            out.append(answers.event({**head, **answers.explained(part)}))
         if part.text or part.logprobs:
             content: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
             logprobs = self._logprobs(list(part.logprobs), self._written[piece.choice])

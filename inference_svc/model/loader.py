@@ -38,6 +38,7 @@ from inference_svc.model.gguf import file as gguf_file
 from inference_svc.model.gguf.convert import SAMPLING, converted, open_source
 from inference_svc.model.gguf.geometry import config_of
 from inference_svc.model.numerics import make_reproducible
+from inference_svc.model.numerics_identity import UNKNOWN, NumericsIdentity
 from inference_svc.model.preflight import check_device, check_folder
 from inference_svc.model.progress import bars_on_terminals_only
 from inference_svc.model.quantized_linear import fingerprint as quantized_fingerprint
@@ -51,10 +52,6 @@ from inference_svc.model.streaming.loading import Streamed, is_needed, load_stre
 from inference_svc.model.streaming.materials import Checkpoint, Drawn, draw
 from inference_svc.model.streaming.plan import OFF, Asked, reserved
 from inference_svc.model.windows import windows_of
-
-# What computes keys and values, and the version of its numerics: raise it when a kernel's bits change, so that chunks
-# of before are not mixed with those of after.
-PRODUCER = "kvsidecar/3"
 
 log = structlog.get_logger("model")
 
@@ -82,6 +79,7 @@ class LoadedModel:
     stop_tokens: frozenset[int]
     rope_factors: str = ""  # which of LongRoPE's two sets of frequencies the keys are turned by
     streamed: Streamed | None = None  # how its layers come to a forward, where not all of them are in ``model``
+    numerics: NumericsIdentity = UNKNOWN  # set by who knows how it will be computed with
 
     @property
     def layers(self) -> int:
@@ -145,7 +143,7 @@ class LoadedModel:
             dtype=_DTYPES[self.dtype],
             rope_parameters=json.dumps(rope, sort_keys=True, default=str) if rope else "",
             format_version=keys.FORMAT_VERSION,
-            producer=PRODUCER,
+            producer=self.numerics.producer,
             quantizer_version=0 if bits == 16 else keys.QUANTIZER_VERSION,
             bits=bits,
             lora_adapter=adapter.hex(),

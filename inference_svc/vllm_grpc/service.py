@@ -125,7 +125,8 @@ class VllmEngine(VllmEngineServicer):
     # ---- state ----------------------------------------------------------------------------------------------
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
-        return vllm.HealthCheckResponse(healthy=True, message="serving")
+        ailment = self._engine.ailment
+        return vllm.HealthCheckResponse(healthy=not ailment, message=ailment or "serving")
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
         loaded, tokenizer = self._loaded, self._loaded.tokenizer

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 from kvsidecar import keys
@@ -12,6 +14,7 @@ from kvsidecar.errors import ChunkNotFound, InvalidRequest, QuotaExceeded
 
 from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.limits import TenantLimits
+from cache_daemon.store import persistence
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.tiers import Clock
 from tests.cache_daemon.stores import FakeClock, opened
@@ -186,6 +189,24 @@ async def test_a_full_disk_makes_room_and_heals() -> None:
         assert stats.durable_evictions > 0
         assert stats.durable_chunks < before + 1
         assert await bench.found([100]) == 1
+
+
+async def test_statistics_are_told_at_the_moment_when_a_full_disk_is_well_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with opened() as bench:
+        bench.tier.fill_up(2)
+        await bench.put([1])
+        await bench.store.settle()
+        heard = asyncio.Event()
+        assert bench.store.tiers.writer is not None
+        bench.store.tiers.writer.note(b"n", b"1", lambda _: heard.set())  # small things can be written
+        await asyncio.wait_for(heard.wait(), 10)
+        assert bench.store.stats().durable_failing == "the disk is full"
+        readings = itertools.count(time.monotonic() + 1, 3.0)  # the time that it counts as full ends between two
+        monkeypatch.setattr(persistence, "time", SimpleNamespace(monotonic=lambda: next(readings)))
+        told = [bench.store.stats().durable_failing for _ in range(4)]
+    assert set(told) == {"the disk is full", ""}
 
 
 async def test_everything_durable_is_there_after_a_restart_with_recency_and_pins() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvsidecar import AsyncClient
@@ -49,6 +50,25 @@ def test_batches_answer_in_order_and_each_for_itself(engine: Engine) -> None:
     assert [b.token_ids for b in batch] == [a.token_ids for a in alone]
     many = engine.generate_many([("one two", {"max_tokens": 2}), ("x", {"max_tokens": 7, "ignore_eos": True})])
     assert [len(m.token_ids) for m in many][1] == 7
+
+
+def test_a_batch_may_have_any_number_of_prompts() -> None:
+    settings: dict[str, Any] = {"cache": None, "threads": 1, "pool_bytes": 64 << 20, "max_waiting": 64}
+    with Engine.from_pretrained("demo", **settings) as engine:
+        prompts = [[5 + i % 3000, 6, 7] for i in range(3000)]
+        found = engine.generate_batch(prompts, max_tokens=1, temperature=0)
+        assert len(found) == 3000
+        again = engine.generate_batch([prompts[i] for i in (0, 1500, 2999)], max_tokens=1, temperature=0)
+        assert [found[i].token_ids for i in (0, 1500, 2999)] == [one.token_ids for one in again]
+        many: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True}
+        bad = [([5, 6, 7], many)] * 100 + [([5, 6, 7], {"temperature": 3.0})] + [([5, 6, 7], many)] * 100
+        with pytest.raises(InvalidRequest, match="temperature is 3"):
+            engine.generate_many(bad[60:])  # fewer than may wait
+        inner, deadline = engine._runtime.engine, time.monotonic() + 20
+        while inner.load != (0, 0, 0):
+            assert time.monotonic() < deadline, f"others go on: {inner.load}"
+            time.sleep(0.01)
+        assert inner.stats.cancelled == 40
 
 
 def test_an_answer_comes_in_pieces(engine: Engine) -> None:

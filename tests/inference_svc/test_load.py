@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
@@ -66,7 +67,7 @@ def test_200_requests_a_third_cancelled_leave_nothing(loaded_node: Node) -> None
     assert worker.cache_failures == 0
 
 
-def small_engine(tokens: int, **limits: int) -> Engine:
+def small_engine(tokens: int, **limits: Any) -> Engine:
     """An engine with a pool of its own size; a model serves one engine only."""
     loaded = load("demo", dtype="float32")
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, tokens, loaded.dtype, loaded.device)

@@ -156,6 +156,29 @@ def test_what_is_drawn_and_dropped_leaves_no_trace() -> None:
         assert one(kept) == one(tried)
 
 
+@pytest.mark.parametrize(
+    "p",
+    [
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 0.9},
+        {"presence_penalty": -1.0, "frequency_penalty": 0.5},
+        {"repetition_penalty": 1.6},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    ],
+)
+def test_penalties_are_those_of_the_reference_for_prompt_and_answer(p: dict[str, Any]) -> None:
+    """Presence and frequency count what was answered, as OpenAI's do; repetition counts the prompt as well."""
+    prompt, answer, n = [3, 3, 1], [2, 2], 3000
+    samplers = [Sampler(SamplingParams(seed=seed, **p), None, prompt) for seed in range(n)]
+    for sampler in samplers:
+        for token in answer:
+            sampler.accept(token)
+    found = [d.token for d in draw(LOGITS.repeat(n, 1), samplers) if isinstance(d, Drawn)]
+    want = reference(LOGITS.numpy(), SamplingParams(**p), prompt, answer)
+    for token in range(5):
+        assert abs(found.count(token) / n - want[token]) < 0.035
+
+
 def test_penalties_make_repetition_unlikely() -> None:
     assert draws(3, temperature=0.0, presence_penalty=1.5) == [3, 2, 3]
     assert draws(4, temperature=0.0, frequency_penalty=2.0) == [3, 2, 1, 3]

@@ -61,6 +61,14 @@ def test_pages_are_taken_from_the_youngest_and_never_from_the_oldest(given: list
             assert not younger or given[i].gated, "somebody younger kept its pages"
 
 
+def test_pages_come_from_who_is_not_being_loaded_first() -> None:
+    growing, loaded = Work(0, 1, 0, 5), Work(1, 1, 9, 5)
+    loading, older = Work(2, 500, 999, 5, gated=True), Work(0.5, 500, 999, 5, gated=True)
+    assert plan([growing, loaded, loading], 64, 0, PAGE).preempted == (1,)
+    assert plan([growing, older, loaded], 64, 0, PAGE).preempted == (2,)
+    assert plan([growing, loading], 64, 0, PAGE).preempted == (1,), "where there is nobody else"
+
+
 @given(works, st.integers(1, 600))
 def test_with_pages_for_all_somebody_ready_always_goes_on(given: list[Work], budget: int) -> None:
     step = plan(given, budget, 10**6, PAGE)

@@ -18,6 +18,7 @@ from kvsidecar.requests import to_prompt, to_request
 from inference_svc.config import WorkerConfig
 from inference_svc.gateway.checking import parse
 from inference_svc.gateway.schema import ChatRequest, CompletionRequest
+from inference_svc.grammars import Grammars
 from inference_svc.metrics import WorkerCollector
 from inference_svc.prompts import Prompter
 from inference_svc.reuse.chunking import Marks, new_chunker
@@ -64,6 +65,32 @@ async def test_prompts_are_read_beside_the_event_loop(runtime: Runtime, tokenize
     await service.Warm(pb.WarmRequest(prompt=to_prompt("text")), context)
     assert len(tokenized) >= 4
     assert all(name.startswith("tokenize") for name, _ in tokenized)
+
+
+async def test_slow_grammars_keep_no_other_request_waiting(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clients whose grammars take as long as they may; the next one sends none."""
+    service, steering = InferenceService(runtime), Grammars.steering
+    asked, go_on = threading.Semaphore(0), threading.Event()
+
+    def slow(grammars: Grammars, grammar: pb.Grammar) -> Any:
+        asked.release()
+        assert go_on.wait(30)
+        return steering(grammars, grammar)
+
+    monkeypatch.setattr(Grammars, "steering", slow)
+    request = to_request("some text", max_tokens=2)
+    request.grammar.regex = "a+"
+    steered = [asyncio.create_task(generated(service, request)) for _ in range(2)]
+    try:
+        for _ in steered:
+            assert await asyncio.to_thread(asked.acquire, timeout=20)
+        plain = await asyncio.wait_for(generated(service, to_request("other text", max_tokens=2)), 20)
+        assert plain[-1].usage.generated_tokens > 0
+        assert not any(task.done() for task in steered)
+    finally:
+        go_on.set()
+    for parts in await asyncio.gather(*steered):
+        assert set("".join(part.text for part in parts)) == {"a"}
 
 
 async def counted(runtime: Runtime, tokens: int) -> None:

@@ -69,6 +69,27 @@ def test_objects_of_any_size_come_back(node: Node) -> None:
         keeping.close()
 
 
+def test_what_was_copied_while_the_process_hung_is_not_used(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon may have ended the session, and given the pages to others."""
+    one = keeper(node, "hung")
+    one.store(NAMES[:1], [object_of(0, 50)])
+    copied = ObjectKeeper._copied
+
+    def slow(self: ObjectKeeper, *arguments: Any) -> Any:
+        found = list(copied(self, *arguments))
+        session = one._link.session
+        assert session is not None
+        session.acknowledged = time.monotonic() - 2.1 * session.heartbeat_seconds
+        return found
+
+    monkeypatch.setattr(ObjectKeeper, "_copied", slow)
+    assert one.load(NAMES[:1], [memoryview(bytearray(50))]) == [False]
+    monkeypatch.setattr(ObjectKeeper, "_copied", copied)
+    assert one._link.wait(10)
+    assert one.load(NAMES[:1], [memoryview(bytearray(50))]) == [True]
+    one.close()
+
+
 def test_locks_are_leases(node: Node) -> None:
     one = keeper(node, "locks")
     one.store(NAMES[:2], [object_of(0, 50), object_of(1, 50)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,28 @@ def test_pages_come_back_wherever_and_in_whatever_layout(node: Node, layout: str
     assert ours.exists(NAMES) == 0
     for one in (ours, theirs):
         one.close()
+
+
+def test_what_was_copied_while_the_process_hung_is_not_used(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon may have ended the session, and given the pages to others."""
+    pool = MHATokenToKVPoolHost("layer_first")
+    ours = keeper(node, "hung", pool)
+    pool.fill(1, page_of(1))
+    assert ours.store(NAMES[:1], slots(1).numpy()) == [True]
+    unpack = ours._reader.unpack
+
+    def slow(*arguments: Any) -> None:
+        unpack(*arguments)
+        session = ours._link.session
+        assert session is not None
+        session.acknowledged = time.monotonic() - 2.1 * session.heartbeat_seconds
+
+    monkeypatch.setattr(ours._reader, "unpack", slow)
+    assert ours.load(NAMES[:1], slots(2).numpy()) == [False]
+    monkeypatch.setattr(ours._reader, "unpack", unpack)
+    assert ours._link.wait(10)
+    assert ours.load(NAMES[:1], slots(2).numpy()) == [True]
+    ours.close()
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.02), (4, 0.3)])

@@ -207,6 +207,20 @@ def test_what_lies_behind_a_row_does_not_matter(dtype: torch.dtype) -> None:
         assert torch.equal(case.attend(), before)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [1, 40, 64, 100])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_what_lies_before_a_window_does_not_matter(dtype: torch.dtype, window: int, rows: int) -> None:
+    """The pages there may have been given to others, whose damage must not get in."""
+    case = Case(dtype, 64, 4, 2, 300, last(rows, 300))
+    before = case.attend(window=window)
+    unseen = case.slots[: 300 - rows - window + 1]
+    for junk in (3e38, float("nan"), float("inf")):
+        case.keys[:, :, unseen] = junk
+        case.values[:, :, unseen] = -junk
+        assert torch.equal(case.attend(window=window), before)
+
+
 def test_large_scores_stay_finite() -> None:
     case = Case(torch.float32, 64, 4, 2, 200, last(100, 200))
     case.query *= 1e4

@@ -94,7 +94,12 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def listening(endpoint: Endpoint, add: Register, grace_seconds: Callable[[], float]) -> AsyncIterator[list[str]]:
+async def listening(
+    endpoint: Endpoint,
+    add: Register,
+    grace_seconds: Callable[[], float],
+    health: health_aio.HealthServicer | None = None,
+) -> AsyncIterator[list[str]]:
     """``listening_at`` the doors of an endpoint."""
     doors = [Door(endpoint.socket, add)]
     for address, register in ((endpoint.tcp, add), (endpoint.health_tcp, None)):
@@ -105,7 +110,7 @@ async def listening(endpoint: Endpoint, add: Register, grace_seconds: Callable[[
             raise ConfigurationError(f"cannot listen: {error}") from error
     doors += endpoint.others
     limits = Limits(message_bytes=endpoint.max_message_bytes)
-    async with listening_at(endpoint.service, doors, grace_seconds, limits) as addresses:
+    async with listening_at(endpoint.service, doors, grace_seconds, limits, health) as addresses:
         yield addresses
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from kvsidecar.errors import InvalidRequest, UnknownResponse
 
+from inference_svc.gateway.answers import written
+
 _MAX_RESPONSES, _MAX_BYTES, _MAX_BYTES_IN_ALL = 1024, 64 << 20, 256 << 20
 _OVERHEAD_BYTES = 1024  # of the objects around two texts
 
@@ -24,7 +26,7 @@ class Stored:
 
     @classmethod
     def of(cls, response: dict[str, Any], messages: list[dict[str, Any]]) -> Stored:
-        return cls(response["id"], _written(response), _written(messages))
+        return cls(response["id"], written(response), written(messages))
 
     @property
     def num_bytes(self) -> int:
@@ -107,7 +109,3 @@ class Memory:
                 f"the response {response_id[:80]!r} is not kept: it was never stored, or newer ones took its place"
             )
         return found
-
-
-def _written(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

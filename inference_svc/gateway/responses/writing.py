@@ -60,27 +60,28 @@ class ResponseWriter:
         if not isinstance(self._body["tool_choice"], str):
             self._body["tool_choice"] = self._body["tool_choice"].model_dump()
 
-    async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
+    async def whole(self, pieces: AsyncIterator[Piece]) -> bytes:
+        """JSON."""
         async for piece in pieces:
             self._add(piece.part)
         await self._store()
-        return self._body
+        return await asyncio.to_thread(answers.written, self._body)
 
     async def stream(self, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
         self._explain(first.part)
-        yield self._event("response.created", response=self._body)
-        yield self._event("response.in_progress", response=self._body)
+        yield await self._of_response("response.created")
+        yield await self._of_response("response.in_progress")
         try:
             async for piece in with_first(first, pieces):
-                events = self._add(piece.part)
-                if piece.part.finish_reason:  # before the client learns that it may go on from here
-                    await self._store()
-                for event in events:
+                for event in self._add(piece.part):
                     yield event
+            if self._body["usage"] is not None:
+                await self._store()  # before the client learns that it may go on from here
+                yield await self._of_response(f"response.{self._body['status']}")
         except KVSidecarError as error:
             line().abort(error.reason)
             self._body |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
-            yield self._event("response.failed", response=self._body)
+            yield await self._of_response("response.failed")
 
     # ---- pieces ---------------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class ResponseWriter:
 
     def _explain(self, part: pb.GenerateStreamResponse) -> None:
         if part.prompt_parts:
-            self._body["prompt_parts"] = answers.prompt_parts(part.prompt_parts)
+            self._body |= answers.explained(part)
 
     def _say(self, text: str) -> list[bytes]:
         events = []
@@ -165,7 +166,7 @@ class ResponseWriter:
                 "total_tokens": u.prompt_tokens + u.generated_tokens,
             },
         }
-        return [*events, self._event(f"response.{status}", response=self._body)]
+        return events
 
     async def _store(self) -> None:
         """Keeps the response, unless it is not to be stored or broke off."""
@@ -184,6 +185,12 @@ class ResponseWriter:
 
     def _of_item(self, kind: str, item: dict[str, Any], **more: Any) -> bytes:
         return self._event(kind, item_id=item["id"], output_index=len(self._items) - 1, **more)
+
+    async def _of_response(self, kind: str) -> bytes:
+        """An event with the whole response, which may be large: the request's metadata and tools are in it."""
+        body = {"type": kind, "sequence_number": self._sent, "response": self._body}
+        self._sent += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(answers.written, body))
 
     def _event(self, kind: str, **body: Any) -> bytes:
         data = json.dumps({"type": kind, "sequence_number": self._sent, **body}, ensure_ascii=False)

@@ -107,7 +107,7 @@ def test_unknown_fields_are_not_stored(tier: LmdbTier) -> None:
 def test_a_payload_that_is_not_the_headers_is_not_stored(tier: LmdbTier) -> None:
     good, changed = chunk([1]), chunk([2], payload=bytearray(256))  # type: ignore[arg-type]
     changed.payload[7] = 1
-    assert store(tier, changed, good) == [PutOutcome.FAILED, STORED]
+    assert store(tier, changed, good) == [PutOutcome.DAMAGED, STORED]
 
 
 def test_the_budget_means_the_file(tmp_path: Path) -> None:

@@ -47,10 +47,13 @@ def readings(answer: dict[str, Any]) -> dict[str, int]:
     return out
 
 
-def test_what_was_read_before_is_told_and_joins_to_the_prompt(gateway: Gateway) -> None:
+def test_what_was_read_before_is_told_and_joins_to_the_prompt(gateway: Gateway, node: Node) -> None:
     text = "told. " + WORDS * 6
     first = ask(gateway, text)
     assert readings(first) == {"computed": first["usage"]["prompt_tokens"]}
+    numerics = node.client().model().numerics
+    assert len(numerics.id) == 16
+    assert first["numerics"] == {"id": numerics.id, "shared_across_machines": False}
     again = ask(gateway, text)
     assert [part["reading"] for part in again["prompt_parts"]] == ["exact", "computed"]
     assert readings(again)["exact"] == again["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import openai
 import pydantic
 import pytest
-from kvsidecar.errors import InvalidRequest
+from kvsidecar.errors import InvalidRequest, UnknownResponse
 
-from inference_svc.gateway.responses.memory import Memory
+from inference_svc.gateway.responses.memory import Memory, Stored
 from tests.inference_svc.gateway.conftest import Gateway
 
 TOOL: Any = {
@@ -117,16 +118,59 @@ def test_what_is_not_here_is_refused_by_name(gateway: Gateway, option: dict[str,
     assert str(caught.value.param).startswith(param)
 
 
+def stored(name: str, text: str = "x") -> Stored:
+    return Stored.of({"id": name}, [{"role": "user", "content": text}])
+
+
 def test_memory_is_bounded_by_number_and_by_bytes() -> None:
-    memory = Memory(most=3, most_bytes=10_000)
+    memory = Memory(max_responses=3, max_bytes=10_000)
     for i in range(5):
-        memory.keep({"id": f"r{i}"}, [{"role": "user", "content": "x"}])
+        memory.keep("a", stored(f"r{i}"))
     with pytest.raises(InvalidRequest, match="'r1' is not kept"):
-        memory.messages("r1")
-    assert memory.messages("r2") == [{"role": "user", "content": "x"}]
-    memory.keep({"id": "large"}, [{"role": "user", "content": "x" * 9_990}])
-    assert memory._bytes <= 10_000
-    memory.keep({"id": "after"}, [])
-    memory.drop("after")
-    assert memory._bytes == 0
-    assert memory.messages(None) == []
+        memory.messages("a", "r1")
+    assert memory.messages("a", "r2") == [{"role": "user", "content": "x"}]
+    memory.keep("a", stored("large", "x" * 9_990))
+    assert memory.num_bytes <= 10_000
+    memory.keep("a", stored("after"))
+    memory.drop("a", "after")
+    assert memory.num_bytes == 0
+    assert memory.messages("a", None) == []
+
+
+def test_a_tenants_responses_evict_its_own_and_are_its_own_alone() -> None:
+    memory = Memory(max_bytes=10_000)
+    memory.keep("a", stored("first", "my secret is 4711"))
+    for i in range(20):
+        memory.keep("b", stored(f"b{i}", "y" * 5_000))
+    assert memory.messages("a", "first") == [{"role": "user", "content": "my secret is 4711"}]
+    assert memory.num_bytes <= 20_000
+    for asked in (memory.response, memory.drop):
+        with pytest.raises(UnknownResponse, match="'first' is not kept"):
+            asked("b", "first")
+    with pytest.raises(InvalidRequest, match="'first' is not kept"):
+        memory.messages("b", "first")
+    assert json.loads(memory.response("a", "first")) == {"id": "first"}
+
+
+def test_beyond_the_limit_of_all_the_largest_tenant_loses() -> None:
+    memory = Memory(max_bytes=10_000, max_bytes_in_all=16_000)
+    memory.keep("small", stored("s"))
+    for name in ("b", "c"):
+        for i in range(4):
+            memory.keep(name, stored(f"{name}{i}", "y" * 1_500))
+    assert memory.num_bytes <= 16_000
+    assert memory.messages("small", "s")
+
+
+def test_what_is_kept_weighs_in_memory_what_it_is_counted_as() -> None:
+    """As objects of Python these would be many times their JSON."""
+    memory, numbers = Memory(), list(range(300))
+    tracemalloc.start()
+    try:
+        for i in range(100):
+            memory.keep("a", Stored.of({"id": f"r{i}", "metadata": {"a": [{"b": n} for n in numbers]}}, []))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert memory.num_bytes >= 100 * 2_000
+    assert held <= 1.1 * memory.num_bytes

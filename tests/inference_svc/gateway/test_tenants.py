@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+import structlog
 from kvsidecar.errors import ConfigurationError, PermissionDenied
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import ValidationError
@@ -236,3 +237,28 @@ def test_a_file_that_is_not_there_and_a_fleet_are_refused(tmp_path: Path) -> Non
         Keys(GatewayConfig(tenants=tmp_path / "none"))
     with pytest.raises((ValidationError, ConfigurationError), match="give the file to the gateways of the nodes"):
         GatewayConfig(tenants=tmp_path / "none", nodes="http://a:1")
+
+
+async def test_a_conversation_is_its_tenants_alone(tmp_path: Path, file: Path) -> None:
+    """Whoever learns its id from elsewhere can neither read it nor go on from it, nor delete it."""
+    with structlog.testing.capture_logs() as lines:
+        async with serving(Noting(tmp_path / "w"), tenants=file) as client:
+            alice, bob, chief = ({"Authorization": f"Bearer {key}"} for key in ("alice", "both", "chief"))
+            kept = (await client.post("/v1/responses", json={"input": "4711"}, headers=alice)).json()["id"]
+            for other in (bob, chief):
+                for ask in (client.get, client.delete):
+                    assert (await ask(f"/v1/responses/{kept}", headers=other)).status_code == 404
+                for path in ("/v1/responses", "/kvsidecar/v1/held/v1/responses"):
+                    body = {"input": "and?", "previous_response_id": kept, "cache_salt": "of bob"}
+                    answer = await client.post(path, json=body, headers=other)
+                    assert answer.status_code == 400
+                    assert "is not kept" in answer.json()["error"]["message"]
+            large = {"input": "x", "user": "y" * 7_000_000, "cache_salt": "of bob"}
+            for _ in range(12):  # more than a tenant may keep
+                assert (await client.post("/v1/responses", json=large, headers=bob)).status_code == 200
+            assert (await client.get(f"/v1/responses/{kept}", headers=alice)).json()["id"] == kept
+            on = await client.post("/v1/responses", json={"input": "?", "previous_response_id": kept}, headers=alice)
+            assert on.status_code == 200
+            assert (await client.delete(f"/v1/responses/{kept}", headers=alice)).status_code == 200
+    assert lines
+    assert kept not in str(lines)

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+import structlog
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import (
     InferenceServiceServicer,
@@ -85,7 +86,9 @@ async def serving(*workers: Worker, wait_seconds: float = WAIT_SECONDS, up: bool
             httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=30)
         )
 
-        async def ask(**options: Any) -> httpx.Response:
+        async def ask(path: str = "", **options: Any) -> httpx.Response:
+            if path:
+                return await client.get(path)
             return await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3, **options})
 
         yield ask
@@ -104,9 +107,15 @@ async def test_a_whole_answer_of_which_nothing_was_sent_is_written_again(tmp_pat
 
 
 async def test_a_stream_that_began_is_not(tmp_path: Path) -> None:
+    """It ends with one sentence, and is no success in the log and the metrics."""
     first, second = Worker(tmp_path / "0", dies=True), Worker(tmp_path / "1")
-    async with serving(first, second) as ask:
-        answer = await ask(stream=True)
+    with structlog.testing.capture_logs() as lines:
+        async with serving(first, second) as ask:
+            answer = await ask(stream=True)
+            metrics = await ask(path="/metrics")
+    assert 'kvsidecar_gateway_aborted_total{reason="UNAVAILABLE"} 1.0' in metrics.text
+    (line,) = [line for line in lines if line["event"] == "request" and line["path"] == "/v1/completions"]
+    assert (line["log_level"], line["status"], line["aborted"]) == ("error", 200, "UNAVAILABLE")
     assert '"text":"b"' in answer.text
     error = json.loads(answer.text.rstrip().rpartition("data: ")[2])["error"]
     assert error["message"] == "the worker broke off its answer; send the request again"
@@ -220,3 +229,28 @@ async def test_a_prompt_is_scored_once_for_all_its_answers(tmp_path: Path, strea
         chances[choice["index"]] += (choice["logprobs"] or {}).get("token_logprobs", [])
     assert found == ["xyabc"] * 6
     assert chances == [[None, -1.5]] * 6
+
+
+async def test_whatever_ends_one_of_several_answers_ends_the_request(tmp_path: Path) -> None:
+    """An error that nobody thought of was waited for without end, when several answers were asked for."""
+    worker = Worker(tmp_path / "0")
+    app = create_app(GatewayConfig(workers=str(worker.target), cache_socket=None))
+    await worker.start()
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    try:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client,
+        ):
+            gateway = app.state.gateway
+
+            async def fails(*_: object) -> AsyncIterator[pb.GenerateStreamResponse]:
+                raise LookupError("no such thing")
+                yield pb.GenerateStreamResponse()
+
+            gateway._run = fails
+            async with asyncio.timeout(20):
+                answer = await client.post("/v1/completions", json={"prompt": ["x", "y"], "max_tokens": 3})
+        assert answer.status_code == 500
+    finally:
+        await worker.stop()

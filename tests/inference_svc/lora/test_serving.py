@@ -14,6 +14,8 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from benchmarks.node import Node
 from inference_svc.cache.verdicts import store_verdict
+from inference_svc.engine.forward import Decoder
+from inference_svc.engine.numerics_probe import identified
 from inference_svc.gateway.router import Router
 from inference_svc.model.loader import load
 from tests.inference_svc.gateway.conftest import of_node
@@ -95,7 +97,8 @@ def test_warming_is_for_one_adapter(served: Node) -> None:
 def test_text_elsewhere_is_reused_where_it_was_verified_for_the_adapter_itself(served: Node) -> None:
     """The verdict on a model says nothing about its adapters."""
     verdict = cache_pb2.ReuseVerdict(strategy="guided", ratio=0.15, passed=True)
-    store_verdict(served.cache_socket, load("demo").descriptor(16), verdict)
+    loaded = load("demo")
+    store_verdict(served.cache_socket, identified(loaded, Decoder(loaded), 16).descriptor(16), verdict)
     served.restart_worker(0)
     first, second = prompt(3, 300), prompt(4, 300)
     found = {}

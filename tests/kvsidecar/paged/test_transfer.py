@@ -24,6 +24,7 @@ from kvsidecar.paged.writing import Cancelled, Outcome, Prefix, Writer
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
+from tests.cache_daemon.test_service import until
 from tests.kvsidecar.paged.caches import BLOCK_TOKENS, BLOCKS, apart, fill, geometry, packed
 
 TOKENS = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
@@ -101,6 +102,24 @@ def test_what_one_engine_stores_another_of_another_layout_has(node: Node, bits: 
             assert (exact - stored).abs().max() < (0.05 if bits == 8 else 0.6)
         # Stored again it is there already, and nothing is written.
         assert one.store([2, 0, 3, 1], TOKENS).stored_chunks == 0
+
+
+def test_what_was_copied_while_the_process_hung_is_not_used(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon may have ended the session, and given the pages to others."""
+    with engines(node, "hung") as (one, two):
+        one.store([0, 1, 2, 3], TOKENS)
+        hung, unpack = two.session, two.reader._copier.unpack
+
+        def slow(*arguments: object) -> None:
+            unpack(*arguments)  # type: ignore[arg-type]
+            hung.acknowledged = time.monotonic() - 2.1 * hung.heartbeat_seconds
+
+        monkeypatch.setattr(two.reader._copier, "unpack", slow)
+        with pytest.raises(ConnectionError, match="session ended while chunks were copied"):
+            two.load([0, 1, 2, 3], TOKENS)
+        monkeypatch.setattr(two.reader._copier, "unpack", unpack)
+        until(lambda: hung.trusted)
+        assert two.load([0, 1, 2, 3], TOKENS) == len(TOKENS)
 
 
 def test_storing_goes_on_where_a_match_ended(node: Node) -> None:

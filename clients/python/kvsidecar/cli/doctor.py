@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from kvsidecar.cli.cache.daemon import connected
 from kvsidecar.cli.cache.ratios import HitRatios
 from kvsidecar.cli.cache.shown import percent
 from kvsidecar.cli.node import gateway_of
+from kvsidecar.cli.sharing import numerics_text, sharing_groups
 from kvsidecar.errors import KVSidecarError, PermissionDenied
 from kvsidecar.free_memory import free_bytes
 from kvsidecar.inference.v1 import inference_pb2
@@ -177,6 +179,7 @@ def cache_findings() -> list[Finding]:
     hits = HitRatios.of(stats)
     text = f"{stats.chunks} chunks, {stats.sessions} workers attached"
     out = [Finding("cache daemon", _OK, text if hits.total is None else f"{text}, hit ratio {percent(hits.total)}")]
+    out.extend(sharing_findings(stats))
     if stats.durable_failing:
         out.append(Finding("durable tier", _BAD, stats.durable_failing, "free disk space; see docs/operations.md"))
     elif stats.durable_budget_bytes:
@@ -198,6 +201,21 @@ def cache_findings() -> list[Finding]:
     if stats.loop_stall_ms > _LONGEST_STALL_MS:
         text = f"stood still for {stats.loop_stall_ms:.0f} ms in the last minute"
         out.append(Finding("cache daemon's loop", _NOTE, text, "give the daemon a core of its own"))
+    return out
+
+
+def sharing_findings(stats: cache_pb2.StatsResponse) -> list[Finding]:
+    """Which workers share what they store, and which do not because they compute other bits."""
+    groups = sharing_groups(stats.session_details)
+    out = [Finding("shared cache", _OK, group.text) for group in groups]
+    for one, other in combinations(groups, 2):
+        if one.differs_in_numerics_alone(other):
+            text = f"{', '.join(one.clients)} and {', '.join(other.clients)} share nothing: they compute other bits"
+            advice = (
+                "give them the same kernels and PyTorch, or, where hits matter more than equal bits, start both with "
+                "--share-across-machines"
+            )
+            out.append(Finding("shared cache", _NOTE, text, advice))
     return out
 
 
@@ -224,7 +242,9 @@ def _services() -> list[Finding]:
             try:
                 m = worker.GetModel(inference_pb2.GetModelRequest(), timeout=1)
                 text = f"{m.model_id} on {m.device} in {m.dtype}, {m.context_length} tokens of context"
-                out.append(Finding(socket.stem, _OK, text))
+                told = numerics_text(m.numerics)
+                state = _NOTE if m.numerics.shared_across_machines else _OK
+                out.append(Finding(socket.stem, state, f"{text}; {told}" if told else text))
             except grpc.RpcError:
                 out.append(Finding(socket.stem, _NOTE, f"not running on {socket}", "kvsidecar serve"))
     if node := supervised(folder):

@@ -28,6 +28,7 @@ from rich.table import Column, Table
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cli.programs import PROGRAMS
+from kvsidecar.cli.sharing import numerics_text, sharing_groups
 from kvsidecar.errors import KVSidecarError, Unavailable
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
@@ -218,7 +219,7 @@ def _part(path: Path) -> Part:
 def _of_cache(channel: grpc.Channel) -> str:
     stats = CacheServiceStub(channel).Stats(cache_pb2.StatsRequest(), timeout=_PATIENCE_SECONDS)
     held = f"{stats.tokens} tokens in {stats.chunks} chunks, {format_size(stats.arena_used_bytes)} of the arena"
-    text = f"{stats.sessions} attached, {held}"
+    text = "; ".join([f"{stats.sessions} attached, {held}", *(g.text for g in sharing_groups(stats.session_details))])
     return f"{text}; writing fails: {stats.durable_failing}" if stats.durable_failing else text
 
 
@@ -227,7 +228,8 @@ def _of_worker(channel: grpc.Channel) -> str:
     model = stub.GetModel(inference_pb2.GetModelRequest(), timeout=_PATIENCE_SECONDS)
     stats = stub.GetStats(inference_pb2.GetStatsRequest(), timeout=_PATIENCE_SECONDS)
     cache = "attached" if stats.cache_attached else "without cache"
-    return f"{model.model_id} on {model.device}, {cache}; {stats.running} running, {stats.waiting} waiting"
+    told = [f"{model.model_id} on {model.device}, {cache}", f"{stats.running} running, {stats.waiting} waiting"]
+    return "; ".join(filter(None, [*told, numerics_text(model.numerics)]))
 
 
 def _to_end(folder: Path) -> list[psutil.Process]:

@@ -18,16 +18,16 @@ T = TypeVar("T")
 
 
 def read(kind: type[T], given: Mapping[str, Any], where: str) -> T:
-    """A dataclass of texts and whole numbers from 1 on. ``where`` names the flag in messages. Raises ConfigurationError
-    for what is unknown or out of range."""
+    """A dataclass of texts, switches and whole numbers from 1 on. ``where`` names the flag in messages. Raises
+    ConfigurationError for what is unknown or out of range."""
     known: dict[str, type] = {f.name: type(f.default) for f in fields(kind)}  # type: ignore[arg-type]
     for name, value in given.items():
         if name not in known:
             raise ConfigurationError(f"{where} has {name!r}; allowed are {', '.join(known)}")
         if type(value) is not known[name]:
-            wanted = "text" if known[name] is str else "a whole number"
+            wanted = {str: "text", bool: "true or false"}.get(known[name], "a whole number")
             raise ConfigurationError(f"{name} is {value!r}; it must be {wanted}")
-        if isinstance(value, int) and value < 1:
+        if type(value) is int and value < 1:
             raise ConfigurationError(f"{name} is {value}; it must be at least 1")
         if name == "bits" and value not in KEY_GROUP_TOKENS:
             raise ConfigurationError(f"bits is {value}; allowed are 16, 8 and 4")

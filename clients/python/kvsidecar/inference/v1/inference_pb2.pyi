@@ -1038,6 +1038,7 @@ class GenerateResponse(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The text, without the stop string."""
     finish_reason: Global___FinishReason.ValueType
@@ -1082,6 +1083,10 @@ class GenerateResponse(_message.Message):
         has no rank, and its logprob means nothing.
         """
 
+    @_builtins.property
+    def numerics(self) -> Global___Numerics:
+        """Of the worker that answered, if `explain` was set."""
+
     def __init__(
         self,
         *,
@@ -1098,10 +1103,11 @@ class GenerateResponse(_message.Message):
         stop_string: _builtins.str = ...,
         stop_token_id: _builtins.int = ...,
         prompt_text: _builtins.str = ...,
+        numerics: Global___Numerics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
@@ -1162,6 +1168,7 @@ class GenerateStreamResponse(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text; may be empty while a character or a possible stop string is incomplete."""
     finish_reason: Global___FinishReason.ValueType
@@ -1202,6 +1209,10 @@ class GenerateStreamResponse(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """As in GenerateResponse. Set in the first message."""
 
+    @_builtins.property
+    def numerics(self) -> Global___Numerics:
+        """As in GenerateResponse. Set in the first message."""
+
     def __init__(
         self,
         *,
@@ -1218,10 +1229,11 @@ class GenerateStreamResponse(_message.Message):
         stop_string: _builtins.str = ...,
         stop_token_id: _builtins.int = ...,
         prompt_text: _builtins.str = ...,
+        numerics: Global___Numerics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
@@ -1420,6 +1432,7 @@ class GetModelResponse(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name it is served under."""
     architecture: _builtins.str
@@ -1442,6 +1455,10 @@ class GetModelResponse(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
         """LoRA adapters of the model, each of which can be asked for by name."""
 
+    @_builtins.property
+    def numerics(self) -> Global___Numerics:
+        """Which bits it computes; not set by workers that do not know."""
+
     def __init__(
         self,
         *,
@@ -1455,14 +1472,41 @@ class GetModelResponse(_message.Message):
         vocab_size: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
+        numerics: Global___Numerics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "model_id", b"model_id", "namespace", b"namespace", "storage_bits", b"storage_bits", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "model_id", b"model_id", "namespace", b"namespace", "numerics", b"numerics", "storage_bits", b"storage_bits", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
+
+@_typing.final
+class Numerics(_message.Message):
+    """Which bits a worker computes. Workers of one model with the same id share what they store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    SHARED_ACROSS_MACHINES_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Hexadecimal; equal for workers that compute the same bits, wherever they run."""
+    shared_across_machines: _builtins.bool
+    """The worker shares with those of other ids that do so, too: a hit may change an answer there."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        shared_across_machines: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "shared_across_machines", b"shared_across_machines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Numerics: _TypeAlias = Numerics  # noqa: Y015
 
 @_typing.final
 class Adapter(_message.Message):

@@ -16,6 +16,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.integrations import options
+from kvsidecar.integrations.numerics import SHARED, torch_numerics
 from kvsidecar.integrations.sglang.keeping import PageKeeper
 from kvsidecar.integrations.sglang.pool import cache_of
 from kvsidecar.integrations.weights import folder_of
@@ -31,12 +32,14 @@ _ATTACH_SECONDS = 1.0
 class Settings(options.Daemon):
     """Beside where the daemon is, ``bits`` how keys and values are stored, ``timeout_ms`` how long a call that moves
     nothing may take, ``model`` the model's folder or repository where its served name does not say it. ``numerics``
-    keeps apart what no file of the model says, such as ``--quantization``: engines share what they say alike."""
+    keeps apart what no file of the model says, such as ``--quantization``: engines share what they say alike.
+    ``share_across_machines`` shares with engines of other machines and versions, whose bits may be others."""
 
     bits: int = 16
     timeout_ms: int = 500
     model: str = ""
     numerics: str = ""
+    share_across_machines: bool = False
 
 
 class KVSidecarStorage(HiCacheStorage):
@@ -53,7 +56,10 @@ class KVSidecarStorage(HiCacheStorage):
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
         cache = cache_of(mem_pool_host, self._settings.bits)
-        described = descriptor(self._config, self._settings, self._folder, cache.geometry)
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        numerics = torch_numerics(device, mem_pool_host.dtype, self._settings.share_across_machines)
+        described = descriptor(self._config, self._settings, self._folder, cache.geometry, numerics)
         link = DaemonLink(self._settings.address, f"sglang-{self._config.tp_rank}", described, log=log)
         link.wait(_ATTACH_SECONDS)
         self._keeper = PageKeeper(cache, link, self._settings.timeout_ms / 1000)
@@ -115,8 +121,10 @@ class KVSidecarStorage(HiCacheStorage):
 _V1 = 'KVSidecar copies pages in place; set "interface_v1": 1 in --hicache-storage-backend-extra-config'
 
 
-def descriptor(config: Any, settings: Settings, folder: Path, geometry: Geometry) -> NamespaceDescriptor:
-    """The namespace of one tensor-parallel rank; ``config.json`` is part of the fingerprint."""
+def descriptor(config: Any, settings: Settings, folder: Path, geometry: Geometry, numerics: str) -> NamespaceDescriptor:
+    """The namespace of one tensor-parallel rank on a machine of these ``torch_numerics``; ``config.json`` is part of
+    the fingerprint."""
+    versions = f"sglang/{importlib.metadata.version('sglang')} torch/{torch.__version__}"
     return NamespaceDescriptor(
         model_fingerprint=fingerprint.of_directory(folder),
         layers=geometry.layers,
@@ -128,7 +136,7 @@ def descriptor(config: Any, settings: Settings, folder: Path, geometry: Geometry
         bits=geometry.bits,
         tensor_parallel_rank=config.tp_rank,
         tensor_parallel_size=config.tp_size,
-        producer=f"sglang/{importlib.metadata.version('sglang')} torch/{torch.__version__} {settings.numerics}",
+        producer=" ".join(["sglang" if numerics == SHARED else versions, settings.numerics, numerics]),
     )
 
 

@@ -11,6 +11,7 @@ import vllm
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
+from kvsidecar.integrations.numerics import SHARED
 from kvsidecar.integrations.vllm.rope import rope_parameters
 from kvsidecar.integrations.weights import folder_of
 from kvsidecar.layout import Geometry
@@ -20,8 +21,9 @@ from kvsidecar.models import fingerprint
 _IGNORED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 
 
-def descriptor(config: Any, geometry: Geometry, backend: str, rank: int) -> NamespaceDescriptor:
-    """The namespace of one tensor-parallel rank of an engine with the ``VllmConfig``. Raises ConfigurationError."""
+def descriptor(config: Any, geometry: Geometry, backend: str, rank: int, numerics: str) -> NamespaceDescriptor:
+    """The namespace of one tensor-parallel rank of an engine with the ``VllmConfig``, whose machine has these
+    ``torch_numerics``. Raises ConfigurationError."""
     model = config.model_config
     return NamespaceDescriptor(
         model_fingerprint=_fingerprint(config),
@@ -36,8 +38,14 @@ def descriptor(config: Any, geometry: Geometry, backend: str, rank: int) -> Name
         bits=geometry.bits,
         tensor_parallel_rank=rank,
         tensor_parallel_size=config.parallel_config.tensor_parallel_size,
-        producer=f"vllm/{vllm.__version__} torch/{torch.__version__} {backend} {model.dtype} {model.quantization}",
+        producer=_producer(backend, f"{model.dtype} {model.quantization}", numerics),
     )
+
+
+def _producer(backend: str, weights: str, numerics: str) -> str:
+    if numerics == SHARED:  # what computes does not matter then, only what is computed
+        return f"vllm {weights} {SHARED}"
+    return f"vllm/{vllm.__version__} torch/{torch.__version__} {backend} {weights} {numerics}"
 
 
 def _fingerprint(config: Any) -> bytes:

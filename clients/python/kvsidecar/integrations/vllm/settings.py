@@ -12,12 +12,14 @@ from kvsidecar.integrations import options
 @dataclass(frozen=True)
 class Settings(options.Daemon):
     """Beside where the daemon is, ``bits`` how keys and values are stored, ``chunk_tokens`` how long a chunk is at
-    least, ``timeout_ms`` how long a call that moves nothing may take, ``least_tokens`` how few are not worth a load."""
+    least, ``timeout_ms`` how long a call that moves nothing may take, ``least_tokens`` how few are not worth a load.
+    ``share_across_machines`` shares with engines of other machines and versions, whose bits may be others."""
 
     bits: int = 16
     chunk_tokens: int = 128
     timeout_ms: int = 500
     least_tokens: int = 64
+    share_across_machines: bool = False
 
     @property
     def timeout(self) -> float:

@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.integrations.numerics import torch_numerics
 from kvsidecar.integrations.vllm.identity import descriptor
 from kvsidecar.integrations.vllm.layouts import placement_of
 from kvsidecar.integrations.vllm.settings import Settings
@@ -36,10 +37,14 @@ def start_worker(settings: Settings, config: Any, caches: Any, tensors: dict[str
     cache = PagedCache(backend, geometry, first.shape[2], tuple(placement_of(backend, tensors[n]) for n in names))
     check_placement(cache, lambda layer, k, v, slots: _write(layers[names[layer]], tensors[names[layer]], k, v, slots))
     rank = get_tensor_model_parallel_rank()
+    shared = settings.share_across_machines
+    numerics = torch_numerics(first.device, config.model_config.dtype, shared)
+    if shared:
+        log.warning("share_across_machines is on: engines share whatever computed chunks; a hit may change answers")
     link = DaemonLink(
         settings.address,
         f"vllm-{rank}",
-        descriptor(config, geometry, backend, rank),
+        descriptor(config, geometry, backend, rank, numerics),
         first.device.index if first.device.type == "cuda" else None,
         log=log,
     )

@@ -1,0 +1,46 @@
+"""Identity of the numerics that an engine of PyTorch computes with.
+
+The engine's own kernels are not run: a name of the device stands for them, beside the engine's version. So two machines
+whose devices have other names share nothing, even where their bits are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+
+import torch
+from torch import Tensor
+
+SHARED = "any machine"
+_WIDTH, _ROWS = 1024, (4, 64)
+_ID_DIGITS = 16
+
+
+def torch_numerics(device: torch.device, dtype: torch.dtype, shared: bool) -> str:
+    """What names the machine's numerics in a producer. ``shared`` leaves them out, for who prefers hits to equal
+    bits. Runs a few products on the device, in some milliseconds."""
+    if shared:
+        return SHARED
+    digest = hashlib.sha256(repr(_named(device)).encode())
+    for kind in dict.fromkeys((dtype, torch.float32)):
+        weight = _values(_WIDTH, _WIDTH).to(device, kind)
+        for rows in _ROWS:
+            out = torch.nn.functional.linear(_values(rows, _WIDTH).to(device, kind), weight)
+            for result in (out, torch.softmax(out, -1), torch.rsqrt(out.float().square().mean(-1))):
+                digest.update(result.contiguous().cpu().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:_ID_DIGITS]
+
+
+def _named(device: torch.device) -> list[object]:
+    if device.type == "cuda":
+        return [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), torch.version.cuda]
+    # Which instructions kernels choose by: the capability alone does not tell those that multiply 16 bits.
+    has = [bool(getattr(torch.cpu, name, bool)()) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return [device.type, platform.machine(), torch.backends.cpu.get_cpu_capability(), *has]
+
+
+def _values(rows: int, columns: int) -> Tensor:
+    """Numbers between -2 and 2 that are the same everywhere."""
+    mixed = torch.arange(1, rows * columns + 1) * 2_654_435_761 % (1 << 16) - (1 << 15)
+    return (mixed.float() / (1 << 14)).view(rows, columns)

@@ -1,0 +1,78 @@
+"""A thread that runs jobs in order, urgent ones first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from inference_svc.engine.sequence import Sequence
+
+_LOOK_SECONDS = 0.005
+
+
+@dataclass(eq=False)
+class Job:
+    """Work for a sequence, which raises nothing. ``over`` is set when it ended."""
+
+    sequence: Sequence
+    work: Callable[[Job], None]
+    urgent: bool = False
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class Lane:
+    """One thread's queue of jobs. Any thread may use it."""
+
+    def __init__(self, name: str) -> None:
+        """``name`` is the thread's; it starts with the first job."""
+        self._thread = ThreadPoolExecutor(1, name)
+        self._changed = threading.Condition()
+        self._waiting: list[Job] = []
+        self._current: Job | None = None
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The jobs that are not over, in the order in which they came."""
+        with self._changed:
+            return [*([self._current] if self._current else []), *self._waiting]
+
+    def submit(self, sequence: Sequence, work: Callable[[Job], None]) -> Job:
+        """Queues work. Raises RuntimeError after ``shutdown``."""
+        job = Job(sequence, work)
+        with self._changed:
+            self._thread.submit(self._run_next)
+            self._waiting.append(job)
+        return job
+
+    def hasten(self, jobs: Iterable[Job]) -> None:
+        """Runs jobs before those that are not urgent."""
+        with self._changed:
+            for job in jobs:
+                job.urgent = True
+
+    def wait_idle(self, seconds: float, unless: Callable[[], bool]) -> None:
+        """Waits until there is no job, so many seconds at most, or until ``unless()``."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while (self._current or self._waiting) and not unless() and time.monotonic() < deadline:
+                self._changed.wait(_LOOK_SECONDS)
+
+    def shutdown(self) -> None:
+        """Finishes the queued jobs and ends the thread. Blocks."""
+        self._thread.shutdown()
+
+    def _run_next(self) -> None:
+        with self._changed:
+            job = next((job for job in self._waiting if job.urgent), self._waiting[0])
+            self._waiting.remove(job)
+            self._current = job
+        try:
+            job.work(job)
+        finally:
+            with self._changed:
+                self._current = None
+                self._changed.notify_all()
+            job.over.set()

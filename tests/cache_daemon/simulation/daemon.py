@@ -1,0 +1,395 @@
+"""One simulated daemon, and what a tester knows of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.errors import KVSidecarError
+
+from cache_daemon.durable.faulty import FaultyTier
+from cache_daemon.durable.seal import NoSeal
+from cache_daemon.eviction import POLICIES
+from cache_daemon.memory.arena import Arena
+from cache_daemon.remote.naming import Names
+from cache_daemon.remote.tier import RemoteTier
+from cache_daemon.store import marks
+from cache_daemon.store.chunk import Chunk, ChunkState, Residency
+from cache_daemon.store.facade import ChunkStore
+from cache_daemon.store.lookup import MatchResult
+from cache_daemon.store.remote import RemoteSettings
+from cache_daemon.store.sessions import Session
+from cache_daemon.store.summary import SummaryWriter
+from cache_daemon.store.tenants import Accounts
+from cache_daemon.store.writing import Reserved
+from tests.cache_daemon.simulation import scene
+from tests.cache_daemon.simulation.disk import Disk, Drive, SimulatedArena, SimulatedDeviceArena
+from tests.cache_daemon.simulation.engine import Connection, Network
+from tests.cache_daemon.simulation.substitution import UNIX_SECONDS
+from tests.cache_daemon.simulation.thread import OWNER
+
+if TYPE_CHECKING:
+    from tests.cache_daemon.simulation.world import World
+
+_KINDS = {number: name.removeprefix("EVENT_TYPE_") for name, number in pb.EventType.items()}
+
+
+class Path(NamedTuple):
+    """Where a chunk stands: its tokens from the prompt's beginning, where it begins, and the keys up to its own."""
+
+    root: bytes
+    tokens: tuple[int, ...]
+    begin: int
+    chain: tuple[bytes, ...]
+
+    @property
+    def ids(self) -> bytes:
+        return keys.token_bytes(self.tokens)
+
+
+@dataclass(eq=False)
+class Life:
+    """One start of a daemon: what belongs to it ends with it."""
+
+    tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
+    is_over: bool = False
+
+
+@dataclass(eq=False)
+class Held:
+    """A lease that the test holds, and what it showed when it was given."""
+
+    session: Session
+    result: MatchResult
+    seen: list[tuple[Chunk, Any, bytes]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Open:
+    """A reservation of the test."""
+
+    session: Session
+    key: bytes
+    got: Reserved
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that runs beside the test's other steps."""
+
+    name: str
+    session: Session | None
+    root: bytes
+    task: asyncio.Task[Any]
+
+
+class Daemon:
+    """Starts, stops and crashes a store over a disk of its own, and mirrors its index from its events."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.disk = Disk(world.loop.hub)
+        self.network = Network()
+        self.life = Life(is_over=True)
+        self.listed: dict[bytes, int] = {}  # what must be in the index, and since when
+        self.alive: dict[tuple[bytes, tuple[int, ...]], None] = {}  # paths that must be found
+        self.pinned: Counter[tuple[bytes, bytes]] = Counter()
+        self.committed: dict[bytes, int] = {}  # when a chunk last became visible here
+        self.corrupt = 0
+        self.deleting: list[tuple[bytes, bytes]] = []
+        self.before: dict[bytes, tuple[float, bool]] = {}  # what was durable at an orderly end: last use, pinned
+        self.told_durable: list[Chunk] = []  # what was told to be durable before a crash
+
+    @property
+    def is_up(self) -> bool:
+        return not self.life.is_over
+
+    # ---- beginning and end ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        world = self.world
+        self.life = Life()
+        before = OWNER.set(self.life)
+        try:
+            self.drive = Drive(self.disk, world.loop.hub)
+            self.tier = FaultyTier(self.drive)
+            self.bits = memoryview(bytearray(64))
+            self.connection = Connection(world.engine, self.network) if world.settings.daemons > 1 else None
+            self.store = ChunkStore(
+                self._arena(), self.tier if world.settings.durable else None, scene.DURABLE_BYTES,
+                POLICIES[world.settings.policy], staging_bytes=scene.STAGING_BYTES,
+                accounts=Accounts(lambda tenant: scene.BY_TENANT[tenant]), summary=SummaryWriter(self.bits),
+                clock=self.clock, remote=self._remote(),
+            )  # fmt: skip
+            self.corrupt, self.listed, known = 0, {}, self.listed
+            append, life = self.store.events.append, self.life
+
+            def heard(kind: Any, state: ChunkState) -> None:
+                append(kind, state)
+                if not life.is_over:  # timers outlive a crash
+                    self._heard(kind, state)
+
+            self.store.events.append = heard  # type: ignore[method-assign]
+            world.loop.complete(self.store.start(), "the start")
+        finally:
+            OWNER.reset(before)
+        self.listed |= {c.key: known.get(c.key, 0) for c in self.store.tiers.index if c.key not in self.listed}
+        self.sessions = [self.attach(), self.attach()]
+        self.held: list[Held] = []
+        self.open: list[Open] = []
+        self.calls: list[Call] = []
+        world.say(f"{self.name} OPENED with {len(self.listed)} chunks")
+
+    def _arena(self) -> Arena:
+        kind = SimulatedDeviceArena if self.world.settings.device else SimulatedArena
+        return kind(scene.ARENA_BYTES, self.world.loop.hub)
+
+    def _remote(self) -> RemoteSettings | None:
+        if self.connection is None:
+            return None
+        tier = RemoteTier(self.connection, Names("s"), NoSeal(), clock=self.clock)
+        return RemoteSettings(tier, self.world.settings.remote_write, None, compress=False)
+
+    def clock(self) -> float:
+        return UNIX_SECONDS + self.world.loop.now
+
+    def attach(self) -> Session:
+        described = scene.namespace()
+        return self.store.open_session("s", described, keys.namespace_id(described))
+
+    def heal(self) -> None:
+        """The disk and the network work again."""
+        self.tier._apply_errors.clear()
+        self.tier._read_faults.clear()
+        self.tier.let_go()
+        self.network.is_away, self.network.failing = False, 0
+
+    def quiet(self) -> None:
+        """What an orderly end begins with: calls end, sessions end."""
+        self.heal()
+        self.finish_calls()
+        for session in self.sessions:
+            self.store.close_session(session)
+        self.held, self.open = [], []
+
+    def finish_calls(self) -> None:
+        for call in self.calls:
+            self.world.loop.until(call.task.done, f"{call.name} of {self.name}")
+        self.reap()
+        self.complete(self.store._writing.idle(), "a commit that nobody waits for")
+
+    def close(self) -> None:
+        self.complete(self.store.close(), "the end")
+        self.life.is_over = True
+
+    def crash(self) -> None:
+        """Ends the process: whatever its tasks and threads still do, nothing of it arrives anywhere."""
+        life, loop = self.life, self.world.loop
+        self.drive.cut()
+        if self.connection is not None:
+            self.connection.cut()
+        life.is_over = True
+        self.tier.let_go()
+        for _ in range(3):
+            for task in list(life.tasks):
+                task.cancel()
+            loop.wait(0.5)
+            if not life.tasks:
+                break
+        loop.hub.kill([t for t in loop.hub.threads if t.owner is life])
+        self.calls, self.held, self.open = [], [], []
+        self.deleting.clear()
+
+    def complete(self, work: Coroutine[Any, Any, Any], why: str) -> Any:
+        """Runs a coroutine of this daemon to its end."""
+        before = OWNER.set(self.life)
+        try:
+            return self.world.loop.complete(work, f"{why} of {self.name}")
+        finally:
+            OWNER.reset(before)
+
+    # ---- calls ----------------------------------------------------------------------------------------------
+
+    def call(
+        self, name: str, session: Session | None, root: bytes, work: Coroutine[Any, Any, Any],
+        done: Callable[[Any], None] = lambda _: None,
+    ) -> Call:  # fmt: skip
+        """Begins a call, as a request that has arrived. ``done`` hears its answer at the moment that it is given."""
+        begun = False
+
+        async def run() -> None:
+            nonlocal begun
+            begun = True
+            done(await work)
+
+        before = OWNER.set(self.life)
+        try:
+            call = Call(name, session, root, self.world.loop.create_task(run()))
+        finally:
+            OWNER.reset(before)
+        self.calls.append(call)
+        self.world.loop.until(lambda: begun, f"the beginning of {name}")
+        return call
+
+    def reap(self) -> None:
+        """Hears how calls ended."""
+        for call in [c for c in self.calls if c.task.done()]:
+            self.calls.remove(call)
+            if call.task.cancelled():
+                self.world.say(f"{self.name} {call.name} was cancelled")
+                continue
+            error = call.task.exception()
+            if isinstance(error, AssertionError):
+                raise error
+            if error is not None and not isinstance(error, KVSidecarError):
+                raise AssertionError(f"{call.name} of {self.name} raised {type(error).__name__}: {error}") from error
+            self.world.say(f"{self.name} {call.name} ended {type(error).__name__ if error else 'well'}")
+
+    # ---- what the events tell -------------------------------------------------------------------------------
+
+    def _heard(self, kind: int, state: ChunkState) -> None:
+        world, key = self.world, state.header.prefix_hash
+        path, what = world.paths[key], _KINDS[kind]
+        world.happened += 1
+        world.say(f"{self.name} {what} {path.root[:2].hex()} {path.tokens} from {path.begin}")
+        if what == "COMMITTED":
+            world.expect(key not in self.listed, f"{path.tokens} is listed twice in {self.name}")
+            self.listed[key] = self.committed[key] = world.happened
+            self.alive[path.root, path.tokens] = None
+            self._check_payload(key)
+            self._check_author(key, path)
+        elif what == "PROMOTED":
+            self._check_payload(key)
+        elif what in ("EVICTED", "UNPERSISTED"):
+            world.expect(not state.pinned, f"{path.tokens} of {self.name} is pinned, and {what}")
+        if what in ("EVICTED", "DELETED"):
+            world.expect(key in self.listed, f"{path.tokens} of {self.name} is {what} and was not listed")
+            self.listed.pop(key, None)
+            if what == "EVICTED" or not self._is_found(path):
+                self._check_reason(what, key, path)
+                self.forget(path)
+
+    def _check_payload(self, key: bytes) -> None:
+        chunk = self.store.tiers.index.get(key)
+        assert chunk is not None
+        if chunk.slot is not None:
+            seen = bytes(self.store.arena.read(chunk.slot))
+            self.world.expect(seen == scene.payload_of(key, len(seen)), f"{self.name} shows other bytes than those")
+
+    def _check_author(self, key: bytes, path: Path) -> None:
+        """Notes when a worker last stored a chunk, and whether what it reserved was deleted since."""
+        found = self.store._writing._in_progress.get(key)
+        if found is None:
+            return
+        self.world.written[key] = self.world.happened
+        reserved_at = self.world.reserved.get(id(found[1]), self.world.happened)
+        if self.world.settings.promises.deleted_is_not_committed:
+            self.world.expect(
+                not any(d.at > reserved_at and d.covers(path) for d in self.world.deleted if d.daemon is self),
+                f"{path.tokens} was reserved before a deletion, and committed after it, in {self.name}",
+            )
+
+    def _check_reason(self, what: str, key: bytes, path: Path) -> None:
+        """A path ends only for a reason."""
+        if what == "EVICTED" or (path.root, path.tokens) not in self.alive:
+            return
+        corrupt = self.store.counts.corrupt_chunks > self.corrupt
+        named = any(root in (b"", path.root) and (not k or k in path.chain) for root, k in self.deleting)
+        elsewhere = any(d.covers(path) for d in self.world.deleted)
+        self.world.expect(
+            corrupt or named or (self.world.settings.daemons > 1 and elsewhere),
+            f"{path.tokens} is gone from {self.name}, and nobody deleted it",
+        )
+
+    def _is_found(self, path: Path) -> bool:
+        return sum(n for _, n in self.store.tiers.index.match(path.root, path.ids)) == len(path.tokens)
+
+    def forget(self, path: Path) -> None:
+        """A chunk was evicted or deleted: paths that lead through its tokens may end now."""
+        first = path.tokens[: path.begin + 1]
+        self.alive = {(r, p): None for r, p in self.alive if r != path.root or p[: path.begin + 1] != first}
+        for root, key in list(self.pinned):
+            if root == path.root and self.world.paths[key].tokens[: path.begin + 1] == first:
+                del self.pinned[root, key]
+
+    def keep_durable(self) -> None:
+        """What is not on disk is lost; to be called while the index is as it was."""
+        self.alive = {(r, p): None for r, p in self.alive if self._ends_durably(r, p)}
+        tokens = {pin: self.world.paths[pin[1]].tokens for pin in self.pinned}
+        self.pinned = Counter({pin: n for pin, n in self.pinned.items() if self._ends_durably(pin[0], tokens[pin])})
+
+    def _ends_durably(self, root: bytes, tokens: tuple[int, ...]) -> bool:
+        found = self.store.tiers.index.match(root, keys.token_bytes(tokens))
+        return sum(n for _, n in found) == len(tokens) and all(c.on_disk is Residency.PRESENT for c, _ in found)
+
+    def knows(self, root: bytes) -> bool:
+        """Whether it has seen a tenant's marks in the engine."""
+        if not self.is_up:
+            return marks.NOTE_PREFIX + root in self.disk.notes()
+        remote = self.store.remote
+        return remote is not None and (not root or root in remote._marks._known)
+
+    def durably_pinned(self) -> set[bytes]:
+        """The keys that pins keep whose own chunk is durable: such a pin is there after the next start."""
+        index, pins = self.store.tiers.index, self.store._pins._on
+        return {c.key for chunk in pins if chunk.on_disk is Residency.PRESENT for c in index.path(chunk)}
+
+    @property
+    def durable(self) -> list[Chunk]:
+        return [c for c in self.store.tiers.index if c.on_disk is Residency.PRESENT]
+
+    # ---- what always holds ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises AssertionError unless all that must always hold does."""
+        self.reap()
+        store, tiers = self.store, self.store.tiers
+        store.check_integrity()
+        differ = {c.key for c in tiers.index} ^ self.listed.keys()
+        assert not differ, f"the index of {self.name} is not as told: {[self.world.paths[k].tokens for k in differ]}"
+        for held in self.held:
+            for chunk, slot, before in held.seen:
+                assert chunk.slot == slot, "a leased slot was moved"
+                assert store.arena.read(slot) == before, "a leased slot changed"
+        self._check_holders()
+        self._check_quotas()
+        for root, tokens in self.alive:
+            path = Path(root, tokens, 0, ())
+            assert self._is_found(path), f"{tokens} is not found to its end in {self.name}"
+        for _, key in self.pinned:
+            assert self._is_found(self.world.paths[key]), f"{self.world.paths[key].tokens} is pinned and not found"
+        self.corrupt = store.counts.corrupt_chunks
+
+    def _check_holders(self) -> None:
+        stats = self.store.stats()
+        chunks = [*self.store.tiers.index, *self.store.tiers.detached]
+        kept, held = sum(c.leases for c in chunks), sum(len(h.seen) for h in self.held)
+        assert kept >= held, "a chunk is leased and not kept"
+        if not self.calls:
+            assert stats.leases == len(self.held), "leases that nobody holds"
+            assert stats.reservations == len(self.open), "reservations that nobody holds"
+            if self.connection is None and not self.store._writing._running:
+                assert kept == held, "chunks that nobody keeps are kept"
+
+    def _check_quotas(self) -> None:
+        tiers = self.store.tiers
+        if tiers.cold is not None:
+            assert tiers.cold.used_bytes <= scene.DURABLE_BYTES, "the durable budget is exceeded"
+        for salt, limits in scene.LIMITS.items():
+            account = self.store.accounts.of(keys.tenant_id(salt))
+            if limits.arena_bytes is not None:
+                assert tiers.hot.used_by(account) <= limits.arena_bytes, "a tenant's quota of the arena is exceeded"
+            if limits.store_bytes is not None and tiers.cold is not None:
+                assert tiers.cold.used_by(account) <= limits.store_bytes, "a tenant's quota of the disk is exceeded"
+            assert limits.entries is None or account.entries <= limits.entries, "a tenant has too many chunks"
+            assert limits.pin_bytes is None or account.pinned_bytes <= limits.pin_bytes, "a tenant has too much pinned"
+
+    def check_disk(self) -> None:
+        """Raises AssertionError unless all that is on disk is in the index; nothing is on its way there."""
+        strangers = self.disk.contents - self.listed.keys()
+        assert not strangers, f"{[self.world.paths[k].tokens for k in strangers]} is on the disk of {self.name} alone"

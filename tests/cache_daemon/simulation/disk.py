@@ -1,0 +1,120 @@
+"""What outlives a daemon's process: a disk that a crash cuts off, and an arena whose copies take time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+
+from cache_daemon.durable.memory import MemoryTier
+from cache_daemon.durable.tier import Loaded, PutResult, ReadJob, ReadResult, TierFailed, WriteGroup
+from cache_daemon.memory.arena import MemoryArena, Slot
+from cache_daemon.memory.device_arena import DeviceArena
+from cache_daemon.memory.device_memory import HostMemory
+from tests.cache_daemon.simulation.thread import Hub
+
+
+class Disk(MemoryTier):
+    """The contents that survive. A transaction is written, then synced; a crash between the two undoes it."""
+
+    def __init__(self, hub: Hub) -> None:
+        super().__init__()
+        self._hub = hub
+        self._synced = ({}, {})  # type: tuple[dict[bytes, object], dict[bytes, bytes]]
+
+    def load(self) -> list[Loaded]:
+        """Each load gives headers of its own, as a disk does."""
+        return [Loaded(ChunkHeader.FromString(found[0].SerializeToString()), *found[1:]) for found in super().load()]
+
+    def crash(self) -> None:
+        """Loses what was not synced."""
+        self._stored, self._notes = dict(self._synced[0]), dict(self._synced[1])  # type: ignore[arg-type]
+
+    def sync(self) -> None:
+        """Makes what was applied survive a crash."""
+        self._synced = (dict(self._stored), dict(self._notes))
+
+    @property
+    def contents(self) -> set[bytes]:
+        """The prefix hashes of all chunks."""
+        return set(self._stored)
+
+
+class Drive:
+    """A disk as one start of a daemon has it: it takes time, and is ``cut`` off when the daemon crashes."""
+
+    def __init__(self, disk: Disk, hub: Hub) -> None:
+        self.disk, self._hub = disk, hub
+        self.is_cut = False
+        self.load_report = disk.load_report
+
+    def cut(self) -> None:
+        self.is_cut = True
+        self.disk.crash()
+
+    def _take_time(self) -> None:
+        self._hub.pause()
+        if self.is_cut:
+            raise TierFailed("the daemon is dead")
+
+    def load(self) -> list[Loaded]:
+        self._take_time()
+        return self.disk.load()
+
+    def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
+        self._hub.pause()
+        if self.is_cut:
+            return [ReadResult.FAILED] * len(jobs)
+        done = self.disk.read(jobs)
+        self._hub.pause()
+        return done
+
+    def apply(self, group: WriteGroup) -> list[PutResult]:
+        self._take_time()
+        done = self.disk.apply(group)
+        self._take_time()
+        self.disk.sync()
+        self._hub.pause()  # it is on disk, and nobody has heard of it
+        return done
+
+    def notes(self) -> dict[bytes, bytes]:
+        return self.disk.notes()
+
+    def usage(self):  # type: ignore[no-untyped-def]
+        return self.disk.usage()
+
+    def compact(self) -> None:
+        """There is nothing to give back."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class SimulatedArena(MemoryArena):
+    """An arena whose copies and reads others come between."""
+
+    def __init__(self, size_bytes: int, hub: Hub) -> None:
+        super().__init__(size_bytes)
+        self._hub = hub
+
+    def write(self, slot: Slot, data: memoryview) -> None:
+        half = len(data) // 2
+        target = super().read(slot)
+        self._hub.pause()
+        target[:half] = data[:half]
+        self._hub.pause()
+        target[half:] = data[half:]
+        self._hub.pause()
+
+
+class SimulatedDeviceArena(DeviceArena):
+    """The same in device memory."""
+
+    def __init__(self, size_bytes: int, hub: Hub) -> None:
+        super().__init__(HostMemory(size_bytes))
+        self._hub = hub
+
+    def write(self, slot: Slot, data: memoryview) -> None:
+        self._hub.pause()
+        super().write(slot, data)
+        self._hub.pause()

@@ -1,0 +1,129 @@
+"""The clocks, threads and random numbers that the daemon's modules see during a simulation."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+from tests.cache_daemon.simulation.loop import SimulatedLoop
+from tests.cache_daemon.simulation.thread import (
+    SimulatedCondition,
+    SimulatedEvent,
+    SimulatedExecutor,
+    SimulatedLock,
+    SimulatedThread,
+)
+
+_PACKAGE = "cache_daemon"
+# What ``time.time`` is when the loop's clock is 0.
+UNIX_SECONDS = 1_000_000.0
+
+
+class _Time:
+    """The module ``time``."""
+
+    def __init__(self, loop: SimulatedLoop) -> None:
+        self._loop = loop
+        self.monotonic = self.perf_counter = self.process_time = self.thread_time = loop.read_clock
+
+    def time(self) -> float:
+        return UNIX_SECONDS + self._loop.read_clock()
+
+    def sleep(self, seconds: float) -> None:
+        self._loop.hub.wait(lambda: False, seconds)
+
+
+class _Threading:
+    """The module ``threading``."""
+
+    def __init__(self, loop: SimulatedLoop) -> None:
+        hub = loop.hub
+        self.Lock: Callable[[], Any] = lambda: SimulatedLock(hub)
+        self.RLock = self.Lock
+        self.Condition: Callable[[], Any] = lambda: SimulatedCondition(hub)
+        self.Event: Callable[[], Any] = lambda: SimulatedEvent(hub)
+
+        def thread(
+            target: Callable[..., object], args: tuple[Any, ...] = (), name: str = "thread", daemon: bool = False
+        ) -> SimulatedThread:
+            return SimulatedThread(hub, target, args, name)
+
+        self.Thread = thread
+
+
+class _Secrets:
+    """The module ``secrets``: numbers that nobody guesses, and everybody can repeat."""
+
+    def __init__(self) -> None:
+        self._random = random.Random(0)
+
+    def token_bytes(self, count: int = 32) -> bytes:
+        return self._random.randbytes(count)
+
+    def token_hex(self, count: int = 32) -> str:
+        return self.token_bytes(count).hex()
+
+    def randbits(self, count: int) -> int:
+        return self._random.getrandbits(count)
+
+
+class _Log:
+    """A module's logger. What is said belongs to the run's log; an exception that somebody survives is a defect."""
+
+    def __init__(self, said: Callable[[str], None], failed: Callable[[str], None]) -> None:
+        self._said, self._failed = said, failed
+
+    def debug(self, event: str, **values: object) -> None:
+        self._said(f"log: {event} {values or ''}")
+
+    info = warning = error = debug
+
+    def exception(self, event: str, **values: object) -> None:
+        self._failed(f"{event} {values or ''}: {traceback.format_exc()}")
+
+
+class Substitution:
+    """Stands in for ``time``, ``threading``, ``secrets``, ``ThreadPoolExecutor`` and the loggers in all modules of the
+    daemon that are loaded, so that a module which comes to use one of them needs no seam of its own."""
+
+    def __init__(self, loop: SimulatedLoop, said: Callable[[str], None], failed: Callable[[str], None]) -> None:
+        hub = loop.hub
+        self._stands_in: dict[int, tuple[object, object]] = {
+            id(real): (real, fake)
+            for real, fake in (
+                (time, _Time(loop)),
+                (threading, _Threading(loop)),
+                (secrets, _Secrets()),
+                (ThreadPoolExecutor, lambda most, name="pool": SimulatedExecutor(hub, most, name)),
+            )
+        }
+        self._log = _Log(said, failed)
+        self._replaced: list[tuple[ModuleType, str, object]] = []
+
+    def begin(self) -> None:
+        for module in _modules():
+            for name, value in list(vars(module).items()):
+                if name == "log":
+                    self._replaced.append((module, name, value))
+                    setattr(module, name, self._log)
+                elif id(value) in self._stands_in:
+                    real, fake = self._stands_in[id(value)]
+                    self._replaced.append((module, name, real))
+                    setattr(module, name, fake)
+
+    def end(self) -> None:
+        while self._replaced:
+            module, name, real = self._replaced.pop()
+            setattr(module, name, real)
+
+
+def _modules() -> list[ModuleType]:
+    return [m for name, m in sorted(sys.modules.items()) if name == _PACKAGE or name.startswith(f"{_PACKAGE}.")]

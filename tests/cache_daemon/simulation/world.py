@@ -1,0 +1,176 @@
+"""A whole simulation: daemons, the engine that they share, and the log of all that happened."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import cache_daemon.store.bringing as bringing
+from cache_daemon.remote.memory import MemoryEngine
+from tests.cache_daemon.simulation.loop import Order, SimulatedLoop
+from tests.cache_daemon.simulation.substitution import Substitution
+from tests.cache_daemon.simulation.thread import OWNER
+
+if TYPE_CHECKING:
+    from tests.cache_daemon.simulation.daemon import Daemon, Path
+
+
+@dataclass(frozen=True)
+class Promises:
+    """What is asked for. Each is False as long as a known defect of the store breaks it; F2 and the like are the
+    project's numbers of defects."""
+
+    listed_once: bool = False
+    """A key that a worker has reserved may be brought from the remote tier meanwhile (F2)."""
+    disk_within_index: bool = False
+    """When all is written, the disk has nothing that the index has not (F7, orphans)."""
+    deleted_is_not_committed: bool = False
+    """What was reserved before a deletion is not committed after it (F7)."""
+    nothing_comes_back: bool = False
+    """What one daemon deletes while another one is writing it to the engine is not brought again."""
+    strangers_deleted: bool = False
+    """A daemon hears of the deletion of a tenant whose marks it had never seen (it has not asked the engine for it)."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a world is set up."""
+
+    policy: str = "gittins"
+    daemons: int = 1
+    durable: bool = True
+    device: bool = False
+    remote_write: Any = "all"
+    promises: Promises = field(default_factory=Promises)
+
+
+@dataclass
+class Deleted:
+    """A deletion that was asked for: of a chunk with what continues it, of a tenant, or of everything."""
+
+    daemon: Daemon
+    root: bytes
+    key: bytes
+    at: int
+    heard_by: frozenset[str]  # the daemons that must hear of it
+
+    def covers(self, path: Path) -> bool:
+        return self.root in (b"", path.root) and (not self.key or self.key in path.chain)
+
+
+class World:
+    """Runs steps. ``say`` notes what happens; ``expect`` notes what must not, for the end of the step."""
+
+    def __init__(self, settings: Settings) -> None:
+        from tests.cache_daemon.simulation.daemon import Daemon
+
+        self.settings, self.log, self.broken = settings, list[str](), list[str]()
+        self.loop = SimulatedLoop()
+        self.loop.set_task_factory(_new_task)
+        self._substitution = Substitution(self.loop, self.say, self.broken.append)
+        self.paths: dict[bytes, Path] = {}
+        self.happened = 0
+        self.is_over = False
+        self.deleted: list[Deleted] = []
+        self.written: dict[bytes, int] = {}  # when a worker last stored a chunk, anywhere
+        self.reserved: dict[int, int] = {}  # when a reservation was made, by its identity
+        self.engine = MemoryEngine(part_bytes=6 * 4096, clock=self.loop.time)
+        self.daemons = [Daemon(self, name) for name in "AB"[: settings.daemons]]
+
+    def say(self, text: str) -> None:
+        if not self.is_over:
+            self.log.append(f"{self.loop.now:.6f} {text}")
+
+    def expect(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.broken.append(otherwise)
+
+    @contextmanager
+    def running(self) -> Iterator[World]:
+        """The world while it is used."""
+        before, bringing._LEAST_TOKENS = bringing._LEAST_TOKENS, 1  # prompts are short
+        self._substitution.begin()
+        self.loop.enter()
+        try:
+            for daemon in self.daemons:
+                daemon.start()
+            yield self
+        finally:
+            self.is_over = True
+            for daemon in self.daemons:
+                daemon.life.is_over = True
+            self.loop.cancel()
+            self._substitution.end()
+            bringing._LEAST_TOKENS = before
+            self.loop.end()
+
+    @contextmanager
+    def ordered(self, number: int) -> Iterator[Order]:
+        """Draws from an order for the length of a step, and checks afterwards."""
+        self.loop.order = order = Order(number)
+        yield order
+        self.check()
+
+    def check(self) -> None:
+        self._raise_broken()
+        for daemon in self.daemons:
+            if daemon.is_up:
+                daemon.check()
+        self._raise_broken()
+
+    def _raise_broken(self) -> None:
+        assert not self.broken, "; ".join(self.broken)
+        assert not self.loop.errors, "; ".join(self.loop.errors)
+
+    def delete(self, daemon: Daemon, root: bytes, key: bytes) -> Deleted:
+        """Notes that a deletion begins."""
+        self.happened += 1
+        everybody = self.settings.promises.strangers_deleted
+        heard_by = frozenset(d.name for d in self.daemons if everybody or d is daemon or d.knows(root))
+        self.deleted.append(Deleted(daemon, root, key, self.happened, heard_by))
+        return self.deleted[-1]
+
+    def may_forget(self, daemon: Daemon) -> None:
+        """A daemon without a disk crashes: deletions that it had not done in the engine are gone with it."""
+        for deleted in self.deleted:
+            if deleted.daemon is daemon and not self.settings.durable:
+                deleted.heard_by = frozenset()
+
+    @property
+    def up(self) -> Sequence[Daemon]:
+        return [d for d in self.daemons if d.is_up]
+
+    @property
+    def digest(self) -> str:
+        """Of the whole log."""
+        return hashlib.sha256("\n".join(self.log).encode()).hexdigest()
+
+
+def _new_task(loop: Any, work: Any, **given: Any) -> Any:
+    """A task that ends with its owner."""
+    import asyncio
+
+    task = asyncio.Task(work, loop=loop, **given)
+    life = OWNER.get()
+    if life is not None:
+        life.tasks[task] = None
+        task.add_done_callback(life.tasks.pop)
+    return task
+
+
+def settings_of(seed: int, promises: Promises | None = None) -> Settings:
+    """The set-up of a seed: each policy, one or two daemons, both kinds of arena, with and without a disk."""
+    from cache_daemon.eviction import POLICIES
+
+    policies = sorted(POLICIES)
+    found = Settings(
+        policy=policies[seed % len(policies)],
+        daemons=1 + seed % 2,
+        durable=seed % 8 != 5,
+        device=seed % 4 == 2,
+        remote_write="second-use" if seed % 6 == 3 else "all",
+    )
+    return found if promises is None else replace(found, promises=promises)

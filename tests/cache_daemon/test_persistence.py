@@ -1,0 +1,53 @@
+"""Chunks that the durable tier did not take are tried again, whatever else is written, and are counted as waiting."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cache_daemon.durable.memory import MemoryTier
+from cache_daemon.store.chunk import Residency
+from tests.cache_daemon.remote.nodes import until
+from tests.cache_daemon.stores import opened
+
+
+async def test_what_failed_is_tried_again_while_other_chunks_are_written() -> None:
+    async with opened() as bench:
+        persistence = bench.store._persistence
+        assert persistence is not None
+        assert bench.store._upkeep is not None
+        bench.store._upkeep.cancel()
+        bench.tier.fail_applies(2)
+        failed, _ = await bench.put([1])
+        await until(lambda: bench.store.stats().failed_writes == 1)
+        assert bench.store.stats().pending_writes == 1
+        await bench.put([2])
+        await bench.store.settle()
+        assert persistence.failing is None
+        bench.tier.hold()
+        await bench.put([3])
+        assert await asyncio.to_thread(bench.tier.wait_until_held)
+        persistence.retry()
+        assert bench.store.find(bench.root(), failed).on_disk is Residency.ARRIVING
+        bench.tier.let_go()
+        await bench.store.settle()
+        assert bench.store.stats().durable_chunks == 3
+        assert bench.store.stats().pending_writes == 0
+
+
+async def test_an_orderly_end_tries_once_more_what_failed() -> None:
+    disk = MemoryTier()
+    async with opened(tier=disk) as bench:
+        assert bench.store._upkeep is not None
+        bench.store._upkeep.cancel()
+        bench.tier.fail_applies(2)
+        key, _ = await bench.put([1])
+        child, _ = await bench.put([2], 1, key)
+        await until(lambda: bench.store.stats().failed_writes > 0)
+    assert disk.stored_keys() == [key, child]
+
+
+async def test_what_the_budget_has_no_place_for_does_not_wait() -> None:
+    async with opened(budget_bytes=0) as bench:
+        key, _ = await bench.put([1])
+        await bench.put([2], 1, key)
+        assert bench.store.stats().pending_writes == 0

@@ -1,0 +1,188 @@
+"""Bodies of the largest size, valid and not: what they cost those who wait beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from kvsidecar.errors import InvalidRequest, Overloaded
+from pydantic import ValidationError
+
+from benchmarks.node import free_port
+from inference_svc.gateway.body_model import BodyModel
+from inference_svc.gateway.byte_budget import ByteBudget
+from inference_svc.gateway.checking import parse
+from inference_svc.gateway.schema import ChatRequest, CompletionRequest
+from tests.inference_svc.gateway.listening import listening, said_to
+
+SIZE = 8_000_000
+CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+
+
+def filled(before: str, part: str, behind: str, size: int = SIZE) -> bytes:
+    return (before + ",".join([part] * ((size - 100) // (len(part) + 1))) + behind).encode()
+
+
+# Refused for their numbers, whatever a class would say of them: 8 MB each.
+FLOODS: dict[str, tuple[str, bytes]] = {
+    "prompt": (TEXT, filled('{"prompt":[', "{}", "]}")),
+    "messages": (CHAT, filled('{"messages":[', "{}", "]}")),
+    "stop": (TEXT, filled('{"prompt":"a","stop":[', "1", "]}")),
+    "metadata": (RESPONSE, filled('{"input":"hi","metadata":{"a":[', "{}", "]}}")),
+    "empty messages": (CHAT, filled('{"messages":[', '{"role":"user","content":""}', "]}")),
+    "deep": (TEXT, b'{"a":' * (SIZE // 5)),
+}
+PART = {"type": "text", "text": "x"}
+# As much as is allowed, in forms that cost much.
+LARGE: dict[str, tuple[str, bytes]] = {
+    "a text": (TEXT, json.dumps({"prompt": "so it goes, [on]. " * 440_000}).encode()),
+    "an otter": (TEXT, '{"prompt":"%s\U0001f9a6"}'.__mod__("so it goes, on. " * 440_000).encode()),
+    "escapes": (TEXT, b'{"prompt":"' + b"\\n" * 3_900_000 + b'"}'),
+    "numbers": (TEXT, json.dumps({"prompt": [12345] * 262_000}).encode()),
+    "wrong numbers": (TEXT, json.dumps({"prompt": ["a"] * 131_000 + [1] * 131_000}).encode()),
+    "members": (TEXT, json.dumps({f"k{i}": 1 for i in range(65_000)}).encode()),
+    "members of a message": (CHAT, json.dumps({"messages": [{f"k{i}": 1 for i in range(65_000)}]}).encode()),
+    "biases": (TEXT, json.dumps({"prompt": "x", "logit_bias": {f"k{i}": 1 for i in range(65_000)}}).encode()),
+    "surrogates": (TEXT, json.dumps({"prompt": ["\U0001f9a6"] * 262_000}).encode()),
+    "messages": (CHAT, json.dumps({"messages": [{"role": "user", "content": "x" * 220}] * 4096}).encode()),
+    "parts": (CHAT, json.dumps({"messages": [{"role": "user", "content": [PART] * 5}] * 3500}).encode()),
+    "items": (RESPONSE, json.dumps({"input": [{"role": "user", "content": "x" * 220}] * 4096}).encode()),
+    "wrong items": (RESPONSE, json.dumps({"input": [{"type": "message"}] * 4096}).encode()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FLOODS, *LARGE])
+async def test_the_event_loop_never_waits_long_for_a_body(name: str) -> None:
+    """Measured as processor time between two turns of the loop, so that other processes do not count. It has in it
+    what this test's own client does."""
+    path, body = (FLOODS | LARGE)[name]
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with listening() as (port, _):
+        asked = asyncio.create_task(said_to(port, head.encode() + body, 60))
+        longest = 0.0
+        while not asked.done():
+            began = time.process_time()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.process_time() - began)
+        answer = await asked
+    code = int(answer.split(b" ", 2)[1])
+    assert code in ((400,) if name in FLOODS or "wrong" in name else (400, 503)), answer[:300]  # there is no worker
+    assert longest < 0.1
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[tuple[str, psutil.Process]]:
+    """A gateway's process without workers: what is valid is answered with 503."""
+    port = free_port()
+    command = [sys.executable, "-m", "inference_svc", "gateway", "--workers", "127.0.0.1:1", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as gateway:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except httpx.TransportError:
+                assert gateway.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}", psutil.Process(gateway.pid)
+        gateway.terminate()
+
+
+def test_no_body_takes_much_memory(alone: tuple[str, psutil.Process]) -> None:
+    url, process = alone
+    idle, peak, done = process.memory_info().rss, 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.01):
+            peak = max(peak, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        codes = {name: httpx.post(url + path, content=body, timeout=60).status_code
+                 for name, (path, body) in (FLOODS | LARGE).items()}  # fmt: skip
+    finally:
+        done.set()
+        watcher.join()
+    assert {codes[name] for name in FLOODS} == {400}
+    assert {codes[name] for name in ("a text", "an otter", "numbers", "messages", "parts", "items")} == {503}
+    assert peak - idle <= 150 * 10**6
+
+
+def schemas(part: Any) -> Iterator[dict[str, Any]]:
+    """All schemas within one of pydantic's core."""
+    if isinstance(part, dict):
+        yield part
+        part = list(part.values())
+    for one in part if isinstance(part, list | tuple) else ():
+        yield from schemas(one)
+
+
+def kinds(kind: type[BodyModel] = BodyModel) -> Iterator[type[BodyModel]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from kinds(one)
+
+
+def test_checking_ends_at_the_first_wrong_element_of_every_list() -> None:
+    found = [s for kind in kinds() for s in schemas(kind.__pydantic_core_schema__) if s.get("type") == "list"]
+    assert len(found) > 20
+    assert all(schema.get("fail_fast") for schema in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {"messages": [{f"k{i}": 1 for i in range(5000)}]}),
+        (ChatRequest, {"messages": [{}] * 4096, "stop": [1] * 5000}),
+        (CompletionRequest, {"prompt": [[{}] * 5000, {}] * 10, **{f"k{i}": 1 for i in range(5000)}}),
+    ],
+)
+def test_a_body_has_a_few_errors_at_most(kind: type[BodyModel], body: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(kind, json.dumps(body).encode(), body)
+    assert isinstance(caught.value.__cause__, ValidationError)
+    assert caught.value.__cause__.error_count() < 20
+
+
+def test_bodies_on_their_way_are_bounded_for_each_caller_and_for_all() -> None:
+    budget = ByteBudget(max_bytes=250, max_bytes_per_caller=100)
+    with budget.share("a") as one, budget.share("a") as two, budget.share("b") as other, budget.share("c") as third:
+        one.add(60)
+        with pytest.raises(Overloaded, match="your requests have 120 bytes"):
+            two.add(60)
+        other.add(90)
+        with pytest.raises(Overloaded, match="all requests together have 270 bytes"):
+            third.add(60)
+    assert budget.num_bytes == 0
+    with budget.share("a") as again:
+        again.add(100)
+
+
+async def test_a_caller_whose_bodies_do_not_end_is_refused_another() -> None:
+    half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2000\r\n\r\n" + b" " * 1999
+    async with listening(max_body_bytes=2048, receive_seconds=60) as (port, _):
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+        for _, writer in held:
+            writer.write(half)
+            await writer.drain()
+        async with asyncio.timeout(30):
+            while True:
+                answer = await said_to(port, half.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + b" ")
+                if answer.startswith(b"HTTP/1.1 429"):
+                    break
+                await asyncio.sleep(0.02)
+        assert b"bytes of bodies on their way" in answer
+        for _, writer in held:
+            writer.close()

@@ -1,0 +1,97 @@
+"""A process whose worker runs one variant of the CPU kernels.
+
+``python -m tests.inference_svc.kernel_variant VARIANT`` prints one JSON document. ``none`` is a
+machine on which no kernel was compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvkernels.cpu import library
+from kvkernels.cpu.features import native_bfloat16
+from kvsidecar import keys
+
+from inference_svc import Engine
+from tests.inference_svc.test_exactness import prompt
+
+NONE, TOKENS, ANSWER = "none", 200, 4
+DTYPE = "bfloat16" if native_bfloat16() else "float32"
+
+
+def start(variant: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.inference_svc.kernel_variant", variant, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
+
+
+def said(process: subprocess.Popen[str]) -> Any:
+    out, _ = process.communicate(timeout=180)
+    assert process.returncode == 0
+    return json.loads(out.splitlines()[-1])
+
+
+def prompts(name: str, count: int) -> list[list[int]]:
+    return [prompt(int.from_bytes(name.encode()) + i, TOKENS) for i in range(count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("variant")
+    parser.add_argument("--dtype", default=DTYPE)
+    parser.add_argument("--cache", type=Path)
+    parser.add_argument("--write", default="")
+    parser.add_argument("--read", nargs="*", default=[])
+    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--share-across-machines", action="store_true")
+    options = parser.parse_args()
+    usable = library.usable()
+    library.usable = lambda: [name for name in usable if name == options.variant]  # type: ignore[assignment]
+    shares = options.share_across_machines
+    with Engine.from_pretrained(
+        "demo", cache=options.cache, dtype=options.dtype, pool_bytes=64 << 20, resident_sequences=0,
+        share_across_machines=shares, cache_timeout_ms=20_000,
+    ) as engine:  # fmt: skip
+        print(json.dumps(_done(engine, options)))
+
+
+def _done(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
+    loaded = engine._runtime.engine.loaded
+    for ids in prompts(options.write, options.count) if options.write else ():
+        engine.generate(ids, max_tokens=1, temperature=0)
+    engine.generate(prompt(1, 300), max_tokens=1, temperature=0, skip_cache=True)
+    pool = engine._runtime.engine.pool
+    content = b"".join(kept[:, :, :300].contiguous().view(torch.uint8).numpy().tobytes() for kept in _kept(pool))
+    return {
+        "numerics": loaded.numerics.id,
+        "namespace": keys.namespace_id(loaded.descriptor(16)).hex(),
+        "content": hashlib.sha256(content).hexdigest(),
+        "read": {name: _read(engine, prompts(name, options.count)) for name in options.read},
+    }
+
+
+def _kept(pool: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return pool.keys, pool.values
+
+
+def _read(engine: Engine, stored: list[list[int]]) -> dict[str, int]:
+    """How many prompts found something, and how many answers have other log probabilities than without the cache."""
+    hits = differ = 0
+    for ids in stored:
+        asked: dict[str, Any] = {"max_tokens": ANSWER, "temperature": 0, "logprobs": 1}
+        with_cache = engine.generate([*ids, 7, 8], **asked)
+        without = engine.generate([*ids, 7, 8], skip_cache=True, **asked)
+        hits += with_cache.cached_tokens == len(ids)
+        differ += [p.logprob for p in with_cache.logprobs] != [p.logprob for p in without.logprobs]
+    return {"hits": hits, "differ": differ}
+
+
+if __name__ == "__main__":
+    main()
