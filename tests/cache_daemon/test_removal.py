@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.errors import UnknownSession
 
-from cache_daemon.durable.tier import ReadResult
+from cache_daemon.eviction import POLICIES
 from cache_daemon.limits import TenantLimits
+from cache_daemon.store.chunk import Residency
+from tests.cache_daemon.remote.nodes import until
 from tests.cache_daemon.stores import Bench, opened
 
 SLOT = 4096
@@ -48,17 +52,38 @@ async def test_what_continues_an_expired_chunk_goes_with_it() -> None:
         assert bench.store.stats().chunks == 0
 
 
-async def test_what_continues_a_corrupt_chunk_goes_with_it() -> None:
-    async with opened(arena_bytes=2 * SLOT) as bench:
-        parent, _ = await bench.put([1, 2])
-        await bench.put([3], 2, parent)
+async def test_a_pinned_chunk_stays_on_disk_when_others_must_go() -> None:
+    async with opened(arena_bytes=80 * SLOT, budget_bytes=16 * SLOT, new_policy=POLICIES["lru"]) as bench:
+        pinned, _ = await bench.put([1])
         await bench.store.settle()
-        for n in range(2):  # their slots are wanted
-            await bench.put([7 + n])
+        bench.store.pin(bench.root(), pinned)
+        for n in range(40):
+            bench.clock.now += 1
+            await bench.put([100 + n])
             await bench.store.settle()
-        bench.tier.fault_reads(2, ReadResult.CORRUPT)
-        assert await bench.found([1, 2]) == 0
-        assert bench.store.stats().chunks == 2, "the two others"
+        assert bench.store.stats().durable_evictions > 20
+        chunk = bench.store.tiers.index.get(pinned)
+        assert chunk is not None
+        assert chunk.on_disk is Residency.PRESENT
+
+
+async def test_a_match_whose_session_ends_meanwhile_leases_nothing() -> None:
+    """Nobody would ever give the lease back: its slot would be lost until the daemon starts anew."""
+    async with opened() as bench:
+        key, _ = await bench.put([1, 2, 3])
+        await bench.store.settle()
+        chunk = bench.store.tiers.index.get(key)
+        assert chunk is not None
+        bench.store.tiers._free_slot(chunk)
+        bench.tier.hold()
+        session = bench.open()
+        asked = asyncio.create_task(bench.store.match(session, b"", keys.token_bytes([1, 2, 3])))
+        await asyncio.to_thread(bench.tier.wait_until_held)
+        bench.store.close_session(session)
+        bench.tier.let_go()
+        with pytest.raises(UnknownSession):
+            await asked
+        assert chunk.leases == 0
 
 
 async def test_watchers_hear_what_goes_out_of_memory_and_comes_back() -> None:
@@ -87,8 +112,7 @@ async def test_nothing_is_given_to_the_durable_tier_before_its_parent() -> None:
     async with opened(arena_bytes=40 * SLOT) as bench:
         bench.tier.fill_up(2)
         parent, _ = await bench.put([1])
-        while not bench.store.stats().pending_writes == 0:
-            await asyncio.sleep(0.01)
+        await until(lambda: bench.store.stats().pending_writes == 0)
         writer = bench.store.tiers.writer
         assert writer is not None
         given = []

@@ -70,3 +70,16 @@ async def test_a_record_of_another_tenant_under_a_tenants_name_is_rejected() -> 
     await tier.write([(name, encode_record(NoSeal(), name, replace(found, mark=mark)))], None)
     assert (await tier.find(other, [key], 1)).entries == [None]
     assert tier.counts.rejected == 1
+
+
+async def test_all_payloads_of_a_batch_are_there_before_any_record() -> None:
+    """A node that finds a record finds its payload, whenever the writer dies."""
+    tier, root, key = await tier_with_a_chunk([1000.0], None)
+    engine = tier.engine
+    assert isinstance(engine, Forgetless)
+    names = list(engine.values)
+    head = names.index(tier.names.head(root, key))
+    found = (await tier.find(root, [key], 1)).entries[0]
+    assert found is not None
+    parts = [names.index(name) for name in tier.names.parts(root, key, found.stored_checksum, found.parts)]
+    assert max(parts) < head
