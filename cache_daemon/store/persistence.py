@@ -80,6 +80,9 @@ class Persistence:
         self._failed.pop(chunk, None)
         self._refused.pop(chunk, None)
         parent = self._tiers.parent_of(chunk)
+        if self._writer.hung:
+            self._failed[chunk] = None
+            return
         if parent is not None and parent.on_disk is Residency.ABSENT:
             (self._failed if parent in self._failed else self._refused)[chunk] = None
             return
@@ -134,7 +137,11 @@ class Persistence:
 
     def retry(self) -> None:
         """Tries again what could not be written, parents before children, beside what is written now; and what the
-        budget had no place for, where there is one now. Call it once a second."""
+        budget had no place for, where there is one now. Call it once a second.
+
+        While the disk hangs, nothing waits for it but what is being written: the arena needs the room."""
+        if self._writer.hung and (given_up := self._writer.give_up_queued()):
+            log.error("the disk hangs; chunks that waited for it are in memory alone", chunks=given_up)
         # While nothing can be written, one is enough to see whether it can again.
         most = (1 if self.failing else _RETRIED_AT_ONCE) - self._arriving
         if most > 0 and self._failed:
@@ -190,8 +197,8 @@ class Persistence:
 
     @property
     def postponed(self) -> int:
-        """Chunks that are queued in a moment, or again. Those that a full disk has no room for do not count: they stay
-        in the arena."""
+        """Chunks that are queued in a moment, or again. Those that a full disk has no room for stay in
+        the arena and do not count."""
         return len(self._later) + (0 if self._is_full else len(self._failed))
 
     async def progress(self, seconds: float) -> bool:

@@ -17,12 +17,12 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_PROMOTED,
     EVENT_TYPE_UNPERSISTED,
     EventType,
-    StatsResponse,
 )
 
 from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.memory.arena import Arena, Slot, footprint
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.counters import Counters
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import PrefixIndex
 from cache_daemon.store.shelf import Shelf
@@ -44,7 +44,7 @@ class Tiers:
     writer: DurableWriter | None
     events: EventLog
     accounts: Accounts
-    counts: StatsResponse
+    counts: Counters
     clock: Callable[[], float]
     detached: set[Chunk] = field(default_factory=set)  # not listed, but in use
     on_listed: list[Callable[[Chunk], None]] = field(default_factory=list)
