@@ -31,7 +31,7 @@ from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.seal import key_from_file, parse_key, seal_of
 from cache_daemon.eviction import POLICIES
 from cache_daemon.garbage import short_collections
-from cache_daemon.guardian import note_serving
+from cache_daemon.guardian import hear_reloads, note_serving
 from cache_daemon.memory.arena import ALIGNMENT, Arena, HostArena
 from cache_daemon.memory.device_arena import DeviceArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
@@ -81,6 +81,7 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
             short_collections(),
         ):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: _reload(tenants, store.accounts))
+            hear_reloads()
             with recording(config.trace, config.trace_bytes) as traffic:
                 asked = traffic.asked if traffic is not None else None
                 shared = Shared(store, config.heartbeat_ms, Calls(telling.call_span), stalls.worst_ms, asked=asked)

@@ -56,7 +56,7 @@ from cache_daemon.store.walks import Walks
 from cache_daemon.store.writing import Writing
 
 _TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
-# Of the larger tier, so much may be pinned.
+# Of the durable tier, without one of the arena, so much may be pinned.
 _PINNED_SHARE = 0.5
 _COPY_THREADS, _READ_THREADS = 2, 4
 
@@ -102,7 +102,8 @@ class ChunkStore:
             self._persistence = Persistence(self.tiers, cold, self._writer, durable_budget_bytes)
         self.terms = Terms(self.tiers, self._note)
         self._lookup = Lookup(self.tiers, self.terms, durable, self._on(self._reading, "durable read"), self._progress)
-        self._pins = Pins(self.tiers, int(max(arena.size_bytes, durable_budget_bytes) * _PINNED_SHARE), self._note)
+        most = int(((durable and durable_budget_bytes) or arena.size_bytes) * _PINNED_SHARE)
+        self._pins = Pins(self.tiers, most, self._note)
         self._inserter = Inserter(self.tiers, self._persistence, self._pins, self.terms)
         self._writing = Writing(self.tiers, self._inserter, self.epoch, self._on(self._copying, "copy"))
         self.reserve, self.commit = self._writing.reserve, self._writing.commit
@@ -386,10 +387,9 @@ class ChunkStore:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot and byte is accounted for exactly once, and every lease is kept."""
         tiers = self.tiers
-        tiers.check_integrity()
-        self.terms.check_integrity()
-        if self._persistence is not None:
-            self._persistence.check_integrity()
+        for part in (tiers, self.terms, self._persistence):
+            if part is not None:
+                part.check_integrity()
         chunks = [*tiers.index, *tiers.detached]
         slots = [*(c.slot for c in chunks if c.slot is not None), *tiers.promised]
         pages = sum(footprint(slot.size_bytes) for slot in slots)
