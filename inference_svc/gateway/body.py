@@ -21,7 +21,7 @@ from inference_svc.gateway.json_scanner import JsonScanner
 T = TypeVar("T")
 
 # What is larger is decoded in a thread: these take a few ms.
-_INLINE_BYTES, _INLINE_VALUES = 64 << 10, 4096
+INLINE_BYTES, _INLINE_VALUES = 64 << 10, 4096
 # So many bodies of the largest size, of one caller and of all.
 _MOST_OF_CALLER, _MOST = 8, 32
 
@@ -30,7 +30,7 @@ class BodyReader:
     """Reads bodies. One instance per process, on its event loop.
 
     The limits on values and nesting are checked on each part as it arrives, so the decoder's time and memory are
-    bounded before it begins. Bodies beyond ``_INLINE_BYTES`` are decoded in one thread, one at a time for each caller
+    bounded before it begins. Bodies beyond ``INLINE_BYTES`` are decoded in one thread, one at a time for each caller
     in turn. That thread shares the interpreter's lock with the event loop, so no single C call of it may take long:
     the limits of ``JsonScanner`` and of the classes that check bodies keep them to some 30 ms.
     """
@@ -43,8 +43,9 @@ class BodyReader:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, request: Request, use: Callable[[bytes, Any], T]) -> T:
-        """Returns what ``use`` makes of the body's bytes and of what they say; a large body's in a thread.
+    async def read(self, request: Request, use: Callable[[bytes, Any], T], apart: bool = False) -> T:
+        """Returns what ``use`` makes of the body's bytes and of what they say; in a thread where the body is large, or
+        ``apart`` says that something else is.
 
         Raises InvalidRequest, also for a body that is not there in time, Overloaded, and what ``use`` raises.
         """
@@ -54,7 +55,7 @@ class BodyReader:
                     raw, values = await self._receive(request, share)
             except TimeoutError as error:
                 raise InvalidRequest(f"the body did not come within {self._seconds:g} s") from error
-            if len(raw) <= _INLINE_BYTES and values <= _INLINE_VALUES:
+            if len(raw) <= INLINE_BYTES and values <= _INLINE_VALUES and not apart:
                 return use(raw, decoded(raw))
             async with share.turn:
                 run = contextvars.copy_context().run

@@ -40,7 +40,7 @@ class OriginPolicy:
         self._any_host = "*" in config.hosts
         self._origins, self._any_origin = set(config.origins), "*" in config.origins
         if not config.for_this_machine:
-            self._hosts |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+            self._hosts.add(socket.gethostname().lower())
         self._single_labels = not config.for_this_machine
 
     def refusal(self, scope: Scope) -> Refusal | None:

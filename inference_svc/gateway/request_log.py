@@ -18,8 +18,7 @@ _QUIET, _QUIET_BELOW = frozenset({"/", "/health", "/metrics", "/version", "/open
 _LONGEST_PATH = 120
 # What a client may call its request; anything else could be text of its own.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,64}")
-# Whoever has the id of a response may go on from it.
-_ID = re.compile(r"^((?:/kvsidecar/v1/held)?/+v1/+responses/+).+")
+_RESPONSE = "/v1/responses/"
 _GONE, _FAILED, _NOT_NOW = 499, 500, 503
 
 
@@ -96,7 +95,9 @@ def _write(scope: Scope, known: Line, status: int, whole: bool) -> None:
     if not whole and status < _FAILED:
         known.note(broken_off="the client has gone")
     # As it was sent: what was escaped there could do things to a terminal.
-    sent = _ID.sub(r"\1ID", scope.get("raw_path", b"").decode("ascii", "replace"))[:_LONGEST_PATH]
+    sent = scope.get("raw_path", b"").decode("ascii", "replace")[:_LONGEST_PATH]
+    if path.startswith(_RESPONSE):  # whoever has the id of a response may go on from it
+        sent = f"{_RESPONSE}ID"
     told = {"method": scope["method"], "path": sent, "status": status, "ms": _since(known.began)}
     if status == _NOT_NOW:  # a node that starts or drains, which its probes and waiting clients ask again and again
         say = log.warning

@@ -9,7 +9,6 @@ import textwrap
 import pytest
 
 from cache_daemon.store.lookup import Lookup
-from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.writing import Writing
 from tests.cache_daemon.simulation.search import failure_of
@@ -28,9 +27,6 @@ PLANTED = {
     ),
     "a Match that is cancelled keeps its chunks": (
         Lookup, "_match", "            hold.give_back()\n            raise\n", "            raise\n", "", 12,
-    ),
-    "a chunk is written before its parent": (
-        Persistence, "persist", "parent is not None and parent.on_disk is Residency.ABSENT", "False", "", 12,
     ),
 }  # fmt: skip
 

@@ -81,7 +81,7 @@ def test_corrupt_residents_are_dropped_with_all_that_begin_so(engine: Engine) ->
         pytest.skip("there are none")
     one, other = ids + prompt(3, 60), ids + prompt(4, 60)
     for tokens in (one, other, prompt(5, 100)):
-        engine.generate(tokens, skip_write=False, **OPTIONS)
+        engine.generate(tokens, **OPTIONS)
         settled(engine)
     assert inner.resident_sequences == 3
     cache = engine._runtime.cache

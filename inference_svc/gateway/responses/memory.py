@@ -11,6 +11,7 @@ from typing import Any
 from kvsidecar.errors import InvalidRequest, UnknownResponse
 
 from inference_svc.gateway.answers import written
+from inference_svc.gateway.body import INLINE_BYTES
 
 _MAX_RESPONSES, _MAX_BYTES, _MAX_BYTES_IN_ALL = 1024, 64 << 20, 256 << 20
 _OVERHEAD_BYTES = 1024  # of the objects around two texts
@@ -81,6 +82,10 @@ class Memory:
             own.evict()
         while self.num_bytes > self._max_in_all:
             max(self._shelves.values(), key=lambda shelf: shelf.num_bytes).evict()
+
+    def is_large(self, tenant: Hashable) -> bool:
+        """Whether what a tenant keeps is too large to be decoded on the event loop."""
+        return tenant in self._shelves and self._shelves[tenant].num_bytes > INLINE_BYTES
 
     def messages(self, tenant: Hashable, response_id: str | None) -> list[dict[str, Any]]:
         """The chat up to a response; empty for None. Raises InvalidRequest for one that is not kept."""

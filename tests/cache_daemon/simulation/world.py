@@ -23,9 +23,9 @@ class Promises:
     """What is asked for. Each is False as long as a known defect of the store breaks it; F2 and the like are the
     project's numbers of defects."""
 
-    listed_once: bool = False
+    listed_once: bool = True
     """A key that a worker has reserved may be brought from the remote tier meanwhile (F2)."""
-    disk_within_index: bool = False
+    disk_within_index: bool = True
     """When all is written, the disk has nothing that the index has not (F7, orphans)."""
     deleted_is_not_committed: bool = False
     """What was reserved before a deletion is not committed after it (F7)."""

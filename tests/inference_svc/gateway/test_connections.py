@@ -18,7 +18,7 @@ from fastapi import FastAPI, Response
 from benchmarks.node import free_port
 from inference_svc.gateway import connections
 from inference_svc.gateway.connections import MAX_PIPELINED
-from tests.inference_svc.gateway.listening import listening, refused, said_to
+from tests.inference_svc.gateway.http_server import listening, refused, said_to
 
 ASK = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
 BODY = b'{"prompt":"a","max_tokens":1}'

@@ -98,17 +98,20 @@ def test_what_is_no_host_is_refused(host: str) -> None:
         GatewayConfig(allow_hosts=host)
 
 
-async def test_who_is_refused_is_told_why_counted_and_asked_for_a_key_instead_where_there_is_one() -> None:
-    for keys, key, code in (({}, "", 403), ({"api_key": "k"}, "k", 404), ({"api_key": "k"}, "", 401)):
-        app = create_app(GatewayConfig(workers="127.0.0.1:1", cache_socket=None, **keys))  # type: ignore[arg-type]
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://rebind.evil.example"
-        ) as client:
-            answer = await client.get("/v1/responses/x", headers={"Authorization": f"Bearer {key}"})
-        assert answer.status_code == code, answer.text
-        if code == 403:
-            assert "'rebind.evil.example' is none of this server's names" in answer.json()["error"]["message"]
-            assert app.state.counted.refused.labels("host")._value.get() == 1
+@pytest.mark.parametrize(
+    ("keys", "key", "code"), [({}, "", 403), ({"api_key": "k"}, "k", 404), ({"api_key": "k"}, "", 401)]
+)
+async def test_who_is_refused_is_told_why_and_only_where_no_key_is_asked_for(
+    keys: dict[str, Any], key: str, code: int
+) -> None:
+    app = create_app(GatewayConfig(workers="127.0.0.1:1", cache_socket=None, **keys))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://rebind.evil.example") as client:
+        answer = await client.get("/v1/responses/x", headers={"Authorization": f"Bearer {key}"})
+    assert answer.status_code == code, answer.text
+    if code == 403:
+        assert "'rebind.evil.example' is none of this server's names" in answer.json()["error"]["message"]
+        assert app.state.counted.refused.labels("host")._value.get() == 1
 
 
 @pytest.mark.parametrize("origins", ["", "https://chat.example.com"])
@@ -159,7 +162,10 @@ ATTACK = """async (url) => {
     }),
   };
   for (const [name, go] of Object.entries(tries)) {
-    try { const got = await go(); if (typeof got === "string") told.push(name + ": " + got); } catch {}
+    try {
+      const got = await Promise.race([go(), new Promise((done) => setTimeout(done, 5000))]);
+      if (typeof got === "string") told.push(name + ": " + got);
+    } catch {}
   }
   return told;
 }"""
@@ -200,7 +206,7 @@ def test_a_page_of_another_site_in_a_real_browser_is_served_nothing(gateway: Gat
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
     before = served(gateway)
     told: dict[str, Any] = {}
-    with chromium("--host-resolver-rules=MAP *.evil.example 127.0.0.1", "--disable-web-security=false") as browser:
+    with chromium("--host-resolver-rules=MAP *.evil.example 127.0.0.1") as browser:
         page = browser.new_page()
         for site in (f"http://127.0.0.1:{evil}", f"http://localhost:{evil}", f"http://www.evil.example:{evil}"):
             page.goto(site)
@@ -214,4 +220,4 @@ def test_a_page_of_another_site_in_a_real_browser_is_served_nothing(gateway: Gat
     assert not any(told.values()), told
     changed = {key: count - before.get(key, 0) for key, count in served(gateway).items() if count != before.get(key, 0)}
     assert {code for _, code in changed} <= {"403", "415"}, changed
-    assert sum(changed.values()) > 20, "the browser did not even try"
+    assert sum(changed.values()) > 15, "the browser did not even try"

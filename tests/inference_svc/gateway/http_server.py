@@ -18,7 +18,8 @@ from inference_svc.gateway.server import _Server, configured
 @asynccontextmanager
 async def listening(**settings: Any) -> AsyncIterator[tuple[int, FastAPI]]:
     """Its port, and the application. Without settings no worker is up."""
-    config = GatewayConfig(**{"workers": "127.0.0.1:1", "cache_socket": None, **settings})
+    chosen: dict[str, Any] = {"workers": "127.0.0.1:1", "cache_socket": None, **settings}
+    config = GatewayConfig(**chosen)
     app = create_app(config)
     server = _Server(configured(app, config))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -28,7 +29,7 @@ async def listening(**settings: Any) -> AsyncIterator[tuple[int, FastAPI]]:
         try:
             yield listener.getsockname()[1], app
         finally:
-            server.should_exit = server.force_exit = True
+            server.should_exit = True
             await task
 
 
