@@ -32,7 +32,7 @@ async def test_what_a_request_lets_expire_is_not_found_by_content() -> None:
         prompt, stretch = keys.token_bytes([9, 1, 2, 3, 4]), [(1, 4)]
 
         async def placed() -> int:
-            found = await bench.store.match(bench.session, b"", prompt, stretch)
+            found = await bench.store.match(bench.session, b"", prompt, stretch, until=bench.store.terms.until(1))
             bench.store.release(bench.session, [found.lease_id])
             return sum(m.tokens for _, m in found.contents)
 
