@@ -15,7 +15,8 @@ from tests.cache_daemon.simulation.substitution import Substitution
 from tests.cache_daemon.simulation.thread import OWNER
 
 if TYPE_CHECKING:
-    from tests.cache_daemon.simulation.daemon import Daemon, Path
+    from tests.cache_daemon.simulation.daemon import Daemon
+    from tests.cache_daemon.simulation.ledger import Path
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Promises:
     """What was reserved before a deletion is not committed once that was answered (F7)."""
     nothing_comes_back: bool = False
     """What one daemon deletes while another one is writing it to the engine is not brought again."""
+    crossing_deletions_heard: bool = False
+    """A daemon hears of a deletion while one of its own of the same tenant waits for the engine (its own mark replaces
+    the other one's before it has seen that)."""
+    pins_within_quota: bool = False
+    """A pin that moves to a longer chunk does not take its tenant beyond ``pin_bytes``."""
     strangers_deleted: bool = False
     """A daemon hears of the deletion of a tenant whose marks it had never seen (it has not asked the engine for it)."""
 
@@ -129,8 +135,13 @@ class World:
     def delete(self, daemon: Daemon, root: bytes, key: bytes) -> Deleted:
         """Notes that a deletion begins."""
         self.happened += 1
-        everybody = self.settings.promises.strangers_deleted
-        heard_by = frozenset(d.name for d in self.daemons if everybody or d is daemon or d.knows(root))
+        promises = self.settings.promises
+        heard_by = frozenset(
+            d.name
+            for d in self.daemons
+            if (promises.strangers_deleted or d is daemon or d.knows(root))
+            and (promises.crossing_deletions_heard or d is daemon or not d.has_to_delete(root))
+        )
         self.deleted.append(Deleted(daemon, root, key, self.happened, heard_by))
         return self.deleted[-1]
 
