@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections import Counter
 from pathlib import Path
@@ -20,12 +19,9 @@ def test_every_mutation_fits_its_file_once() -> None:
     stale = []
     for mutation in declared():
         try:
-            text = mutation.mutated(ROOT)
+            mutation.mutated(ROOT)
         except StaleMutation as error:
             stale.append(str(error))
-            continue
-        if mutation.file.endswith(".py"):
-            ast.parse(text)
     assert stale == []
 
 
