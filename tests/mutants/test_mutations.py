@@ -39,7 +39,14 @@ def mutation(**more: str) -> Mutation:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("b = 2\n", "0 times"), ("a = 1 + 1\n", "2 times"), (None, "no file"), ("a = 1\n", "no test")]
+    ("text", "problem"),
+    [
+        ("b = 2\n", "0 times"),
+        ("a = 1 + 1\n", "2 times"),
+        ("a = (1\n", "no Python"),
+        (None, "no file"),
+        ("a = 1\n", "no test"),
+    ],
 )
 def test_what_does_not_fit_is_stale(tmp_path: Path, text: str | None, problem: str) -> None:
     if text is not None:
