@@ -12,7 +12,7 @@ from cache_daemon.eviction.policy import Entry
 _MOST_TOKEN_SECONDS = 10.0
 # A claim counts at most so many times the median of the entries that came last: of an entry that nobody has used
 # yet less, since with more it would stay whatever comes after it.
-_MOST_UNUSED, _MOST_USED = 2.0, 8.0
+_MOST_UNUSED, _MOST_USED = 1.0, 8.0
 _REMEMBERED = 256
 _RECKONED_EVERY = 32
 
@@ -29,14 +29,14 @@ class Worth:
         self._tokens = 0
         self._seen: deque[float] = deque(maxlen=_REMEMBERED)
         self._since = 0
-        self.median = 0.0  # of what the last entries are worth; 0 while there are none
+        self.median = 0.0  # of what the last entries are worth; 0 while there are few
 
     def per_byte(self, entry: Entry) -> float:
         """Returns what an entry is worth, above 0. Learns from the entry."""
         found = self._claimed(entry) / max(entry.size_bytes, 1)
         self._seen.append(found)
         self._since += 1
-        if len(self._seen) <= _RECKONED_EVERY or self._since >= _RECKONED_EVERY:
+        if self._since >= _RECKONED_EVERY:
             self._since, self.median = 0, median_low(self._seen)
         return found
 

@@ -27,8 +27,11 @@ class Verdicts:
         return self._verdicts.get(namespace)
 
     async def put(self, namespace: bytes, verdict: ReuseVerdict) -> None:
-        """Returns when it is on disk, where there is one. Raises StoreUnavailable when the disk does not take it in
-        time: it is in use all the same, and written as soon as the disk works again."""
+        """Returns when it is on disk, where there is one.
+
+        Raises StoreUnavailable when the disk does not take it in time: it is in use all the same, and is written as
+        soon as the disk works again.
+        """
         self._verdicts[namespace] = verdict
         if self._writer is not None:
             written: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()

@@ -78,13 +78,13 @@ async def put_claiming(bench: Bench, ids: list[int], seconds: float, salt: bytes
 @pytest.mark.parametrize("policy", ["gittins", "gdsf"])
 @pytest.mark.parametrize("claim", [3e38, 1e4])
 async def test_a_claim_of_what_prefill_took_does_not_keep_the_arena(policy: str, claim: float) -> None:
-    async with opened(64 * PAGE, budget_bytes=0, new_policy=POLICIES[policy]) as bench:
-        for n in range(64):
+    async with opened(256 * PAGE, budget_bytes=0, new_policy=POLICIES[policy]) as bench:
+        for n in range(256):
             await put_claiming(bench, [1_000_000 + n], claim, b"guest")
-        for n in range(600):
+        for n in range(1200):
             await put_claiming(bench, [n], 0.01, b"honest")
-        guests = sum([await bench.found([1_000_000 + n], b"guest") for n in range(64)])
-        assert guests <= 4, "of 64"
+        guests = sum([await bench.found([1_000_000 + n], b"guest") for n in range(256)])
+        assert guests <= 8, "of 256"
 
 
 # ---- the event loop -----------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ async def test_a_match_whose_session_ends_meanwhile_keeps_no_lease() -> None:
 async def test_a_verdict_that_the_disk_did_not_take_is_not_told_to_be_stored() -> None:
     async with opened() as bench:
         verdict = pb.ReuseVerdict(strategy="none")
-        bench.tier.fail_applies(2)
+        bench.tier.fail_applies(1)
         with pytest.raises(StoreUnavailable, match="told to fail"):
             await bench.store.verdicts.put(bench.session.namespace, verdict)
         assert bench.store.verdicts.get(bench.session.namespace) == verdict

@@ -20,7 +20,7 @@ PLANTED = {
         Lookup, "_match", "if session.closed:", "if False:", "has ended was answered", 8,
     ),
     "a pin does not keep a chunk in the durable tier": (
-        Tiers, "reconsider", "there = chunk.pins > 0 or ", "there = ", "is pinned, and", 12,
+        Tiers, "reconsider", "self.cold.keep(chunk, chunk.pins > 0 or ", "self.cold.keep(chunk, ", "is pinned, and", 12,
     ),
     "a Commit checks what the worker wrote, not its own copy": (
         Writing, "_copied", "keys.checksum(arena.read(copy.slot))", "keys.checksum(view)", "shows other bytes", 6,

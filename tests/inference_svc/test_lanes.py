@@ -309,7 +309,8 @@ def test_storing_gives_way_to_copies_unless_a_load_waits_for_it(
     monkeypatch.setattr(link, "_MAX_GIVE_WAY_SECONDS", 60.0)
     cache, inner = engine._runtime.cache, engine._runtime.engine
     assert cache is not None
-    started, go_on, ids = threading.Event(), threading.Event(), prompt(5, 200)
+    # So short that no other request goes on in its pages.
+    started, go_on, ids = threading.Event(), threading.Event(), prompt(5, 20)
     copying = cache._copies.submit(Request([1], 1).sequence, job([], 0, started, go_on))
     stored = cache.stats.stored_chunks
     engine.generate(ids, **OPTIONS)

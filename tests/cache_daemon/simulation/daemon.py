@@ -290,7 +290,10 @@ class Daemon:
         reserved_at = self.world.reserved.get(id(found[1]), self.world.happened)
         if self.world.settings.promises.deleted_is_not_committed:
             self.world.expect(
-                not any(d.at > reserved_at and d.covers(path) for d in self.world.deleted if d.daemon is self),
+                not any(
+                    d.daemon is self and d.is_answered and reserved_at < d.at and d.covers(path)
+                    for d in self.world.deleted
+                ),
                 f"{path.tokens} was reserved before a deletion, and committed after it, in {self.name}",
             )
 

@@ -27,8 +27,8 @@ class Promises:
     """A key that a worker has reserved may be brought from the remote tier meanwhile (F2)."""
     disk_within_index: bool = True
     """When all is written, the disk has nothing that the index has not (F7, orphans)."""
-    deleted_is_not_committed: bool = False
-    """What was reserved before a deletion is not committed after it (F7)."""
+    deleted_is_not_committed: bool = True
+    """What was reserved before a deletion is not committed once that was answered (F7)."""
     nothing_comes_back: bool = False
     """What one daemon deletes while another one is writing it to the engine is not brought again."""
     strangers_deleted: bool = False
@@ -56,6 +56,7 @@ class Deleted:
     key: bytes
     at: int
     heard_by: frozenset[str]  # the daemons that must hear of it
+    is_answered: bool = False  # with success; until then what was on its way may still arrive
 
     def covers(self, path: Path) -> bool:
         return self.root in (b"", path.root) and (not self.key or self.key in path.chain)

@@ -54,7 +54,7 @@ LARGE: dict[str, tuple[str, bytes]] = {
     "members of a message": (CHAT, json.dumps({"messages": [{f"k{i}": 1 for i in range(65_000)}]}).encode()),
     "biases": (TEXT, json.dumps({"prompt": "x", "logit_bias": {f"k{i}": 1 for i in range(65_000)}}).encode()),
     "surrogates": (TEXT, json.dumps({"prompt": ["\U0001f9a6"] * 262_000}).encode()),
-    "messages": (CHAT, json.dumps({"messages": [{"role": "user", "content": "x" * 220}] * 4096}).encode()),
+    "a conversation": (CHAT, json.dumps({"messages": [{"role": "user", "content": "x" * 220}] * 4096}).encode()),
     "parts": (CHAT, json.dumps({"messages": [{"role": "user", "content": [PART] * 5}] * 3400}).encode()),
     "items": (RESPONSE, json.dumps({"input": [{"role": "user", "content": "x" * 220}] * 4096}).encode()),
     "wrong items": (RESPONSE, json.dumps({"input": [{"type": "message"}] * 4096}).encode()),
@@ -127,7 +127,7 @@ def test_no_body_takes_much_memory(alone: tuple[str, psutil.Process]) -> None:
         done.set()
         watcher.join()
     assert {codes[name] for name in FLOODS} == {400}
-    assert {codes[name] for name in ("a text", "an otter", "numbers", "messages", "parts", "items")} == {503}
+    assert {codes[name] for name in ("a text", "an otter", "numbers", "a conversation", "parts", "items")} == {503}
     assert peak - idle <= 150 * 10**6
 
 
