@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import UnknownSession
 
 from cache_daemon.eviction import POLICIES
 from cache_daemon.limits import TenantLimits
 from cache_daemon.store.chunk import Residency
-from tests.cache_daemon.remote.nodes import until
 from tests.cache_daemon.stores import Bench, opened
 
 SLOT = 4096
@@ -108,21 +109,22 @@ async def test_watchers_hear_what_goes_out_of_memory_and_comes_back() -> None:
         assert told == [pb.EVENT_TYPE_DEMOTED, pb.EVENT_TYPE_PROMOTED]
 
 
-async def test_nothing_is_given_to_the_durable_tier_before_its_parent() -> None:
+async def test_nothing_is_given_to_the_durable_tier_before_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(arena_bytes=40 * SLOT) as bench:
-        bench.tier.fill_up(2)
         parent, _ = await bench.put([1])
-        await until(lambda: bench.store.stats().pending_writes == 0)
-        writer = bench.store.tiers.writer
+        await bench.store.settle()
+        chunk, writer = bench.store.tiers.index.get(parent), bench.store.tiers.writer
+        assert chunk is not None
         assert writer is not None
-        given = []
+        bench.store.tiers.evict_from_disk(chunk)  # it stays in memory
+        given: list[bytes] = []
         put = writer.put
 
-        def noted(header: object, *rest: object) -> None:
-            given.append(header.prefix_hash)  # type: ignore[attr-defined]
-            put(header, *rest)  # type: ignore[arg-type]
+        def noted(header: ChunkHeader, *rest: Any) -> None:
+            given.append(header.prefix_hash)
+            put(header, *rest)
 
-        writer.put = noted  # type: ignore[method-assign, assignment]
-        assert bench.store.stats().durable_chunks == 0
-        child, _ = await bench.put([2], 1, parent)
-        assert child not in given or (parent in given and given.index(parent) < given.index(child))
+        monkeypatch.setattr(writer, "put", noted)
+        child, outcome = await bench.put([2], 1, parent)
+        assert outcome == pb.COMMIT_OUTCOME_COMMITTED
+        assert child not in given
