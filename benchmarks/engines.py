@@ -36,7 +36,7 @@ from benchmarks.systems.vllm_engines import Recipe, environment
 PARTS = ("ttft", "overhead", "answers", "chat")
 QUESTION_TOKENS, _ANSWER_TOKENS = 32, 8
 _KV_BYTES = 2 << 30
-_OVERHEAD_TOKENS, _OVERHEAD_ANSWER, _TOGETHER = 512, 16, 4
+_OVERHEAD_TOKENS, _OVERHEAD_ANSWER, _TOGETHER, _TURNS = 512, 16, 4, 4
 _CHECKED_TOKENS, _CHAT_TURN_TOKENS, _CHAT_ANSWER_TOKENS = 256, 200, 60
 
 
@@ -179,7 +179,8 @@ def _last_line(why: Exception) -> str:
 
 
 def overhead(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> dict[str, Any]:
-    """Unique prompts: alone for the time to the first token, some at a time for tokens per second."""
+    """Unique prompts, drawn anew for each engine: alone for the time to the first token; some at a time, without a
+    pause and until all is stored, for tokens per second."""
     ratios, rates = [], []
     for turn in range(options.pairs):
         order = (pair.plain, pair.ours) if turn % 2 else (pair.ours, pair.plain)
@@ -193,11 +194,14 @@ def overhead(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> 
         order = (pair.plain, pair.ours) if turn % 2 else (pair.ours, pair.plain)
         rate: dict[Engine, float] = {}
         for engine in order:
-            prompts = [draw(_OVERHEAD_TOKENS) for _ in range(_TOGETHER)]
+            prompts = [draw(_OVERHEAD_TOKENS) for _ in range(_TOGETHER * _TURNS)]
             began = time.perf_counter()
-            together(engine, prompts, _OVERHEAD_ANSWER)
-            rate[engine] = _TOGETHER * (_OVERHEAD_TOKENS + _OVERHEAD_ANSWER) / (time.perf_counter() - began)
-            pair.node.settle_stores()
+            for at in range(0, len(prompts), _TOGETHER):
+                together(engine, prompts[at : at + _TOGETHER], _OVERHEAD_ANSWER)
+            answered = time.perf_counter()
+            stored = pair.node.settle_stores()
+            elapsed = (max(answered, stored) if engine is pair.ours else answered) - began
+            rate[engine] = len(prompts) * (_OVERHEAD_TOKENS + _OVERHEAD_ANSWER) / elapsed
         rates.append(rate[pair.ours] / rate[pair.plain])
         step()
     return {

@@ -32,6 +32,7 @@ from benchmarks.node import free_port
 
 _START_SECONDS, _STOP_SECONDS = 180.0, 60.0
 _ALLOWED_P99 = 3.0
+_NONE_ALLOWED = ("lost_answers", "wrong_answers")
 _WINDOW_SECONDS = 30.0
 
 
@@ -215,7 +216,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "ttft_kept": p99 <= _ALLOWED_P99 * p50,
         "reasons": sorted(seen.reasons)[:5],
     }
-    return report.write(options, "gateway_chaos", rows, summary)
+    found = report.write(options, "gateway_chaos", rows, summary)
+    for failed in failures(summary):
+        report.console.print(f"[red]failed:[/red] {failed}")
+    return found
+
+
+def failures(summary: dict[str, Any]) -> list[str]:
+    """The promises that a run did not keep, one sentence each."""
+    out = [f"{summary[name]} {name.replace('_', ' ')}" for name in _NONE_ALLOWED if summary[name]]
+    if not summary["ttft_kept"]:
+        out.append(
+            f"the TTFT's p99 is {summary['ttft_p99_over_p50']:g} times its median; allowed are {_ALLOWED_P99:g} times"
+        )
+    return out
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -240,18 +240,21 @@ class Node:
                 raise TimeoutError("the node did not settle")
             time.sleep(0.01)
 
-    def settle_stores(self, seconds: float = 60.0) -> None:
-        """For engines that are not ours and do not say what they still store: until the daemon hears of nothing new."""
-        deadline, before = time.monotonic() + seconds, (-1, -1)
+    def settle_stores(self, seconds: float = 60.0) -> float:
+        """For engines that are not ours and do not say what they still store: until the daemon has heard of nothing new
+        for a while. Returns when it last did (``time.perf_counter``)."""
+        deadline, before, changed = time.monotonic() + seconds, (-1, -1), time.perf_counter()
         while True:
             stats = self.cache_stats()
-            now = (stats.commits, stats.chunks)
-            if now == before and not stats.reservations and not stats.pending_writes:
-                return
+            now, busy = (stats.commits, stats.chunks), stats.reservations or stats.pending_writes
+            if now != before or busy:
+                changed = time.perf_counter()
+            elif time.perf_counter() - changed > _QUIET_SECONDS:
+                return changed
             if time.monotonic() > deadline:
                 raise TimeoutError("engines go on storing")
             before = now
-            time.sleep(_QUIET_SECONDS)
+            time.sleep(_QUIET_SECONDS / 15)
 
     def wait_sessions(self, count: int, seconds: float = 60.0) -> None:
         """Until so many sessions are open: an engine's two halves have one each."""

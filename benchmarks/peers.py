@@ -6,7 +6,8 @@ token's time behind the document. Systems that keep nothing compute again, which
 
 ours, ours_w8, ours_w4     our worker on its daemon; weights as they are, and at 8 and 4 bits
 transformers               the library, its cache object kept between prompts
-llama.cpp_f16, _q8_0, _q4_0  compiled for this machine; each document's state saved to a file and loaded from it
+llama.cpp_f16, _bf16, _q8_0, _q4_0  compiled for this machine, bf16 where the CPU multiplies it;
+                           each document's state saved to a file and loaded from it
 vllm, vllm_kvsidecar       compiled, tcmalloc and Intel's OpenMP preloaded where installed; with our connector
 
 ``make bench-peers`` installs them. What is missing is said in ``missing``, with the reason.
@@ -23,6 +24,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvkernels.cpu.features import native_bfloat16
 from kvsidecar.errors import KVSidecarError
 
 from benchmarks import report
@@ -36,7 +38,7 @@ from benchmarks.systems.vllm_engines import Recipe, environment
 from inference_svc.model.loader import shape_of
 
 _OURS = {"ours": "16", "ours_w8": "8", "ours_w4": "4"}
-_LLAMA = {"llama.cpp_f16": "f16", "llama.cpp_q8_0": "q8_0", "llama.cpp_q4_0": "q4_0"}
+_LLAMA = {"llama.cpp_f16": "f16", "llama.cpp_bf16": "bf16", "llama.cpp_q8_0": "q8_0", "llama.cpp_q4_0": "q4_0"}
 SYSTEMS = (*_OURS, "transformers", *_LLAMA, "vllm", "vllm_kvsidecar")
 _SPARE_TOKENS = 16
 METRICS = ("ttft_nocache_ms", "ttft_warm_ms", "ttft_after_restart_ms", "decode_ms")
@@ -69,6 +71,8 @@ class Bench:
                 options = {"model": str(self._model), "dtype": self._dtype, "threads": self._threads}
                 engine = Engine(Environment(Path(sys.executable)), "transformers", self._scratch, options)
                 yield of_engine(name, stack.enter_context(engine))
+            elif name == "llama.cpp_bf16" and not native_bfloat16():
+                raise ValueError("this CPU does not multiply bfloat16 itself")
             elif name in _LLAMA:
                 engine = stack.enter_context(self._llama(_LLAMA[name]))
                 yield of_engine(name, engine, save=lambda: engine.do("save"))

@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.progress import Progress, Task
 from rich.table import Table
 
+from benchmarks.provenance import Provenance
+
 console = Console(width=None if os.environ.get("COLUMNS") or os.isatty(1) else 120)
 _VERSIONS = ("kvsidecar", "torch", "transformers", "grpcio", "lmdb", "numpy")
 
@@ -103,6 +105,7 @@ def write(
     versions = {"python": platform.python_version(), **{v: importlib.metadata.version(v) for v in _VERSIONS}}
     result = {
         "benchmark": name,
+        "provenance": Provenance.now().as_dict(),
         "machine": machine(),
         "versions": versions,
         "config": config,
@@ -138,6 +141,11 @@ def _shown(value: Any) -> str:
 
 def median(values: Sequence[float]) -> float:
     return round(statistics.median(values), 4)
+
+
+def figure(values: Sequence[float]) -> dict[str, float | int]:
+    """A median with its spread, and of how many values."""
+    return {"median": median(values), "spread": spread(values), "n": len(values)}
 
 
 def p99(values: Sequence[float]) -> float:

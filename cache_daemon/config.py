@@ -106,12 +106,15 @@ class DaemonConfig(BaseSettings):
     def _size(cls, value: object) -> object:
         return parse_size(value) if isinstance(value, str) else value
 
-    @field_validator("arena_bytes", "gpu_arena", "staging_bytes")
+    @field_validator("arena_bytes", "gpu_arena", "staging_bytes", "store_bytes")
     @classmethod
     def _large_enough(cls, value: int, info: ValidationInfo) -> int:
         if value < 1 << 20 and not (value == 0 and info.field_name == "gpu_arena"):
-            what = "for staging" if info.field_name == "staging_bytes" else "for an arena"
-            raise ValueError(f"{value} bytes is too small {what}; at least 1MiB is needed")
+            what = {"staging_bytes": "for staging", "store_bytes": "for a store"}.get(
+                str(info.field_name), "for an arena"
+            )
+            without = ", or --store none to keep nothing on disk" if info.field_name == "store_bytes" else ""
+            raise ValueError(f"{value} bytes is too small {what}; at least 1MiB is needed{without}")
         return value
 
     @field_validator("health_tcp")

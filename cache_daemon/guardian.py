@@ -21,8 +21,10 @@ from dataclasses import dataclass
 import structlog
 from kvsidecar.runtime import end_with_parent
 
+_ENDING = frozenset({signal.SIGTERM, signal.SIGINT})
 _PASSED_ON = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _WAITED_FOR = _PASSED_ON | {signal.SIGCHLD}
+_FIRST_PAUSE, _LAST_PAUSE, _STABLE_SECONDS = 0.05, 2.0, 5.0
 # A daemon that dies again and again before it serves is somebody else's to look at.
 _MOST_FAILED_STARTS = 5
 # Shared with the child: whether it has served.
@@ -49,7 +51,7 @@ def kept_running(run: Callable[[], int]) -> int:
     gc.freeze()  # what is shared with the children stays shared
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
     try:
-        failed_starts = 0
+        failed_starts, pause = 0, 0.0
         while True:
             began, _served[0] = time.monotonic(), 0
             end = _waited_for(_forked(run, before))
@@ -63,9 +65,24 @@ def kept_running(run: Callable[[], int]) -> int:
             if failed_starts == _MOST_FAILED_STARTS:
                 log.error("the daemon died too often before it served, giving up", signal=name, deaths=failed_starts)
                 return 128 - end.code
-            log.warning("the daemon died, starting it again", signal=name, after_seconds=round(seconds, 3))
+            # The first time at once; what dies again and again does not fill the machine with starts.
+            pause = 0.0 if seconds > _STABLE_SECONDS else pause
+            log.warning(
+                "the daemon died, starting it again",
+                signal=name,
+                after_seconds=round(seconds, 3),
+                pause_seconds=pause,
+            )
+            if _told_to_end(pause):
+                return 0
+            pause = min(_LAST_PAUSE, max(_FIRST_PAUSE, pause * 2))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def hear_reloads() -> None:
+    """Called by the child once it handles SIGHUP: one that came before is delivered now. On the main thread."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
 def note_serving() -> None:
@@ -83,7 +100,8 @@ def _forked(run: Callable[[], int], mask: set[signal.Signals | int]) -> int:
     code = 1
     try:
         end_with_parent(parent, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # SIGHUP stays blocked until the child has a handler (hear_reloads): it would end the child before.
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask | {signal.SIGHUP})
         code = run()
     except BaseException:
         traceback.print_exc()
@@ -92,6 +110,16 @@ def _forked(run: Callable[[], int], mask: set[signal.Signals | int]) -> int:
             with contextlib.suppress(OSError):
                 stream.flush()
         os._exit(code)  # nothing of the parent's is to be ended here
+
+
+def _told_to_end(seconds: float) -> bool:
+    """Waits between two children; whether a signal to end came meanwhile."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        got = signal.sigtimedwait(_WAITED_FOR, left)
+        if got is not None and got.si_signo in _ENDING:
+            return True
+    return False
 
 
 def _waited_for(child: int) -> _End:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,13 +31,13 @@ from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.seal import key_from_file, parse_key, seal_of
 from cache_daemon.eviction import POLICIES
 from cache_daemon.garbage import short_collections
-from cache_daemon.guardian import note_serving
+from cache_daemon.guardian import hear_reloads, note_serving
 from cache_daemon.memory.arena import ALIGNMENT, Arena, HostArena
 from cache_daemon.memory.device_arena import DeviceArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
 from cache_daemon.memory.handing_out import handing_out
 from cache_daemon.memory.shared import SharedMemory
-from cache_daemon.observe.health import DURABLE, REMOTE, reporting
+from cache_daemon.observe.health import DURABLE, OVERALL, REMOTE, reporting
 from cache_daemon.observe.snapshot import Snapshots
 from cache_daemon.observe.telemetry import Telemetry, telemetry
 from cache_daemon.observe.traffic import recording
@@ -54,6 +55,8 @@ from cache_daemon.store.summary import SUMMARY_BYTES, SummaryWriter
 from cache_daemon.store.tenants import Accounts
 
 GRACE_SECONDS = 3.0
+# Not all that was queued is on disk.
+_HUNG_EXIT = 1
 _MAX_MESSAGE_BYTES = 16 << 20
 SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 
@@ -78,6 +81,7 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
             short_collections(),
         ):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: _reload(tenants, store.accounts))
+            hear_reloads()
             with recording(config.trace, config.trace_bytes) as traffic:
                 asked = traffic.asked if traffic is not None else None
                 shared = Shared(store, config.heartbeat_ms, Calls(telling.call_span), stalls.worst_ms, asked=asked)
@@ -107,7 +111,11 @@ async def _store(
         await store.start()
         yield store
     finally:
-        await store.close()
+        if not await store.close():
+            log.error("the daemon ends without waiting for its disk any longer")
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(_HUNG_EXIT)
 
 
 def _tier(config: DaemonConfig, folder: Path) -> LmdbTier:
@@ -184,6 +192,11 @@ async def _serve(
         return is_allowed(peer_credentials(peer), os.getuid())
 
     health = health_aio.HealthServicer()
+
+    async def set_overall(_: str, status: int) -> None:
+        for name in ("", SERVICE):
+            await health.set(name, status)
+
     async with (
         handing_out(memory_socket, _Shares(store, summary), 0o600, admits),
         listening_at(
@@ -194,6 +207,7 @@ async def _serve(
             Limits(message_bytes=_MAX_MESSAGE_BYTES),
             health,
         ),
+        reporting(OVERALL, lambda: shared.calls.failing, set_overall, patience_seconds=0.0),
         reporting(DURABLE, None if store.tiers.writer is None else lambda: store.failing, health.set),
         reporting(REMOTE, None if remote is None else lambda: remote.failing, health.set),
     ):

@@ -8,19 +8,15 @@ requests, then running ones, then the cache.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from http import HTTPStatus
 from pathlib import Path
-from typing import ClassVar, TextIO
+from typing import ClassVar
 
-import grpc
 import structlog
 import uvloop
 from kvsidecar.addresses import TcpAddress, parse_tcp, why_not_bindable
@@ -29,30 +25,30 @@ from kvsidecar.cli.programs import of_another
 from kvsidecar.cli.settings import configure_logging, read_settings, refuse_unknown_variables
 from kvsidecar.errors import ConfigurationError, KVSidecarError
 from kvsidecar.free_memory import free_bytes
+from kvsidecar.http_health import health_status
 from kvsidecar.interpreter import python_command
 from kvsidecar.interrupts import EXIT_CODE
 from kvsidecar.runtime import (
     default_data_dir,
     default_runtime_dir,
-    end_with_parent,
     ensure_private_dir,
-    socket_target,
 )
 from kvsidecar.sizes import parse_size
-from kvsidecar.supervised import LOCK, Supervised, tell
+from kvsidecar.supervised import Supervised, write_reports
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from inference_svc.cache.address import daemon_address
+from inference_svc.child import Child
 from inference_svc.config import ModelSettings, WorkerConfig
 from inference_svc.gateway.config import GatewayConfig
+from inference_svc.liveness import PROBE_SECONDS, GrpcProbe, HttpProbe, Probe
 from inference_svc.model.preflight import settled
+from inference_svc.node_lock import NodeLock
 
 log = structlog.get_logger("serve")
 
-_FIRST_PAUSE, _LAST_PAUSE, _STABLE_SECONDS = 0.1, 10.0, 30.0
-_STOP_SECONDS = 45.0  # the daemon's longest: what is queued is written
-_FAILED, _BAD_SETTINGS = 1, 2
+_LOOK_SECONDS, _FOLDER_SECONDS = 0.1, 1.0
 
 
 class ServeConfig(ModelSettings):
@@ -80,29 +76,20 @@ class ServeConfig(ModelSettings):
     """Size of the arena in shared memory."""
     store_bytes: str = "8GiB"
     """Budget of the durable store."""
-
-
-@dataclass(eq=False)
-class Child:
-    """One process and how it is started."""
-
-    name: str
-    command: list[str]
-    process: asyncio.subprocess.Process | None = None
-    started: float = 0.0
-    served: bool = False
-    """Whether it was ever ready: then what ends it is no mistake in its settings."""
-    watcher: asyncio.Task[None] | None = field(default=None, repr=False)
+    liveness_seconds: float = Field(default=60.0, ge=0)
+    """A process that has served and does not answer for this long is killed and started again; 0 never does that."""
 
 
 class Supervisor:
     """Starts, watches and ends the children."""
 
-    def __init__(self, config: ServeConfig, worker: WorkerConfig) -> None:
-        self._config, self._worker = config, worker
+    def __init__(self, config: ServeConfig, worker: WorkerConfig, lock: NodeLock | None = None) -> None:
+        self._config, self._worker, self._lock = config, worker, lock
+        self._url = reached(config)
         self._stop = asyncio.Event()
         self._failed: str | None = None
         self._children: list[Child] = []
+        self._watchers: list[asyncio.Task[None]] = []
         self.cache_socket = config.runtime_dir / "cache.sock"
         self.worker_sockets = [config.runtime_dir / f"worker-{i}.sock" for i in range(config.workers)]
 
@@ -111,6 +98,7 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         started = asyncio.create_task(self._start_all())
+        kept = asyncio.create_task(self._keep_folder())
         stopped = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({started, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -118,8 +106,8 @@ class Supervisor:
                 started.result()
                 await stopped
         finally:
-            started.cancel()
-            stopped.cancel()
+            for task in (started, stopped, kept):
+                task.cancel()
             await self._end_all()
         if self._failed:
             print(f"kvsidecar serve: {self._failed}", file=sys.stderr)
@@ -130,46 +118,23 @@ class Supervisor:
 
     async def _start_all(self) -> None:
         # All at once: the daemon serves long before a worker has imported what it computes with.
-        daemon = None if self._worker.cache_address else self._launch("daemon", self._daemon_command())
+        daemon = self._worker.cache_address or self._launch(
+            "daemon", self._daemon_command(), GrpcProbe(self.cache_socket)
+        )
         workers = [
-            self._launch(f"worker-{i}", self._worker_command(i, socket)) for i, socket in enumerate(self.worker_sockets)
+            self._launch(f"worker-{i}", self._worker_command(i, socket), GrpcProbe(socket))
+            for i, socket in enumerate(self.worker_sockets)
         ]
-        gateway = self._launch("gateway", self._gateway_command())
-        awaited = [*zip(workers, self.worker_sockets, strict=True)]
-        if daemon is not None:
-            awaited.append((daemon, self.cache_socket))
-        await asyncio.gather(*(self._ready(child, socket) for child, socket in awaited))
-        url = f"http://{TcpAddress(self._config.host, self._config.port)}"
-        import httpx  # here: while the processes that it asks for are starting themselves
-
-        async with httpx.AsyncClient() as client:
-            while not self._stop.is_set():
-                try:
-                    if (await client.get(f"{url}/health", timeout=2)).status_code == 200:
-                        gateway.served = True
-                        break
-                except httpx.HTTPError:
-                    pass
-                await asyncio.sleep(0.1)
-        if not self._stop.is_set():
-            log.info("ready", url=f"{url}/v1", model=self._worker.model, workers=self._config.workers)
-            name = self._worker.served_name or self._worker.model
-            shown, beside = _to_open(self._config.host, self._config.port)
-            page = f"a page at {shown}, " if self._config.page else ""
-            print(f"{name} is ready: {page}OpenAI's API at {shown}/v1{beside}; try: kvsidecar chat", flush=True)
-
-    async def _ready(self, child: Child, socket: Path) -> None:
-        """Waits until a child answers on its socket."""
-        while not self._stop.is_set():
-            if socket.exists():
-                async with grpc.aio.insecure_channel(socket_target(socket)) as channel:
-                    try:
-                        await asyncio.wait_for(channel.channel_ready(), 1.0)
-                        child.served = True
-                        return
-                    except TimeoutError:
-                        continue
-            await asyncio.sleep(0.05)
+        self._launch("gateway", self._gateway_command(), HttpProbe(self._url))
+        awaited = workers if isinstance(daemon, str) else [daemon, *workers]
+        await asyncio.gather(*(child.ready.wait() for child in awaited))
+        while await asyncio.to_thread(health_status, self._url, PROBE_SECONDS) != HTTPStatus.OK:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_SECONDS)
+        log.info("ready", url=f"{self._url}/v1", model=self._worker.model, workers=self._config.workers)
+        name = self._worker.served_name or self._worker.model
+        shown, beside = _to_open(self._config.host, self._config.port)
+        page = f"a page at {shown}, " if self._config.page else ""
+        print(f"{name} is ready: {page}OpenAI's API at {shown}/v1{beside}; try: kvsidecar chat", flush=True)
 
     def _daemon_command(self) -> list[str]:
         flags = self._set("store", "arena_bytes", "store_bytes", "log_level", "otlp_endpoint")
@@ -211,7 +176,8 @@ class Supervisor:
         workers = ",".join(map(str, self.worker_sockets))
         flags = {"host": self._config.host, "port": self._config.port, "workers": workers}
         cache = "none" if self._worker.cache_address else self.cache_socket
-        flags |= {"cache_socket": cache} | self._set("log_level", "page", "otlp_endpoint")
+        flags |= {"cache_socket": cache, "supervisor_dir": self._config.runtime_dir}
+        flags |= self._set("log_level", "page", "otlp_endpoint")
         return python_command("-m", "inference_svc", "gateway", *_flags(flags))
 
     def _keeps_off_disk(self) -> bool:
@@ -223,52 +189,45 @@ class Supervisor:
         """Those of the node's settings that somebody set; the others are left to each process and its environment."""
         return {name: getattr(self._config, name) for name in names if name in self._config.model_fields_set}
 
-    def _launch(self, name: str, command: list[str]) -> Child:
-        child = Child(name, command)
-        self._children.append(child)
-        child.watcher = asyncio.create_task(self._watch(child))
-        return child
-
     # ---- watching -------------------------------------------------------------------------------------------
 
+    def _launch(self, name: str, command: list[str], probe: Probe | None = None) -> Child:
+        child = Child(name, command, probe, self._config.liveness_seconds, self._report)
+        self._children.append(child)
+        self._watchers.append(asyncio.create_task(self._watch(child)))
+        self._report()
+        return child
+
     async def _watch(self, child: Child) -> None:
-        """Runs a child, again and again, until the supervisor stops."""
-        pause = _FIRST_PAUSE
-        while not self._stop.is_set():
-            child.started = time.monotonic()
-            # A session of its own: Ctrl-C reaches the supervisor alone, which ends the children in order.
-            # Should this process be killed, they end in order as well, so that nothing holds the port.
-            child.process = await asyncio.create_subprocess_exec(
-                *child.command,
-                start_new_session=True,
-                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
-            )
-            code = await child.process.wait()
-            if self._stop.is_set():
-                return
-            if not child.served and code in (_FAILED, _BAD_SETTINGS):
-                self._failed = f"{child.name} could not start; its message is above"
-                self._stop.set()
-                return
-            if time.monotonic() - child.started > _STABLE_SECONDS:
-                pause = _FIRST_PAUSE
-            log.warning("process died, starting it again", name=child.name, code=code, pause_seconds=pause)
-            await asyncio.sleep(pause)
-            pause = min(_LAST_PAUSE, pause * 2)
+        failed = await child.keep_running(self._stop)
+        if failed:
+            self._failed = failed
+            self._stop.set()
+
+    def _report(self) -> None:
+        """Says what the processes do, for ``status`` and the gateway. A full disk keeps nothing from running."""
+        try:
+            write_reports(self._config.runtime_dir, {child.name: child.report for child in self._children})
+        except OSError as error:
+            log.warning("the state of the node cannot be written", error=str(error))
+
+    async def _keep_folder(self) -> None:
+        """Makes the runtime folder again where somebody deletes it; the processes bind their sockets there again."""
+        while self._lock is not None:
+            await asyncio.sleep(_FOLDER_SECONDS)
+            try:
+                if self._lock.restore():
+                    log.warning("the runtime folder was deleted, made it again", folder=str(self._config.runtime_dir))
+                    self._report()
+            except (KVSidecarError, OSError) as error:
+                log.error("the runtime folder was deleted and cannot be made again", error=str(error))
 
     async def _end_all(self) -> None:
         for child in reversed(self._children):
-            process = child.process
-            if process is not None and process.returncode is None:
-                process.terminate()
-                try:
-                    await asyncio.wait_for(process.wait(), _STOP_SECONDS)
-                except TimeoutError:
-                    log.warning("process did not stop in time, killing it", name=child.name)
-                    process.kill()
-                    await process.wait()
-            if child.watcher is not None:
-                child.watcher.cancel()
+            await child.end()
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
 
 
 def _flags(settings: Mapping[str, object]) -> list[str]:
@@ -295,10 +254,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = read_settings(ServeConfig, given, file)
         configure_logging(config.log_level, "serve")
-        with _alone(config) as lock:
+        ensure_private_dir(config.runtime_dir)
+        _refuse_taken_port(config)
+        with NodeLock(config.runtime_dir) as lock:
             worker = _of_workers(config)
-            tell(lock, Supervised(os.getpid(), _reached(config), config.workers, cache=not worker.cache_address))
-            node = Supervisor(config, settled(worker))
+            lock.describe(Supervised(os.getpid(), reached(config), config.workers, cache=not worker.cache_address))
+            node = Supervisor(config, settled(worker), lock)
 
             async def run() -> int:
                 return await node.run()
@@ -337,28 +298,17 @@ def _of_workers(config: ServeConfig) -> WorkerConfig:
     return worker
 
 
-def _reached(config: ServeConfig) -> str:
+def reached(config: ServeConfig) -> str:
     """The gateway's URL, for this machine."""
     everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     place = TcpAddress(everywhere.get(config.host, config.host), config.port)
     return f"{'https' if os.environ.get('KVSIDECAR_GATEWAY_TLS_CERT') else 'http'}://{place}"
 
 
-@contextmanager
-def _alone(config: ServeConfig) -> Iterator[TextIO]:
-    """Makes this the only node in its runtime folder, by the lock that it yields, and refuses a port that is taken."""
-    ensure_private_dir(config.runtime_dir)
-    why = why_not_bindable(TcpAddress(config.host, config.port))
-    if why:
+def _refuse_taken_port(config: ServeConfig) -> None:
+    """Raises ConfigurationError."""
+    address = TcpAddress(config.host, config.port)
+    if why := why_not_bindable(address):
         raise ConfigurationError(
-            f"cannot listen on {TcpAddress(config.host, config.port)}: {why}; choose another --port, or stop what "
-            "listens there"
+            f"cannot listen on {address}: {why}; choose another --port, or stop what listens there"
         )
-    with (config.runtime_dir / LOCK).open("a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigurationError(
-                f"another kvsidecar serve runs in {config.runtime_dir}; stop it, or choose another --runtime-dir"
-            ) from None
-        yield lock

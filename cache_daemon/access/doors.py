@@ -21,6 +21,9 @@ from cache_daemon.config import DaemonConfig
 AddServicer = Callable[[grpc.aio.Server, Resolver, Path | None], None]
 """Adds a servicer that asks the resolver who calls at a Unix socket, or at TCP (None)."""
 
+FAR_MESSAGE_BYTES = 6 << 20
+"""Longest message at doors of others than the owner: 2^20 tokens take at most 5 MiB."""
+_FAR_STREAMS = 128
 _HEARTBEATS = 4  # more than a session may miss: it is the session that ends first, with its own message
 
 
@@ -35,6 +38,8 @@ def doors(config: DaemonConfig, tenants: Callable[[], Tenants], add: AddServicer
                 partial(_add, add, _as_guest, config.shared_socket),
                 interceptors=(Guard(_as_guest, patience),),
                 group=config.socket_group,
+                message_bytes=FAR_MESSAGE_BYTES,
+                streams=_FAR_STREAMS,
             )
         )
     if config.tcp:
@@ -45,6 +50,8 @@ def doors(config: DaemonConfig, tenants: Callable[[], Tenants], add: AddServicer
                 partial(_add, add, resolve, None),
                 credentials=_credentials(config),
                 interceptors=(Guard(resolve, patience),),
+                message_bytes=FAR_MESSAGE_BYTES,
+                streams=_FAR_STREAMS,
             )
         )
     if config.health_tcp:

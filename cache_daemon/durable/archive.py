@@ -11,7 +11,8 @@
 
 Integers are little-endian. Payloads are raw, whatever the store they came from does with them. What is read is
 believed only when it is checked: lengths before memory is taken for them, hashes of tokens, payload checksums, and
-that every parent came before its child. A chunk whose time is over neither goes out nor comes in.
+that every parent came before its child, ends where that begins and has its layout, which is that of all chunks of the
+root, those of the store included. A chunk whose time is over neither goes out nor comes in.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.layout import MAX_CHUNK_TOKENS, MAX_TTL_SECONDS
 
 from cache_daemon.durable import terms
-from cache_daemon.durable.headers import is_what_it_names, layout_bytes
+from cache_daemon.durable.headers import is_duration, is_what_it_names, layout_bytes
+from cache_daemon.durable.lineage import Lineage
 from cache_daemon.durable.tier import DurableTier, Put, PutOutcome, ReadJob, ReadResult, WriteGroup
 
 _BEGIN = b"KVSIDECAR-ARCHIVE\0" + struct.pack("<H", 2)
@@ -68,6 +70,10 @@ class Importing(DurableTier, Protocol):
     """A tier that says what it has, such as ``LmdbTier`` after ``load``."""
 
     def stored_keys(self) -> list[bytes]: ...
+
+    def first_of(self, root: bytes) -> bytes | None: ...
+
+    def header(self, prefix_hash: bytes) -> ChunkHeader | None: ...
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ def import_archive(
     ends: list[tuple[bytes, int]] = []
     group_bytes = 0
     with source.open("rb") as file:
-        for header, payload, end in _read_chunks(file, total, max_payload_bytes):
+        for header, payload, end in _read_chunks(file, total, max_payload_bytes, Lineage(tier)):
             now = int(clock() * 1000)
             if 0 < end <= now:
                 skipped += 1
@@ -221,11 +227,13 @@ class _Reading:
             raise InvalidRequest(f"{self._left} bytes follow the archive's end")
 
 
-def _read_chunks(file: BinaryIO, total: int, max_payload_bytes: int) -> Iterator[tuple[ChunkHeader, bytes, int]]:
+def _read_chunks(
+    file: BinaryIO, total: int, max_payload_bytes: int, lineage: Lineage
+) -> Iterator[tuple[ChunkHeader, bytes, int]]:
     reading = _Reading(file, total)
     if total < len(_BEGIN) or reading.take(len(_BEGIN)) != _BEGIN:
         raise InvalidRequest("the file is no archive of this version (it must begin with KVSIDECAR-ARCHIVE 2)")
-    seen: set[bytes] = set()
+    seen = 0
     while (kind := reading.take(1)) == b"C":
         header_bytes, payload_bytes, end, checksum = _CHUNK.unpack(reading.take(_CHUNK.size))
         if header_bytes > _MAX_HEADER_BYTES:
@@ -235,13 +243,12 @@ def _read_chunks(file: BinaryIO, total: int, max_payload_bytes: int) -> Iterator
         raw = reading.take(header_bytes)
         payload = reading.take(payload_bytes)
         if _checksum(end, raw, payload) != checksum:
-            raise InvalidRequest(f"chunk {len(seen)} of the archive is damaged; export it again")
-        header = _checked_header(raw, payload, len(seen))
-        if header.parent_prefix_hash != header.root and header.parent_prefix_hash not in seen:
-            raise InvalidRequest(f"chunk {len(seen)} of the archive comes before its parent")
-        seen.add(header.prefix_hash)
+            raise InvalidRequest(f"chunk {seen} of the archive is damaged; export it again")
+        header = _checked_header(raw, payload, seen)
+        lineage.check(header, seen)
+        seen += 1
         yield header, payload, end
-    if kind != b"E" or _END.unpack(reading.take(_END.size))[0] != len(seen):
+    if kind != b"E" or _END.unpack(reading.take(_END.size))[0] != seen:
         raise InvalidRequest("the archive is damaged: its number of chunks is another; export it again")
     reading.finish()
 
@@ -261,6 +268,16 @@ def _checked_header(raw: bytes, payload: bytes, position: int) -> ChunkHeader:
     if header.format_version != keys.FORMAT_VERSION:
         raise InvalidRequest(
             f"chunk {position} of the archive has format_version {header.format_version}, not {keys.FORMAT_VERSION}"
+        )
+    if len(header.tenant) != keys.HASH_BYTES or header.token_count != len(header.token_ids):
+        raise InvalidRequest(
+            f"chunk {position} of the archive has a tenant of {len(header.tenant)} bytes and {header.token_count} as "
+            f"its token_count; {keys.HASH_BYTES} and {len(header.token_ids)} are needed"
+        )
+    if not is_duration(header.prefill_seconds):
+        raise InvalidRequest(
+            f"chunk {position} of the archive has {header.prefill_seconds} as its prefill_seconds; "
+            "a number from 0 is needed"
         )
     if header.payload_bytes != len(payload) or keys.checksum(payload) != header.checksum:
         raise InvalidRequest(f"chunk {position} of the archive has another payload than its header says")
@@ -290,10 +307,11 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _drawn(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside ``path``, locked for as long as it is open, where the file system knows locks."""
+    """A new file beside ``path`` for its owner alone, as the store is. It is locked for as long as it is open, where
+    the file system knows locks."""
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-        file = temporary.open("xb")
+        file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if temporary.exists():  # nobody took it for a leftover before it was locked

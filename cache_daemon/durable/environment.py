@@ -6,6 +6,8 @@ folder, one thread at a time a transaction. The map is touched where keys are lo
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +20,18 @@ from cache_daemon.durable.records import DATABASES, FORMAT, META, checked
 from cache_daemon.durable.seal import Seal
 from cache_daemon.durable.tier import NoRoom, TierFailed
 
+# LMDB calls a write that the system did not finish so, which a full disk causes, too.
+_SHORT_WRITE = os.strerror(errno.EIO)
 _CORRUPTED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)
+
+
+class ShortWrite(TierFailed):
+    """The system did not write all that it was given: the disk failed, or is full."""
 
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """LMDB's errors as NoRoom, TierFailed or Damage."""
+    """LMDB's errors as NoRoom, ShortWrite, TierFailed or Damage."""
     try:
         yield
     except (lmdb.MapFullError, lmdb.DiskError) as error:
@@ -31,6 +39,8 @@ def translated() -> Iterator[None]:
     except _CORRUPTED as error:
         raise Damage(str(error)) from error
     except lmdb.Error as error:
+        if str(error).endswith(_SHORT_WRITE):
+            raise ShortWrite(f"the store cannot be written: {error}") from error
         raise TierFailed(f"the store cannot be written: {error}") from error
     except OSError as error:
         raise TierFailed(f"the store cannot be written: {error}") from error

@@ -6,6 +6,7 @@ complete, ``data.mdb.damaged-N`` the last one that had to be replaced.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from kvsidecar.errors import StoreUnavailable
 
+# Of a file system that has no hard links, such as exFAT and some network file systems.
+_NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
 _DAMAGED = "data.mdb.damaged-"
 
 
@@ -46,13 +49,32 @@ class StoreFolder:
         return self.data.exists() and self.data.stat().st_size > 0
 
     def keep_damaged(self) -> Path:
-        """A second name for the data file, in the place of an earlier damaged one. Raises OSError."""
-        earlier = sorted(self.path.glob(f"{_DAMAGED}*"), key=_number)
-        kept = self.path / f"{_DAMAGED}{_number(earlier[-1]) + 1 if earlier else 1}"
-        os.link(self.data, kept)
+        """A second name for the data file, in the place of an earlier damaged one; a copy, where the file system has no
+        second names. Raises OSError."""
+        earlier, kept = self._damaged()
+        try:
+            os.link(self.data, kept)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            _copy(self.data, kept)
         for old in earlier:
             old.unlink()
         return kept
+
+    def set_aside(self) -> Path:
+        """Renames the data file, in the place of an earlier damaged one. Raises OSError."""
+        earlier, kept = self._damaged()
+        os.rename(self.data, kept)
+        self._sync()
+        for old in earlier:
+            old.unlink()
+        return kept
+
+    def _damaged(self) -> tuple[list[Path], Path]:
+        """Damaged files that were kept, and a name for the next."""
+        earlier = sorted(self.path.glob(f"{_DAMAGED}*"), key=_number)
+        return earlier, self.path / f"{_DAMAGED}{_number(earlier[-1]) + 1 if earlier else 1}"
 
     def new_data_folder(self) -> Path:
         """An empty folder for a new data file. Raises OSError."""
@@ -66,11 +88,6 @@ class StoreFolder:
         self._sync()
         shutil.rmtree(self.rebuild, ignore_errors=True)
 
-    def remove_data(self) -> None:
-        """Raises OSError."""
-        self.data.unlink(missing_ok=True)
-        self._sync()
-
     def _sync(self) -> None:
         handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -80,6 +97,16 @@ class StoreFolder:
 
     def release(self) -> None:
         os.close(self._lock)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """For file systems without hard links. Raises OSError, with nothing left behind."""
+    try:
+        shutil.copyfile(source, target)
+        target.chmod(0o600)
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
 
 
 def _number(path: Path) -> int:

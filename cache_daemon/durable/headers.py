@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import KVSidecarError
@@ -15,6 +17,11 @@ def is_what_it_names(header: ChunkHeader) -> bool:
         keys.prefix_hash(header.parent_prefix_hash, tokens) == header.prefix_hash
         and keys.content_hash(header.root, tokens) == header.content_hash
     )
+
+
+def is_duration(seconds: float) -> bool:
+    """Whether that can be what computing a chunk took: a number, from 0."""
+    return 0 <= seconds < math.inf
 
 
 def layout_bytes(header: ChunkHeader) -> int:

@@ -20,7 +20,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import StoreUnavailable
 
 from cache_daemon.durable.changes import Changes, Kin, Packed, pack_puts, write_changes
-from cache_daemon.durable.environment import Environment
+from cache_daemon.durable.environment import Environment, ShortWrite
 from cache_daemon.durable.folder import StoreFolder
 from cache_daemon.durable.loading import Contents, collecting_later, contents_of, in_order
 from cache_daemon.durable.opening import open_data
@@ -30,7 +30,7 @@ from cache_daemon.durable.reader import Entry, PayloadReader
 from cache_daemon.durable.rebuild import rebuild
 from cache_daemon.durable.records import HEADERS, MINIMUM_VALUE_BYTES, PAYLOADS, Unsound, decode_record, open_header
 from cache_daemon.durable.seal import seal_of
-from cache_daemon.durable.space import Space
+from cache_daemon.durable.space import PROBE_BYTES, Space, is_full
 from cache_daemon.durable.survey import strict_survey
 from cache_daemon.durable.tier import (
     Loaded,
@@ -89,11 +89,14 @@ class LmdbTier:
     def _open(self) -> Contents:
         """Checks, repairs and opens the data file. Raises StoreUnavailable, OSError, NoRoom, TierFailed, Damage."""
         with collecting_later():
-            try:
-                return self._open_checked()
-            except Damage:  # LMDB knows of something that the survey does not
-                self._distrust = True
-                return self._open_checked()
+            return self._open_trusting()
+
+    def _open_trusting(self) -> Contents:
+        try:
+            return self._open_checked()
+        except Damage:  # LMDB knows of something that the survey does not
+            self._distrust = True
+            return self._open_checked()
 
     def _open_checked(self) -> Contents:
         survey = open_data(self._folder, self._seal, self._distrust)
@@ -161,6 +164,10 @@ class LmdbTier:
             found += self._kin.of(key)
         return found
 
+    def first_of(self, root: bytes) -> bytes | None:
+        """The prefix hash of a chunk that begins prompts of a root; None when there is none."""
+        return next(iter(self._kin.of(root)), None)
+
     # ---- read ----------------------------------------------------------------------------------------------
 
     def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
@@ -205,7 +212,7 @@ class LmdbTier:
                 return
             if not self._failed:
                 self._fail()
-            self._open()
+            self._open_trusting()  # beside all that goes on, which wants its garbage collected
             log.info("the store is open again", chunks=len(self._entries))
         except (OSError, NoRoom, TierFailed, Damage, StoreUnavailable) as error:
             self._failed = True
@@ -234,6 +241,8 @@ class LmdbTier:
             raise TierFailed(f"the store is damaged: {error}") from error
         except (TierFailed, OSError) as error:
             self._fail()
+            if isinstance(error, ShortWrite) and is_full(self._folder.path, size + PROBE_BYTES):
+                raise NoRoom(f"the disk is full: {error}") from error
             raise TierFailed(str(error)) from error
 
     def _use_reserve(self, group: WriteGroup, changes: Changes) -> None:

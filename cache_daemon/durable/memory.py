@@ -61,6 +61,15 @@ class MemoryTier:
             found.append(Loaded(header, stored.last_use, stored.stored_bytes))
         return found
 
+    def first_of(self, root: bytes) -> bytes | None:
+        """The prefix hash of a chunk that begins prompts of a root; None when there is none."""
+        return next((key for key, stored in self._stored.items() if stored.header.parent_prefix_hash == root), None)
+
+    def header(self, prefix_hash: bytes) -> ChunkHeader | None:
+        """A stored chunk's header; None when it is missing."""
+        stored = self._stored.get(prefix_hash)
+        return stored.header if stored is not None else None
+
     def stored_keys(self) -> list[bytes]:
         """The prefix hashes of all chunks, parents before children."""
         return [loaded.header.prefix_hash for loaded in self.load()]

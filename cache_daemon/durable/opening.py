@@ -76,8 +76,7 @@ def _repair(folder: StoreFolder, file: PageFile, seal: Seal, reason: str) -> Sur
     try:
         saved = rebuild(folder, survey, seal, keep_damaged=True)
     except (OSError, NoRoom, TierFailed) as error:
-        kept = folder.keep_damaged()
-        folder.remove_data()
+        kept = folder.set_aside()
         create(folder, seal)
         log.error(
             "the store was damaged and could not be repaired; beginning with an empty one",

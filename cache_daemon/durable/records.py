@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
+from cache_daemon.durable.headers import is_duration
 from cache_daemon.durable.seal import Seal, Unsealed
 from cache_daemon.durable.tier import whole_pages
 
@@ -107,6 +108,8 @@ def open_header(seal: Seal, key: bytes, record: Record) -> ChunkHeader:
         raise Unsound(f"headers {key[:16].hex()} cannot be decoded") from error
     if header.prefix_hash != key or keys.prefix_hash(header.parent_prefix_hash, header.token_ids[:]) != key:
         raise Unsound(f"headers {key[:16].hex()} is that of another chunk")
+    if not is_duration(header.prefill_seconds):
+        raise Unsound(f"headers {key[:16].hex()} says that it took {header.prefill_seconds} s")
     return header
 
 

@@ -11,12 +11,14 @@ import hashlib
 import hmac
 import os
 import stat
+import string
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvsidecar.errors import ConfigurationError
 
 KEY_BYTES = 32
+_PRINTABLE = frozenset(string.printable.encode())
 _NONCE_BYTES, _TAG_BYTES, _SALT_BYTES = 12, 16, 16
 
 
@@ -107,15 +109,20 @@ def seal_of(key: bytes | None) -> Seal:
 
 
 def parse_key(text: bytes, source: str) -> bytes:
-    """32 raw bytes, or 64 hexadecimal digits. Raises ConfigurationError."""
-    if len(text) == KEY_BYTES:
+    """32 raw bytes, or 64 hexadecimal digits. Raises ConfigurationError.
+
+    32 characters are no raw key: they are 32 of the digits, or a password, and have fewer than 256 random bits."""
+    if len(text) == KEY_BYTES and not all(byte in _PRINTABLE for byte in text):
         return text
     try:
         key = bytes.fromhex(text.decode("ascii").strip())
     except ValueError:
         key = b""
     if len(key) != KEY_BYTES:
-        raise ConfigurationError(f"{source} holds no key: it must be {KEY_BYTES} bytes, or {2 * KEY_BYTES} hex digits")
+        raise ConfigurationError(
+            f"{source} holds no key: it must be {KEY_BYTES} random bytes, or {2 * KEY_BYTES} hex digits; "
+            f"openssl rand -hex {KEY_BYTES} makes one"
+        )
     return key
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -17,6 +18,7 @@ DISK_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _LEAST_FILE_BYTES = 1 << 20
 _LEAST_RESERVE_BYTES = 32 * PAGE_BYTES
 _DISK_RESERVE_BYTES = 64 * PAGE_BYTES  # some removals one by one; they free more than they take
+PROBE_BYTES = 64 * PAGE_BYTES  # a disk that refuses so much beside a group is full
 _TREE_PAGES = 16  # what a group needs beside its payloads; more than its path to the root
 
 
@@ -58,6 +60,22 @@ class Space:
             return sum(Walk(file, meta).free_pages()) * PAGE_BYTES
         except Damage:
             return 0
+
+
+def is_full(folder: Path, wanted_bytes: int) -> bool:
+    """Whether the file system of a folder refuses a file of that size. Where it cannot be asked so, whether it has less
+    free."""
+    probe = folder / "probe"
+    try:
+        probe.touch(0o600)
+        allocate(probe, 0, wanted_bytes)
+    except OSError as error:
+        return error.errno in DISK_FULL
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize < wanted_bytes
 
 
 def allocate(data: Path, begin: int, end: int) -> None:

@@ -28,6 +28,8 @@ _STORED, _FAILED, _CANCELLED = (PutResult(o) for o in (PutOutcome.STORED, PutOut
 _GROUP_BYTES = 32 << 20
 _GROUP_ITEMS = 256
 _GROUP_REMOVALS = 4096
+# A transaction that takes longer will not end soon: the disk hangs.
+HUNG_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
 
 
@@ -73,6 +75,7 @@ class DurableWriter:
         self._wake = threading.Condition()
         self._stop_at: float | None = None
         self._failing: tuple[str, float] | None = None
+        self._began: float | None = None  # when the transaction that is under way did
         self.transactions = 0  # that succeeded
         self._pause = 0.0
         self._outcomes: list[tuple[Done, PutResult]] = []
@@ -135,10 +138,30 @@ class DurableWriter:
         with self._wake:
             return sum(map(len, self._puts.values())) + len(self._unanswered)
 
+    def give_up_queued(self) -> int:
+        """Fails all queued chunks, but none that is being written. Returns how many."""
+        with self._wake:
+            items = [item for item in self._queue if not item.cancelled]
+            self._queue.clear()
+            for item in items:
+                item.cancelled = True
+                self._forget(item)
+                self._loop.call_soon(item.done, _FAILED)
+        return len(items)
+
     @property
     def failing(self) -> tuple[str, float] | None:
-        """Why the last transaction failed, and since when (monotonic seconds) they do; None when it succeeded."""
+        """Why the last transaction failed or does not end, and since when (monotonic); None when it succeeded."""
+        began = self._began
+        if began is not None and self.hung:
+            return f"the disk hangs: a write has taken more than {HUNG_SECONDS:g} s", began
         return self._failing
+
+    @property
+    def hung(self) -> bool:
+        """Whether the transaction that is under way does not end."""
+        began = self._began
+        return began is not None and time.monotonic() - began > HUNG_SECONDS
 
     def stop(self, timeout: float) -> bool:
         """Writes what is queued, then ends the thread; False when that took too long. Blocks."""
@@ -267,7 +290,7 @@ class DurableWriter:
         if not names:
             return True
         try:
-            self._tier.apply(WriteGroup(tuple(names)))
+            self._transact(WriteGroup(tuple(names)))
         except Exception as error:
             self._note_failure(error)
             if len(names) == 1 or not isinstance(error, NoRoom):
@@ -322,7 +345,7 @@ class DurableWriter:
         """One transaction with all that is owed. Raises what the tier raises."""
         if not part and not self._owed:
             return
-        results = self._tier.apply(self._owed.group(tuple(put for _, put in part)))
+        results = self._transact(self._owed.group(tuple(put for _, put in part)))
         for (item, _), result in zip(part, results, strict=True):
             self._answer([item], result)
         self._outcomes += [(done, _STORED) for done in self._owed.waiting]
@@ -330,6 +353,13 @@ class DurableWriter:
         self._pause = 0.0
         self._failing = None
         self.transactions += 1
+
+    def _transact(self, group: WriteGroup) -> list[PutResult]:
+        self._began = time.monotonic()
+        try:
+            return self._tier.apply(group)
+        finally:
+            self._began = None
 
     def _note_failure(self, error: Exception) -> None:
         since = self._failing[1] if self._failing else time.monotonic()
@@ -364,4 +394,7 @@ def _outcome_of(error: Exception) -> PutResult:
 
 def _call_all(outcomes: Sequence[tuple[Done, PutResult]]) -> None:
     for done, outcome in outcomes:
-        done(outcome)
+        try:
+            done(outcome)
+        except Exception:  # others are to hear of theirs
+            log.exception("the outcome of a durable write was not taken note of", outcome=outcome.outcome.value)

@@ -96,6 +96,7 @@ class Gittins:
     def __init__(self) -> None:
         self._held: dict[Entry, _Held] = {}
         self._worth = Worth()
+        self._most_worth: list[float] = [math.inf, math.inf]  # of entries that nobody used, and of others
         self._tick = 0
         self._slice, self._slice_ticks = 0, _LEAST_SLICE_TICKS
         self._reuse = _reuse_times()
@@ -285,6 +286,10 @@ class Gittins:
     def _order(self) -> SortedDict[_Rank, _Group]:
         """Who goes first. A tier with room never asks, so it never pays for the answer."""
         if self._ranked is None:
+            if self._worth.median:  # a claim counts for no more than what others claim allows now
+                self._most_worth = [
+                    round(_WORTHS_PER_OCTAVE * math.log2(self._worth.bounded(math.inf, used))) for used in (False, True)
+                ]
             for group in self._groups.values():
                 group.rank = self._rank(group.kind, group.worth, group.slice)
             self._ranked = SortedDict({g.rank: g for g in self._groups.values()})
@@ -294,7 +299,8 @@ class Gittins:
         if self._promise is None:
             self._promise = self._reuse.promise().tolist()
         age = AGES - 1 if slice_ == _OLDEST else self._slice - slice_
-        return self._promise[kind][age] * 2.0 ** (worth / _WORTHS_PER_OCTAVE), slice_, kind, worth
+        worth_now = min(worth, self._most_worth[kind % _USE_KINDS > 0])
+        return self._promise[kind][age] * 2.0 ** (worth_now / _WORTHS_PER_OCTAVE), slice_, kind, worth
 
     def _offer(self, entry: Entry, held: _Held) -> None:
         slice_ = held.tick // self._slice_ticks

@@ -101,7 +101,7 @@ class GreedyDualSizeFrequency(Ranked):
         self._inflation = 0.0
 
     def rank(self, entry: Entry, uses: int) -> float:
-        return self._inflation + uses * self._worth.per_byte(entry)
+        return self._inflation + uses * self._worth.bounded(self._worth.per_byte(entry), uses > 1)
 
     def remove(self, entry: Entry) -> None:
         if next(self.victims(), None) is entry:

@@ -52,6 +52,7 @@ async def handing_out(
         listener.listen(_MOST_AT_ONCE)
         listener.setblocking(False)
         task = asyncio.create_task(_accept(shares, listener, admits))
+        task.add_done_callback(_tell_failure)
         try:
             yield
         finally:
@@ -59,6 +60,11 @@ async def handing_out(
             with contextlib.suppress(asyncio.CancelledError):
                 await task
             path.unlink(missing_ok=True)
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the memory socket has failed; no worker can map memory until a restart", exc_info=error)
 
 
 async def _accept(shares: Shares, listener: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
@@ -77,6 +83,14 @@ async def _accept(shares: Shares, listener: socket.socket, admits: Callable[[soc
 
 
 async def _answer(shares: Shares, peer: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
+    """Answers one peer. Never raises: the next one is to be answered, too."""
+    try:
+        await _give(shares, peer, admits)
+    except Exception:
+        log.exception("memory could not be given to a session")
+
+
+async def _give(shares: Shares, peer: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
     loop, given = asyncio.get_running_loop(), b""
     with peer, contextlib.suppress(OSError, TimeoutError):
         if not admits(peer):

@@ -23,11 +23,15 @@ class Allowance:
 
 
 class Staging:
-    """One session's. Memory is taken when the first chunk is reserved; ``allowance`` None leaves it to its size."""
+    """One session's. Memory is taken when the first chunk is reserved; ``allowance`` None leaves it to its size.
+
+    With an allowance, memory is given back to the system as soon as it is free: idle memory of many sessions would be
+    beyond what their caller may have."""
 
     def __init__(self, size_bytes: int, allowance: Allowance | None = None) -> None:
         self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
         self._allowance = allowance if allowance is not None else Allowance(self.size_bytes)
+        self._keeps_idle = allowance is None
         self._pages = Extents(self.size_bytes // ALIGNMENT)
         self._shared: SharedMemory | None = None
         self._trim_from: int | None = None
@@ -54,6 +58,8 @@ class Staging:
     def free(self, slot: Slot) -> None:
         self._allowance.used_bytes -= footprint(slot.size_bytes)
         self._pages.free(slot.offset // ALIGNMENT)
+        if not self._keeps_idle and self._shared is not None:
+            self._shared.forget(slot.offset, footprint(slot.size_bytes))
 
     def view(self, slot: Slot) -> memoryview:
         """A range's bytes, which the worker may change at any time."""

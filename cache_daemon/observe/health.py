@@ -1,7 +1,8 @@
 """Health by part: the service name ``durable`` of grpc.health says whether what is stored would outlive the daemon, the
 name ``remote`` whether the remote tier is used.
 
-The daemon as a whole stays SERVING meanwhile: workers lose nothing that they have.
+The daemon as a whole stays SERVING meanwhile: workers lose nothing that they have. It is NOT_SERVING while half of a
+method's calls end INTERNAL.
 """
 
 from __future__ import annotations
@@ -15,9 +16,17 @@ from contextlib import asynccontextmanager
 import structlog
 from grpc_health.v1 import health_pb2
 
-DURABLE, REMOTE = "durable", "remote"
-_FAILS = {DURABLE: "the durable tier cannot be written to", REMOTE: "the remote tier is away"}
-_WORKS = {DURABLE: "the durable tier can be written to again", REMOTE: "the remote tier is used again"}
+DURABLE, REMOTE, OVERALL = "durable", "remote", "overall"
+_FAILS = {
+    DURABLE: "the durable tier cannot be written to",
+    REMOTE: "the remote tier is away",
+    OVERALL: "calls fail inside the daemon",
+}
+_WORKS = {
+    DURABLE: "the durable tier can be written to again",
+    REMOTE: "the remote tier is used again",
+    OVERALL: "calls succeed again",
+}
 PATIENCE_SECONDS = 10.0
 _STEP_SECONDS = 0.5
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from kvsidecar.errors import ConfigurationError
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from cache_daemon.observe.names import COUNTERS, GAUGES
+from cache_daemon.observe.scrapes import ScrapeServer
 from cache_daemon.observe.snapshot import Snapshots
 from cache_daemon.rpc.door import Shared
 
@@ -56,11 +59,14 @@ def serving_metrics(shared: Shared, port: int, host: str) -> Iterator[None]:
     registry = CollectorRegistry()
     registry.register(StoreCollector(Snapshots(shared, asyncio.get_running_loop())))
     try:
-        server, thread = start_http_server(port, host, registry)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        server = ScrapeServer((str(address[0]), port), family, make_wsgi_app(registry))
     except OSError as error:
         raise ConfigurationError(
             f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port or --metrics-host"
         ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     try:
         yield
     finally:

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import grpc
 import structlog
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.errors import CACHE_DOMAIN, Context, InvalidRequest, KVSidecarError, PermissionDenied, abort
+from kvsidecar.errors import Context, InvalidRequest, PermissionDenied
 from kvsidecar.layout import MAX_CHUNK_TOKENS
 
-from cache_daemon.rpc import limits
-from cache_daemon.rpc.calls import unary
+from cache_daemon.rpc import budgets, limits
+from cache_daemon.rpc.calls import ended, unary
 from cache_daemon.rpc.decoding import decoded
 from cache_daemon.rpc.door import AtDoor
 from cache_daemon.store.sessions import Session
@@ -36,26 +36,28 @@ class Attaching(AtDoor):
         patience = max(self.shared.heartbeat_ms * _MISSED_HEARTBEATS / 1000, _LEAST_PATIENCE)
         try:
             async with asyncio.timeout(patience):
-                first = decoded(await anext(messages, None))
+                first = await decoded(await anext(messages, None))
             session = self._open(first, context)
             log.info("session opened", client=session.name, namespace=session.namespace.hex()[:12])
             yield pb.AttachResponse(welcome=self._welcome(session))
             while True:
                 async with asyncio.timeout(patience):
-                    message = decoded(await anext(messages, None))
+                    message = await decoded(await anext(messages, None))
                 if message is None:
                     return
                 if self.principal_of(context) != session.owner:  # as a token that was revoked ends the session
                     raise PermissionDenied("what the caller may do has changed; call Attach again")
-                self.store.report(session, limits.check_beat(message.heartbeat))
+                self.store.report(session, limits.check_beat(message.heartbeat, session.reported))
                 verdict = self.store.verdicts.get(session.namespace)
                 yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
-        except KVSidecarError as error:
-            await abort(context, error, CACHE_DOMAIN)
         except TimeoutError:
             await context.abort(
                 grpc.StatusCode.DEADLINE_EXCEEDED, f"no heartbeat for {patience:.1f} s; attach again and send them"
             )
+        except Exception as error:
+            self.calls.count("Attach", error)
+            await ended("Attach", error, context)
+            raise
         finally:
             if session is not None:
                 held = len(session.leases), len(session.reservations)
@@ -68,13 +70,15 @@ class Attaching(AtDoor):
         hello = message.hello
         if hello.protocol_version != PROTOCOL_VERSION:
             raise InvalidRequest(f"protocol_version is {hello.protocol_version}; this daemon speaks {PROTOCOL_VERSION}")
-        limits.at_most("the length of client_name", len(hello.client_name), limits.MAX_NAME)
+        name = limits.name_of(hello.client_name)
         limits.check_descriptor(hello.descriptor)
-        shares, principal = bool(self.memory_socket), self.principal_of(context)
-        most = limits.MAX_SESSIONS if shares else limits.MAX_FAR_SESSIONS
-        limits.room_for("sessions", len(self.store.sessions), most)
+        principal, open_now = self.principal_of(context), list(self.store.sessions)
+        far = [session.owner for session in open_now if not session.shares_memory]
+        budgets.SESSIONS.check(
+            "sessions", len(open_now), len(far), sum(owner == principal for owner in far), private=self.private
+        )
         return self.store.open_session(
-            hello.client_name, hello.descriptor, hello.namespace, shares_memory=shares, owner=principal
+            name, hello.descriptor, hello.namespace, shares_memory=self.private, owner=principal
         )
 
     def _welcome(self, session: Session) -> pb.Welcome:

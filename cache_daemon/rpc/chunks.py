@@ -60,7 +60,7 @@ class Chunks(AtDoor):
         if result.lease_id:
             result = replace(result, lease_id=named(session.leases, result.lease_id, name))
             cancelled_later(context, lambda: self.store.release(session, [result.lease_id]))
-        answer = await self._matched(result)
+        answer = await self._matched(result, with_offsets=session.shares_memory)
         if brought is not None:
             answer.remote_tokens, answer.remote_ms = min(brought.tokens, answer.matched_tokens), brought.seconds * 1e3
         return answer
@@ -111,7 +111,8 @@ class Chunks(AtDoor):
         session = self.session(context, request.session_id)
         return pb.AbortResponse(aborted=self.store.abort(session, request.reservation_ids))
 
-    async def _matched(self, result: MatchResult) -> pb.MatchResponse:
+    async def _matched(self, result: MatchResult, *, with_offsets: bool) -> pb.MatchResponse:
+        """Callers that share no memory are not told where in it chunks lie: where others' begin and end is theirs."""
         out = pb.MatchResponse(
             matched_tokens=result.passed_tokens + sum(m.tokens for m in result.matches),
             passed_tokens=result.passed_tokens,
@@ -126,10 +127,16 @@ class Chunks(AtDoor):
             if at:
                 await asyncio.sleep(0)
             # A message of Python's for each chunk would take longer than finding it.
-            out.MergeFromString(b"".join([m.chunk.only_match() for m in whole[at : at + _SLICE]]))
+            if with_offsets:
+                out.MergeFromString(b"".join([m.chunk.only_match() for m in whole[at : at + _SLICE]]))
+            else:
+                out.matches.extend(m.chunk.match(m.tokens, 0) for m in whole[at : at + _SLICE])
+        place = _offset if with_offsets else _nowhere
         if last is not None:
-            out.matches.append(_leased(last))
-        out.contents.extend(pb.ContentMatch(start=start, match=_leased(m)) for start, m in result.contents)
+            out.matches.append(last.chunk.match(last.tokens, place(last)))
+        out.contents.extend(
+            pb.ContentMatch(start=start, match=m.chunk.match(m.tokens, place(m))) for start, m in result.contents
+        )
         return out
 
 
@@ -139,10 +146,14 @@ def _patience(context: Context) -> float:
     return _NO_HURRY_SECONDS if left is None else max(0.0, left * _SHARE_OF_PATIENCE)
 
 
-def _leased(match: Found) -> pb.ChunkMatch:
+def _offset(match: Found) -> int:
     slot = match.chunk.slot
     assert slot is not None, "a leased chunk has a slot"
-    return match.chunk.match(match.tokens, slot.offset)
+    return slot.offset
+
+
+def _nowhere(_: Found) -> int:
+    return 0
 
 
 def _reservation(reserved: Reserved) -> pb.Reservation:

@@ -3,35 +3,62 @@ are encoded already."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
+from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import add_CacheServiceServicer_to_server
 from kvsidecar.errors import InvalidRequest
 
+from cache_daemon.rpc.element_limits import PIECE_BYTES, ElementLimits
+
 T = TypeVar("T")
+# A message of this length decodes in a millisecond and into one MiB, whatever it holds.
+_UNCHECKED_BYTES = 8 << 10
+_SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"]
 
 
 @dataclass(frozen=True)
 class Undecodable:
     """Stands in the place of a request."""
 
-    why: str
+    error: InvalidRequest
 
 
-def decoded(request: T | Undecodable) -> T:
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A large request, checked and cut, which is decoded a piece at a time."""
+
+    kind: type[Any]
+    pieces: tuple[bytes, ...]
+    size_bytes: int
+
+    async def decode(self) -> Any:
+        """The request. Others have their turn between the pieces. Raises InvalidRequest."""
+        request = self.kind()
+        for piece in self.pieces:
+            try:
+                request.MergeFromString(piece)
+            except DecodeError as error:
+                raise _undecodable(error) from error
+            await asyncio.sleep(0)
+        return request
+
+
+async def decoded(request: T | Encoded | Undecodable) -> T:
     """The request. Raises InvalidRequest."""
     if isinstance(request, Undecodable):
-        raise InvalidRequest(f"the message cannot be decoded as the method's request: {request.why}")
-    return request
+        raise request.error
+    return await request.decode() if isinstance(request, Encoded) else request
 
 
 def add_to_server(servicer: Any, server: grpc.aio.Server) -> None:
-    """Adds a servicer whose methods are given Undecodable for what is no message, and ask ``decoded``; what they answer
-    may be bytes, which are sent as they are."""
+    """Adds a servicer whose methods are given Undecodable for what is no message or exceeds a limit, Encoded for what
+    is large, and ask ``decoded``; what they answer may be bytes, which are sent as they are."""
     lenient: Any = _Lenient(server)
     add_CacheServiceServicer_to_server(servicer, lenient)
 
@@ -48,7 +75,7 @@ class _Lenient:
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         lenient = {
             name: handler._replace(
-                request_deserializer=_or_undecodable(handler.request_deserializer),
+                request_deserializer=Decoder(_request_of(name)),
                 response_serializer=_unless_encoded(handler.response_serializer),
             )
             for name, handler in handlers.items()
@@ -60,11 +87,31 @@ def _unless_encoded(encode: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
     return lambda answer: answer if isinstance(answer, bytes) else encode(answer)
 
 
-def _or_undecodable(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def attempt(data: bytes) -> Any:
-        try:
-            return decode(data)
-        except DecodeError as error:
-            return Undecodable(str(error))
+def _request_of(method: str) -> type[Message]:
+    found: type[Message] = getattr(pb, _SERVICE.methods_by_name[method].input_type.name)
+    return found
 
-    return attempt
+
+class Decoder:
+    """A method's request deserializer, which checks what is large before it decodes it. Never raises."""
+
+    def __init__(self, kind: type[Message]) -> None:
+        descriptor: Any = kind.DESCRIPTOR
+        self._kind: type[Any] = kind
+        self._limits = ElementLimits(descriptor)
+
+    def __call__(self, data: bytes) -> Any:
+        try:
+            if len(data) > _UNCHECKED_BYTES:
+                pieces = self._limits.pieces(data)
+                if len(data) > PIECE_BYTES:
+                    return Encoded(self._kind, tuple(pieces), len(data))
+            return self._kind.FromString(data)
+        except DecodeError as error:
+            return Undecodable(_undecodable(error))
+        except InvalidRequest as error:
+            return Undecodable(error)
+
+
+def _undecodable(error: DecodeError) -> InvalidRequest:
+    return InvalidRequest(f"the message cannot be decoded as the method's request: {error}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from kvsidecar import keys
@@ -12,6 +11,7 @@ from kvsidecar.errors import Context, PermissionDenied
 
 from cache_daemon.access.principal import Principal
 from cache_daemon.rpc import limits
+from cache_daemon.rpc.budgets import LargeRequests, OpenStreams, Share
 from cache_daemon.rpc.calls import Calls
 from cache_daemon.store.facade import ChunkStore
 from cache_daemon.store.sessions import Session
@@ -26,7 +26,8 @@ class Shared:
     calls: Calls = field(default_factory=Calls)
     stall_ms: Callable[[], float] = lambda: 0.0
     asked: Callable[[bytes, bytes], None] | None = None  # hears the root and ids of every prompt looked up
-    open_streams: Counter[str] = field(default_factory=Counter)
+    open_streams: OpenStreams = field(default_factory=OpenStreams)
+    large_requests: LargeRequests = field(default_factory=LargeRequests)
 
 
 class AtDoor:
@@ -52,12 +53,17 @@ class AtDoor:
             raise PermissionDenied("the session is another caller's; call Attach and use the session_id of its Welcome")
         return session
 
-    @contextmanager
-    def stream(self, kind: str, most: int) -> Iterator[None]:
+    @property
+    def private(self) -> bool:
+        """This is the door of the daemon's own user, whose callers share its memory."""
+        return bool(self.memory_socket)
+
+    def stream(self, context: Context, kind: str, share: Share) -> AbstractContextManager[None]:
         """Counts a long call while it lasts. Raises LimitExceeded."""
-        limits.room_for(f"open {kind} calls", self.shared.open_streams[kind], most)
-        self.shared.open_streams[kind] += 1
-        try:
-            yield
-        finally:
-            self.shared.open_streams[kind] -= 1
+        return self.shared.open_streams.one(kind, share, None if self.private else self.principal_of(context))
+
+    def large(self, context: Context, size_bytes: int) -> AbstractContextManager[None]:
+        """Counts a large request while it is served. Raises LimitExceeded."""
+        if self.private:
+            return nullcontext()
+        return self.shared.large_requests.one(size_bytes, self.principal_of(context))

@@ -13,7 +13,7 @@ from kvsidecar.errors import Context, FailedPrecondition, InvalidRequest
 from kvsidecar.keys import HASH_BYTES
 from kvsidecar.layout import Geometry
 
-from cache_daemon.rpc import limits
+from cache_daemon.rpc import budgets, limits
 from cache_daemon.rpc.calls import streaming, unary
 from cache_daemon.rpc.door import AtDoor
 
@@ -55,7 +55,7 @@ class Keeping(AtDoor):
         root, remote = self.root(context, request.namespace, request.tenant_salt), self.store.remote
         if remote is None:
             raise FailedPrecondition("this daemon has no remote tier; start it with --remote")
-        with self.stream("Carry", limits.MAX_CARRYING):
+        with self.stream(context, "Carry", budgets.CARRIERS):
             if request.direction == pb.CARRY_DIRECTION_TO_REMOTE:
                 steps = remote.carrying.push([chunk async for chunk in self.store.walks.all_of(root)])
             elif request.direction == pb.CARRY_DIRECTION_FROM_REMOTE:

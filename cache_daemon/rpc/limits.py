@@ -21,10 +21,12 @@ MAX_STRING_BYTES = 4096
 # More than a session can have done, and far from where the store's counters end.
 MAX_TOTAL = 1 << 48
 
-# Callers that share no memory leave room for those that do: this host's workers.
-MAX_SESSIONS, MAX_FAR_SESSIONS = 256, 192
+# Callers beyond the private socket leave room for those at it, this host's workers; one caller leaves room for others.
+MAX_SESSIONS, MAX_FAR_SESSIONS, MAX_CALLER_SESSIONS = 256, 192, 64
 MAX_WATCHERS = 64
 MAX_STREAMS = 64
+MAX_FAR_STREAMS, MAX_CALLER_STREAMS = 48, 32  # of each kind of call
+MAX_LARGE_REQUEST_BYTES = 32 << 20  # of one caller, being served
 MAX_CARRYING = 2
 MAX_LEASES = 4096
 NAME_BYTES = 16
@@ -73,12 +75,25 @@ def check_headers(headers: Sequence[ChunkHeader]) -> None:
         at_most("start_position", header.start_position, 1 << 31)
 
 
-def check_beat(beat: pb.Heartbeat) -> tuple[int, ...]:
-    """The totals of a heartbeat in the order of its fields. Raises InvalidRequest for one that cannot be."""
+def check_beat(beat: pb.Heartbeat, before: Sequence[int]) -> tuple[int, ...]:
+    """The totals of a heartbeat in the order of its fields. Raises InvalidRequest for one that cannot be, or that is
+    below the session's heartbeat ``before`` (empty: none)."""
     totals = tuple(getattr(beat, field.name) for field in beat.DESCRIPTOR.fields)
-    for field, value in zip(beat.DESCRIPTOR.fields, totals, strict=True):
+    for field, value, earlier in zip(beat.DESCRIPTOR.fields, totals, before or (0,) * len(totals), strict=True):
         at_most(f"the heartbeat's {field.name}", value, MAX_TOTAL)
+        if value < earlier:
+            raise InvalidRequest(
+                f"the heartbeat's {field.name} fell from {earlier} to {value}; totals never fall within a session"
+            )
     return totals
+
+
+def name_of(text: str) -> str:
+    """A caller's name for itself. Raises InvalidRequest unless a terminal can print it."""
+    at_most("the length of client_name", len(text), MAX_NAME)
+    if not text.isprintable():
+        raise InvalidRequest(f"client_name is {text!a}; only printable characters are allowed")
+    return text
 
 
 def cuts_of(cuts: Sequence[int], prompt_tokens: int) -> list[int]:

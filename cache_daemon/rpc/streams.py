@@ -23,7 +23,7 @@ from kvsidecar.errors import (
 from kvsidecar.pieces import encoded_piece
 
 from cache_daemon.memory.arena import Slot
-from cache_daemon.rpc import limits
+from cache_daemon.rpc import budgets, limits
 from cache_daemon.rpc.calls import streaming, unary
 from cache_daemon.rpc.decoding import decoded
 from cache_daemon.rpc.door import AtDoor
@@ -47,7 +47,7 @@ class Streams(AtDoor):
             return
         root = self.root(context, request.namespace, request.tenant_salt)
         chunk = self.store.find(root, limits.hash_of("prefix_hash", request.prefix_hash))
-        with self.stream("Fetch", limits.MAX_STREAMS):
+        with self.stream(context, "Fetch", budgets.STREAMS):
             async with self.store.reading(chunk) as payload:
                 await _send(context, chunk.whole_header(), payload)
         return
@@ -57,7 +57,7 @@ class Streams(AtDoor):
         session = self.session(context, request.session_id)
         limits.at_most("the number of prefix_hashes", len(request.prefix_hashes), limits.MAX_ITEMS)
         chunks = session.leased(request.lease_id, request.prefix_hashes)
-        with self.stream("Fetch", limits.MAX_STREAMS), Hold(chunks, self.store.tiers.unused):
+        with self.stream(context, "Fetch", budgets.STREAMS), Hold(chunks, self.store.tiers.unused):
             for chunk in chunks:
                 self.session(context, request.session_id)  # one that has ended, or may no longer, is sent no more
                 await _send(context, chunk.header, await self.store.read(chunk))
@@ -70,10 +70,11 @@ class Streams(AtDoor):
         limits.check_descriptor(start.descriptor)
         limits.check_headers([start.header])
         until = self.store.terms.until(limits.ttl_of(start.ttl_seconds))
-        with self.stream("Store", limits.MAX_STREAMS):
+        with self.stream(context, "Store", budgets.STREAMS):
             session = self.store.open_session(
-                "store", start.descriptor, keys.namespace_id(start.descriptor), listed=False
-            )
+                "store", start.descriptor, keys.namespace_id(start.descriptor),
+                shares_memory=False, owner=self.principal_of(context), listed=False,
+            )  # fmt: skip
             try:
                 return await self._store(session, salt, start.header, until, messages)
             finally:
@@ -102,7 +103,7 @@ class Streams(AtDoor):
         messages = aiter(request_iterator)
         session = self.session(context, (await _first(messages, "Fill", "session_id")).session_id)
         filled: list[_Filling] = []
-        with self.stream("Fill", limits.MAX_STREAMS):
+        with self.stream(context, "Fill", budgets.STREAMS):
             while (message := await _next(messages)) is not None:
                 if message.WhichOneof("message") == "reservation_id":
                     if filled:
@@ -123,7 +124,7 @@ class Streams(AtDoor):
             root = self.root(context, request.namespace, request.tenant_salt)
         else:
             self.principal_of(context).require_operator("watch all tenants")
-        with self.stream("Watch", limits.MAX_WATCHERS):
+        with self.stream(context, "Watch", budgets.WATCHERS):
             events = self.store.events
             async for event in events.follow(
                 request.epoch, request.after_sequence, root, with_tokens=request.with_tokens
@@ -156,7 +157,7 @@ async def _first(messages: AsyncIterator[M], call: str, field: str) -> M:
 async def _next(messages: AsyncIterator[T]) -> T | None:
     try:
         async with asyncio.timeout(STALL_SECONDS):
-            return decoded(await anext(messages, None))
+            return await decoded(await anext(messages, None))
     except TimeoutError:
         raise DeadlineExceeded(f"the caller sent nothing for {STALL_SECONDS:g} s; send it again") from None
 
@@ -198,6 +199,8 @@ def _not_reserved(outcome: pb.ReserveOutcome.ValueType) -> KVSidecarError:
             return InvalidRequest("parent_prefix_hash is not stored, or does not end where start_position begins")
         case pb.RESERVE_OUTCOME_IN_PROGRESS:
             return Overloaded("another session is writing this chunk now; try again later")
+        case pb.RESERVE_OUTCOME_STAGING_FULL:
+            return Overloaded("other calls of this caller use up the memory that it may write into; try again later")
         case _:
             return InvalidRequest("the chunk is larger than the staging memory, the arena or the tenant's quota")
 

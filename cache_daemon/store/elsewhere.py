@@ -138,7 +138,7 @@ class Elsewhere:
         async with self._sending.turn:  # what is being written now is known to be there afterwards
             fresh = frozenset(name[: keys.HASH_BYTES] for name in self._marks.news_of(root, gone))
             self._void(root, fresh)
-            for key in fresh:
+            for key in sorted(fresh):
                 chunk = self._walks.find(key)
                 if chunk is not None and chunk.root == root:
                     await self._walks.delete(root, chunk)

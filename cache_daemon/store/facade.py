@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import inf
 from typing import TypeVar
 
@@ -34,6 +35,8 @@ from cache_daemon.memory.arena import Arena, footprint
 from cache_daemon.memory.staging import Staging
 from cache_daemon.store import pins, verdicts
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.counters import Counters
+from cache_daemon.store.ending import Ending
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import Found, PrefixIndex
 from cache_daemon.store.insertion import Inserter
@@ -53,10 +56,9 @@ from cache_daemon.store.walks import Walks
 from cache_daemon.store.writing import Writing
 
 _TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
-# Of the larger tier, so much may be pinned.
+# Of the durable tier, without one of the arena, so much may be pinned.
 _PINNED_SHARE = 0.5
 _COPY_THREADS, _READ_THREADS = 2, 4
-_STOP_SECONDS = 20.0  # for what is queued, at the end
 
 T = TypeVar("T")
 log = structlog.get_logger("cache_daemon")
@@ -82,7 +84,7 @@ class ChunkStore:
         """``around`` surrounds work on the store's threads, which it is told the name of."""
         self.epoch = secrets.randbits(63) + 1
         self.arena, self.summary, self.accounts = arena, summary, accounts if accounts is not None else Accounts()
-        self.events, self.sessions, self.counts = EventLog(self.epoch), Sessions(), StatsResponse()
+        self.events, self.sessions, self.counts = EventLog(self.epoch), Sessions(), Counters()
         self._durable, self._staging_bytes, self._around = durable, staging_bytes, around
         self._started = time.monotonic()
         self._copying = ThreadPoolExecutor(_COPY_THREADS, "copy")
@@ -100,7 +102,8 @@ class ChunkStore:
             self._persistence = Persistence(self.tiers, cold, self._writer, durable_budget_bytes)
         self.terms = Terms(self.tiers, self._note)
         self._lookup = Lookup(self.tiers, self.terms, durable, self._on(self._reading, "durable read"), self._progress)
-        self._pins = Pins(self.tiers, int(max(arena.size_bytes, durable_budget_bytes) * _PINNED_SHARE), self._note)
+        most = int(((durable and durable_budget_bytes) or arena.size_bytes) * _PINNED_SHARE)
+        self._pins = Pins(self.tiers, most, self._note)
         self._inserter = Inserter(self.tiers, self._persistence, self._pins, self.terms)
         self._writing = Writing(self.tiers, self._inserter, self.epoch, self._on(self._copying, "copy"))
         self.reserve, self.commit = self._writing.reserve, self._writing.commit
@@ -134,8 +137,9 @@ class ChunkStore:
         elif self.remote is not None:
             self.remote.restore(name, value)
 
-    async def close(self) -> None:
-        """Writes what is queued and closes the tiers."""
+    async def close(self) -> bool:
+        """Writes what is queued and closes the tiers, in 20 s. False when threads are left that wait for a disk."""
+        ending = Ending()
         if self._upkeep is not None:
             self._upkeep.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -144,22 +148,22 @@ class ChunkStore:
             self.close_session(session)
         if self.remote is not None:
             await self.remote.close()
-        in_thread = asyncio.get_running_loop().run_in_executor
         if self._persistence is not None and self._writer is not None:
             self._persistence.retry_all()
             with contextlib.suppress(TimeoutError):  # what is written meanwhile has a time of last use, too
-                async with asyncio.timeout(_STOP_SECONDS):
-                    await self.settle()
+                await asyncio.wait_for(self.settle(), 0 if self._writer.hung else ending.to_settle)
             self._lookup.touch_all()
             self._persistence.write_recency()
             self.terms.write_down()
-            if not await in_thread(None, self._writer.stop, _STOP_SECONDS):
+            if not await ending.run(partial(self._writer.stop, ending.to_write)):
                 log.error("the durable tier did not take all that was queued in time", failing=self._writer.failing)
-        await in_thread(None, self._copying.shutdown)
-        await in_thread(None, self._reading.shutdown)
+        await ending.run(self._copying.shutdown)
+        await ending.run(self._reading.shutdown)
         if self._durable is not None:
-            await in_thread(None, self._durable.close)
-        self.arena.close()
+            await ending.run(self._durable.close)
+        if not ending.late:
+            self.arena.close()
+        return not ending.late
 
     # ---- sessions -------------------------------------------------------------------------------------------
 
@@ -203,13 +207,10 @@ class ChunkStore:
         session.close_staging()
 
     def report(self, session: Session, totals: tuple[int, ...]) -> None:
-        """Takes in a heartbeat's totals since the session began, in the order of the message's fields."""
-        before, session.reported = session.reported or (0,) * len(totals), totals
-        matches, tokens, *served = (max(0, now - then) for now, then in zip(totals, before, strict=True))
-        self.counts.matches += matches
-        self.counts.requested_tokens += tokens
-        for name, value in zip(("prompts", "prompt_tokens", "cached_tokens", "pool_tokens"), served, strict=True):
-            setattr(self.counts, name, getattr(self.counts, name) + value)
+        """Takes in a heartbeat's totals, which never fall; those of sessions that share no memory are not believed."""
+        if session.shares_memory:
+            self.counts.add_served(session.reported, totals)
+        session.reported = totals
 
     # ---- chunks ---------------------------------------------------------------------------------------------
 
@@ -357,7 +358,7 @@ class ChunkStore:
     def stats(self) -> StatsResponse:
         """Of the whole store."""
         out = StatsResponse()
-        out.CopyFrom(self.counts)
+        self.counts.fill(out)
         tiers, writer = self.tiers, self._writer
         out.epoch, out.uptime_seconds = self.epoch, time.monotonic() - self._started
         out.sessions = len(self.sessions)
@@ -386,10 +387,9 @@ class ChunkStore:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every slot and byte is accounted for exactly once, and every lease is kept."""
         tiers = self.tiers
-        tiers.check_integrity()
-        self.terms.check_integrity()
-        if self._persistence is not None:
-            self._persistence.check_integrity()
+        for part in (tiers, self.terms, self._persistence):
+            if part is not None:
+                part.check_integrity()
         chunks = [*tiers.index, *tiers.detached]
         slots = [*(c.slot for c in chunks if c.slot is not None), *tiers.promised]
         pages = sum(footprint(slot.size_bytes) for slot in slots)

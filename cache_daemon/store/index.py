@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from kvsidecar.keys import TOKEN_BYTES
@@ -18,6 +19,8 @@ from cache_daemon.store.summary import SummaryWriter
 _MOST_COPIES = 16
 # Enough for 2^20 tokens in chunks of 128.
 MOST_MATCHED = 8192
+# Ways to cut one prompt that a look-up follows; and lengths of siblings that it tries.
+_MOST_WAYS, _MOST_LENGTHS = 256, 64
 
 
 class Found(NamedTuple):
@@ -168,7 +171,8 @@ class PrefixIndex:
         if isinstance(siblings, Chunk):
             return []
         tokens = chunk.ids
-        found = (siblings.by_tokens.get(tokens[:length]) for length in siblings.lengths if length < len(tokens))
+        lengths = islice(siblings.lengths, _MOST_LENGTHS)
+        found = (siblings.by_tokens.get(tokens[:length]) for length in lengths if length < len(tokens))
         return [s for s in found if s is not None and not self.has_children(s)]
 
     def match(self, root: bytes, tokens: bytes) -> list[Found]:
@@ -176,23 +180,27 @@ class PrefixIndex:
 
         All but the last chunk match wholly; the last may match only at its start, which is as good, because
         attention is causal. Token ids are compared, never only hashes. Time is linear in what matches; a prefix of
-        more than ``MOST_MATCHED`` chunks is found up to there.
+        more than ``MOST_MATCHED`` chunks is found up to there. Where a prompt is stored in many ways, only some of them
+        are followed, so that it takes no longer.
         """
         best, last, shared_last = 0, None, 0
-        open_ends = [(root, 0, 0)]
-        while open_ends:
+        open_ends, ways, steps = [(root, 0, 0)], 0, 0
+        while open_ends and ways < _MOST_WAYS and steps < 2 * MOST_MATCHED:
             parent, at, depth = open_ends.pop()
+            ways, steps = ways + 1, steps - depth
             siblings = self._children.get(parent)
             # Most of a path has one child at each step: this loop is what a long prompt's time goes into.
             only: Chunk | None = None
             while isinstance(siblings, Chunk) and depth < MOST_MATCHED and tokens.startswith(siblings.ids, at):
                 only, at, depth = siblings, at + len(siblings.ids), depth + 1
                 siblings = self._children.get(only.key)
+            steps += depth
             if only is not None and at > best:
                 best, last, shared_last = at, only, len(only.ids)
             if siblings is None or at == len(tokens) or depth == MOST_MATCHED:
                 continue
-            for chunk, shared in self._continuations(siblings, tokens, at):
+            # The one that shares most comes first: it is followed first, as the last one in.
+            for chunk, shared in reversed(list(self._continuations(siblings, tokens, at))):
                 if at + shared > best:
                     best, last, shared_last = at + shared, chunk, shared
                 if shared == len(chunk.ids):
@@ -216,7 +224,7 @@ class PrefixIndex:
         chunk, shared = siblings.nearest(rest)
         if shared:
             yield chunk, shared
-        for length in siblings.lengths:
+        for length in islice(siblings.lengths, _MOST_LENGTHS):
             whole = siblings.by_tokens.get(rest[:length]) if length <= len(rest) else None
             if whole is not None and whole is not chunk:
                 yield whole, length

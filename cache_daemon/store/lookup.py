@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 
+import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED
 from kvsidecar.errors import UnknownSession
+from kvsidecar.layout import Geometry
 
 from cache_daemon.durable.tier import DurableTier, ReadJob, ReadResult
 from cache_daemon.memory.arena import Slot
@@ -29,6 +31,8 @@ _PATIENCE_SECONDS = 0.25
 _SLICE = 128
 # Uses are counted when the answer is on its way, so few at a time that the next request hardly waits.
 _TOUCH_AFTER_SECONDS, _TOUCHES = 0.002, 32
+
+log = structlog.get_logger("cache_daemon")
 
 # Windows that are looked for in one prompt.
 _WINDOWS = 4
@@ -108,14 +112,14 @@ class Lookup:
         """The same of a prefix of at most ``limit`` tokens, and where it ends; None when that is earlier than the
         window was taken for."""
         known = ids if limit is None else ids[: limit * keys.TOKEN_BYTES]
-        found = self._fresh(self._tiers.index.match(root, known))
+        found = self._of_layout(session, self._fresh(self._tiers.index.match(root, known)))
         covered, passed = sum(n for _, n in found), _passed(found, window)
         prefix, behind = found[passed:], sum(n for _, n in found[:passed])
         hold = Hold([c for c, _ in prefix], self._tiers.unused)
         try:
             if len(prefix) > _SLICE:
                 await asyncio.sleep(0)
-            elsewhere = await self._by_content(root, ids, contents, covered)
+            elsewhere = await self._by_content(session, root, ids, contents, covered)
             hold.add([c for _, c, _ in elsewhere])
             wanted = dict.fromkeys(hold.chunks)
             missing = [c for c in wanted if c.in_arena is not Residency.PRESENT]
@@ -127,20 +131,20 @@ class Lookup:
             promote_ms = (time.perf_counter() - began) * 1e3 if missing else 0.0
             if session.closed:
                 raise UnknownSession("the session ended while its request was served; call Attach again")
-        except BaseException:  # the caller went away: nobody will ever release these
+            matches = self._usable(prefix)
+            end = behind + sum(m.tokens for m in matches)
+            if passed and len(matches) < len(prefix):
+                hold.give_back()
+                return None, end
+            placed = tuple((start, Found(c, n)) for start, c, n in elsewhere if _readable(c))
+            hold.keep([*(m.chunk for m in matches), *(m.chunk for _, m in placed)])
+            fresh = set(map(id, missing))
+            promoted = sum(m.tokens for m in matches if id(m.chunk) in fresh) if fresh else 0
+            self._count(ids, behind, matches, placed, promoted)
+        except BaseException:  # the caller went away, or hears of an error: nobody will ever release these
             hold.give_back()
             raise
-        matches = self._usable(prefix)
-        end = behind + sum(m.tokens for m in matches)
-        if passed and len(matches) < len(prefix):
-            hold.give_back()
-            return None, end
-        placed = tuple((start, Found(c, n)) for start, c, n in elsewhere if _readable(c))
-        hold.keep([*(m.chunk for m in matches), *(m.chunk for _, m in placed)])
         lease_id = session.lease(hold) if hold.chunks else b""
-        fresh = set(map(id, missing))
-        promoted = sum(m.tokens for m in matches if id(m.chunk) in fresh) if fresh else 0
-        self._count(ids, behind, matches, placed, promoted)
         used = [*(c for c, _ in found[:passed] if c.listed), *(m.chunk for m in matches)]
         self._touch_later(used, [m.chunk for _, m in placed])
         for chunk in (*used[-1:], *(m.chunk for _, m in placed)):
@@ -175,8 +179,18 @@ class Lookup:
                 return found[:i]
         return found
 
+    def _of_layout(self, session: Session, found: list[Found]) -> list[Found]:
+        """What is found, unless its layout is not the session's: an archive may have said so, whose root nobody can
+        undo. All chunks of a root have one layout, and those are dropped."""
+        if not found or Geometry.of(found[0].chunk.header) == session.geometry:
+            return found
+        dropped = self._tiers.drop(found[0].chunk, EVENT_TYPE_DELETED)
+        self._tiers.counts.corrupt_chunks += dropped
+        log.error("chunks of another layout than their namespace's were dropped", chunks=dropped, client=session.name)
+        return []
+
     async def _by_content(
-        self, root: bytes, ids: bytes, contents: Stretches, covered: int
+        self, session: Session, root: bytes, ids: bytes, contents: Stretches, covered: int
     ) -> list[tuple[int, Chunk, int]]:
         turns = Turns()
         found = []
@@ -185,7 +199,7 @@ class Lookup:
             if start + count > covered:
                 stretch = ids[start * keys.TOKEN_BYTES : (start + count) * keys.TOKEN_BYTES]
                 chunk = self._tiers.index.find_content(keys.content_hash(root, stretch), stretch)
-                if chunk is not None and self._fresh([Found(chunk, count)]):
+                if chunk is not None and self._of_layout(session, self._fresh([Found(chunk, count)])):
                     found.append((start, chunk, count))
         return [(start, c, n) for start, c, n in found if c.listed]
 

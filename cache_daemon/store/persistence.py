@@ -22,12 +22,15 @@ from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.shelf import Shelf
 from cache_daemon.store.tiers import Tiers
+from cache_daemon.store.turns import Turns
 
 # Evicting goes on to this share of the budget, so that it does not happen at every write; when the tier says that it is
 # full although the books say otherwise, a little more goes.
 _LOW_WATER, _FULL_WATER = 0.95, 0.9
 _FULL, _FULL_SECONDS = "the disk is full", 5.0
 _RETRIED_AT_ONCE = 256
+# Evictions beyond those that make room now, at once on the event loop: about 4 ms.
+_EVICTED_AT_ONCE = 64
 # What was brought from elsewhere becomes durable so much later: until then who asked for it has the cores.
 _LATER_SECONDS = 1.0
 # Of a stored header and its index entries, beside up to five bytes for each token.
@@ -50,7 +53,7 @@ class Persistence:
         self._timer: asyncio.TimerHandle | None = None
         self._progressed = asyncio.Event()
         # What the tier was seen to hold when it had no more room, although the budget says otherwise: the disk is full.
-        self._ceiling = float(budget_bytes)
+        self._ceiling = self._shrink_to = float(budget_bytes)
         self._full_since, self._full_at = 0.0, float("-inf")
         tiers.on_unlisted.append(self._unlisted)
 
@@ -60,10 +63,13 @@ class Persistence:
         """Removes a chunk from the tier that cannot be listed."""
         self._writer.remove([key])
 
-    def restored(self) -> None:
+    async def restored(self) -> None:
         """Evicts what is beyond the budget once all that the tier had is listed: the budget may have been larger."""
         if self._cold.used_bytes > self.budget_bytes:
-            self._shrink(self.budget_bytes * _LOW_WATER)
+            self._shrink_to = self.budget_bytes * _LOW_WATER
+            turns = Turns()
+            while self._shrink_once(_EVICTED_AT_ONCE):
+                await turns.give_way()
 
     # ---- writing --------------------------------------------------------------------------------------------
 
@@ -74,6 +80,9 @@ class Persistence:
         self._failed.pop(chunk, None)
         self._refused.pop(chunk, None)
         parent = self._tiers.parent_of(chunk)
+        if self._writer.hung:
+            self._failed[chunk] = None
+            return
         if parent is not None and parent.on_disk is Residency.ABSENT:
             (self._failed if parent in self._failed else self._refused)[chunk] = None
             return
@@ -128,7 +137,11 @@ class Persistence:
 
     def retry(self) -> None:
         """Tries again what could not be written, parents before children, beside what is written now; and what the
-        budget had no place for, where there is one now. Call it once a second."""
+        budget had no place for, where there is one now. Call it once a second.
+
+        While the disk hangs, nothing waits for it but what is being written: the arena needs the room."""
+        if self._writer.hung and (given_up := self._writer.give_up_queued()):
+            log.error("the disk hangs; chunks that waited for it are in memory alone", chunks=given_up)
         # While nothing can be written, one is enough to see whether it can again.
         most = (1 if self.failing else _RETRIED_AT_ONCE) - self._arriving
         if most > 0 and self._failed:
@@ -184,8 +197,8 @@ class Persistence:
 
     @property
     def postponed(self) -> int:
-        """Chunks that are queued in a moment, or again. Those that a full disk has no room for do not wait: they stay in
-        the arena."""
+        """Chunks that are queued in a moment, or again. Those that a full disk has no room for stay in
+        the arena and do not count."""
         return len(self._later) + (0 if self._is_full else len(self._failed))
 
     async def progress(self, seconds: float) -> bool:
@@ -241,9 +254,10 @@ class Persistence:
         if outcome is PutOutcome.NO_ROOM:
             if not self._is_full:
                 self._full_since = time.monotonic()
-                self._shrink(self._cold.used_bytes * _FULL_WATER)
+                self._shrink_to = self._cold.used_bytes * _FULL_WATER
+                self._shrink_some()
             self._full_at = time.monotonic()
-            self._ceiling = float(self._cold.used_bytes)
+            self._ceiling = min(float(self._cold.used_bytes), self._shrink_to)
         self._failed[chunk] = None
 
     def _unlisted(self, chunk: Chunk) -> None:
@@ -277,9 +291,11 @@ class Persistence:
         if self._cold.used_bytes + size > most:
             if not self._cold.admits(chunk, parent):
                 return False
-            target = most * _LOW_WATER - size
-            while self._cold.used_bytes > target and self._evict(chunk, own=False):
+            while self._cold.used_bytes + size > most and self._evict(chunk, own=False):
                 pass
+            target, more = most * _LOW_WATER - size, _EVICTED_AT_ONCE
+            while self._cold.used_bytes > target and more > 0 and self._evict(chunk, own=False):
+                more -= 1
         return self._cold.used_bytes + size <= most
 
     def _evict(self, newcomer: Chunk, own: bool) -> bool:
@@ -291,14 +307,23 @@ class Persistence:
         self._tiers.evict_from_disk(victim)
         return True
 
-    def _shrink(self, target: float) -> None:
-        """Gives up what is worth least, whosever it is, until the tier uses no more than ``target`` bytes."""
-        while self._cold.used_bytes > target:
+    def _shrink_some(self) -> None:
+        """Shrinks the tier in pieces, between which others have their turn."""
+        if self._shrink_once(_EVICTED_AT_ONCE):
+            asyncio.get_running_loop().call_soon(self._shrink_some)
+
+    def _shrink_once(self, most: int) -> bool:
+        """Gives up what is worth least, whosever it is, until the tier uses no more than it shall. Returns whether more
+        has to go."""
+        for _ in range(most):
+            if self._cold.used_bytes <= self._shrink_to:
+                return False
             victim = next((c for c in self._cold.all_victims() if not c.in_use), None)
             if victim is None:
                 log.warning("the durable tier cannot shrink: all that it has is pinned or in use")
-                return
+                return False
             self._tiers.evict_from_disk(victim)
+        return self._cold.used_bytes > self._shrink_to
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless what is being written is what the books say."""

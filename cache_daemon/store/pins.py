@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvsidecar.errors import ChunkNotFound, QuotaExceeded
 from kvsidecar.keys import HASH_BYTES
 from kvsidecar.sizes import format_size
 
-from cache_daemon.store.chunk import Chunk
+from cache_daemon.memory.arena import footprint
+from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.tiers import Tiers
 
 NOTE_PREFIX = b"pin:"
 _COUNT = struct.Struct("<I")
 _MOST_PINS = 10_000
+_ARENA_SHARE = 0.5
 
 
 @dataclass(eq=False, slots=True)
@@ -29,6 +31,7 @@ class Pins:
     """``note`` keeps a small value for the next start; None deletes it."""
 
     def __init__(self, tiers: Tiers, budget_bytes: int, note: Callable[[bytes, bytes | None], None]) -> None:
+        """``budget_bytes`` bounds all that is pinned; half of the arena bounds what no disk has."""
         self._tiers, self._budget, self._note = tiers, budget_bytes, note
         self._pins: dict[tuple[bytes, bytes], _Pin] = {}
         self._on: dict[Chunk, list[_Pin]] = {}
@@ -40,6 +43,7 @@ class Pins:
         path = self._tiers.index.path(chunk)
         fresh = sum(c.size_bytes for c in path if not c.pins)
         self._check_budget(chunk, fresh)
+        self._check_arena([c for c in path if not c.pins and c.on_disk is not Residency.PRESENT])
         pin = self._pins.get((chunk.root, chunk.key))
         if pin is None:
             pin = self._put(chunk.key, chunk, 0)
@@ -98,6 +102,16 @@ class Pins:
                 )
         if len(self._pins) >= _MOST_PINS:
             raise QuotaExceeded(f"there are {_MOST_PINS} pins already: unpin something first")
+
+    def _check_arena(self, fresh: Sequence[Chunk]) -> None:
+        """Pinned chunks that are not durable cannot leave the arena: others need room there, too."""
+        size, most = sum(footprint(c.size_bytes) for c in fresh), int(self._tiers.arena.size_bytes * _ARENA_SHARE)
+        used = sum(footprint(c.size_bytes) for c in self._tiers.pinned_here)
+        if size and used + size > most:
+            raise QuotaExceeded(
+                f"{format_size(size)} of the prefix are not durable; {format_size(used)} of {format_size(most)} are "
+                "pinned in the arena already: try again when it is durable, or unpin something first"
+            )
 
     def _put(self, asked: bytes, chunk: Chunk, count: int) -> _Pin:
         pin = self._pins[chunk.root, asked] = _Pin(asked, chunk, count)

@@ -44,7 +44,7 @@ class Restoring:
                 await asyncio.sleep(0)
         if unfit:
             log.warning("dropping stored chunks that do not continue their parents", chunks=unfit)
-        self.persistence.restored()
+        await self.persistence.restored()
         tiers.counts.corrupt_chunks += durable.load_report.corrupt + unfit
         for name, value in notes.items():
             self.note(name, value)

@@ -17,12 +17,12 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_PROMOTED,
     EVENT_TYPE_UNPERSISTED,
     EventType,
-    StatsResponse,
 )
 
 from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.memory.arena import Arena, Slot, footprint
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.counters import Counters
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import PrefixIndex
 from cache_daemon.store.shelf import Shelf
@@ -44,13 +44,14 @@ class Tiers:
     writer: DurableWriter | None
     events: EventLog
     accounts: Accounts
-    counts: StatsResponse
+    counts: Counters
     clock: Callable[[], float]
     detached: set[Chunk] = field(default_factory=set)  # not listed, but in use
     on_listed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_unlisted: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_committed: list[Callable[[Chunk], None]] = field(default_factory=list)
     promised: dict[Slot, Tenant] = field(default_factory=dict)  # slots that no chunk has yet
+    pinned_here: dict[Chunk, None] = field(default_factory=dict)  # pinned ones that only the arena has
     used: dict[bytes, float] = field(default_factory=dict)  # durable chunks used since that was last written down
 
     # ---- arrivals -------------------------------------------------------------------------------------------
@@ -123,13 +124,17 @@ class Tiers:
 
     def reconsider(self, chunk: Chunk) -> None:
         """Says to both tiers whether a chunk must stay: pinned ones do, those that an insertion continues, and parents,
-        without which what continues them could not be found; but one tier may give up what the other has."""
-        parent = self.index.has_children(chunk)
-        here = chunk.pins > 0 or ((parent or chunk.anchors > 0) and chunk.on_disk is not Residency.PRESENT)
+        without which what continues them could not be found; but one tier may give up what the other has. Only the
+        disk keeps a pinned chunk that both have: the arena is for what is used."""
+        needed = chunk.anchors > 0 or self.index.has_children(chunk)
+        here = (needed or chunk.pins > 0) and chunk.on_disk is not Residency.PRESENT
         self.hot.keep(chunk, here)
         if self.cold is not None:
-            there = chunk.pins > 0 or ((parent or chunk.anchors > 0) and chunk.in_arena is not Residency.PRESENT)
-            self.cold.keep(chunk, there)
+            self.cold.keep(chunk, chunk.pins > 0 or (needed and chunk.in_arena is not Residency.PRESENT))
+        if chunk.pins > 0 and here:
+            self.pinned_here[chunk] = None
+        else:
+            self.pinned_here.pop(chunk, None)
 
     # ---- room in the arena ----------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class Engine:
         proposers: dict[Speculation, Proposer] = {Speculation.NGRAM: Lookup()}
         if draft is not None:
             proposers[Speculation.DRAFT] = draft
-        self._draft, self._speculates = draft, speculates
+        self._cache, self._draft, self._speculates = cache, draft, speculates
         limits = self._limits
         self.speculator = Speculator(proposers, Costs(self._recorded), limits.draft_tokens, limits.draft_branches)
         self._mail = Mailbox()
@@ -315,7 +315,7 @@ class Engine:
             loop.fail(sequence, error)
         for sequence in [s for s in (*loop.loading, *loop.leaving.sequences) if s.adapter is adapter]:
             sequence.refused = error
-            loop.forget(sequence)
+            self._cache.forget(sequence)
 
     def _warm_up(self) -> None:
         """Runs every kernel once, so that none is compiled while a request waits."""

@@ -143,14 +143,9 @@ class Loop:
                 if self._take_out(sequence):
                     self._endings.cancel(sequence)
                 else:
-                    self.forget(sequence)
+                    self._cache.forget(sequence)
             case Task(work):
                 work()
-
-    def forget(self, sequence: Sequence) -> None:
-        """Has a sequence that is to end not be loaded."""
-        if sequence in self.loading:
-            self._cache.forget(sequence)
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """Ends a sequence by an error. Raises EngineLost."""
@@ -184,7 +179,7 @@ class Loop:
             self._repair_piece(repair)
         # Pages that were given back let somebody else go on.
         given_back = self._stats.preemptions > preemptions
-        idle = not spans and not self._repairs and not given_back
+        idle = not spans and repair is None and not self._repairs and not given_back
         gated = min((s for s in self.running if s.gated), key=lambda s: s.arrived, default=None)
         if idle and gated is not None and gated.gate is not None:
             gated.gate.wait_done()  # of which there is no letter
@@ -390,7 +385,9 @@ class Loop:
         self._preempt(sequence)
 
     def _take_out(self, sequence: Sequence) -> bool:
-        """Takes a sequence off the queue or out of the batch; False when it is in neither."""
+        """Takes a sequence off the queue or out of the batch; False when it is in neither. Raises EngineLost before."""
+        if sequence.gate is not None:
+            sequence.gate.wait_done()
         self._repairs.drop(sequence)
         self._speculator.forget(sequence)
         for place in (self.waiting, self.running):

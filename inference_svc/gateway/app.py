@@ -48,11 +48,11 @@ from inference_svc.gateway.scored import ask_once, handed_on
 from inference_svc.gateway.standing import WarmBody, busy, held, serving, warm
 from inference_svc.gateway.tokens import detokenize, to_detokenize, to_tokenize, tokenize
 from inference_svc.gateway.tracing import FIRST_TOKEN, GENERATE_STREAM, current
+from inference_svc.gateway.worker_wait import WorkerWait, preferred_wait_seconds
 from inference_svc.gateway.writing import Writer
 
 log = structlog.get_logger("gateway")
 
-_MOST_WAITING, _LOOK_SECONDS = 1024, 0.05
 Salted = TypeVar("Salted", bound=Common | ResponsesRequest | WarmBody)
 
 
@@ -72,11 +72,11 @@ class Gateway:
         self._config = config
         self.keys = Keys(config)
         self.router = Router(config.targets)
-        self.metrics = Metrics(self.router)
+        self.metrics = Metrics(self.router, config.supervisor_dir)
         self.bodies = BodyReader(config, self.keys)
         self.adapters = Adapters(self.router, self.keys, self.bodies)
         self._memory = Memory()
-        self._waiting = 0  # requests for which no worker is up
+        self._wait = WorkerWait(self.router, config)
         self.node = NodeView(self.router, config.cache_socket)
 
     # ---- endpoints ------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Gateway:
         parsed, writer, asked = await self.bodies.read(request, asked_of, apart)
         # Not the response's own id: whoever has that may go on from it.
         line().note(id=asked.request_id, model=asked.model)
-        pieces = about("text.format", self._merge([asked], not parsed.stream))
+        pieces = about("text.format", self._merge(request, [asked], not parsed.stream))
         if parsed.stream:
             return _events(writer.stream(await while_there(request, first_of(pieces)), pieces))
         return Response(await while_there(request, writer.whole(pieces)), media_type="application/json")
@@ -244,7 +244,7 @@ class Gateway:
         line().note(id=asked.answer_id, model=model)
         writer = Writer(asked.answer_id, model, isinstance(parsed, ChatRequest), parsed)
         shared = ask_once(requests, parsed.choices)
-        pieces = about(parsed.grammar[0], self._merge(requests, not parsed.stream))
+        pieces = about(parsed.grammar[0], self._merge(request, requests, not parsed.stream))
         if shared:
             pieces = handed_on(pieces, parsed.choices)
         if parsed.stream:
@@ -284,20 +284,21 @@ class Gateway:
         if name and served and name not in served:
             raise UnknownModel.among(name, sorted(served))
 
-    async def _merge(self, requests: list[pb.GenerateRequest], whole: bool) -> AsyncIterator[Piece]:
+    async def _merge(self, asked: Request, requests: list[pb.GenerateRequest], whole: bool) -> AsyncIterator[Piece]:
         """The pieces of all choices as they come, or of each choice when it is whole. Ending early cancels all of
         them."""
         span = current()
         span.phase("prepare", span.began, time.perf_counter())
+        wait_seconds = preferred_wait_seconds(asked.headers)
         if len(requests) == 1:
-            async for part in self._run(requests[0], whole):
+            async for part in self._run(requests[0], whole, wait_seconds):
                 yield Piece(0, part)
             return
         queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 
         async def pump(choice: int, request: pb.GenerateRequest) -> None:
             try:
-                async for part in self._run(request, whole):
+                async for part in self._run(request, whole, wait_seconds):
                     queue.put_nowait(Piece(choice, part))
                 queue.put_nowait(None)
             except Exception as error:  # whatever it is, the others' answers do not wait for this one
@@ -318,13 +319,16 @@ class Gateway:
             for task in tasks:
                 task.cancel()
 
-    async def _run(self, request: pb.GenerateRequest, whole: bool) -> AsyncIterator[pb.GenerateStreamResponse]:
+    async def _run(
+        self, request: pb.GenerateRequest, whole: bool, wait_seconds: float | None
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """One choice, as it comes or at once. While nothing of it was handed on, a worker that goes away is replaced by
         another, or by its successor; a request that ends workers ends as many as there are, or two."""
         tried: list[str] = []
         answer, most = self.metrics.answer(), max(2, len(self.router.workers))
         while True:
-            worker = await self._pick(request, set(tried) if len(tried) < len(self.router.workers) else set())
+            excluded = set(tried) if len(tried) < len(self.router.workers) else set()
+            worker = await self._wait.pick(request, excluded, wait_seconds)
             tried.append(worker.target)
             held: list[pb.GenerateStreamResponse] = []
             try:
@@ -348,28 +352,6 @@ class Gateway:
                 if len(tried) == most:
                     raise Unavailable(f"{most} workers went away while they had this request; try again") from error
                 self.metrics.retries.inc()
-
-    async def _pick(self, request: pb.GenerateRequest, excluded: set[str]) -> Worker:
-        """The router's choice. Where no worker is up that was before, waits a moment: whoever runs them starts them
-        again, and one that failed and is up now has come back. Raises Unavailable."""
-        try:
-            return self.router.pick(request, excluded)
-        except Unavailable:
-            if not self.router.may_return or self._waiting >= _MOST_WAITING:
-                raise
-        began, until = time.perf_counter(), time.monotonic() + self._config.worker_wait_seconds
-        self._waiting += 1
-        try:
-            while True:
-                await asyncio.sleep(_LOOK_SECONDS)
-                try:
-                    return self.router.pick(request, set())
-                except Unavailable:
-                    if time.monotonic() >= until:
-                        raise
-        finally:
-            self._waiting -= 1
-            current().phase("wait for a worker", began, time.perf_counter())
 
     async def _call(self, worker: Worker, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateStreamResponse]:
         worker.in_flight += 1

@@ -83,6 +83,10 @@ class GatewayConfig(BaseSettings):
     worker_wait_seconds: float = Field(default=15.0, ge=0)
     """A request waits so long for a worker to come back, when none is up; one that is loaded for the first time is not
     waited for."""
+    worker_start_seconds: float = Field(default=600.0, ge=0)
+    """A request waits so long while the supervisor of kvsidecar serve says that it is starting a worker again."""
+    supervisor_dir: Path | None = None
+    """Runtime folder of the kvsidecar serve that runs this gateway, which sets it."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector (OTLP over gRPC) that gets spans, such as http://localhost:4317. When empty, the standard
     variables OTEL_EXPORTER_OTLP_... decide; off without those. Needs kvsidecar[otel]."""

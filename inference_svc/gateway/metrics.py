@@ -8,11 +8,14 @@ https://docs.vllm.ai/en/latest/usage/metrics/
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.supervised import read_reports
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -70,7 +73,7 @@ _LABELS = ("model_name", "engine")
 class Metrics(Counted):
     """All that ``/metrics`` shows."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, supervisor_dir: Path | None = None) -> None:
         super().__init__()
         registry = self.registry
 
@@ -92,6 +95,8 @@ class Metrics(Counted):
         self.asked = histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
         self.answered = histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
         registry.register(_Workers(router))
+        if supervisor_dir is not None:
+            registry.register(_Restarts(supervisor_dir))
 
     def answer(self) -> Answer:
         """An answer begins."""
@@ -151,3 +156,21 @@ class _Workers:
                 for stats, labels in known:
                     metric.add_metric(labels, read(stats))
                 yield metric
+
+
+class _Restarts:
+    """How often the supervisor, this process's parent, had to start processes of the node again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def collect(self) -> Iterable[Metric]:
+        metric = CounterMetricFamily(
+            "kvsidecar_process_restarts",
+            "Times that a process of the node was started again because it died or was silent",
+            labels=("process", "reason"),
+        )
+        for name, report in read_reports(self._folder, os.getppid()).items():
+            metric.add_metric((name, "died"), report.deaths)
+            metric.add_metric((name, "silent"), report.kills)
+        yield metric

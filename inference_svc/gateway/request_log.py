@@ -99,12 +99,12 @@ def _write(scope: Scope, known: Line, status: int, whole: bool) -> None:
     if path.startswith(_RESPONSE):  # whoever has the id of a response may go on from it
         sent = f"{_RESPONSE}ID"
     told = {"method": scope["method"], "path": sent, "status": status, "ms": _since(known.began)}
-    if status == _NOT_NOW:  # a node that starts or drains, which its probes and waiting clients ask again and again
+    if (status < _FAILED or status == _NOT_NOW) and (path in _QUIET or path.startswith(_QUIET_BELOW)):
+        say = log.debug  # also while a node starts or drains, when its probes ask again and again
+    elif status == _NOT_NOW:
         say = log.warning
     elif status >= _FAILED or "aborted" in known.told:
         say = log.error
-    elif path in _QUIET or path.startswith(_QUIET_BELOW):
-        say = log.debug
     else:
         say = log.info
     say("request", **told, **known.told)

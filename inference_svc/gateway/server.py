@@ -10,6 +10,7 @@ import ssl
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import structlog
 import uvicorn
@@ -17,6 +18,7 @@ from fastapi import FastAPI
 from kvsidecar.addresses import TcpAddress
 from kvsidecar.descriptors import raise_descriptor_limit
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.runtime import default_runtime_dir, own_runtime_dir
 from kvsidecar.telemetry import sending
 from kvsidecar.tracing import NO_TRACER
 
@@ -44,6 +46,8 @@ async def serve(config: GatewayConfig) -> None:
         ) from error
     if not (config.for_this_machine or config.api_key.get_secret_value() or config.tenants):
         log.warning("listening beyond this machine without an API key", host=config.host)
+    if not config.nodes:
+        _refuse_foreign(config)
     raise_descriptor_limit()
     sys.setswitchinterval(_SWITCH_SECONDS)
     _tell_of_uvicorn()
@@ -61,6 +65,13 @@ async def serve(config: GatewayConfig) -> None:
         else:
             log.info("listening; it answers as soon as a worker is ready", url=url, workers=config.targets)
         await server.serve(sockets=[listener])
+
+
+def _refuse_foreign(config: GatewayConfig) -> None:
+    """Whoever could put a socket into the runtime folder would be sent all prompts. Raises ConfigurationError."""
+    sockets = {Path(target).parent for target in config.targets} | {(config.cache_socket or Path("-")).parent}
+    if default_runtime_dir() in sockets:
+        own_runtime_dir()
 
 
 def _fleet(config: GatewayConfig) -> FastAPI:

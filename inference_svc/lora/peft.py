@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any, Literal
 
+import regex
 from kvsidecar.errors import ConfigurationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 CONFIG = "adapter_config.json"
 _ALL_LINEAR = "all-linear"
 _MOST_RANK, _MOST_BYTES = 1024, 1 << 20
+# Patterns may backtrack for ever: so long may all of an adapter's take, which otherwise take milliseconds.
+_MATCH_SECONDS, _MOST_PATTERNS, _LONGEST_PATTERN = 5.0, 1024, 1024
 # The first number in a module's path is its layer's.
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 # What these set is more than pairs of matrices beside linear layers.
@@ -45,8 +49,16 @@ _WITHOUT_EFFECT = {
 _BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
+class PatternRefused(Exception):
+    """A pattern of an adapter takes too long to match, or is none where it stands."""
+
+
 class Settings(BaseModel):
-    """The fields that decide what an adapter computes. Paths are those of the model: ``model.layers.0.mlp.up_proj``."""
+    """The fields that decide what an adapter computes. Paths are those of the model: ``model.layers.0.mlp.up_proj``.
+
+    Patterns are matched without the GIL, and within ``_MATCH_SECONDS`` in all; methods raise PatternRefused when that
+    is not enough.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
 
@@ -64,6 +76,7 @@ class Settings(BaseModel):
     layers_pattern: list[str] | str | None = None
     rank_pattern: dict[str, int] = Field(default_factory=dict)
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
+    _left_seconds: float = PrivateAttr(default_factory=lambda: _MATCH_SECONDS)
 
     @field_validator("rank_pattern", "alpha_pattern", mode="before")
     @classmethod
@@ -72,18 +85,18 @@ class Settings(BaseModel):
 
     def targets(self, path: str) -> bool:
         """Whether a linear layer of the model's is changed."""
-        if self.exclude_modules and _matches(self.exclude_modules, path):
+        if self.exclude_modules and self._matches(self.exclude_modules, path):
             return False
         if isinstance(self.target_modules, str):
-            return self.target_modules.lower() == _ALL_LINEAR or _matches(self.target_modules, path)
-        return _matches(self.target_modules, path) and self._in_layers(path)
+            return self.target_modules.lower() == _ALL_LINEAR or self._matches(self.target_modules, path)
+        return self._matches(self.target_modules, path) and self._in_layers(path)
 
     def rank(self, path: str) -> int:
-        return self.rank_pattern.get(_key(self.rank_pattern, path), self.r)
+        return self.rank_pattern.get(self._key(self.rank_pattern, path), self.r)
 
     def scale(self, path: str) -> float:
         """What the product of a layer's two matrices is multiplied by."""
-        alpha, rank = self.alpha_pattern.get(_key(self.alpha_pattern, path), self.lora_alpha), self.rank(path)
+        alpha, rank = self.alpha_pattern.get(self._key(self.alpha_pattern, path), self.lora_alpha), self.rank(path)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def _in_layers(self, path: str) -> bool:
@@ -91,9 +104,34 @@ class Settings(BaseModel):
         if wanted is None or wanted == []:
             return True
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern or []
-        found = [re.match(rf"(?:^|.*?\.){p}\.(\d+)\.", path) for p in patterns if p] or [_LAYER.match(path)]
+        found = [self._match(rf"(?:^|.*?\.){p}\.(\d+)\..*", path) for p in patterns if p] or [_LAYER.match(path)]
         number = next((int(match[1]) for match in found if match), None)
         return number == wanted if isinstance(wanted, int) else number in wanted
+
+    def _matches(self, wanted: list[str] | str, path: str) -> bool:
+        """A regular expression matches a whole path, a name one that it is or that ends with it."""
+        if isinstance(wanted, str):
+            return self._match(wanted, path) is not None
+        return any(path == name or path.endswith(f".{name}") for name in wanted)
+
+    def _key(self, patterns: dict[str, Any], path: str) -> str:
+        """The first pattern that a path ends with."""
+        return next((pattern for pattern in patterns if self._match(rf"(.*\.)?({pattern})", path)), "")
+
+    def _match(self, expression: str, path: str) -> Any:
+        """The match of a whole path, or None."""
+        began = time.monotonic()
+        try:
+            return regex.fullmatch(expression, path, timeout=max(self._left_seconds, 1e-3), concurrent=True)
+        except TimeoutError as error:
+            raise PatternRefused(
+                f"has the pattern {expression!r}, and matching its patterns takes more than {_MATCH_SECONDS:g} s; name "
+                "the layers in a list, or write a pattern without a repetition inside of a repetition"
+            ) from error
+        except regex.error as error:
+            raise PatternRefused(f"has {expression!r}, which is no regular expression: {error}") from error
+        finally:
+            self._left_seconds -= time.monotonic() - began
 
 
 def read_settings(file: Path) -> Settings:
@@ -141,20 +179,14 @@ def _check(file: Path, settings: Settings) -> None:
     expressions += [*settings.rank_pattern, *settings.alpha_pattern]
     patterns = settings.layers_pattern
     expressions += [patterns] if isinstance(patterns, str) else patterns or []
+    if len(expressions) > _MOST_PATTERNS:
+        raise ConfigurationError(f"{file} has {len(expressions)} patterns; at most {_MOST_PATTERNS} are allowed")
     for expression in expressions:
+        if len(expression) > _LONGEST_PATTERN:
+            raise ConfigurationError(
+                f"{file} has a pattern of {len(expression)} characters; at most {_LONGEST_PATTERN} are allowed"
+            )
         try:
-            re.compile(expression)
-        except re.error as error:
+            regex.compile(expression)
+        except regex.error as error:
             raise ConfigurationError(f"{file} has {expression!r}, which is no regular expression: {error}") from error
-
-
-def _matches(wanted: list[str] | str, path: str) -> bool:
-    """A regular expression matches a whole path, a name one that it is or that ends with it."""
-    if isinstance(wanted, str):
-        return re.fullmatch(wanted, path) is not None
-    return any(path == name or path.endswith(f".{name}") for name in wanted)
-
-
-def _key(patterns: dict[str, Any], path: str) -> str:
-    """The first pattern that a path ends with."""
-    return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), "")

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from kvsidecar.errors import ConfigurationError
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
 from inference_svc.lora.folder import MOST_HEADER, WEIGHTS, Folder
+from inference_svc.lora.peft import CONFIG, PatternRefused
 from inference_svc.model.skeleton import skeleton
 
 # Raise it when what is added to a row gets other bits: chunks of before are not mixed with those of after.
@@ -62,6 +64,13 @@ def linears_of(config: Any, dtype: torch.dtype, attention: str) -> Linears:
 def read_weights(folder: Folder, linears: Linears, model: str) -> AdapterWeights:
     """Reads an adapter of the model of this name. Raises ConfigurationError for one of another model, and for a file
     that is damaged or not what its settings say."""
+    try:
+        return _read(folder, linears, model)
+    except PatternRefused as error:
+        raise ConfigurationError(f"LoRA adapter {folder.name}: {folder.path / CONFIG} {error}") from error
+
+
+def _read(folder: Folder, linears: Linears, model: str) -> AdapterWeights:
     settings, pairs = folder.settings, folder.pairs()
     meant = f"; it was made for {settings.base_model_name_or_path}" if settings.base_model_name_or_path else ""
     for path in pairs:

@@ -77,7 +77,7 @@ def test_a_killed_daemon_leaves_no_memory_behind_even_if_a_hung_worker_maps_it(s
 
 
 def test_kill_at_random_points_never_corrupts(start: Callable[..., Node]) -> None:
-    node = start(store_bytes="400KB")
+    node = start(store_bytes="1MiB")
     rng = random.Random(1)
     for round_ in range(4):
         peer = Peer(node)
@@ -187,14 +187,14 @@ def test_a_second_daemon_on_the_store_or_the_socket_is_refused(start: Callable[.
 
 
 def test_the_durable_budget_is_kept_children_before_parents(start: Callable[..., Node]) -> None:
-    node = start(store_bytes="100KB")
+    node = start(store_bytes="1MiB")
     peer = Peer(node)
-    for i in range(60):
+    for i in range(100):
         parent = peer.put([i, 1, 2, 3] * 8)
         peer.put([i] * 32, start=32, parent=parent)
     node.settle()
     stats = peer.stats()
-    assert stats.durable_bytes <= 100_000
+    assert stats.durable_bytes <= 1 << 20
     assert stats.durable_evictions > 0
     peer.close()
     node.kill("daemon")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,3 +78,61 @@ def test_what_dies_again_and_again_before_it_serves_is_given_up(daemon: Node) ->
     assert process.wait(5) == 128 + signal.SIGKILL
     assert "giving up" in daemon.read_log()
     del daemon._processes["a-daemon"]
+
+
+_HANDLES_LATE = """
+import signal, sys, threading, time
+from cache_daemon.guardian import hear_reloads, kept_running
+def run():
+    print("begun", flush=True)
+    sys.stdin.readline()
+    heard = threading.Event()
+    signal.signal(signal.SIGHUP, lambda *_: heard.set())
+    hear_reloads()
+    return 0 if heard.wait(10) else 3
+raise SystemExit(kept_running(run))
+"""
+
+
+def test_a_reload_while_it_starts_is_heard_once_it_can_be_and_ends_nothing() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _HANDLES_LATE], stdin=pipe, stdout=pipe, text=True) as guardian:
+        assert guardian.stdout is not None
+        assert guardian.stdout.readline() == "begun\n"
+        guardian.send_signal(signal.SIGHUP)
+        (child,) = psutil.Process(guardian.pid).children()
+        deadline = time.monotonic() + 10
+        while not int(re.search(r"ShdPnd:\t(\w+)", Path(f"/proc/{child.pid}/status").read_text())[1], 16) & 1:  # type: ignore[index]
+            assert time.monotonic() < deadline, "it was not passed on"
+            time.sleep(0.01)
+        assert guardian.stdin is not None
+        guardian.stdin.write("go on\n")
+        guardian.stdin.close()
+        assert guardian.wait(20) == 0
+        assert guardian.stdout.read() == "", "it was not started again"
+
+
+_DIES = """
+import os, signal
+from kvsidecar.cli.settings import configure_logging
+from cache_daemon.guardian import kept_running, note_serving
+configure_logging("info")
+def run():
+    note_serving()
+    os.kill(os.getpid(), signal.SIGKILL)
+raise SystemExit(kept_running(run))
+"""
+
+
+def test_what_dies_again_and_again_is_started_with_growing_pauses_which_a_signal_ends() -> None:
+    with subprocess.Popen([sys.executable, "-c", _DIES], stderr=subprocess.PIPE, text=True) as guardian:
+        assert guardian.stderr is not None
+        pauses: list[float] = []
+        for line in guardian.stderr:
+            if found := re.search(r"pause_seconds\W+([\d.]+)", line):
+                pauses.append(float(found[1]))
+            if len(pauses) == 5:
+                break
+        guardian.send_signal(signal.SIGTERM)
+        assert guardian.wait(20) == 0
+    assert pauses == [0.0, 0.05, 0.1, 0.2, 0.4]

@@ -91,3 +91,14 @@ def test_a_large_fan_out_is_searched_by_bisection() -> None:
 @pytest.mark.parametrize("query", [[], [9]])
 def test_nothing_stored_matches_nothing(query: list[int]) -> None:
     assert PrefixIndex().match(ROOT, keys.token_bytes(query)) == []
+
+
+def test_a_content_hash_alone_is_not_trusted() -> None:
+    """Two texts with one hash, which SHA-256 will not give us: the index is told so."""
+    index = PrefixIndex()
+    key = put(index, ROOT, [1, 2])
+    shared = b""  # as all headers of this file have it
+    found = index.find_content(shared, keys.token_bytes([1, 2]))
+    assert found is not None
+    assert found.key == key
+    assert index.find_content(shared, keys.token_bytes([2, 1])) is None

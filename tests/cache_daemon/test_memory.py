@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import resource
@@ -16,13 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.memory import ARENA, STAGING, receive_descriptor
 
 from benchmarks.node import Node
-from cache_daemon.memory.handing_out import _PATIENCE_SECONDS
-from cache_daemon.memory.staging import Staging
+from cache_daemon.memory.handing_out import _PATIENCE_SECONDS, handing_out
+from cache_daemon.memory.staging import Allowance, Staging
 from tests.cache_daemon.conftest import Peer, payload_of
 from tests.cache_daemon.test_durability import run_daemon
 from tests.cache_daemon.test_service import until
@@ -219,3 +221,42 @@ def test_idle_staging_gives_its_memory_back_and_never_what_is_reserved() -> None
     again = staging.allocate(60 << 20)
     assert again is not None
     staging.close()
+
+
+async def test_an_answer_that_fails_leaves_the_memory_socket_serving(tmp_path: Path) -> None:
+    class Shares:
+        failing = True
+
+        def arena(self, session_id: bytes, peer: socket.socket) -> None:
+            if self.failing:
+                raise RuntimeError("the driver is gone")
+            peer.send(b"1")
+
+        staging = summary = arena
+
+    def asked() -> bytes:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.settimeout(10)
+            peer.connect(str(tmp_path / "memory"))
+            peer.sendall(bytes(16) + ARENA)
+            return peer.recv(1)
+
+    shares = Shares()
+    async with handing_out(tmp_path / "memory", shares, 0o600, lambda _: True):
+        with structlog.testing.capture_logs() as lines:
+            assert await asyncio.to_thread(asked) == b""
+        assert [line["event"] for line in lines] == ["memory could not be given to a session"]
+        shares.failing = False
+        assert await asyncio.to_thread(asked) == b"1"
+
+
+def test_staging_that_shares_an_allowance_keeps_no_idle_memory() -> None:
+    size = 1 << 20
+    kept, shared = Staging(size), Staging(size, Allowance(size))
+    for staging, idle in ((kept, size), (shared, 0)):
+        slot = staging.allocate(size)
+        assert slot is not None
+        staging.view(slot)[:] = b"x" * size
+        staging.free(slot)
+        assert os.fstat(staging.descriptor).st_blocks * 512 == idle
+        staging.close()

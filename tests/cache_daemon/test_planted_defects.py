@@ -9,7 +9,6 @@ import textwrap
 import pytest
 
 from cache_daemon.store.lookup import Lookup
-from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.tiers import Tiers
 from cache_daemon.store.writing import Writing
 from tests.cache_daemon.simulation.search import failure_of
@@ -21,16 +20,13 @@ PLANTED = {
         Lookup, "_match", "if session.closed:", "if False:", "has ended was answered", 8,
     ),
     "a pin does not keep a chunk in the durable tier": (
-        Tiers, "reconsider", "there = chunk.pins > 0 or ", "there = ", "is pinned, and", 12,
+        Tiers, "reconsider", "self.cold.keep(chunk, chunk.pins > 0 or ", "self.cold.keep(chunk, ", "is pinned, and", 12,
     ),
     "a Commit checks what the worker wrote, not its own copy": (
         Writing, "_copied", "keys.checksum(arena.read(copy.slot))", "keys.checksum(view)", "shows other bytes", 6,
     ),
     "a Match that is cancelled keeps its chunks": (
         Lookup, "_match", "            hold.give_back()\n            raise\n", "            raise\n", "", 12,
-    ),
-    "a chunk is written before its parent": (
-        Persistence, "persist", "parent is not None and parent.on_disk is Residency.ABSENT", "False", "", 12,
     ),
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ from kvsidecar.errors import from_rpc
 from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.durable.writer import DurableWriter
 from cache_daemon.limits import TenantLimits
+from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Residency
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.remote.nodes import until
@@ -136,3 +137,21 @@ async def test_what_was_written_last_has_its_time_of_use(monkeypatch: pytest.Mon
     bench.clock.now += 60
     async with opened(tier=inner, clock=bench.clock) as again:
         assert [round(again.clock.now - c.used_at) for c in again.store.tiers.index] == [60]
+
+
+async def test_what_counts_at_commit_is_the_daemons_own_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker writes rubbish while the daemon copies, and what it had promised right afterwards."""
+    async with opened() as bench:
+        write = bench.store.arena.write
+
+        def racing(slot: Slot, staged: memoryview) -> None:
+            right = bytes(staged)
+            staged[:] = bytes(len(staged))
+            write(slot, staged)
+            staged[:] = right
+
+        monkeypatch.setattr(bench.store.arena, "write", racing)
+        assert (await bench.put([1, 2, 3]))[1] == pb.COMMIT_OUTCOME_CHECKSUM_MISMATCH
+        assert await bench.found([1, 2, 3]) == 0
+        monkeypatch.undo()
+        assert (await bench.put([1, 2, 3]))[1] == pb.COMMIT_OUTCOME_COMMITTED

@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 from kvsidecar import keys
+from kvsidecar.cache.v1.cache_pb2 import COMMIT_OUTCOME_COMMITTED
 
-from cache_daemon.durable.tier import ReadResult
+from cache_daemon.durable.memory import MemoryTier
+from cache_daemon.durable.tier import Put, ReadResult, WriteGroup
 from cache_daemon.store.chunk import Residency
 from tests.cache_daemon.stores import Bench, opened
 
@@ -103,3 +105,43 @@ async def test_a_window_before_what_is_damaged_is_read_instead() -> None:
         assert (found.passed_tokens, [m.tokens for m in found.matches]) == (2, [2, 2])
         assert bench.store.stats().arena_used_bytes == 2 * SLOT
         bench.store.check_integrity()
+
+
+async def test_a_match_that_fails_at_the_end_leaves_no_lease() -> None:
+    async with opened() as bench:
+        await bench.put(list(range(16)))
+        bench.store.counts.matches = None  # type: ignore[assignment] # what cannot be counted
+        with pytest.raises(TypeError):
+            await bench.found(list(range(16)))
+        bench.store.counts.matches = 0
+        assert not bench.session.leases
+        assert [chunk.leases for chunk in bench.store.tiers.index] == [0]
+
+
+async def test_counters_beyond_64_bits_go_on() -> None:
+    async with opened() as bench:
+        bench.store.counts.requested_tokens = (1 << 64) - 3
+        assert await bench.found(list(range(16))) == 0
+        assert bench.store.stats().requested_tokens == 13
+
+
+async def test_chunks_of_another_layout_than_their_namespace_are_dropped() -> None:
+    """As an archive may have brought them into an empty store: nothing there says what their root stands for."""
+    tier = MemoryTier()
+    async with opened(tier=tier) as bench:
+        _, outcome = await bench.put(list(range(16)))
+        assert outcome == COMMIT_OUTCOME_COMMITTED
+        await bench.store.settle()
+    stored = next(iter(tier.load())).header
+    stored.layers, stored.payload_bytes = 1, stored.payload_bytes // 2
+    payload = bytes(stored.payload_bytes)
+    stored.checksum = keys.checksum(payload)
+    stored.token_ids[:] = range(16)
+    tier.apply(WriteGroup(put=(Put(stored, memoryview(payload)),)))
+    async with opened(tier=tier) as bench:
+        assert len(bench.store.tiers.index) == 1
+        assert await bench.found(list(range(16))) == 0
+        assert (len(bench.store.tiers.index), bench.store.counts.corrupt_chunks) == (0, 1)
+        _, outcome = await bench.put(list(range(16)))
+        assert outcome == COMMIT_OUTCOME_COMMITTED
+        assert await bench.found(list(range(16))) == 16

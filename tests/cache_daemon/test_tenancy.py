@@ -188,7 +188,8 @@ def deviations(peer: Peer, planted_seconds: float = 0.0) -> float:
         request = pb.MatchRequest(session_id=peer.session, token_ids=ids, tenant_salt=b"bob")
         began = time.perf_counter()
         assert peer.stub.Match(request).matches == []
-        while ids is THEIRS and time.perf_counter() - began < planted_seconds:
+        ended = time.perf_counter()
+        while ids is THEIRS and time.perf_counter() - ended < planted_seconds:
             pass
         return time.perf_counter() - began
 

@@ -32,8 +32,13 @@ def settled(engine: Engine) -> None:
 
 
 @pytest.fixture(params=[0, 8], ids=["without residents", "with residents"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    settings: dict[str, Any] = {"threads": 1, "pool_bytes": 64 << 20, "resident_sequences": request.param}
+def residents(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def engine(residents: int) -> Iterator[Engine]:
+    settings: dict[str, Any] = {"threads": 1, "pool_bytes": 64 << 20, "resident_sequences": residents}
     with Engine.from_pretrained("demo", arena_bytes="64MiB", **settings) as found:
         yield found
 
@@ -75,13 +80,12 @@ def test_a_corrupt_chunk_costs_one_prefill_and_is_deleted(
     assert inner.stats.corrupt_hits == 1
 
 
+@pytest.mark.parametrize("residents", [8])
 def test_corrupt_residents_are_dropped_with_all_that_begin_so(engine: Engine) -> None:
     inner, ids = engine._runtime.engine, prompt(2, 200)
-    if not inner._limits.residents:
-        pytest.skip("there are none")
     one, other = ids + prompt(3, 60), ids + prompt(4, 60)
     for tokens in (one, other, prompt(5, 100)):
-        engine.generate(tokens, skip_write=False, **OPTIONS)
+        engine.generate(tokens, **OPTIONS)
         settled(engine)
     assert inner.resident_sequences == 3
     cache = engine._runtime.cache

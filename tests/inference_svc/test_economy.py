@@ -63,3 +63,11 @@ def test_another_daemon_is_tried_at_once() -> None:
     assert not economy.pays(1000)
     economy.forget_loads()
     assert economy.pays(1000)
+
+
+def test_a_load_is_waited_for_as_long_as_computing_takes_some_times_over() -> None:
+    economy = Economy()
+    assert economy.patience(1000) == float("inf"), "nothing is known"
+    economy.prefilled(1000, 10.0)
+    assert 10.0 <= economy.patience(1000) < 100.0
+    assert economy.patience(2000) == pytest.approx(2 * economy.patience(1000))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.connecting import Address
 from kvsidecar.paged.link import DaemonLink
 
 from benchmarks.node import Node
+from inference_svc.cache.loading import Loading
+from inference_svc.engine.sequence import StoredPrefix
 from tests.cache_daemon.conftest import descriptor
 from tests.inference_svc import windowed
 from tests.inference_svc.test_exactness import prompt
@@ -91,3 +95,11 @@ def test_prompts_are_kept_from_slow_loads_and_counted_until_there_is_another_dae
     assert cache.stats.bypassed == 1
     for one in (writer, reader):
         one.close()
+
+
+def test_an_answer_with_a_gap_is_refused() -> None:
+    """What does not continue the prefix is another text's."""
+    matches = [pb.ChunkMatch(start_position=0, matched_tokens=4), pb.ChunkMatch(start_position=5, matched_tokens=4)]
+    sequence: Any = None  # is not looked at before
+    with pytest.raises(ValueError, match="does not continue 4 tokens"):
+        Loading._needed(sequence, sequence, pb.MatchResponse(matches=matches), StoredPrefix())

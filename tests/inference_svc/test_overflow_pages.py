@@ -20,7 +20,9 @@ from inference_svc.config import WorkerConfig
 from inference_svc.engine import overflow
 from inference_svc.engine.admission import Admission
 from inference_svc.engine.block_table import PAGE_TOKENS
+from inference_svc.engine.cache_port import NoCache
 from inference_svc.engine.overflow import Overflow
+from inference_svc.engine.pace import Pace
 from inference_svc.engine.pool import KVPool
 from inference_svc.engine.residents import Residents
 from inference_svc.engine.scheduler import Work, plan
@@ -127,7 +129,7 @@ def test_a_folder_that_cannot_have_it_is_refused_by_name(tmp_path: Path) -> None
 def test_who_waits_for_the_overflow_is_overtaken_by_those_who_do_not_need_it_only(tmp_path: Path) -> None:
     pool = KVPool(1, 1, 64, POOL, torch.bfloat16, torch.device("cpu"), (), Overflow(tmp_path, 1, 1, 64, POOL, BEYOND,
                   torch.bfloat16))  # fmt: skip
-    admission = Admission(pool, Residents(pool, 4), 128, BEYOND)
+    admission = Admission(pool, Residents(pool, 4), 128, BEYOND, Pace(0.0), NoCache())
     taken = pool.allocate_apart(BEYOND // 2)
     large, less, little = (Request(LONG[:tokens], 20).sequence for tokens in (1500, 700, 100))
     assert admission.next(deque([large, less]), []) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -177,17 +178,21 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def parsed(kind: type[Any], body: dict[str, Any]) -> Any:
+    return parse(kind, json.dumps(body).encode(), body)
+
+
 @pytest.mark.parametrize(("given", "named"), COMPLETION)
 def test_what_no_message_holds_is_refused_by_its_field(given: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named) as caught:
-        parse(CompletionRequest, {"prompt": "x", **given})
+        parsed(CompletionRequest, {"prompt": "x", **given})
     str(caught.value).encode()
 
 
 def test_a_lone_surrogate_in_a_message_is_named() -> None:
     for content in ("\ud800", [{"type": "text", "text": "\ud800"}]):
         with pytest.raises(InvalidRequest, match=r"messages\.0\.content.*lone surrogate"):
-            parse(ChatRequest, {"messages": [{"role": "user", "content": content}]})
+            parsed(ChatRequest, {"messages": [{"role": "user", "content": content}]})
 
 
 @pytest.mark.parametrize(

@@ -296,17 +296,18 @@ def test_nobody_waits_for_the_daemon_to_begin_his_own_start(tmp_path: Path) -> N
 _LOADING = """
 import asyncio, os, sys
 from pathlib import Path
-from kvsidecar.supervised import Supervised, tell
+from kvsidecar.supervised import Supervised
 from inference_svc.config import WorkerConfig
-from inference_svc.supervisor import ServeConfig, Supervisor, _alone, _reached
+from inference_svc.node_lock import NodeLock
+from inference_svc.supervisor import ServeConfig, Supervisor, reached
 
 config = ServeConfig(
     model="demo", workers=2, runtime_dir=Path(sys.argv[1]), store="none", arena_bytes="1MiB", port=int(sys.argv[2])
 )
 node = Supervisor(config, WorkerConfig(model="demo"))
 node._worker_command = lambda i, _: [sys.executable, "-c", "import time; time.sleep(600)", f"--name=worker-{i}"]
-with _alone(config) as lock:
-    tell(lock, Supervised(os.getpid(), _reached(config), config.workers, cache=True))
+with NodeLock(config.runtime_dir) as lock:
+    lock.describe(Supervised(os.getpid(), reached(config), config.workers, cache=True))
     sys.stdin.readline()
     asyncio.run(node.run())
 """

@@ -12,6 +12,8 @@ from benchmarks.node import Node
 from inference_svc.engine import passing
 from inference_svc.engine.admission import Admission, Source
 from inference_svc.engine.block_table import PAGE_TOKENS
+from inference_svc.engine.cache_port import NoCache
+from inference_svc.engine.pace import Pace
 from inference_svc.engine.pool import WINDOW_STEP, KVPool
 from inference_svc.engine.residents import Resident, Residents
 from inference_svc.engine.sequence import CacheUse, Realm, StoredPrefix
@@ -128,7 +130,8 @@ def test_a_source_that_goes_to_make_room_is_not_gone_on_from() -> None:
     request = Request(ids[:begun] + prompt(20, 40), 1)
     request.sequence.cache = CacheUse(write=False)
     source = Source(begun, resident=residents.held[0])
-    if Admission(pool, residents, WINDOW_STEP, 640).allocate(request.sequence, source, pool.pages, 0):
+    admission = Admission(pool, residents, WINDOW_STEP, 640, Pace(0.0), NoCache())
+    if admission.allocate(request.sequence, source, pool.pages, 0):
         assert request.sequence.table is not None
         assert pool.reaches(request.sequence.table, request.sequence.computed)
     assert others is not None

@@ -57,6 +57,7 @@ def test_a_daemon_alone_is_seen_and_stopped(folder: Path) -> None:
     reaped.join(10)
     assert done.stdout == f"stopped kvsidecar daemon (process {daemon.pid})\n"
     assert (done.returncode, daemon.returncode) == (0, 0)
+    daemon.stdout.close()
 
 
 def test_what_a_node_that_was_killed_said_of_itself_counts_no_more(folder: Path) -> None:

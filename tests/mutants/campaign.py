@@ -91,8 +91,12 @@ class Campaign:
                     self._tell(f"{done} {result.verdict:>9} {result.seconds:5.0f} s  {result.name}  {result.by}")
 
             with ThreadPoolExecutor(self._processes) as pool:
-                for future in [pool.submit(work, mutation) for mutation in mutations]:
-                    future.result()
+                try:
+                    for future in [pool.submit(work, mutation) for mutation in mutations]:
+                        future.result()
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)  # those that run now come to their end
+                    raise
         return [self._results[mutation.name] for mutation in mutations]
 
     def _save(self, about: dict[str, object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import tomllib
 from collections.abc import Iterable
@@ -47,7 +48,13 @@ class Mutation:
         for test in self.tests:
             if not (root / test.split("::")[0]).exists():
                 raise StaleMutation(f"{self.name}: there is no test {test}")
-        return text.replace(self.old, self.new)
+        mutated = text.replace(self.old, self.new)
+        if path.suffix == ".py":
+            try:
+                ast.parse(mutated)
+            except SyntaxError as error:  # every test would notice it
+                raise StaleMutation(f"{self.name}: {self.file} is no Python with its new text: {error}") from None
+        return mutated
 
     def digest(self, root: Path) -> str:
         """Changes with the mutation, with its file and with its tests: an earlier outcome counts while it is equal."""

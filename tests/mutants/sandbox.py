@@ -39,6 +39,7 @@ class Sandbox:
         self._root = root
         # Short, for sockets have paths of at most 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="kvm"))
+        self._folder.chmod(0o755)  # tests become other users, who read it
         self.tree = self._folder / "t"
 
     def __enter__(self) -> Sandbox:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections import Counter
 from pathlib import Path
@@ -20,12 +19,9 @@ def test_every_mutation_fits_its_file_once() -> None:
     stale = []
     for mutation in declared():
         try:
-            text = mutation.mutated(ROOT)
+            mutation.mutated(ROOT)
         except StaleMutation as error:
             stale.append(str(error))
-            continue
-        if mutation.file.endswith(".py"):
-            ast.parse(text)
     assert stale == []
 
 
@@ -43,7 +39,14 @@ def mutation(**more: str) -> Mutation:
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("b = 2\n", "0 times"), ("a = 1 + 1\n", "2 times"), (None, "no file"), ("a = 1\n", "no test")]
+    ("text", "problem"),
+    [
+        ("b = 2\n", "0 times"),
+        ("a = 1 + 1\n", "2 times"),
+        ("a = (1\n", "no Python"),
+        (None, "no file"),
+        ("a = 1\n", "no test"),
+    ],
 )
 def test_what_does_not_fit_is_stale(tmp_path: Path, text: str | None, problem: str) -> None:
     if text is not None:

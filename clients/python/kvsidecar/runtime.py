@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import socket
 import stat
+import struct
 from pathlib import Path
 
 from kvsidecar.errors import ConfigurationError
 
 _PR_SET_PDEATHSIG = 1
+_CREDENTIALS = struct.Struct("3i")
 _LONGEST_SOCKET_PATH = 107  # sun_path, without its terminating zero
 
 
@@ -35,12 +38,53 @@ def ensure_private_dir(path: Path) -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"cannot create the folder {path}: {error.strerror}") from error
-    found = path.stat()
-    if found.st_uid != os.getuid():
-        raise ConfigurationError(f"the folder {path} belongs to user {found.st_uid}; choose one of your own")
+    require_private_dir(path)
+    return path
+
+
+def require_private_dir(path: Path) -> None:
+    """Checks that a folder is this user's alone, and no link of another user leads to it. One that is not there is
+    fine. Raises ConfigurationError."""
+    try:
+        link, found = path.lstat(), path.stat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigurationError(f"cannot use the folder {path}: {error.strerror}") from error
+    for owner in (link.st_uid, found.st_uid):
+        if owner != os.getuid():
+            raise ConfigurationError(f"the folder {path} belongs to user {owner}; choose one of your own")
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigurationError(f"the folder {path} is open to other users; run: chmod 700 {path}")
-    return path
+
+
+def own_runtime_dir() -> Path:
+    """``default_runtime_dir`` for whoever trusts what listens there. Raises ConfigurationError where another user could
+    have put it there: below ``/tmp`` anybody can make the folder first."""
+    found = default_runtime_dir()
+    require_private_dir(found)
+    return found
+
+
+def listener_of(path: Path, timeout_seconds: float) -> int | None:
+    """The id of the process that listens at a Unix socket, 0 for one in another container; None when there is none.
+
+    Raises ConfigurationError where that is a link, or the process another user's, who is not root (SO_PEERCRED).
+    """
+    if path.is_symlink():
+        raise ConfigurationError(f"{path} is a link and no socket; remove it")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(timeout_seconds)
+        try:
+            probe.connect(str(path))
+        except PermissionError:
+            raise ConfigurationError(f"{path} is another user's; ask as that one, or as root") from None
+        except OSError:
+            return None
+        pid, user, _ = _CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user not in (os.getuid(), 0):
+        raise ConfigurationError(f"user {user} listens on {path}, who is neither you nor root; nothing was sent")
+    return int(pid)
 
 
 def socket_target(path: Path) -> str:

@@ -13,7 +13,7 @@ import socket
 import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -31,6 +31,9 @@ Register = Callable[[grpc.aio.Server], None]
 # A peer that vanished without a word (power, cable, a firewall that forgot the connection) is noticed within these.
 # A client's pings must not come faster than the server permits, or it is told to go away.
 _SERVER_KEEPALIVE_MS, _CLIENT_KEEPALIVE_MS, _KEEPALIVE_PATIENCE_MS, _FASTEST_PING_MS = 60_000, 30_000, 10_000, 10_000
+
+# Of a door that answers health alone: a question is a service's name.
+_HEALTH_MESSAGE_BYTES, _HEALTH_STREAMS = 4 << 10, 16
 
 CLIENT_KEEPALIVE: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", _CLIENT_KEEPALIVE_MS),
@@ -73,6 +76,10 @@ class Door:
     """A Unix socket's group, which may connect (mode 0660; "" is the process's own). None: the owner alone (0600)."""
     service: str = ""
     """Full name of what answers here, for health and reflection; empty where that is the process's own service."""
+    message_bytes: int | None = None
+    """Longest message that is received here, where that is another limit than the process's."""
+    streams: int | None = None
+    """Most calls at once on one connection, where that is another limit than the process's."""
 
     @property
     def private(self) -> bool:
@@ -152,7 +159,19 @@ async def listening_at(
             await asyncio.gather(*(server.stop(grace) for server in servers))
 
 
+def _limits_at(door: Door, limits: Limits) -> Limits:
+    """The door's own limits; of one that answers health alone, which asks for no name, the least that it needs."""
+    if door.add is None:
+        return replace(limits, message_bytes=_HEALTH_MESSAGE_BYTES, streams=_HEALTH_STREAMS)
+    return replace(
+        limits,
+        message_bytes=limits.message_bytes if door.message_bytes is None else door.message_bytes,
+        streams=limits.streams if door.streams is None else door.streams,
+    )
+
+
 def _server(service: str, door: Door, health: health_aio.HealthServicer, limits: Limits) -> grpc.aio.Server:
+    limits = _limits_at(door, limits)
     options = [
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_metadata_size", limits.metadata_bytes),

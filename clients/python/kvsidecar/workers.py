@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
-from kvsidecar.runtime import default_runtime_dir, socket_target
+from kvsidecar.runtime import own_runtime_dir, socket_target
 
 
 def default_target() -> str:
     """The first worker of ``kvsidecar serve``."""
-    return socket_target(default_runtime_dir() / "worker-0.sock")
+    return socket_target(own_runtime_dir() / "worker-0.sock")
 
 
 def target_of(address: str | Path | None) -> str:
@@ -61,5 +61,5 @@ class Workers:
     def _all(self) -> list[str]:
         if self._address is not None:
             return [self.now]
-        found = default_runtime_dir().glob("worker-*.sock")
+        found = own_runtime_dir().glob("worker-*.sock")
         return [socket_target(path) for path in sorted(found, key=lambda path: (len(path.name), path.name))]

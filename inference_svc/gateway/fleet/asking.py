@@ -90,11 +90,9 @@ class Asking:
 
     async def place(self, asked: Asked, excluded: Sequence[Node]) -> Node:
         """The node for a request. Raises Unavailable when there is none."""
-        able = [node for node in self._members.alive if node.serves(asked.model) and node not in excluded]
-        if asked.only is not None:
-            able = [node for node in able if node is asked.only]
-            if not able:
-                raise Unavailable("the node that keeps the response before this one is away; send all messages instead")
+        able = self._able(asked, excluded)
+        if asked.only is not None and not able:
+            raise Unavailable("the node that keeps the response before this one is away; send all messages instead")
         if not able:
             raise self._members.none()
         if len(able) == 1:
@@ -104,6 +102,14 @@ class Asking:
         found = await self._ask([named[one.name] for one in near], asked)
         standings = [one.node.standing(one.held_tokens) for one in found]
         return named[choose(standings, asked.prompt, max(one.prompt_tokens for one in found)).name]
+
+    def has_another(self, asked: Asked, excluded: Sequence[Node]) -> bool:
+        """Whether a node that was not tried yet is up for a request."""
+        return bool(self._able(asked, excluded))
+
+    def _able(self, asked: Asked, excluded: Sequence[Node]) -> list[Node]:
+        able = [node for node in self._members.alive if node.serves(asked.model) and node not in excluded]
+        return able if asked.only is None else [node for node in able if node is asked.only]
 
     async def _ask(self, nodes: list[Node], asked: Asked) -> list[_Held]:
         short = asked.prompt.size_bytes < _WORTH_ASKING_BYTES

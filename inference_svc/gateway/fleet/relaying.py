@@ -70,7 +70,7 @@ class Relay:
             tried.append(node)
             opened = _Opened(node, deadline)
             try:
-                found = await opened.open(self._client, asked)
+                found = await opened.open(self._client, asked, self._asking.has_another(asked, tried))
                 if isinstance(found, _Stream):
                     self._metrics.ttft.observe(time.perf_counter() - began)
                 return found
@@ -112,11 +112,12 @@ class _Opened:
         self._held = ExitStack()
         self._response: httpx.Response | None = None
 
-    async def open(self, client: httpx.AsyncClient, asked: Asked) -> Response:
-        """A whole answer, or one whose first bytes are there. Raises NodeFailed, _Refused, TimeoutError."""
+    async def open(self, client: httpx.AsyncClient, asked: Asked, has_another: bool) -> Response:
+        """A whole answer, or one whose first bytes are there. Where another node can be asked, this one does not wait
+        for a worker that it has lost. Raises NodeFailed, _Refused, TimeoutError."""
         self._held.enter_context(self._node.counted())
         try:
-            answer = await self._open(client, asked)
+            answer = await self._open(client, asked, has_another)
         except BROKEN as error:
             await self.close()
             raise NodeFailed(str(error) or type(error).__name__) from error
@@ -132,12 +133,12 @@ class _Opened:
             raise _Refused(answer)
         return answer
 
-    async def _open(self, client: httpx.AsyncClient, asked: Asked) -> Response:
+    async def _open(self, client: httpx.AsyncClient, asked: Asked, has_another: bool) -> Response:
         request = client.build_request(
             "POST",
             self._node.url + asked.path,
             content=asked.raw,
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json"} | ({"Prefer": "wait=0"} if has_another else {}),
             extensions=self._node.extensions,
         )
         response = await self._node.until(client.send(request, stream=True), self._deadline)

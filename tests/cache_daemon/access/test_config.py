@@ -35,6 +35,11 @@ TLS = {"tls_cert": "c.pem", "tls_key": "k.pem"}
         ({"socket": "/run/x/a.sock", "shared_socket": "/run/x/a.sock"}, "choose another path"),
         ({"socket_group": "llm"}, "socket_group is 'llm': it is the group of --shared-socket, which is not set"),
         ({"staging_bytes": "4k"}, "too small for staging"),
+        (
+            {"store_bytes": "0"},
+            "0 bytes is too small for a store; at least 1MiB is needed, or --store none",
+        ),
+        ({"store_bytes": "1KiB"}, "too small for a store"),
         ({"compression": "gzip"}, "compression is 'gzip'"),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvsidecar.addresses import TcpAddress
 from kvsidecar.connecting import aio_channel
 from kvsidecar.errors import Context, DeadlineExceeded, Unauthenticated, from_rpc
@@ -19,7 +20,7 @@ from benchmarks.authority import Authority
 from cache_daemon.access.authenticate import RefusalLog
 from cache_daemon.access.guard import Guard, Patience
 from cache_daemon.access.principal import GUEST, Principal
-from tests.cache_daemon.access.conftest import ALICE, Running, refused
+from tests.cache_daemon.access.conftest import ALICE, BOB, Running, refused
 from tests.cache_daemon.access.echo import SERVICE, Echo
 
 STALL = 0.3
@@ -140,3 +141,53 @@ async def test_neither_logs_nor_stderr_hold_secrets(
     assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["a caller was refused"]
     for secret in ("a-secret-that-is-wrong", ALICE, "salt-of-alice", "a-token-in-clear"):
         assert secret not in text
+
+
+# ---- questions that arrive slowly ------------------------------------------------------------------------------
+
+
+async def test_questions_that_never_arrive_keep_no_other_call_of_their_caller_out(
+    tls: Running, authority: Authority
+) -> None:
+    silent_channel = await tls.channel(token=ALICE, ca=authority.ca)
+    silent = [silent_channel.stream_unary(f"/{SERVICE}/Whoami")(timeout=30) for _ in range(Patience.arrivals + 8)]
+    async with asyncio.timeout(9):  # beyond so many, a question has a moment to arrive
+        while sum(call.done() for call in silent) < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    refusals = {await call.code() for call in silent if call.done()}
+    assert refusals == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert await tls.call("Whoami", token=ALICE, ca=authority.ca) == b"alice"
+    assert await tls.call("Whoami", token=BOB, ca=authority.ca) == b"bob"
+    assert sum(call.done() for call in silent) == 8, "the others are awaited"
+    for call in silent:
+        call.cancel()
+
+
+async def test_a_question_that_does_not_arrive_ends_its_call(behind: Behind) -> None:
+    guard = Guard(knows_friends, Patience(arrival_seconds=STALL))
+    door = Door(TcpAddress("127.0.0.1", 0), behind.echo.add_to, interceptors=(guard,))
+    async with listening_at(SERVICE, [door], lambda: 0.0) as addresses, aio_channel(addresses[0]) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.stream_unary(f"/{SERVICE}/Whoami")(metadata=FRIEND, timeout=10)
+        assert "did not arrive within 0.3 s" in str(from_rpc(caught.value))
+
+
+async def test_a_health_check_without_a_name_may_not_be_long(tls: Running, authority: Authority) -> None:
+    channel = await tls.channel(ca=authority.ca)
+    stub = health_pb2_grpc.HealthStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Check(health_pb2.HealthCheckRequest(service="x" * 5000), timeout=10)
+    assert "5003 bytes; at most 4096" in str(from_rpc(caught.value))
+    assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == 1
+
+
+async def test_a_door_of_health_alone_takes_no_long_question() -> None:
+    async with (
+        listening_at(SERVICE, [Door(TcpAddress("127.0.0.1", 0), None)], lambda: 0.0) as addresses,
+        aio_channel(addresses[0]) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(health_pb2.HealthCheckRequest(service="x" * 5000), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == 1

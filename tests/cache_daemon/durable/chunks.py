@@ -31,8 +31,9 @@ def chunk(
     root: bytes = ROOT,
 ) -> Put:
     """128 bytes of payload for each token."""
-    header = new_header(GEOMETRY, list(tokens), 0)
-    header.root = root
+    start = parent.header.start_position + len(parent.header.token_ids) if parent else 0
+    header = new_header(GEOMETRY, list(tokens), start)
+    header.root, header.tenant = root, keys.tenant_id(b"")
     header.parent_prefix_hash = parent.header.prefix_hash if parent else root
     header.prefix_hash = keys.prefix_hash(header.parent_prefix_hash, list(tokens))
     header.content_hash = keys.content_hash(root, list(tokens))

@@ -15,10 +15,11 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.layout import MAX_TTL_SECONDS
 
 from cache_daemon.durable.archive import export_archive, import_archive
+from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.durable.terms import NOTE_PREFIX, note_of
 from cache_daemon.durable.tier import DurableTier, Put, ReadResult, WriteGroup
-from tests.cache_daemon.durable.chunks import ROOT, chain, chunk, key_of, opened, read, store
+from tests.cache_daemon.durable.chunks import BUDGET, ROOT, chain, chunk, key_of, opened, read, store
 
 OTHER_ROOT = bytes(32)
 
@@ -263,3 +264,60 @@ def test_no_archive_asks_for_longer_than_anybody_may(tmp_path: Path) -> None:
     tier = MemoryTier()
     import_archive(tier, tmp_path / "archive", clock=lambda: 1.0)
     assert tier.notes() == {NOTE_PREFIX + key_of(chunk([1])): note_of(1.0 + MAX_TTL_SECONDS)}
+
+
+def test_an_archive_is_for_its_owner_alone(archive: Path) -> None:
+    assert archive.stat().st_mode & 0o777 == 0o600
+
+
+def twisted(put: Put, **fields: object) -> Put:
+    """A chunk with other values in fields that none of its hashes covers."""
+    header = type(put.header)()
+    header.CopyFrom(put.header)
+    for name, value in fields.items():
+        setattr(header, name, value)
+    return Put(header, put.payload)
+
+
+UNFIT = {
+    "an infinite time": ({"prefill_seconds": float("inf")}, "inf as its prefill_seconds"),
+    "no time": ({"prefill_seconds": float("nan")}, "nan as its prefill_seconds"),
+    "a time below zero": ({"prefill_seconds": -1.0}, "-1.0 as its prefill_seconds"),
+    "no tenant": ({"tenant": b""}, "a tenant of 0 bytes"),
+    "another number of tokens": ({"token_count": 17}, "17 as its token_count"),
+    "another position": ({"start_position": 1016}, "begins at 1016, what it continues ends at 16"),
+    "another layout": ({"kv_heads": 2, "head_dim": 8}, "its namespace has"),
+    "another type": ({"dtype": 2}, "its namespace has"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_chunk_that_does_not_fit_its_parent_and_namespace_is_refused(tmp_path: Path, name: str) -> None:
+    fields, named = UNFIT[name]
+    first, second = chain(2)
+    path = tmp_path / "archive"
+    path.write_bytes(forged(first, twisted(second, **fields)))
+    with pytest.raises(InvalidRequest, match=named):
+        import_archive(MemoryTier(), path)
+
+
+def test_a_layout_that_is_not_the_stores_is_refused(tmp_path: Path) -> None:
+    tier = opened(tmp_path / "store")
+    store(tier, *chain(2))
+    path = tmp_path / "archive"
+    path.write_bytes(forged(twisted(chunk([9, 9]), kv_heads=2, head_dim=8)))
+    with pytest.raises(InvalidRequest, match="its namespace has"):
+        import_archive(tier, path)
+    path.write_bytes(forged(chunk([9, 9])))
+    assert import_archive(tier, path).chunks == 1
+    tier.close()
+
+
+def test_a_stored_header_with_an_infinite_time_is_a_miss(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    store(tier, twisted(chunk([1]), prefill_seconds=float("inf")), chunk([2]))
+    tier.close()
+    tier = LmdbTier(tmp_path, BUDGET)
+    assert [list(loaded.header.token_ids) for loaded in tier.load()] == [[2]]
+    assert tier.load_report.corrupt == 1
+    tier.close()

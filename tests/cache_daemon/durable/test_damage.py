@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import os
 import random
@@ -14,9 +16,13 @@ import lmdb
 import pytest
 from kvsidecar.errors import StoreUnavailable
 
+from cache_daemon.durable import lmdb_tier
 from cache_daemon.durable.lmdb_tier import LmdbTier
+from cache_daemon.durable.loading import Contents, contents_of
 from cache_daemon.durable.pages import PageFile
 from cache_daemon.durable.scrub import scrub
+from cache_daemon.durable.seal import Seal
+from cache_daemon.durable.survey import Survey
 from cache_daemon.durable.tier import PutOutcome, ReadResult, TierFailed, WriteGroup
 from tests.cache_daemon.durable.chunks import BUDGET, chain, chunk, is_sound, key_of, opened, read, store
 from tests.cache_daemon.durable.damage_child import CHAINS, LENGTH, stored_chains
@@ -245,3 +251,38 @@ def test_a_file_of_zeros_as_after_a_power_cut_becomes_an_empty_store(tmp_path: P
     tier = opened(tmp_path)
     assert store(tier, chunk([1])) == [PutOutcome.STORED]
     tier.close()
+
+
+def test_a_file_system_without_hard_links_keeps_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    filled(tmp_path)
+    os.truncate(data(tmp_path), used_bytes(tmp_path) // 2)
+    damaged = data(tmp_path).read_bytes()
+    monkeypatch.setattr(os, "link", refuses)
+    opened(tmp_path).close()
+    kept = tmp_path / "data.mdb.damaged-1"
+    assert kept.read_bytes() == damaged
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_store_that_is_opened_again_while_it_serves_leaves_garbage_collection_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collecting: list[bool] = []
+
+    def noted(survey: Survey, seal: Seal) -> Contents:
+        collecting.append(gc.isenabled())
+        return contents_of(survey, seal)
+
+    monkeypatch.setattr(lmdb_tier, "contents_of", noted)
+    tier = opened(tmp_path)
+    store(tier, *chain(2))
+    os.truncate(data(tmp_path), used_bytes(tmp_path) // 2)
+    tier.apply(WriteGroup(notes={b"n": b"v"}))
+    tier.close()
+    at_the_start, *again = collecting
+    assert not at_the_start, "nothing else goes on then"
+    assert again
+    assert all(again)

@@ -134,6 +134,24 @@ def test_a_full_disk_refuses_chunks_and_never_removals(small_disk: Path) -> None
     tier.close()
 
 
+def test_a_fragmented_store_on_a_full_disk_says_that_it_is_full(small_disk: Path) -> None:
+    """What is free in the file lies in pieces then; LMDB lengthens the file, and calls what the disk refuses EIO."""
+    tier = opened(small_disk / "store", 1 << 30)
+    rng, live, refused = random.Random(5), list[Put](), 0
+    for number in range(300):
+        put = chunk([number], payload=rng.randbytes(rng.randint(4_000, 150_000)))
+        try:
+            store(tier, put)
+            live.append(put)
+        except NoRoom:
+            refused += 1
+            gone = [live.pop(rng.randrange(len(live))) for _ in range(1 + len(live) // 10)]
+            tier.apply(WriteGroup(remove=tuple(key_of(one) for one in gone)))
+    assert refused > 20
+    assert read(tier, *live) == [ReadResult.SOUND] * len(live)
+    tier.close()
+
+
 def test_a_disk_that_others_have_filled_heals_when_they_leave(small_disk: Path) -> None:
     tier = opened(small_disk / "store", 1 << 30)
     first = chunk([1], payload=bytes(30_000))

@@ -112,18 +112,28 @@ def test_a_value_opens_only_in_its_place() -> None:
         seal.open_value(b"notes\0a", sealed[:-1], target[:4])
 
 
+@pytest.mark.parametrize("text", [b"0123456789abcdef" * 2, b"correct horse battery staple 31\n", b"k" * 32])
+def test_a_key_of_32_characters_has_too_few_random_bits(tmp_path: Path, text: bytes) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(text)
+    file.chmod(0o600)
+    with pytest.raises(ConfigurationError, match="openssl rand -hex 32 makes one"):
+        key_from_file(file)
+
+
 def test_keys_come_from_private_files_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, text = tmp_path / "raw", tmp_path / "text"
-    raw.write_bytes(KEY)
-    text.write_text(KEY.hex() + "\n")
+    key = bytes(range(200, 232))
+    raw.write_bytes(key)
+    text.write_text(key.hex() + "\n")
     for file in (raw, text):
         file.chmod(0o640)
         with pytest.raises(ConfigurationError, match="has mode 640; a key must be private: chmod 600"):
             key_from_file(file)
         file.chmod(0o600)
-        assert key_from_file(file) == KEY
+        assert key_from_file(file) == key
     text.write_text("short")
-    with pytest.raises(ConfigurationError, match="holds no key: it must be 32 bytes, or 64 hex digits"):
+    with pytest.raises(ConfigurationError, match="holds no key: it must be 32 random bytes, or 64 hex digits"):
         key_from_file(text)
     with pytest.raises(ConfigurationError, match="cannot read the store's key"):
         key_from_file(tmp_path / "none")

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 
 import pytest
+import structlog
 
 from cache_daemon.durable import writer
 from cache_daemon.durable.faulty import FaultyTier
@@ -317,3 +318,45 @@ async def test_stopping_ends_in_time_when_the_disk_does_not_answer() -> None:
     began = time.monotonic()
     assert not desk.writer.stop(0.5)
     assert time.monotonic() - began < 20, "a thousand tries take minutes"
+
+
+async def test_an_outcome_that_cannot_be_taken_note_of_loses_no_other(desk: Desk) -> None:
+    desk.tier.hold()
+    puts = chain(3)
+    desk.put(puts[0])
+    await desk.held()
+
+    def broken(_: PutResult) -> None:
+        raise ValueError("planted")
+
+    view = memoryview(bytes(puts[1].payload))
+    desk.writer.put(puts[1].header, lambda: view, (), broken)
+    desk.put(puts[2])
+    with structlog.testing.capture_logs() as lines:
+        desk.tier.let_go()
+        assert await desk.outcomes(puts[0], puts[2]) == [STORED, STORED]
+    assert [line["event"] for line in lines if line["log_level"] == "error"] == [
+        "the outcome of a durable write was not taken note of"
+    ]
+
+
+async def test_a_write_that_does_not_end_is_a_failure_while_it_lasts(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "HUNG_SECONDS", 0.2)
+    desk.tier.hold()
+    puts = chain(3)
+    desk.put(puts[0])
+    await desk.held()
+    desk.put(*puts[1:])
+    await until(lambda: desk.writer.hung)
+    assert desk.writer.failing is not None
+    assert "the disk hangs" in desk.writer.failing[0]
+    assert desk.writer.give_up_queued() == 2
+    assert await desk.outcomes(*puts[1:]) == [PutOutcome.FAILED] * 2
+    assert desk.writer.pending == 1, "what is being written is not given up"
+    desk.tier.let_go()
+    assert await desk.outcomes(puts[0]) == [STORED]
+    assert (desk.writer.failing, desk.writer.hung) == (None, False)
+    desk.put(*(again := chain(3, seed=4)))
+    assert await desk.outcomes(*again) == [STORED] * 3

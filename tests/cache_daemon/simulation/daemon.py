@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
@@ -18,18 +16,17 @@ from cache_daemon.eviction import POLICIES
 from cache_daemon.memory.arena import Arena
 from cache_daemon.remote.naming import Names
 from cache_daemon.remote.tier import RemoteTier
-from cache_daemon.store import marks
+from cache_daemon.store import marks, sending
 from cache_daemon.store.chunk import Chunk, ChunkState, Residency
 from cache_daemon.store.facade import ChunkStore
-from cache_daemon.store.lookup import MatchResult
 from cache_daemon.store.remote import RemoteSettings
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.summary import SummaryWriter
 from cache_daemon.store.tenants import Accounts
-from cache_daemon.store.writing import Reserved
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.disk import Disk, Drive, SimulatedArena, SimulatedDeviceArena
 from tests.cache_daemon.simulation.engine import Connection, Network
+from tests.cache_daemon.simulation.ledger import Call, Held, Life, Open, Path
 from tests.cache_daemon.simulation.substitution import UNIX_SECONDS
 from tests.cache_daemon.simulation.thread import OWNER
 
@@ -37,55 +34,6 @@ if TYPE_CHECKING:
     from tests.cache_daemon.simulation.world import World
 
 _KINDS = {number: name.removeprefix("EVENT_TYPE_") for name, number in pb.EventType.items()}
-
-
-class Path(NamedTuple):
-    """Where a chunk stands: its tokens from the prompt's beginning, where it begins, and the keys up to its own."""
-
-    root: bytes
-    tokens: tuple[int, ...]
-    begin: int
-    chain: tuple[bytes, ...]
-
-    @property
-    def ids(self) -> bytes:
-        return keys.token_bytes(self.tokens)
-
-
-@dataclass(eq=False)
-class Life:
-    """One start of a daemon: what belongs to it ends with it."""
-
-    tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
-    is_over: bool = False
-
-
-@dataclass(eq=False)
-class Held:
-    """A lease that the test holds, and what it showed when it was given."""
-
-    session: Session
-    result: MatchResult
-    seen: list[tuple[Chunk, Any, bytes]] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Open:
-    """A reservation of the test."""
-
-    session: Session
-    key: bytes
-    got: Reserved
-
-
-@dataclass(eq=False)
-class Call:
-    """A call that runs beside the test's other steps."""
-
-    name: str
-    session: Session | None
-    root: bytes
-    task: asyncio.Task[Any]
 
 
 class Daemon:
@@ -290,7 +238,10 @@ class Daemon:
         reserved_at = self.world.reserved.get(id(found[1]), self.world.happened)
         if self.world.settings.promises.deleted_is_not_committed:
             self.world.expect(
-                not any(d.at > reserved_at and d.covers(path) for d in self.world.deleted if d.daemon is self),
+                not any(
+                    d.daemon is self and d.is_answered and reserved_at < d.at and d.covers(path)
+                    for d in self.world.deleted
+                ),
                 f"{path.tokens} was reserved before a deletion, and committed after it, in {self.name}",
             )
 
@@ -333,6 +284,12 @@ class Daemon:
             return marks.NOTE_PREFIX + root in self.disk.notes()
         remote = self.store.remote
         return remote is not None and (not root or root in remote._marks._known)
+
+    def has_to_delete(self, root: bytes) -> bool:
+        """Whether a deletion of a tenant of its own waits for the engine."""
+        if not self.is_up:
+            return any(name.startswith(sending.NOTE_PREFIX) for name in self.disk.notes())
+        return self.store.remote is not None and self.store.remote._sending.closed(root)
 
     def durably_pinned(self) -> set[bytes]:
         """The keys that pins keep whose own chunk is durable: such a pin is there after the next start."""
@@ -387,7 +344,8 @@ class Daemon:
             if limits.store_bytes is not None and tiers.cold is not None:
                 assert tiers.cold.used_by(account) <= limits.store_bytes, "a tenant's quota of the disk is exceeded"
             assert limits.entries is None or account.entries <= limits.entries, "a tenant has too many chunks"
-            assert limits.pin_bytes is None or account.pinned_bytes <= limits.pin_bytes, "a tenant has too much pinned"
+            if self.world.settings.promises.pins_within_quota and limits.pin_bytes is not None:
+                assert account.pinned_bytes <= limits.pin_bytes, "a tenant has too much pinned"
 
     def check_disk(self) -> None:
         """Raises AssertionError unless all that is on disk is in the index; nothing is on its way there."""

@@ -62,7 +62,9 @@ class Machine(Traffic):
                 daemon.alive = {(r, p): None for r, p in daemon.alive if r != root}
                 for pinned in [p for p in daemon.pinned if p[0] == root]:
                     del daemon.pinned[pinned]
-            return int(daemon.complete(daemon.store.delete(root, key), "a deletion"))
+            count = int(daemon.complete(daemon.store.delete(root, key), "a deletion"))
+            deleted.is_answered = True
+            return count
         except StoreUnavailable:  # nothing is promised then, were it killed
             deleted.heard_by = frozenset()
             return None

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -96,34 +97,32 @@ class Substitution:
 
     def __init__(self, loop: SimulatedLoop, said: Callable[[str], None], failed: Callable[[str], None]) -> None:
         hub = loop.hub
-        self._stands_in: dict[int, tuple[object, object]] = {
-            id(real): (real, fake)
-            for real, fake in (
-                (time, _Time(loop)),
-                (threading, _Threading(loop)),
-                (secrets, _Secrets()),
-                (ThreadPoolExecutor, lambda most, name="pool": SimulatedExecutor(hub, most, name)),
-            )
-        }
+        self._places: list[tuple[ModuleType, str, Any]] = []
         self._log = _Log(said, failed)
-        self._replaced: list[tuple[ModuleType, str, object]] = []
+        self._stands_in: dict[object, object] = {
+            time: _Time(loop),
+            threading: _Threading(loop),
+            secrets: _Secrets(),
+            ThreadPoolExecutor: lambda most, name="pool": SimulatedExecutor(hub, most, name),
+        }
 
     def begin(self) -> None:
-        for module in _modules():
-            for name, value in list(vars(module).items()):
-                if name == "log":
-                    self._replaced.append((module, name, value))
-                    setattr(module, name, self._log)
-                elif id(value) in self._stands_in:
-                    real, fake = self._stands_in[id(value)]
-                    self._replaced.append((module, name, real))
-                    setattr(module, name, fake)
+        self._places = _places(len(sys.modules))
+        for module, name, real in self._places:
+            setattr(module, name, self._log if name == "log" else self._stands_in[real])
 
     def end(self) -> None:
-        while self._replaced:
-            module, name, real = self._replaced.pop()
+        for module, name, real in self._places:
             setattr(module, name, real)
 
 
-def _modules() -> list[ModuleType]:
-    return [m for name, m in sorted(sys.modules.items()) if name == _PACKAGE or name.startswith(f"{_PACKAGE}.")]
+@lru_cache(maxsize=1)
+def _places(_: int) -> list[tuple[ModuleType, str, Any]]:
+    """Where modules of the daemon name what is stood in for; found anew when more modules are loaded."""
+    return [
+        (module, name, value)
+        for path, module in sorted(sys.modules.items())
+        if path == _PACKAGE or path.startswith(f"{_PACKAGE}.")
+        for name, value in vars(module).items()
+        if name == "log" or any(value is real for real in (time, threading, secrets, ThreadPoolExecutor))
+    ]

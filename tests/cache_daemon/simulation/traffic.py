@@ -12,7 +12,8 @@ from kvsidecar.layout import new_header
 from cache_daemon.store.lookup import MatchResult
 from cache_daemon.store.sessions import Session
 from tests.cache_daemon.simulation import scene
-from tests.cache_daemon.simulation.daemon import Daemon, Held, Open, Path
+from tests.cache_daemon.simulation.daemon import Daemon
+from tests.cache_daemon.simulation.ledger import Held, Open, Path
 from tests.cache_daemon.simulation.plan import integers, one_of, step, tuples
 from tests.cache_daemon.simulation.world import World
 

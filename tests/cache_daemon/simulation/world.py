@@ -15,7 +15,8 @@ from tests.cache_daemon.simulation.substitution import Substitution
 from tests.cache_daemon.simulation.thread import OWNER
 
 if TYPE_CHECKING:
-    from tests.cache_daemon.simulation.daemon import Daemon, Path
+    from tests.cache_daemon.simulation.daemon import Daemon
+    from tests.cache_daemon.simulation.ledger import Path
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,19 @@ class Promises:
     """What is asked for. Each is False as long as a known defect of the store breaks it; F2 and the like are the
     project's numbers of defects."""
 
-    listed_once: bool = False
+    listed_once: bool = True
     """A key that a worker has reserved may be brought from the remote tier meanwhile (F2)."""
-    disk_within_index: bool = False
+    disk_within_index: bool = True
     """When all is written, the disk has nothing that the index has not (F7, orphans)."""
-    deleted_is_not_committed: bool = False
-    """What was reserved before a deletion is not committed after it (F7)."""
+    deleted_is_not_committed: bool = True
+    """What was reserved before a deletion is not committed once that was answered (F7)."""
     nothing_comes_back: bool = False
     """What one daemon deletes while another one is writing it to the engine is not brought again."""
+    crossing_deletions_heard: bool = False
+    """A daemon hears of a deletion while one of its own of the same tenant waits for the engine (its own mark replaces
+    the other one's before it has seen that)."""
+    pins_within_quota: bool = False
+    """A pin that moves to a longer chunk does not take its tenant beyond ``pin_bytes``."""
     strangers_deleted: bool = False
     """A daemon hears of the deletion of a tenant whose marks it had never seen (it has not asked the engine for it)."""
 
@@ -56,6 +62,7 @@ class Deleted:
     key: bytes
     at: int
     heard_by: frozenset[str]  # the daemons that must hear of it
+    is_answered: bool = False  # with success; until then what was on its way may still arrive
 
     def covers(self, path: Path) -> bool:
         return self.root in (b"", path.root) and (not self.key or self.key in path.chain)
@@ -128,8 +135,13 @@ class World:
     def delete(self, daemon: Daemon, root: bytes, key: bytes) -> Deleted:
         """Notes that a deletion begins."""
         self.happened += 1
-        everybody = self.settings.promises.strangers_deleted
-        heard_by = frozenset(d.name for d in self.daemons if everybody or d is daemon or d.knows(root))
+        promises = self.settings.promises
+        heard_by = frozenset(
+            d.name
+            for d in self.daemons
+            if (promises.strangers_deleted or d is daemon or d.knows(root))
+            and (promises.crossing_deletions_heard or d is daemon or not d.has_to_delete(root))
+        )
         self.deleted.append(Deleted(daemon, root, key, self.happened, heard_by))
         return self.deleted[-1]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from inference_svc.config import WorkerConfig
+from inference_svc.lora import peft
 from inference_svc.lora.folder import open_folder
 from inference_svc.lora.weights import AdapterWeights, Linears, read_weights
 from inference_svc.model.loader import LoadedModel
@@ -54,6 +57,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"lora_alpha": "much"}, "says lora_alpha is 'much'"),
     ({"target_modules": None}, "says target_modules is None"),
     ({"target_modules": "(q_proj"}, r"has '\(q_proj', which is no regular expression"),
+    ({"target_modules": "q" * 1025}, "has a pattern of 1025 characters; at most 1024 are allowed"),
+    ({"rank_pattern": {f"q{i}": 2 for i in range(1025)}}, "has 1025 patterns; at most 1024 are allowed"),
     ({"use_dora": True}, "sets use_dora: it is a DoRA adapter, whose layers are scaled anew, which is not supported"),
     ({"modules_to_save": ["lm_head"]}, "sets modules_to_save: it has whole layers of its own"),
     ({"fan_in_fan_out": True}, "sets fan_in_fan_out: its weights are transposed"),
@@ -98,6 +103,49 @@ def test_weights(change: Callable[[Weights], Weights], sentence: str, layers: Li
     with pytest.raises(ConfigurationError, match=sentence) as refused:
         read(tmp_path, layers)
     assert str(refused.value).startswith("LoRA adapter law: ")
+
+
+BACKTRACKS = r"(.?){40}.{40}Z|(?:(.)|(.)|(.))*\1\2Q"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": BACKTRACKS},
+        {"exclude_modules": BACKTRACKS},
+        {"rank_pattern": {BACKTRACKS.replace(r"\1\2", ""): 3}},
+    ],
+)
+def test_a_pattern_that_backtracks_for_ever_is_refused_and_stops_no_other_thread(
+    settings: dict[str, Any], layers: Linears, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peft, "_MATCH_SECONDS", 0.5)
+    write(tmp_path, tensors(layers, 1), **settings)
+    ended, longest = threading.Event(), 0.0
+
+    def watch() -> None:
+        nonlocal longest
+        before = time.perf_counter()
+        while not ended.wait(0.001):
+            now = time.perf_counter()
+            longest, before = max(longest, now - before), now
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    began = time.perf_counter()
+    try:
+        with pytest.raises(ConfigurationError, match=r"law: .*adapter_config.json has the pattern .*; name the"):
+            read(tmp_path, layers)
+    finally:
+        ended.set()
+        watching.join()
+    assert longest < (time.perf_counter() - began) / 2, "the GIL was held"
+
+
+def test_a_list_is_matched_by_name_and_no_pattern(layers: Linears, tmp_path: Path) -> None:
+    write(tmp_path, tensors(layers, 1), target_modules=[BACKTRACKS])
+    with pytest.raises(ConfigurationError, match="which target_modules does not name"):
+        read(tmp_path, layers)
 
 
 def test_files(layers: Linears, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from rich.console import Console
 from rich.table import Column, Table
 
 from kvsidecar.cache.v1 import cache_pb2
@@ -23,13 +22,14 @@ from kvsidecar.cli.cache.ratios import HitRatios
 from kvsidecar.cli.cache.shown import percent
 from kvsidecar.cli.node import gateway_of
 from kvsidecar.cli.sharing import numerics_text, sharing_groups
+from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.errors import KVSidecarError, PermissionDenied
 from kvsidecar.free_memory import free_bytes
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.integrations.vllm import finding as vllm
 from kvsidecar.interpreter import python_command
-from kvsidecar.runtime import default_runtime_dir, socket_target
+from kvsidecar.runtime import default_runtime_dir, own_runtime_dir, socket_target
 from kvsidecar.sizes import format_size
 from kvsidecar.supervised import supervised
 
@@ -56,7 +56,7 @@ def doctor() -> None:
     table = Table("what", "", Column("detail", overflow="fold"), Column("what to do", overflow="fold"))
     for f in findings:
         table.add_row(f.what, f.state, f.detail, f.advice)
-    Console().print(table)
+    TerminalConsole().print(table)
     if vllm.installed() is not None:
         # Not in the table, which would break it: this is copied.
         print(f"vLLM on this daemon: vllm serve MODEL {vllm.flag()}")
@@ -234,7 +234,7 @@ def engine_findings() -> list[Finding]:
 
 
 def _services() -> list[Finding]:
-    folder = default_runtime_dir()
+    folder = own_runtime_dir()
     out = cache_findings()
     for socket in sorted(folder.glob("worker-*.sock")) or [folder / "worker-0.sock"]:
         with grpc.insecure_channel(socket_target(socket)) as channel:

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.models.catalogue import CATALOGUE
 from kvsidecar.models.library import BUILT_IN, Library, Listed
 from kvsidecar.models.pull import prepare
@@ -18,7 +18,7 @@ from kvsidecar.models.pull import pull as fetch
 from kvsidecar.sizes import format_size
 
 app = typer.Typer(help="List the models that are here, or remove one.")
-console = Console()
+console = TerminalConsole()
 _BUILT_IN = Listed(BUILT_IN, 0, "Qwen2ForCausalLM", "built in, for tests: no assistant", "")
 
 

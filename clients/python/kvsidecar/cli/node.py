@@ -7,37 +7,33 @@ Who listens at a socket is asked of the kernel (SO_PEERCRED, unix(7)); what does
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
-import socket
-import ssl
-import struct
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import grpc
 import psutil
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rich.console import Console
 from rich.table import Column, Table
 
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cli.programs import PROGRAMS
 from kvsidecar.cli.sharing import numerics_text, sharing_groups
-from kvsidecar.errors import KVSidecarError, Unavailable
+from kvsidecar.cli.terminal import TerminalConsole
+from kvsidecar.errors import Unavailable
+from kvsidecar.http_health import health_status
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
-from kvsidecar.runtime import default_runtime_dir, socket_target
+from kvsidecar.runtime import default_runtime_dir, listener_of, require_private_dir, socket_target
 from kvsidecar.sizes import format_size
-from kvsidecar.supervised import Supervised, supervised
+from kvsidecar.supervised import ProcessReport, Supervised, read_reports, supervised
 
 RuntimeDir = Annotated[Path | None, typer.Option(help="Folder of the sockets; that of `serve` when left out.")]
-_CREDENTIALS = struct.Struct("3i")
 _PATIENCE_SECONDS = 3.0
 _CACHE = "cache.sock"
 SERVING, LOADING, NOT_READY, NOT_SERVING = "serving", "loading", "not ready", "not serving"
@@ -57,6 +53,10 @@ class Part:
     state: str
     """``serving``; ``loading`` what a supervisor has started and does not listen yet; ``not ready`` a gateway without a
     worker to ask; ``not serving``."""
+    restarts: int = 0
+    """How often a supervisor had to start it again."""
+    kills: int = 0
+    """Of these, how often because it did not answer."""
 
 
 def status(
@@ -67,7 +67,7 @@ def status(
 
     While a model is loaded its worker is `loading`, the gateway is `not ready`, and the exit code is 1.
     """
-    folder = runtime_dir or default_runtime_dir()
+    folder = _trusted(runtime_dir)
     parts = parts_in(folder)
     if as_json:
         print(json.dumps([asdict(part) for part in parts]))
@@ -77,8 +77,8 @@ def status(
         table = Table("what", "", "pid", "up", Column(overflow="fold"))
         for part in parts:
             color = _COLORS[part.state]
-            table.add_row(part.name, f"[{color}]{part.state}[/{color}]", _pid(part), _ago(part), part.detail)
-        Console().print(table)
+            table.add_row(part.name, f"[{color}]{part.state}[/{color}]", _pid(part), _ago(part), _shown(part))
+        TerminalConsole().print(table)
     if not parts or not all(part.serving for part in parts):
         raise SystemExit(1)
 
@@ -88,7 +88,7 @@ def stop(
     seconds: Annotated[float, typer.Option(help="How long the end may take; what is queued is written first.")] = 60.0,
 ) -> None:
     """End what runs here in order: no new requests, then running ones, then the cache. What is durable stays."""
-    folder = runtime_dir or default_runtime_dir()
+    folder = _trusted(runtime_dir)
     ending = _to_end(folder)
     for process in ending:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -101,6 +101,13 @@ def stop(
         raise Unavailable(f"{', '.join(left)} still runs in {folder}; stop it where it was started")
     if not ending:
         print(f"nothing runs in {folder}")
+
+
+def _trusted(runtime_dir: Path | None) -> Path:
+    """The folder to look into. Raises ConfigurationError where another user could have put there what is in it."""
+    folder = runtime_dir or default_runtime_dir()
+    require_private_dir(folder)
+    return folder
 
 
 def _typed(arguments: list[str]) -> str:
@@ -127,10 +134,10 @@ def parts_in(folder: Path) -> list[Part]:
     sockets = sorted(folder.glob("*.sock"), key=lambda path: (path.name != _CACHE, path.name))
     found = [_part(path) for path in sockets]
     node = supervised(folder)
-    return found if node is None else _with_awaited({part.name: part for part in found}, node)
+    return found if node is None else _with_awaited(folder, {part.name: part for part in found}, node)
 
 
-def _with_awaited(found: dict[str, Part], node: Supervised) -> list[Part]:
+def _with_awaited(folder: Path, found: dict[str, Part], node: Supervised) -> list[Part]:
     """All parts of a node: of those that do not listen, whether they are on their way."""
     children = _children(node)
     for name in ["cache", *(f"worker-{i}" for i in range(node.workers))]:
@@ -143,35 +150,28 @@ def _with_awaited(found: dict[str, Part], node: Supervised) -> list[Part]:
                 found[name] = Part(name, child.pid, False, _age(child), doing, LOADING)
     gateway = gateway_of(node, children.get("gateway"))
     ordered = sorted(found.values(), key=lambda part: (part.name != "cache", len(part.name), part.name))
-    return [*ordered, gateway]
+    reports = read_reports(folder, node.pid)
+    return [_with_restarts(part, reports) for part in (*ordered, gateway)]
+
+
+def _with_restarts(part: Part, reports: dict[str, ProcessReport]) -> Part:
+    report = reports.get("daemon" if part.name == "cache" else part.name, ProcessReport())
+    return replace(part, restarts=report.deaths + report.kills, kills=report.kills)
+
+
+def _shown(part: Part) -> str:
+    """The detail of a part, and how often it had to be started again."""
+    if not part.restarts:
+        return part.detail
+    again = f"{part.detail}; started again {part.restarts} time{'s' if part.restarts > 1 else ''}"
+    return f"{again}, {part.kills} of them because it did not answer" if part.kills else again
 
 
 def gateway_of(node: Supervised, process: psutil.Process | None = None) -> Part:
     """The gateway of a node, asked whether it has a worker to ask."""
-    ready = _healthy(node.url)
+    ready = health_status(node.url, _PATIENCE_SECONDS) == HTTPStatus.OK
     state = SERVING if ready else NOT_READY
     return Part("gateway", process.pid if process else -1, ready, _age(process) if process else 0.0, node.url, state)
-
-
-def _healthy(url: str) -> bool:
-    place = urlsplit(url)
-    if place.scheme == "https":
-        # Whoever it is, it is asked for nothing but whether it serves.
-        anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
-        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            place.hostname or "", place.port, timeout=_PATIENCE_SECONDS, context=anybody
-        )
-    else:
-        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_PATIENCE_SECONDS)
-    with contextlib.closing(connection):
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == http.HTTPStatus.OK
-        except ssl.SSLError:
-            return True  # it listens, and wants a certificate of whoever asks
-        except (OSError, http.client.HTTPException):
-            return False
 
 
 def _children(node: Supervised) -> dict[str, psutil.Process]:
@@ -198,7 +198,7 @@ def _age(process: psutil.Process) -> float:
 
 
 def _part(path: Path) -> Part:
-    pid = _listener(path)
+    pid = listener_of(path, _PATIENCE_SECONDS)
     name = path.name.removesuffix(".sock")
     if pid is None:
         return Part(name, -1, False, 0.0, "its socket is left, and nobody listens there", NOT_SERVING)
@@ -246,7 +246,7 @@ def _listeners(folder: Path) -> list[psutil.Process]:
     found = []
     for path in folder.glob("*.sock"):
         with contextlib.suppress(psutil.Error):
-            if pid := _listener(path):
+            if pid := listener_of(path, _PATIENCE_SECONDS):
                 process, parent = psutil.Process(pid), psutil.Process(pid).parent()
                 guarded = parent is not None and _arguments(parent) == _arguments(process)
                 found.append(parent if parent is not None and guarded else process)
@@ -271,19 +271,6 @@ def _arguments(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-def _listener(path: Path) -> int | None:
-    """The process that listens at a Unix socket; None when there is none. Raises KVSidecarError when it is not ours."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_PATIENCE_SECONDS)
-        try:
-            probe.connect(str(path))
-        except PermissionError:
-            raise KVSidecarError(f"{path} is another user's; ask as that one, or as root") from None
-        except OSError:
-            return None
-        return int(_CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0])
 
 
 def _pid(part: Part) -> str:

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
 from kvsidecar.cli.flags import FlagParser, add_flags, meant
+from kvsidecar.cli.printable import printable
 from kvsidecar.errors import ConfigurationError, KVSidecarError
 
 S = TypeVar("S", bound=BaseSettings)
@@ -117,6 +118,11 @@ class _StandardError:
         return False
 
 
+def strip_control_characters(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """A structlog processor for terminals, which control sequences in what a guest calls itself would steer."""
+    return {name: printable(value) if isinstance(value, str) else value for name, value in event.items()}
+
+
 def configure_logging(level: str, process: str = "") -> None:
     """Structured logs on stderr: for people on a terminal, JSON lines otherwise. ``process`` tells whose line it is
     where several write to one place.
@@ -132,6 +138,7 @@ def configure_logging(level: str, process: str = "") -> None:
     if errors.isatty():
         show = [
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+            strip_control_characters,
             structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback, pad_event_to=0),
         ]
 

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.client import Client, Completion
 from kvsidecar.connecting import explain, listens
 from kvsidecar.errors import Unavailable
-from kvsidecar.runtime import default_runtime_dir
+from kvsidecar.runtime import default_runtime_dir, own_runtime_dir
 from kvsidecar.supervised import supervised
 from kvsidecar.workers import target_of
 
@@ -21,7 +21,7 @@ Address = Annotated[
     str | None, typer.Option("--worker", help="Socket or host:port of a worker; those of `serve` when left out.")
 ]
 Adapter = Annotated[str, typer.Option("--model", help="One of the worker's LoRA adapters; the model when left out.")]
-console = Console()
+console = TerminalConsole()
 _LOOK_SECONDS = 0.2
 
 
@@ -41,14 +41,14 @@ def connected(address: str | None, patience_seconds: float = float("inf")) -> It
 
 def _wait_for_start(until: float) -> None:
     """Waits while a node is here of which no worker listens yet."""
-    folder = default_runtime_dir()
+    folder = own_runtime_dir()
     told = False
     while not any(listens(socket) for socket in folder.glob("worker-*.sock")) and supervised(folder) is not None:
         if time.monotonic() > until:
             return
         if not told:
             told = True
-            Console(stderr=True).print(
+            TerminalConsole(stderr=True).print(
                 "kvsidecar serve is starting: waiting until its model is loaded; Ctrl-C ends this", highlight=False
             )
         time.sleep(_LOOK_SECONDS)

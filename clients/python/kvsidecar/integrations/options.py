@@ -12,7 +12,7 @@ from kvsidecar.addresses import parse_tcp
 from kvsidecar.connecting import Address
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.layout import KEY_GROUP_TOKENS
-from kvsidecar.runtime import default_runtime_dir
+from kvsidecar.runtime import own_runtime_dir
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Daemon:
                 f"{' and '.join(files)} are for a daemon at host:port, and the socket is "
                 f"{found or 'that of this user'}; leave them out, or set socket to host:port"
             )
-        return Address(Path(found) if found else default_runtime_dir() / "cache.sock")
+        return Address(Path(found) if found else own_runtime_dir() / "cache.sock")
 
 
 def _is_tcp(text: str) -> bool:

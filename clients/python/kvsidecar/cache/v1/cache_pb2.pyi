@@ -237,7 +237,7 @@ class Hello(_message.Message):
     protocol_version: _builtins.int
     """Version of this protocol; 2. Another value is refused."""
     client_name: _builtins.str
-    """A name for logs and metrics, such as "worker-0"; at most 64 characters."""
+    """A name for logs and metrics, such as "worker-0"; at most 64 characters, all printable."""
     namespace: _builtins.bytes
     """The namespace id that the worker computed from the descriptor, 32 bytes; refused when the daemon's differs."""
     @_builtins.property
@@ -262,7 +262,9 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Says that the worker is alive, and what it has done. All numbers are totals since the session began, at most 2^48."""
+    """Says that the worker is alive, and what it has done. All numbers are totals since the session began, at most
+    2^48; they never fall. Those of sessions that share no memory are not counted.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -767,7 +769,7 @@ class ChunkMatch(_message.Message):
     """As in ChunkHeader."""
     offset: _builtins.int
     """Where the payload lies: start in bytes from the arena's start, a multiple of 4096. Valid while the answer's lease is
-    held. 0 in probes.
+    held. 0 in probes, and in sessions that share no memory.
     """
     payload_bytes: _builtins.int
     """Length of the payload in bytes."""

@@ -16,7 +16,7 @@ from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.connecting import channel, explain, read_token
 from kvsidecar.errors import InvalidRequest, from_rpc
 from kvsidecar.keys import HASH_BYTES
-from kvsidecar.runtime import default_runtime_dir
+from kvsidecar.runtime import own_runtime_dir
 
 CALL_SECONDS = 10
 P = ParamSpec("P")
@@ -82,7 +82,7 @@ def connected(
     """A stub of the daemon; its failures become KVSidecarErrors. That nothing listens there is one sentence, which says
     what to do."""
     token = read_token(token_file) if token_file is not None else None
-    target = socket or default_runtime_dir() / "cache.sock"
+    target = socket or own_runtime_dir() / "cache.sock"
     with channel(target, token=token, ca=ca, certificate=cert, key=key) as reached:
         try:
             yield CacheServiceStub(reached)

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import grpc
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.cli.cache.daemon import CALL_SECONDS, AsJson, Namespace, Salt, at_daemon, salt_bytes, scope
 from kvsidecar.cli.cache.shown import as_dict, duration, print_json, where
+from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.client import Client
 from kvsidecar.errors import InvalidRequest, PermissionDenied, from_rpc
 from kvsidecar.sizes import format_size
@@ -166,7 +166,7 @@ def _workers(daemon: Any, salt: str) -> dict[bytes, list[str]]:
 
 def _print_table(found: list[pb.ChunkInfo], known: dict[bytes, list[str]]) -> None:
     """Columns that fit: a narrow terminal has the most telling ones."""
-    console = Console()
+    console = TerminalConsole()
     cells = [_cells(c, known) for c in found]
     names = _WIDE if console.width >= _WIDE_FROM else _NARROW
     table = Table(*names)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cli.cache.daemon import CALL_SECONDS, AsJson, Namespace, Salt, at_daemon, scope
 from kvsidecar.cli.cache.ratios import HitRatios
 from kvsidecar.cli.cache.shown import as_dict, duration, percent, print_json
+from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.sizes import format_size
 
 _SECTIONS = {
@@ -55,7 +55,7 @@ def stats(daemon: Any, json: AsJson = False, namespace: Namespace = "", salt: Sa
     found = daemon.Stats(pb.StatsRequest(**restricted), timeout=CALL_SECONDS)
     if restricted:
         kept = {name: value for name, value in as_dict(found).items() if name in _OF_A_TENANT}
-        print_json(kept) if json else Console().print(_table({"what is stored": _OF_A_TENANT}, found))
+        print_json(kept) if json else TerminalConsole().print(_table({"what is stored": _OF_A_TENANT}, found))
         return
     ratios = HitRatios.of(found)
     if json:
@@ -64,7 +64,7 @@ def stats(daemon: Any, json: AsJson = False, namespace: Namespace = "", salt: Sa
     shown = _SECTIONS if found.remote_engine else {t: names for t, names in _SECTIONS.items() if t != "the remote tier"}
     table = _table(shown, found)
     table.title = f"epoch {found.epoch:x}, up {duration(found.uptime_seconds)}"
-    console = Console()
+    console = TerminalConsole()
     console.print(table)
     console.print(
         f"hit ratio [bold]{percent(ratios.total)}[/bold] of prompt tokens: "

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import grpc
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
@@ -23,6 +23,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cli.cache.daemon import CALL_SECONDS, at_daemon
 from kvsidecar.cli.cache.ratios import HitRatios
 from kvsidecar.cli.cache.shown import duration, percent
+from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.sizes import format_size
 
 _RATE_SECONDS = 10.0  # rates and ratios are over the last so many seconds
@@ -48,7 +49,7 @@ def top(
 
     Rates and ratios on the left are of the last 10 seconds, those on the right since the daemon's start.
     """
-    console = Console()
+    console = TerminalConsole()
     first = Sample(time.monotonic(), daemon.Stats(pb.StatsRequest(), timeout=CALL_SECONDS))
     if once:
         console.print(frame(first, None))

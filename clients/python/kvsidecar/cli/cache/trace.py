@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvsidecar.cli.cache.daemon import AsJson
 from kvsidecar.cli.cache.shown import duration, percent, print_json
+from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.errors import InvalidRequest
 
 app = typer.Typer(
@@ -58,7 +58,7 @@ def summary(file: File, json: AsJson = False) -> None:
         elif name == "most_hit_ratio":
             shown = percent(value)
         table.add_row(name.replace("_", " "), shown)
-    Console().print(table)
+    TerminalConsole().print(table)
 
 
 def summarize(file: Path) -> Summary:

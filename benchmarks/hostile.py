@@ -1,0 +1,136 @@
+"""A hostile guest beside a well-behaved client of one daemon: what the client notices, and what the daemon uses.
+
+The guest (``benchmarks.chaos.guest``) attacks from a process of its own with all that a caller at the shared socket can
+do. The client matches prompts that it stored, a hundred a second. ``match_p99_ms`` is wall time at the client;
+``internal`` counts calls that failed inside the daemon; ``above_budgets_mib`` is the most memory that the daemon had
+beyond what it had idle, its arena and one staging for each of the two callers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from benchmarks import report
+from benchmarks.node import Node
+from benchmarks.peer import Peer
+
+_MEBIBYTE = 1 << 20
+_ARENA, _STAGING = 32 * _MEBIBYTE, 16 * _MEBIBYTE
+_PROMPTS, _CHUNKS, _CHUNK_TOKENS = 8, 4, 64
+_PAUSE_SECONDS, _LOOK_SECONDS = 0.01, 0.1
+
+
+class Client:
+    """A worker that stores its prompts again when they are gone, and measures its Matches."""
+
+    def __init__(self, node: Node) -> None:
+        self.peer = Peer(node)
+        self.match_ms: list[float] = []
+        self.failed: Counter[str] = Counter()
+        self.wrong = self.found = 0
+
+    def step(self, number: int) -> None:
+        ids = [(number % _PROMPTS) * 10_000 + n for n in range(_CHUNKS * _CHUNK_TOKENS)]
+        try:
+            began = time.perf_counter()
+            found = self.peer.match(ids)
+            self.match_ms.append((time.perf_counter() - began) * 1e3)
+            self.wrong += not self.peer.is_right(ids, found)
+            self.found += found.matched_tokens == len(ids)
+            self.peer.release(found)
+            if found.matched_tokens < len(ids):
+                self.peer.try_put(ids, _CHUNK_TOKENS)
+        except grpc.RpcError as error:
+            known: Any = error
+            self.failed[known.code().name] += 1
+
+
+class Memory(threading.Thread):
+    """Watches how much the daemon has."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        super().__init__(daemon=True)
+        self._process, self._over = process, threading.Event()
+        self.idle = self.most = process.memory_info().rss
+
+    def run(self) -> None:
+        while not self._over.wait(_LOOK_SECONDS):
+            self.most = max(self.most, self._process.memory_info().rss)
+
+    def close(self) -> None:
+        self._over.set()
+        self.join()
+
+
+def measured(seconds: float, *, hostile: bool) -> dict[str, Any]:
+    """One daemon, its client and, if asked for, the guest, for so long."""
+    with (
+        tempfile.TemporaryDirectory(prefix="hostile-") as folder,
+        Node(
+            workers=0,
+            arena_bytes=str(_ARENA),
+            store_bytes="64MiB",
+            daemon_flags={"staging_bytes": str(_STAGING), "shared_socket": Path(folder) / "shared.sock"},
+        ) as node,
+    ):
+        shared = Path(folder) / "shared.sock"
+        memory = Memory(psutil.Process(node.pid("daemon")))
+        memory.start()
+        client, told = Client(node), "{}"
+        command = [sys.executable, "-m", "benchmarks.chaos.guest", str(shared)]
+        guest = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) if hostile else None
+        try:
+            until, number = time.monotonic() + seconds, 0
+            while time.monotonic() < until:
+                client.step(number := number + 1)
+                time.sleep(_PAUSE_SECONDS)
+        finally:
+            if guest is not None:
+                told, _ = guest.communicate("", timeout=120)
+        memory.close()
+        internal = node.read_log().count("a call failed") + client.failed["INTERNAL"]
+        client.peer.close()
+        return {
+            "hostile": hostile,
+            "seconds": seconds,
+            "matches": len(client.match_ms),
+            "match_p50_ms": round(report.median(client.match_ms), 2),
+            "match_p99_ms": round(report.p99(client.match_ms), 2),
+            "match_max_ms": round(max(client.match_ms), 1),
+            "hit_share": round(client.found / max(1, len(client.match_ms)), 3),
+            "wrong": client.wrong,
+            "failed": dict(client.failed),
+            "internal": internal,
+            "above_budgets_mib": round((memory.most - memory.idle - _ARENA - 2 * _STAGING) / _MEBIBYTE, 1),
+            "guest": json.loads(told),
+        }
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    rows = [measured(min(options.seconds, 30.0), hostile=False), measured(options.seconds, hostile=True)]
+    return report.write(options, "hostile", rows, rows[-1])
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = report.parser("hostile", __doc__ or "")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.seconds = 30.0
+    return run(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Provenance of a result: the commit, the time, the load and the command that it came from."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parent.parent
+_STARTED = datetime.datetime.now(datetime.UTC)
+_LOAD = os.getloadavg()
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Taken when a benchmark was imported, but for ``seconds`` and ``load_after``. ``commit`` is empty, and ``dirty``
+    None, where there is no repository."""
+
+    commit: str
+    dirty: bool | None
+    date: str
+    seconds: float
+    load_before: tuple[float, float, float]
+    load_after: tuple[float, float, float]
+    command: str
+
+    @classmethod
+    def now(cls) -> Provenance:
+        commit, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+        took = (datetime.datetime.now(datetime.UTC) - _STARTED).total_seconds()
+        return cls(
+            commit=commit or "",
+            dirty=None if commit is None or changed is None else bool(changed),
+            date=_STARTED.isoformat(timespec="seconds"),
+            seconds=round(took, 1),
+            load_before=_LOAD,
+            load_after=os.getloadavg(),
+            command=_command(),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the repository; None where it cannot say."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _command() -> str:
+    """The command line, without the places of this machine."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is None:
+        return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return shlex.join(["python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]])

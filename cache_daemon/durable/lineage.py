@@ -1,0 +1,51 @@
+"""Whether chunks that come from elsewhere fit to each other and to what is stored."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.layout import Geometry
+
+
+class Known(Protocol):
+    """A store that can be asked for the geometry of a root."""
+
+    def first_of(self, root: bytes) -> bytes | None: ...
+
+    def header(self, prefix_hash: bytes) -> ChunkHeader | None: ...
+
+
+class Lineage:
+    """Ends and geometries of chunks that came, parents before children."""
+
+    def __init__(self, known: Known) -> None:
+        self._known = known
+        self._ends: dict[bytes, tuple[bytes, int]] = {}  # of a chunk: its root, and the position behind it
+        self._geometries: dict[bytes, Geometry] = {}  # of a root
+
+    def check(self, header: ChunkHeader, position: int) -> None:
+        """Takes note of the chunk at a position of the archive. Raises InvalidRequest unless it fits."""
+        root, end = self._ends.get(header.parent_prefix_hash, (header.root, 0))
+        if header.parent_prefix_hash != header.root and header.parent_prefix_hash not in self._ends:
+            raise InvalidRequest(f"chunk {position} of the archive comes before its parent")
+        if root != header.root:
+            raise InvalidRequest(f"chunk {position} of the archive has another root than its parent")
+        if header.start_position != end:
+            raise InvalidRequest(
+                f"chunk {position} of the archive begins at {header.start_position}, what it continues ends at {end}"
+            )
+        found, expected = Geometry.of(header), self._geometry_of(header)
+        if found != expected:
+            raise InvalidRequest(f"chunk {position} of the archive has {found}, its namespace has {expected}")
+        self._ends[header.prefix_hash] = root, end + len(header.token_ids)
+
+    def _geometry_of(self, header: ChunkHeader) -> Geometry:
+        """That of all chunks of a root, which is a namespace's."""
+        root = header.root
+        if root not in self._geometries:
+            first = self._known.first_of(root)
+            stored = self._known.header(first) if first is not None else None
+            self._geometries[root] = Geometry.of(stored if stored is not None else header)
+        return self._geometries[root]

@@ -1,0 +1,59 @@
+"""The HTTP server of the metrics port: few connections at a time, and none for long."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+MAX_CONNECTIONS = 16
+# Nothing in this time ends a connection; and so does its length, whatever was sent.
+_IDLE_SECONDS, _LONGEST_SECONDS = 5.0, 30.0
+
+
+class _Silent(WSGIRequestHandler):
+    timeout = _IDLE_SECONDS
+
+    def log_message(self, format: str, *values: Any) -> None:
+        """Scrapes are in no log."""
+
+
+class ScrapeServer(ThreadingMixIn, WSGIServer):
+    """A thread for each connection. The oldest connection makes room for one too many, so that connections that say
+    nothing keep no scrape out."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], family: socket.AddressFamily, application: Callable[..., Any]) -> None:
+        """Raises OSError when the address cannot be listened on."""
+        self.address_family = family
+        self._open: dict[socket.socket, float] = {}  # since when, oldest first
+        self._lock = threading.Lock()
+        super().__init__(address, _Silent)
+        self.set_app(application)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        now = time.monotonic()
+        with self._lock:
+            too_long = [one for one, since in self._open.items() if now - since > _LONGEST_SECONDS]
+            too_many = list(self._open)[: max(0, len(self._open) + 1 - MAX_CONNECTIONS)]
+            for one in {*too_long, *too_many}:
+                del self._open[one]
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+            self._open[request] = now
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that ends early is nobody's error."""

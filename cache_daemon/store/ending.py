@@ -1,0 +1,64 @@
+"""The end of a store: work that blocks, under one deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+
+# The end may take so long: of that, what is queued to be written, and then all but the closing of files.
+SECONDS, SETTLE_SECONDS, WRITE_SECONDS = 20.0, 14.0, 18.0
+
+log = structlog.get_logger("cache_daemon")
+
+
+class Ending:
+    """A deadline over several pieces of work, each on a thread of its own that nothing waits for at exit."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.late = False
+        """Whether a piece of work is still running although the time is up."""
+
+    @property
+    def to_settle(self) -> float:
+        """Seconds left for what is queued to be written."""
+        return self._left(SETTLE_SECONDS)
+
+    @property
+    def to_write(self) -> float:
+        """Seconds left for the writer to end."""
+        return self._left(WRITE_SECONDS)
+
+    def _left(self, of_seconds: float) -> float:
+        return max(0.1, self._began + of_seconds - time.monotonic())
+
+    async def run(self, work: Callable[[], object]) -> object:
+        """The result of work that blocks; None when it does not end in time. Raises what the work raises."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        outcome: list[object] = []
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                outcome.append(work())
+            except BaseException as error:
+                raised.append(error)
+            with contextlib.suppress(RuntimeError):  # the loop closed meanwhile: nothing is left to hear
+                loop.call_soon_threadsafe(ended.set)
+
+        threading.Thread(target=run, name="store-end", daemon=True).start()
+        try:
+            async with asyncio.timeout(self._left(SECONDS)):
+                await ended.wait()
+        except TimeoutError:
+            self.late = True
+            log.error("the store does not close in time", waits_for=getattr(work, "__qualname__", repr(work)))
+            return None
+        if raised:
+            raise raised[0]
+        return outcome[0]

@@ -1,0 +1,83 @@
+"""Waiting for a worker to come back when none is up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from math import inf
+
+from kvsidecar.errors import Unavailable
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.supervised import STARTING, read_reports
+from starlette.datastructures import Headers
+
+from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.router import Router, Worker
+from inference_svc.gateway.tracing import current
+
+_MAX_WAITING, _LOOK_SECONDS, _READ_SECONDS = 1024, 0.05, 0.5
+
+
+class WorkerWait:
+    """Picks workers; where none is up that was before, waits for whoever runs them to start one again.
+
+    That takes ``worker_wait_seconds`` at most; while the supervisor says that it is starting one, they have not begun,
+    for ``worker_start_seconds`` at most. Runs on the event loop.
+    """
+
+    def __init__(self, router: Router, config: GatewayConfig) -> None:
+        self._router, self._config = router, config
+        self._num_waiting = 0
+        self._starting, self._read_at = False, float("-inf")
+
+    async def pick(self, request: pb.GenerateRequest, excluded: set[str], max_seconds: float | None) -> Worker:
+        """The router's choice. A worker that failed and is up after a wait has come back, so it is not excluded then.
+
+        ``max_seconds`` is the client's own limit. Raises Unavailable.
+        """
+        try:
+            return self._router.pick(request, excluded)
+        except Unavailable:
+            if not self._router.may_return or self._num_waiting >= _MAX_WAITING or max_seconds == 0:
+                raise
+        began, waiting_since = time.perf_counter(), time.monotonic()
+        starting_until = waiting_since
+        self._num_waiting += 1
+        try:
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                try:
+                    return self._router.pick(request, set())
+                except Unavailable:
+                    now = time.monotonic()
+                    if self._is_starting() and now - waiting_since < self._config.worker_start_seconds:
+                        starting_until = now  # the gateway sees a worker a little after the supervisor
+                    waited = now - waiting_since
+                    if now - starting_until >= self._config.worker_wait_seconds or waited >= (max_seconds or inf):
+                        raise
+        finally:
+            self._num_waiting -= 1
+            current().phase("wait for a worker", began, time.perf_counter())
+
+    def _is_starting(self) -> bool:
+        """Whether this process's supervisor says that it is starting a worker; as it said half a second ago."""
+        folder, now = self._config.supervisor_dir, time.monotonic()
+        if folder is None:
+            return False
+        if now - self._read_at > _READ_SECONDS:
+            self._read_at = now
+            reports = read_reports(folder, os.getppid())
+            self._starting = any(
+                name.startswith("worker") and report.state == STARTING for name, report in reports.items()
+            )
+        return self._starting
+
+
+def preferred_wait_seconds(headers: Headers) -> float | None:
+    """How long a client wants to wait at most, by its ``Prefer: wait=N`` (RFC 7240); None where it does not say."""
+    for preference in ",".join(headers.getlist("prefer")).split(","):
+        name, _, value = preference.partition(";")[0].partition("=")
+        if name.strip().lower() == "wait" and value.strip().strip('"').isdecimal():
+            return float(value.strip().strip('"')[:9])
+    return None

@@ -1,0 +1,63 @@
+"""What a tester remembers of a simulated daemon: paths, leases, reservations, calls that run."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvsidecar import keys
+
+from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.lookup import MatchResult
+from cache_daemon.store.sessions import Session
+from cache_daemon.store.writing import Reserved
+
+
+class Path(NamedTuple):
+    """Where a chunk stands: its tokens from the prompt's beginning, where it begins, and the keys up to its own."""
+
+    root: bytes
+    tokens: tuple[int, ...]
+    begin: int
+    chain: tuple[bytes, ...]
+
+    @property
+    def ids(self) -> bytes:
+        return keys.token_bytes(self.tokens)
+
+
+@dataclass(eq=False)
+class Life:
+    """One start of a daemon: what belongs to it ends with it."""
+
+    tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
+    is_over: bool = False
+
+
+@dataclass(eq=False)
+class Held:
+    """A lease that the test holds, and what it showed when it was given."""
+
+    session: Session
+    result: MatchResult
+    seen: list[tuple[Chunk, Any, bytes]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Open:
+    """A reservation of the test."""
+
+    session: Session
+    key: bytes
+    got: Reserved
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that runs beside the test's other steps."""
+
+    name: str
+    session: Session | None
+    root: bytes
+    task: asyncio.Task[Any]

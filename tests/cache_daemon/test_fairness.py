@@ -1,0 +1,137 @@
+"""One caller can neither fill the arena for good nor hold the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.errors import QuotaExceeded
+
+from cache_daemon.eviction import POLICIES
+from cache_daemon.store.chunk import Residency
+from cache_daemon.store.persistence import _EVICTED_AT_ONCE
+from tests.cache_daemon.stores import Bench, opened
+
+PAGE = 4096
+COMMITTED = pb.COMMIT_OUTCOME_COMMITTED
+
+
+async def test_pins_of_more_than_the_arena_keep_nobody_from_storing_and_reading() -> None:
+    async with opened(8 * PAGE, 64 * PAGE) as bench:
+        await bench.put([1], salt=b"victim")
+        await bench.store.settle()
+        for n in range(16):
+            key, outcome = await bench.put([100 + n])
+            assert outcome == COMMITTED
+            await bench.store.settle()
+            bench.store.pin(bench.root(), key)
+        assert bench.store.stats().pinned_bytes > 0
+        assert await bench.found([1], b"victim") == 1
+        _, outcome = await bench.put([2], salt=b"victim")
+        assert outcome == COMMITTED
+        for n in range(16):
+            assert await bench.found([100 + n]) == 1, "what is pinned comes from the disk"
+
+
+async def test_no_more_than_half_of_the_arena_is_pinned_where_nothing_is_durable() -> None:
+    async with opened(8 * PAGE, budget_bytes=0) as bench:
+        refused = 0
+        for n in range(24):
+            key, outcome = await bench.put([100 + n])
+            assert outcome == COMMITTED, "others find room"
+            try:
+                bench.store.pin(bench.root(), key)
+            except QuotaExceeded:
+                refused += 1
+        pinned = [c for c in bench.store.tiers.index if c.pins]
+        assert refused
+        assert len(pinned) == 4, "each takes a page"
+        assert all(c.in_arena is Residency.PRESENT for c in pinned)
+
+
+async def test_a_prefix_that_is_not_durable_yet_takes_at_most_half_of_the_arena() -> None:
+    async with opened(8 * PAGE, 64 * PAGE) as bench:
+        bench.tier.hold()
+        found = [(await bench.put([n]))[0] for n in range(5)]
+        for key in found[:4]:
+            bench.store.pin(bench.root(), key)
+        with pytest.raises(QuotaExceeded, match="not durable"):
+            bench.store.pin(bench.root(), found[4])
+        bench.tier.let_go()
+        await bench.store.settle()
+        bench.store.pin(bench.root(), found[4])
+
+
+# ---- a writer's word on what its chunks are worth -----------------------------------------------------------
+
+
+async def put_claiming(bench: Bench, ids: list[int], seconds: float, salt: bytes) -> None:
+    header = bench.header(ids)
+    header.prefill_seconds = seconds
+    reserved = bench.store.reserve(bench.session, salt, [header])[0]
+    await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, ids)])
+
+
+@pytest.mark.parametrize("policy", ["gittins", "gdsf"])
+@pytest.mark.parametrize("claim", [3e38, 1e4])
+async def test_a_claim_of_what_prefill_took_does_not_keep_the_arena(policy: str, claim: float) -> None:
+    async with opened(256 * PAGE, budget_bytes=0, new_policy=POLICIES[policy]) as bench:
+        for n in range(256):
+            await put_claiming(bench, [1_000_000 + n], claim, b"guest")
+        for n in range(1200):
+            await put_claiming(bench, [n], 0.01, b"honest")
+        guests = sum([await bench.found([1_000_000 + n], b"guest") for n in range(256)])
+        assert guests <= 8, "of 256"
+
+
+# ---- the event loop -----------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_that_is_stored_in_many_ways_is_looked_up_in_bounded_steps() -> None:
+    """Eleven equal tokens, cut into pieces of one, two and three in every way."""
+    async with opened(16 << 20, budget_bytes=0, staging_bytes=16 << 20) as bench:
+        parents = [(b"", 0)]
+        for parent, at in parents:
+            pieces = [[7] * n for n in (1, 2, 3) if at + n <= 11]
+            reserved = bench.store.reserve(bench.session, b"", [bench.header(p, at, parent) for p in pieces])
+            items = [bench.fill(r, p) for r, p in zip(reserved, pieces, strict=True)]
+            await bench.store.commit(bench.session, bench.store.epoch, items)
+            parents += [
+                (r.prefix_hash, at + len(p))
+                for r, p in zip(reserved, pieces, strict=True)
+                if bench.store.tiers.index.get(r.prefix_hash) is not None
+            ]
+            if len(parents) > 1500:
+                break
+        index, looked = bench.store.tiers.index, 0
+        continuations = index._continuations
+
+        def counted(*rest: object) -> object:
+            nonlocal looked
+            looked += 1
+            return continuations(*rest)  # type: ignore[arg-type]
+
+        index._continuations = counted  # type: ignore[method-assign, assignment]
+        began = time.thread_time()
+        assert sum(n for _, n in bench.store.probe(bench.root(), keys.token_bytes([7] * 11))) > 0
+        assert looked <= 256
+        assert time.thread_time() - began < 0.05
+
+
+async def test_a_full_budget_evicts_a_bounded_number_of_chunks_at_once() -> None:
+    async with opened(4 << 20, 64 << 20) as bench:
+        for n in range(400):
+            await bench.put([n])
+        await bench.store.settle()
+        persistence, before = bench.store._persistence, bench.store.stats().durable_evictions
+        assert persistence is not None
+        persistence.budget_bytes = bench.store.stats().durable_bytes
+        persistence._ceiling = float(persistence.budget_bytes // 2)
+        persistence._shrink_to = persistence._ceiling
+        persistence._shrink_some()
+        assert bench.store.stats().durable_evictions - before == _EVICTED_AT_ONCE
+        while bench.store.stats().durable_bytes > persistence._ceiling:  # noqa: ASYNC110
+            await asyncio.sleep(0)

@@ -1,0 +1,56 @@
+"""Text of a model or of another user on a terminal: no character of it steers the terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import sys
+
+import structlog
+from kvsidecar.cli.settings import configure_logging
+from kvsidecar.cli.terminal import TerminalConsole
+from rich.table import Table
+
+EVIL = "hi\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m\r\x08\ttab\nline"
+CONTROL = [chr(n) for n in (*range(0x20), *range(0x7F, 0xA0)) if chr(n) not in "\n\t"]
+
+
+def printed(terminal: bool) -> str:
+    file = io.StringIO()
+    console = TerminalConsole(file=file, force_terminal=terminal, color_system=None, width=200)
+    console.print(EVIL, end="", markup=False, highlight=False, soft_wrap=True)
+    table = Table("whose")
+    table.add_row(EVIL.partition("\n")[0])
+    console.print(table)
+    return file.getvalue()
+
+
+def test_a_terminal_gets_no_control_characters_of_what_is_shown() -> None:
+    shown = printed(terminal=True)
+    assert not [char for char in CONTROL if char in shown]
+    assert "hi]52;c;" in shown
+    assert "line" in shown
+
+
+def test_a_file_gets_the_text_as_it_is() -> None:
+    assert "\x1b]52;c;" in printed(terminal=False)
+
+
+def test_a_log_on_a_terminal_has_none_of_a_guests_name() -> None:
+    ours, theirs = pty.openpty()
+    kept, sys.stderr = sys.stderr, os.fdopen(theirs, "w")
+    try:
+        configure_logging("info")
+        structlog.get_logger().info("attached", client_name=EVIL)
+        sys.stderr.flush()
+        said = os.read(ours, 4096).decode()
+    finally:
+        sys.stderr.close()
+        sys.stderr = kept
+        os.close(ours)
+        structlog.reset_defaults()
+    assert "attached" in said
+    assert "\x1b]52" not in said
+    assert "\x1b[2J" not in said
+    assert "\x9b" not in said
