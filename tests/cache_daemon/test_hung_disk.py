@@ -75,7 +75,7 @@ async def test_commits_go_on_beside_a_disk_that_hangs_and_are_durable_when_it_go
 
 async def test_a_store_whose_disk_hangs_closes_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("SECONDS", 1.0), ("SETTLE_SECONDS", 0.4), ("WRITE_SECONDS", 0.7)):
-        monkeypatch.setattr(ending, name, seconds)
+        monkeypatch.setattr(shutdown, name, seconds)
     async with opened(tier=MemoryTier()) as bench:
         bench.tier.hold()
         await put(bench, 1)
