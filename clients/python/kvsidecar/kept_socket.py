@@ -8,14 +8,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Self
 
-import structlog
-
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.runtime import ensure_private_dir
 
 _LOOK_SECONDS = 1.0
-
-log = structlog.get_logger("kvsidecar")
 
 
 class KeptSocket:
@@ -41,7 +37,10 @@ class KeptSocket:
                 await self._watch
 
     async def _keep(self) -> None:
-        said = ""
+        import structlog  # here: clients import this module, and do not log
+
+        log, said = structlog.get_logger("kvsidecar"), ""
+        name = str(self._path)
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             if self._path.exists():
@@ -52,8 +51,8 @@ class KeptSocket:
                 await self._bind_again()
             except (ConfigurationError, OSError, RuntimeError) as error:
                 if str(error) != said:
-                    log.error("the socket was deleted and cannot be made again", socket=str(self._path), error=str(error))
+                    log.error("the socket was deleted and cannot be made again", socket=name, error=str(error))
                 said = str(error)
             else:
-                log.warning("the socket was deleted, listening there again", socket=str(self._path))
+                log.warning("the socket was deleted, listening there again", socket=name)
                 said = ""
