@@ -38,8 +38,8 @@ _NOBODY_SECONDS = 3.0
 
 
 class Relay:
-    """Sends requests on. ``request_seconds`` is for a whole answer, all tries together; ``wait`` says how long a request
-    stays while no node has a worker."""
+    """Sends requests on. ``request_seconds`` is for a whole answer, all tries together; ``wait`` says for how
+    long a request stays while no node has a worker."""
 
     def __init__(
         self,

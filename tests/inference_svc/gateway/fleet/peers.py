@@ -39,7 +39,7 @@ class Peer:
     tls: ssl.SSLContext | None = None
     prompts: list[dict[str, Any]] = field(default_factory=list)
     preferences: list[str] = field(default_factory=list)
-    """``Prefer`` of each of the prompts."""
+    """``Prefer`` of each chat."""
     keys: set[str] = field(default_factory=set)
     asked: int = 0
     began: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,13 +62,16 @@ class Peer:
             headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
             body = await reader.readexactly(int(headers.get("content-length", "0")))
             self.keys.add(headers.get("authorization", ""))
-            await self._serve(head[0].split()[1], headers.get("prefer", ""), body, writer)
+            path = head[0].split()[1]
+            if path == "/v1/chat/completions":
+                self.preferences.append(headers.get("prefer", ""))
+            await self._serve(path, body, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
             writer.close()
 
-    async def _serve(self, path: str, preference: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
         if self.silent:
             await asyncio.sleep(30)
         elif path == "/kvsidecar/v1/serving":
@@ -82,7 +85,6 @@ class Peer:
             await says({"id": name}, 200 if name in self.responses else 404)(writer)
         else:
             self.prompts.append(json.loads(body))
-            self.preferences.append(preference)
             self.began.set()
             await (self.answer or says({"from": self.url}))(writer)
 
