@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -160,10 +161,15 @@ def test_a_deleted_runtime_folder_comes_back_and_a_worker_that_dies_then_finds_i
         shutil.rmtree(tmp_path / "kvsidecar")
         worker.kill()
         served.until(lambda: any(child.pid != worker.pid for child in served.children("--name=worker-0")))
-        served.until(lambda: served.run("status").returncode == 0)
-        parts = {part["name"]: part for part in json.loads(served.run("status", "--json").stdout)}
+        parts: dict[str, dict[str, Any]] = {}
+
+        def serving() -> bool:
+            said = served.run("status", "--json")
+            parts.update({part["name"]: part for part in json.loads(said.stdout or "[]")})
+            return said.returncode == 0 and "attached" in parts["worker-0"]["detail"]
+
+        served.until(serving)
         assert set(parts) == {"cache", "worker-0", "gateway"}
-        assert "attached" in parts["worker-0"]["detail"]
         assert cached_tokens(served.ask()) > 0, "what was cached before"
         assert served.children("cache_daemon") == [daemon], "it was not started again"
         assert parts["cache"]["restarts"] == 0
