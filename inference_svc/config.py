@@ -29,7 +29,7 @@ class ModelSettings(BaseSettings):
     """demo (built in for tests, no assistant), a name of `kvsidecar models`, a folder, a GGUF file, a hub id, or
     shape:NAME (random weights, for measuring). When empty smollm2, which is fetched if it is not here."""
     served_name: str = ""
-    """Name that clients ask for; the model's own when empty."""
+    """Name that clients ask for; when empty the model's own, which of a folder is the folder's name."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
@@ -119,6 +119,13 @@ class ModelSettings(BaseSettings):
     @classmethod
     def _url(cls, value: str) -> str:
         return checked_endpoint(value)
+
+    @property
+    def public_name(self) -> str:
+        """The name that clients ask for. Where the model lies is none of theirs."""
+        if not self.served_name and self.model and Path(self.model).expanduser().is_dir():
+            return Path(self.model).expanduser().resolve().name
+        return self.served_name or self.model
 
     @property
     def adapters(self) -> dict[str, Path]:

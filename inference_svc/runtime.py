@@ -92,7 +92,7 @@ def _build(config: WorkerConfig) -> Runtime:
         dtype=config.dtype,
         weights=config.weights,
         strict=config.strict,
-        served_name=config.served_name,
+        served_name=config.public_name,
         context_length=config.context_length,
         stream=Asked(
             config.stream,

@@ -68,6 +68,8 @@ class ServeConfig(ModelSettings):
     """Port of the HTTP gateway."""
     page: bool = True
     """Serve a page at / of the gateway: chat, what is reused, the node."""
+    default_max_tokens: int = Field(default=0, ge=0, lt=2**31)
+    """Most tokens of a chat's answer or a response that names none; 0 for all that the context still holds."""
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     """Private folder for the sockets."""
     store: str = Field(default_factory=lambda: str(default_data_dir() / "store"))
@@ -130,8 +132,8 @@ class Supervisor:
         await asyncio.gather(*(child.ready.wait() for child in awaited))
         while await asyncio.to_thread(health_status, self._url, PROBE_SECONDS) != HTTPStatus.OK:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
-        log.info("ready", url=f"{self._url}/v1", model=self._worker.model, workers=self._config.workers)
-        name = self._worker.served_name or self._worker.model
+        name = self._worker.public_name
+        log.info("ready", url=f"{self._url}/v1", model=name, workers=self._config.workers)
         shown, beside = _to_open(self._config.host, self._config.port)
         page = f"a page at {shown}, " if self._config.page else ""
         print(f"{name} is ready: {page}OpenAI's API at {shown}/v1{beside}; try: kvsidecar chat", flush=True)
@@ -177,7 +179,7 @@ class Supervisor:
         flags = {"host": self._config.host, "port": self._config.port, "workers": workers}
         cache = "none" if self._worker.cache_address else self.cache_socket
         flags |= {"cache_socket": cache, "supervisor_dir": self._config.runtime_dir}
-        flags |= self._set("log_level", "page", "otlp_endpoint")
+        flags |= self._set("log_level", "page", "otlp_endpoint", "default_max_tokens")
         return python_command("-m", "inference_svc", "gateway", *_flags(flags))
 
     def _keeps_off_disk(self) -> bool:

@@ -105,6 +105,9 @@ def understood(arguments: list[str]) -> argparse.Namespace:
 
 def measured(options: argparse.Namespace, console: Console) -> Report:
     """Loads the model, measures it, and hands the verdict on if that was asked for. Raises KVSidecarError, OSError."""
+    if not console.is_terminal:  # where a bar is drawn
+        said = f"kvsidecar verify: loads {options.model} and measures it, which takes half a minute or more"
+        print(said, file=sys.stderr, flush=True)
     from inference_svc.cache.verdicts import store_verdict
     from inference_svc.engine.numerics_probe import identified
     from inference_svc.model.loader import load, quiet_transformers

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import structlog
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.kept_socket import KeptSocket
 from kvsidecar.memory import ARENA, STAGING, SUMMARY
 
 ID_BYTES = 16
@@ -38,28 +39,46 @@ async def handing_out(
     path: Path, shares: Shares, mode: int, admits: Callable[[socket.socket], bool]
 ) -> AsyncIterator[None]:
     """Serves the socket ``path`` meanwhile: a peer that ``admits`` lets in and that sends the id of an open session and
-    the name of a memory gets it. Raises ConfigurationError when the socket cannot be made.
+    the name of a memory gets it. The socket is made again where it is deleted. Raises ConfigurationError when it cannot
+    be made.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def listen() -> None:
+            listener = stack.enter_context(_listener(path, mode))
+            task = asyncio.create_task(_accept(shares, listener, admits))
+            task.add_done_callback(_tell_failure)
+            stack.push_async_callback(_cancelled, task)
+
         path.unlink(missing_ok=True)
-        before = os.umask(0o777 & ~mode)
+        await listen()
         try:
-            listener.bind(str(path))
-        except OSError as error:
-            raise ConfigurationError(f"no socket can be made at {path}: {error}; choose another --socket") from error
+            async with KeptSocket(path, listen):
+                yield
         finally:
-            os.umask(before)
-        listener.listen(_MOST_AT_ONCE)
-        listener.setblocking(False)
-        task = asyncio.create_task(_accept(shares, listener, admits))
-        task.add_done_callback(_tell_failure)
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
             path.unlink(missing_ok=True)
+
+
+def _listener(path: Path, mode: int) -> socket.socket:
+    """A socket that listens at a path. Raises ConfigurationError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o777 & ~mode)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(f"no socket can be made at {path}: {error}; choose another --socket") from error
+    finally:
+        os.umask(before)
+    listener.listen(_MOST_AT_ONCE)
+    listener.setblocking(False)
+    return listener
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 def _tell_failure(task: asyncio.Task[None]) -> None:

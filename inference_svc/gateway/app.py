@@ -128,7 +128,7 @@ class Gateway:
         return JSONResponse(shown, headers={"Cache-Control": "no-store"})
 
     async def serving(self, request: Request) -> Response:
-        return JSONResponse(serving(self.router) | self._load(request))
+        return JSONResponse(serving(self.router, self._wait.is_starting()) | self._load(request))
 
     def _load(self, request: Request) -> dict[str, int]:
         """How busy the node is, for whoever may know: that tells one tenant of the others."""

@@ -84,7 +84,8 @@ class GatewayConfig(BaseSettings):
     """A request waits so long for a worker to come back, when none is up; one that is loaded for the first time is not
     waited for."""
     worker_start_seconds: float = Field(default=600.0, ge=0)
-    """A request waits so long while the supervisor of kvsidecar serve says that it is starting a worker again."""
+    """A request waits so long while the supervisor of kvsidecar serve says that it is starting a worker again; before a
+    fleet, while no node is up and some node says that it is starting a worker."""
     supervisor_dir: Path | None = None
     """Runtime folder of the kvsidecar serve that runs this gateway, which sets it."""
     otlp_endpoint: str = ""

@@ -46,11 +46,11 @@ class WarmBody(BodyModel):
         return pb.WarmRequest(prompt=prompt, model=self.model, cache=cache)
 
 
-def serving(router: Router) -> dict[str, Any]:
-    """What is served, and by how many workers."""
+def serving(router: Router, starting: bool) -> dict[str, Any]:
+    """What is served, and by how many workers; without any, whether one is being started."""
     alive = [worker for worker in router.workers if worker.alive]
     models = {name: answers.model(worker.model, name, router.started) for worker in alive for name in worker.names}
-    return {"models": list(models.values()), "workers": len(alive)}
+    return {"models": list(models.values()), "workers": len(alive), "starting": starting and not alive}
 
 
 def busy(router: Router) -> int:

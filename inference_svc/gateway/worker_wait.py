@@ -51,7 +51,7 @@ class WorkerWait:
                     return self._router.pick(request, set())
                 except Unavailable:
                     now = time.monotonic()
-                    if self._is_starting() and now - waiting_since < self._config.worker_start_seconds:
+                    if self.is_starting() and now - waiting_since < self._config.worker_start_seconds:
                         starting_until = now  # the gateway sees a worker a little after the supervisor
                     waited = now - waiting_since
                     if now - starting_until >= self._config.worker_wait_seconds or waited >= (max_seconds or inf):
@@ -60,7 +60,7 @@ class WorkerWait:
             self._num_waiting -= 1
             current().phase("wait for a worker", began, time.perf_counter())
 
-    def _is_starting(self) -> bool:
+    def is_starting(self) -> bool:
         """Whether this process's supervisor says that it is starting a worker; as it said half a second ago."""
         folder, now = self._config.supervisor_dir, time.monotonic()
         if folder is None:

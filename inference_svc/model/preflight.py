@@ -46,7 +46,7 @@ def settled(settings: M) -> M:
 
 def open_adapters(settings: ModelSettings) -> list[Folder]:
     """What is known of the adapters before a model is loaded. Raises ConfigurationError."""
-    model = settings.served_name or settings.model
+    model = settings.public_name
     if model in settings.adapters:
         raise ConfigurationError(f"a LoRA adapter is called {model!r}, as the model is; choose another name for it")
     if settings.lora_root is not None and not settings.lora_root.expanduser().is_dir():

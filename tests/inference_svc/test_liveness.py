@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -146,3 +148,35 @@ def test_a_request_waits_for_a_worker_that_was_killed_as_long_as_it_loads(tmp_pa
         assert [answer.status_code for answer in answers] == [200], answers[0].text
     finally:
         served.end()
+
+
+def test_a_deleted_runtime_folder_comes_back_and_a_worker_that_dies_then_finds_its_cache(tmp_path: Path) -> None:
+    """It came back without a cache, and ``status`` named neither the cache nor the gateway and exited 0."""
+    served = Served(tmp_path, workers=1)
+    try:
+        assert served.ask().status_code == 200
+        served.until(lambda: cached_tokens(served.ask()) > 0)
+        (worker,) = served.children("--name=worker-0")
+        (daemon,) = served.children("cache_daemon")
+        shutil.rmtree(tmp_path / "kvsidecar")
+        worker.kill()
+        served.until(lambda: any(child.pid != worker.pid for child in served.children("--name=worker-0")))
+        parts: dict[str, dict[str, Any]] = {}
+
+        def serving() -> bool:
+            said = served.run("status", "--json")
+            parts.update({part["name"]: part for part in json.loads(said.stdout or "[]")})
+            return said.returncode == 0 and "attached" in parts["worker-0"]["detail"]
+
+        served.until(serving)
+        assert set(parts) == {"cache", "worker-0", "gateway"}
+        assert cached_tokens(served.ask()) > 0, "what was cached before"
+        assert served.children("cache_daemon") == [daemon], "it was not started again"
+        assert parts["cache"]["restarts"] == 0
+    finally:
+        served.end()
+
+
+def cached_tokens(answer: httpx.Response) -> int:
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])

@@ -267,6 +267,7 @@ def test_only_what_was_set_is_handed_on(children: Any, monkeypatch: pytest.Monke
     assert "--weights=4" in children("demo", "--weights", "4")[0]
     assert "--weights=auto" in children("demo", "--weights", "auto")[0]
     assert "--served-name=mine" in children("demo", "--served-name", "mine")[0]
+    assert "--default-max-tokens=7" in children("demo", "--default-max-tokens", "7")[-1], "the gateway's"
     traced = children("demo", "--otlp-endpoint", "http://there:4317")
     assert all("--otlp-endpoint=http://there:4317" in command for command in traced)
     assert "--model=shape:tiny" in children("shape:tiny")[0]

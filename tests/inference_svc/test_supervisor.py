@@ -205,8 +205,8 @@ def test_stop_ends_everything_in_order(served: Served) -> None:
 def test_a_node_for_all_addresses_says_one_that_can_be_opened(tmp_path: Path) -> None:
     served = Served(tmp_path, workers=1, host="0.0.0.0")
     try:
-        served.until(lambda: "is ready" in served.text())
-        said = next(line for line in served.text().splitlines() if "is ready" in line)
+        served.until(lambda: "demo is ready: " in served.text())
+        said = next(line for line in served.text().splitlines() if "demo is ready: " in line)
         assert f"a page at http://localhost:{served.port}, OpenAI's API at http://localhost:{served.port}/v1 (" in said
         assert f"it listens on 0.0.0.0:{served.port})" in said
         assert f"from other machines http://{os.uname().nodename}:{served.port}/v1" in said
@@ -284,8 +284,8 @@ def test_nobody_waits_for_the_daemon_to_begin_his_own_start(tmp_path: Path) -> N
                 break
             await asyncio.sleep(0.02)
         assert not starting.done(), "nothing serves yet"
+        starting.cancel()
         node._stop.set()
-        await starting
         await node._end_all()
         return running
 

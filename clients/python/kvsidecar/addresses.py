@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,19 @@ def parse_tcp(text: str) -> TcpAddress:
     if not colon or not host or (":" in host) != bracketed or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{text!r} is not an address; write it like 127.0.0.1:7401 or [::1]:7401")
     return TcpAddress(host, int(port))
+
+
+def socket_path(target: str | Path) -> Path | None:
+    """The Unix socket's path that a target is; None for ``host:port``.
+
+    A path is a Path, or text with a leading ``/``, ``.`` or ``unix:``, or without a colon, which an address of a host
+    always has.
+    """
+    if isinstance(target, Path):
+        return target
+    if target.startswith(("/", ".", "unix:")) or ":" not in target:
+        return Path(target.removeprefix("unix:"))
+    return None
 
 
 def why_not_bindable(address: TcpAddress) -> str:

@@ -16,7 +16,7 @@ import grpc
 
 from kvsidecar.errors import Unavailable, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request, to_warm_request
+from kvsidecar.requests import Options, Prompt, add_calls, check_options, to_prompt, to_request, to_warm_request
 from kvsidecar.tracing import context_metadata
 from kvsidecar.workers import Workers
 
@@ -141,6 +141,7 @@ class Client:
 
     def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]) -> Completion:
         """Generates and waits for the end. Options are those of ``to_request``."""
+        check_options("generate", options)
         request, tries = to_request(prompt, **options), _Tries(self._workers, deadline)
         while True:
             try:
@@ -153,6 +154,7 @@ class Client:
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
     ) -> Generator[CompletionChunk, None, None]:
         """Generates piece by piece. Closing the iterator cancels the request."""
+        check_options("stream", options)
         request = pb.GenerateStreamRequest(request=to_request(prompt, **options))
         tries, gather, begun = _Tries(self._workers, deadline), _Gather(), False
         while True:
@@ -235,6 +237,7 @@ class AsyncClient:
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
     ) -> Completion:
         """Generates and waits for the end. Options are those of ``to_request``."""
+        check_options("generate", options)
         request, tries = to_request(prompt, **options), _Tries(self._workers, deadline)
         while True:
             try:
@@ -247,6 +250,7 @@ class AsyncClient:
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
     ) -> AsyncIterator[CompletionChunk]:
         """Generates piece by piece. Closing the iterator cancels the request."""
+        check_options("stream", options)
         request = pb.GenerateStreamRequest(request=to_request(prompt, **options))
         tries, gather, begun = _Tries(self._workers, deadline), _Gather(), False
         while True:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from kvsidecar.addresses import parse_tcp
+from kvsidecar.addresses import parse_tcp, socket_path
 from kvsidecar.errors import ConfigurationError, KVSidecarError, Unavailable
 from kvsidecar.runtime import socket_target
 from kvsidecar.serving import CLIENT_KEEPALIVE
@@ -36,7 +36,7 @@ def channel(
     key: Path | None = None,
     options: Options = (),
 ) -> grpc.Channel:
-    """A channel to a Unix socket's path (a Path, or text with a leading ``/`` or ``.``) or to ``host:port``.
+    """A channel to a Unix socket's path (see ``socket_path``) or to ``host:port``.
 
     ``ca``, ``certificate`` with ``key`` (PEM files) and ``token`` each ask for TLS; without ``ca`` the server's
     certificate is judged by the usual public authorities. The token goes with every call and never over a plain
@@ -124,7 +124,7 @@ def explain(error: KVSidecarError, target: str | Path, *, encrypted: bool, absen
         return error
     if absent and not listens(target):
         return Unavailable(absent)
-    if encrypted or _socket_path(target) is not None or not _speaks_tls(str(target)):
+    if encrypted or socket_path(target) is not None or not _speaks_tls(str(target)):
         return error
     return Unavailable(f"{target} speaks TLS and was called without; give its CA file, and a token or a certificate")
 
@@ -132,7 +132,7 @@ def explain(error: KVSidecarError, target: str | Path, *, encrypted: bool, absen
 def listens(target: str | Path) -> bool:
     """Whether anything accepts connections at a Unix socket or ``host:port``. Tries for 2 s at the most; where that
     cannot be told, it says yes."""
-    path = _socket_path(target)
+    path = socket_path(target)
     try:
         if path is not None:
             with socket.socket(socket.AF_UNIX) as probe:
@@ -146,12 +146,6 @@ def listens(target: str | Path) -> bool:
     except (OSError, ValueError):
         return True
     return True
-
-
-def _socket_path(target: str | Path) -> Path | None:
-    if isinstance(target, Path) or target.startswith(("/", ".", "unix:")):
-        return Path(target) if isinstance(target, Path) else Path(target.removeprefix("unix:"))
-    return None
 
 
 def _speaks_tls(target: str) -> bool:
@@ -185,7 +179,7 @@ def _way(
 ) -> _Way:
     given = dict(CLIENT_KEEPALIVE) | dict(options)
     encrypted = any(part is not None for part in (token, ca, certificate, key))
-    path = _socket_path(target)
+    path = socket_path(target)
     if path is not None:
         if encrypted:
             raise ConfigurationError(

@@ -5,6 +5,7 @@ Raises InvalidRequest, naming the field, for what no message can hold; all else 
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from typing import Any, TypedDict
@@ -102,6 +103,15 @@ class Options(TypedDict, total=False):
     speculation_branches: int
     explain: bool
     model: str
+
+
+def check_options(method: str, options: Iterable[str]) -> None:
+    """Raises TypeError for an option that there is not, as the method of that name does for its own."""
+    for name in options:
+        if name not in Options.__annotations__:
+            close = difflib.get_close_matches(name, Options.__annotations__, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def to_request(

@@ -14,6 +14,7 @@ import stat
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -23,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvsidecar.addresses import TcpAddress, parse_tcp, why_not_bindable
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.kept_socket import KeptSocket
 from kvsidecar.runtime import socket_target
 
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -133,26 +135,41 @@ async def listening_at(
 
     Every port is bound before the first call is answered. At the end all doors say NOT_SERVING, then wait
     ``grace_seconds()`` for calls together; then the sockets are gone. A Unix socket has its mode from the moment that
-    it can be connected to. ``health`` may say more than that the service is there. Raises ConfigurationError, with
-    nothing left behind, for an address that cannot be listened on.
+    it can be connected to; where its path is deleted, another server listens there beside the first, whose connections
+    go on. ``health`` may say more than that the service is there. Raises ConfigurationError, with nothing left behind,
+    for an address that cannot be listened on.
     """
     health = health or health_aio.HealthServicer()
     async with contextlib.AsyncExitStack() as stack:
-        servers, addresses = [], []
-        for door in doors:
+        servers: list[grpc.aio.Server] = []
+
+        def bind(door: Door) -> str:
             server = _server(service, door, health, limits)
             stack.push_async_callback(server.stop, None)
-            servers.append(server)
             if isinstance(door.at, Path):
-                addresses.append(stack.enter_context(_bound_socket(server, door.at, door.group)))
+                address = stack.enter_context(_bound_socket(server, door.at, door.group))
             else:
-                addresses.append(_bind_port(server, door.at, door.credentials))
+                address = _bind_port(server, door.at, door.credentials)
+            servers.append(server)
+            return address
+
+        async def bind_again(door: Door) -> None:
+            # The server before is not stopped: its connections live, and gRPC would delete the new one's path.
+            bind(door)
+            await servers[-1].start()
+
+        addresses = [bind(door) for door in doors]
         for server in servers:
             await server.start()
         for name in {"", service, *(door.service for door in doors)}:
             await health.set(name, health_pb2.HealthCheckResponse.SERVING)
         try:
-            yield addresses
+            async with contextlib.AsyncExitStack() as kept:
+                for door in doors:
+                    if isinstance(door.at, Path):
+                        watch = KeptSocket(door.at, partial(bind_again, door), private=door.private)
+                        await kept.enter_async_context(watch)
+                yield addresses
         finally:
             await health.enter_graceful_shutdown()
             grace = grace_seconds()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvsidecar.addresses import socket_path
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.runtime import own_runtime_dir, socket_target
 
@@ -20,9 +21,8 @@ def target_of(address: str | Path | None) -> str:
     """A gRPC target from a socket's path, ``host:port``, or None for the default."""
     if address is None:
         return default_target()
-    if isinstance(address, Path) or address.startswith(("/", ".")):
-        return socket_target(Path(address))
-    return address
+    path = socket_path(address)
+    return str(address) if path is None else socket_target(path)
 
 
 class Workers:

@@ -6,6 +6,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,10 +33,12 @@ from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.fleet.asking import RESPONSES, Asking, to_place
 from inference_svc.gateway.fleet.members import BROKEN, Members, Node, NodeFailed
 from inference_svc.gateway.fleet.metrics import FleetMetrics
+from inference_svc.gateway.fleet.node_wait import NodeWait
 from inference_svc.gateway.fleet.relaying import Relay, whole
 from inference_svc.gateway.guard import FLEET, Guard
 from inference_svc.gateway.origin_policy import OriginPolicy
 from inference_svc.gateway.standing import WARM
+from inference_svc.gateway.worker_wait import preferred_wait_seconds
 
 log = structlog.get_logger("gateway")
 
@@ -57,11 +60,12 @@ class Fleet:
         self.members = Members(config.places, self.client, config.node_seconds)
         self.metrics.watch(self.members)
         self._asking = Asking(self.members, self.client, self.metrics.asking)
-        self._relay = Relay(self._asking, self.client, self.metrics, config.request_seconds)
+        wait = NodeWait(self.members, config.worker_start_seconds)
+        self._relay = Relay(self._asking, self.client, self.metrics, config.request_seconds, wait)
 
     async def relay(self, request: Request) -> Response:
         read = await self.bodies.read(request, partial(to_place, request.url.path))
-        return await self._relay.answer(request, await self._asking.found(read))
+        return await self._relay.answer(request, replace(read, wait_seconds=preferred_wait_seconds(request.headers)))
 
     async def response(self, request: Request) -> Response:
         """A response that some node keeps, or its deletion."""

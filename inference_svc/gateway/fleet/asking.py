@@ -30,8 +30,8 @@ _MOST_ASKED = 256
 
 @dataclass(frozen=True)
 class Asked:
-    """What of a request decides where it goes. ``before`` is the response that it goes on from, and ``only`` the one
-    node that can answer it."""
+    """What of a request decides where it goes. ``before`` is the response that it goes on from, ``only`` the one node
+    that can answer it, and ``wait_seconds`` how long its client wants to wait for a worker at most."""
 
     path: str
     raw: bytes
@@ -41,6 +41,7 @@ class Asked:
     skips_cache: bool = False
     within_seconds: float | None = None
     only: Node | None = None
+    wait_seconds: float | None = None
 
 
 def to_place(path: str, raw: bytes, body: Any) -> Asked:

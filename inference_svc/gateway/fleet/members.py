@@ -45,6 +45,7 @@ class Node:
     patience_seconds: float
     alive: bool = False
     seen: bool = False  # it was alive once
+    starting: bool = False  # it has no worker, and says that it is starting one
     leaving: bool = False  # nobody names it any more
     named: Place | None = None  # the name that it was found by
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -112,6 +113,7 @@ class Node:
             found = answer.raise_for_status().json()
             models = {model["id"]: model for model in found["models"]}
             workers, busy = int(found["workers"]), int(found.get("busy", 0))
+            starting = found.get("starting") is True
         except httpx.HTTPStatusError:
             hint = "; give its key as KVSIDECAR_GATEWAY_NODE_KEY" if answer.status_code == 401 else ""
             self.down(f"it answers {answer.status_code}{hint}")
@@ -121,17 +123,19 @@ class Node:
             return
         if workers < 1:
             self.down("none of its workers is up")
+            self.starting = starting
             return
         self.models, self.workers, self.busy = models, workers, busy
         if not self.alive:
             log.info("node is up", node=self.url, models=sorted(models))
         self.alive = self.seen = True
+        self.starting = False
 
     def down(self, why: str) -> None:
         """Sends it nothing until it answers again."""
         if self.alive or why != self.why:
             log.warning("node is down", node=self.url, error=why)
-        self.alive, self.why = False, why
+        self.alive, self.starting, self.why = False, False, why
 
     def _give_up(self) -> None:
         """Ends the waiting of all who hope for an answer."""

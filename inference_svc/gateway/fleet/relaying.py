@@ -19,6 +19,7 @@ from inference_svc.gateway.answers import event
 from inference_svc.gateway.fleet.asking import Asked, Asking
 from inference_svc.gateway.fleet.members import BROKEN, Node, NodeFailed
 from inference_svc.gateway.fleet.metrics import FleetMetrics
+from inference_svc.gateway.fleet.node_wait import NodeWait
 from inference_svc.gateway.gone import while_there
 from inference_svc.gateway.request_log import line
 from inference_svc.gateway.standing import MOST_WARMING_SECONDS, WARM
@@ -32,18 +33,24 @@ MOST_TRIES = 3
 _ELSEWHERE = frozenset({502, 503})
 _BUSY, _UNKNOWN = 429, 401
 _EVENTS = "text/event-stream"
-_LOOK_SECONDS = 0.25
 # So long somebody is waited for when the last node that was up has failed.
 _NOBODY_SECONDS = 3.0
 
 
 class Relay:
-    """Sends requests on. ``request_seconds`` is for a whole answer, all tries together."""
+    """Sends requests on. ``request_seconds`` is for a whole answer, all tries together; ``wait`` says for how
+    long a request stays while no node has a worker."""
 
     def __init__(
-        self, asking: Asking, client: httpx.AsyncClient, metrics: FleetMetrics, request_seconds: float
+        self,
+        asking: Asking,
+        client: httpx.AsyncClient,
+        metrics: FleetMetrics,
+        request_seconds: float,
+        wait: NodeWait,
     ) -> None:
         self._asking, self._client, self._metrics, self._seconds = asking, client, metrics, request_seconds
+        self._wait = wait
 
     async def answer(self, request: Request, asked: Asked) -> Response:
         """Raises KVSidecarError when there is no answer to hand on, ClientGone."""
@@ -51,29 +58,36 @@ class Relay:
 
     async def _answer(self, asked: Asked) -> Response:
         loop, began = asyncio.get_running_loop(), time.perf_counter()
-        deadline, give_up = loop.time() + self._patience(asked), 0.0
+        since = loop.time()
+        deadline, give_up = since + self._patience(asked), 0.0
+        found: Asked | None = None
         tried: list[Node] = []
-        tries, refused = 0, None
+        tries, waited, refused = 0, False, None
         while True:
             try:
-                node = await self._asking.place(asked, tried)
+                found = found or await self._asking.found(asked)
+                node = await self._asking.place(found, tried)
             except Unavailable:
                 if refused is not None:
                     return refused
-                give_up = give_up or loop.time() + _NOBODY_SECONDS
-                if not tries or loop.time() > give_up:
-                    raise
+                now = loop.time()
+                if now < deadline and self._wait.goes_on(asked, since):
+                    waited, give_up = True, 0.0
+                else:  # a node says that it has a worker a little after it says that it starts none any more
+                    give_up = give_up or now + _NOBODY_SECONDS
+                    if not (tries or waited) or now > give_up:
+                        raise
                 tried.clear()  # one that failed may be back
-                await asyncio.sleep(_LOOK_SECONDS)
+                await self._wait.pause()
                 continue
             tries, give_up = tries + 1, 0.0
             tried.append(node)
             opened = _Opened(node, deadline)
             try:
-                found = await opened.open(self._client, asked, self._asking.has_another(asked, tried))
-                if isinstance(found, _Stream):
+                answer = await opened.open(self._client, found, self._asking.has_another(found, tried))
+                if isinstance(answer, _Stream):
                     self._metrics.ttft.observe(time.perf_counter() - began)
-                return found
+                return answer
             except _Refused as error:
                 refused, why = error.answer, str(error)
                 if error.answer.status_code != _BUSY:
@@ -134,11 +148,13 @@ class _Opened:
         return answer
 
     async def _open(self, client: httpx.AsyncClient, asked: Asked, has_another: bool) -> Response:
+        wait_seconds = 0.0 if has_another else asked.wait_seconds
+        preference = {} if wait_seconds is None else {"Prefer": f"wait={int(wait_seconds)}"}
         request = client.build_request(
             "POST",
             self._node.url + asked.path,
             content=asked.raw,
-            headers={"Content-Type": "application/json"} | ({"Prefer": "wait=0"} if has_another else {}),
+            headers={"Content-Type": "application/json"} | preference,
             extensions=self._node.extensions,
         )
         response = await self._node.until(client.send(request, stream=True), self._deadline)

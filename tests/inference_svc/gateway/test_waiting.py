@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,6 +20,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
+from kvsidecar.supervised import STATE
 
 from inference_svc.gateway.config import GatewayConfig
 from inference_svc.gateway.gone import ClientGone, while_there
@@ -253,4 +255,30 @@ async def test_whatever_ends_one_of_several_answers_ends_the_request(tmp_path: P
                 answer = await client.post("/v1/completions", json={"prompt": ["x", "y"], "max_tokens": 3})
         assert answer.status_code == 500
     finally:
+        await worker.stop()
+
+
+async def test_a_node_tells_the_fleet_that_a_worker_is_being_started(tmp_path: Path) -> None:
+    """As its supervisor, this process's parent here, says."""
+    worker = Worker(tmp_path / "0")
+    state = {"pid": os.getppid(), "processes": {"worker-0": {"state": "starting"}}}
+    (tmp_path / STATE).write_text(json.dumps(state))
+    config = GatewayConfig(workers=str(worker.target), cache_socket=None, supervisor_dir=tmp_path)
+    app = create_app(config)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
+    ):
+
+        async def until(workers: int, starting: bool) -> None:
+            async with asyncio.timeout(WAIT_SECONDS):
+                while True:
+                    said = (await client.get("/kvsidecar/v1/serving")).json()
+                    if (said["workers"], said["starting"]) == (workers, starting):
+                        return
+                    await asyncio.sleep(0.01)
+
+        await until(0, True)
+        await worker.start()
+        await until(1, False)
         await worker.stop()

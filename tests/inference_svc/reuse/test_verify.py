@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -188,3 +190,23 @@ def test_the_verdict_switches_reuse_on_and_off(tmp_path: Path, capsys: pytest.Ca
         assert follows(True, 500)
         assert main([*common, *few, "--max-kl", "0"]) == 1
         assert follows(False, 1000), "workers follow the verdict"
+
+
+# Whether a first line came before anything was imported that takes time.
+_FIRST_LINE = """
+import os, sys
+from inference_svc.verify_command import main
+class First:
+    def write(self, text):
+        os.write(1, f"{'torch' in sys.modules} {text}".encode())
+        os._exit(0)
+    def flush(self): pass
+sys.stderr = First()
+main(["demo"])
+"""
+
+
+def test_a_redirected_verify_says_at_once_what_it_does() -> None:
+    """It printed nothing for half a minute."""
+    done = subprocess.run([sys.executable, "-c", _FIRST_LINE], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "False kvsidecar verify: loads demo and measures it, which takes half a minute or more"

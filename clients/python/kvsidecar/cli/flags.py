@@ -7,7 +7,7 @@ import ast
 import difflib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
@@ -50,10 +50,12 @@ class FlagParser(argparse.ArgumentParser):
         return found
 
 
-def meant(name: str, known: set[str]) -> str:
-    """A question for a name that is like one of those that are known, else nothing."""
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75)
-    return f" (did you mean {close[0]}?)" if close else ""
+def meant(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A question for a name that is like one of those that are known, else nothing. What all begin with counts for
+    nothing: by it alone any two names would be alike."""
+    rests = sorted(each.removeprefix(prefix) for each in known)
+    close = difflib.get_close_matches(name.removeprefix(prefix), rests, n=1, cutoff=0.75)
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
 def describe_fields(settings: type[BaseSettings]) -> dict[str, str]:

@@ -31,7 +31,7 @@ from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.runtime import default_runtime_dir, listener_of, require_private_dir, socket_target
 from kvsidecar.sizes import format_size
-from kvsidecar.supervised import ProcessReport, Supervised, read_reports, supervised
+from kvsidecar.supervised import STARTING, ProcessReport, Supervised, read_reports, supervised
 
 RuntimeDir = Annotated[Path | None, typer.Option(help="Folder of the sockets; that of `serve` when left out.")]
 _PATIENCE_SECONDS = 3.0
@@ -139,23 +139,29 @@ def parts_in(folder: Path) -> list[Part]:
 
 def _with_awaited(folder: Path, found: dict[str, Part], node: Supervised) -> list[Part]:
     """All parts of a node: of those that do not listen, whether they are on their way."""
-    children = _children(node)
+    children, reports = _children(node), read_reports(folder, node.pid)
     for name in ["cache", *(f"worker-{i}" for i in range(node.workers))]:
         if (name != "cache" or node.cache) and (name not in found or found[name].pid < 0):
             child = children.get(name)
             doing = "its model is being loaded" if name != "cache" else "its store is being opened"
-            if child is None:
+            if child is not None and name not in found and _report_on(name, reports).state != STARTING:
+                gone = f"it runs, and nobody reaches it: {folder / name}.sock is gone; it should be back in a moment"
+                found[name] = Part(name, child.pid, False, _age(child), gone, NOT_SERVING)
+            elif child is None:
                 found[name] = Part(name, -1, False, 0.0, "its process is about to be started", LOADING)
             else:
                 found[name] = Part(name, child.pid, False, _age(child), doing, LOADING)
     gateway = gateway_of(node, children.get("gateway"))
     ordered = sorted(found.values(), key=lambda part: (part.name != "cache", len(part.name), part.name))
-    reports = read_reports(folder, node.pid)
-    return [_with_restarts(part, reports) for part in (*ordered, gateway)]
+    return [_with_restarts(part, _report_on(part.name, reports)) for part in (*ordered, gateway)]
 
 
-def _with_restarts(part: Part, reports: dict[str, ProcessReport]) -> Part:
-    report = reports.get("daemon" if part.name == "cache" else part.name, ProcessReport())
+def _report_on(name: str, reports: dict[str, ProcessReport]) -> ProcessReport:
+    """The supervisor's report on a part."""
+    return reports.get("daemon" if name == "cache" else name, ProcessReport())
+
+
+def _with_restarts(part: Part, report: ProcessReport) -> Part:
     return replace(part, restarts=report.deaths + report.kills, kills=report.kills)
 
 

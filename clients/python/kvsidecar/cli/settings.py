@@ -76,7 +76,7 @@ def refuse_unknown_variables(settings: type[BaseSettings]) -> None:
         if any(len(other) > len(prefix) and name.startswith(other) for other in _PREFIXES):
             continue
         raise ConfigurationError(
-            f"{name} is in the environment and is no setting{meant(name, known)}; unset it, or see --help"
+            f"{name} is in the environment and is no setting{meant(name, known, prefix)}; unset it, or see --help"
         )
 
 

@@ -38,6 +38,8 @@ class Peer:
     silent: bool = False
     tls: ssl.SSLContext | None = None
     prompts: list[dict[str, Any]] = field(default_factory=list)
+    preferences: list[str] = field(default_factory=list)
+    """``Prefer`` of each chat."""
     keys: set[str] = field(default_factory=set)
     asked: int = 0
     began: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,7 +62,10 @@ class Peer:
             headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
             body = await reader.readexactly(int(headers.get("content-length", "0")))
             self.keys.add(headers.get("authorization", ""))
-            await self._serve(head[0].split()[1], body, writer)
+            path = head[0].split()[1]
+            if path == "/v1/chat/completions":
+                self.preferences.append(headers.get("prefer", ""))
+            await self._serve(path, body, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:

@@ -1,0 +1,68 @@
+"""A fleet whose nodes have no workers, and start them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.inference_svc.gateway.fleet.peers import SERVED, Peer, fleet_of, says
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "m", "messages": [{"role": "user", "content": "tell me what you know of the sea. " * 20}]}
+LOST = says({"error": {"message": "no inference worker is up"}}, 503)
+STARTING = {"models": [], "workers": 0, "starting": True}
+# Below the time that a request waits for nodes that start, which no test waits for.
+TIMEOUT_SECONDS = 60.0
+
+
+async def ask(client: httpx.AsyncClient, prefer: str = "", **more: Any) -> httpx.Response:
+    headers = {"Prefer": prefer} if prefer else {}
+    return await client.post(CHAT, json=BODY | more, headers=headers, timeout=TIMEOUT_SECONDS)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("wanted", ["", "wait=7"])
+async def test_only_the_last_node_waits_for_its_worker_as_long_as_the_client_wants(wanted: str) -> None:
+    warm, other = Peer(held_tokens=900, answer=LOST), Peer()
+    async with fleet_of(warm, other) as (client, _):
+        assert (await ask(client, wanted)).json() == {"from": other.url}
+    assert (warm.preferences, other.preferences) == (["wait=0"], [wanted])
+
+
+@pytest.mark.parametrize("seen", [False, True])
+async def test_requests_wait_for_nodes_that_start_their_workers(seen: bool) -> None:
+    peers = [Peer(served=dict(SERVED if seen else STARTING)) for _ in range(2)]
+    async with fleet_of(*peers) as (client, fleet):
+        for peer in peers:
+            peer.served = dict(STARTING)
+        await until(lambda: not fleet.members.alive and all(node.starting for node in fleet.members.all))
+        waiting = asyncio.create_task(ask(client))
+        await until(lambda: fleet._relay._wait._num_waiting)
+        assert (await ask(client, "wait=0")).status_code == 503, "who does not want to wait"
+        assert not waiting.done()
+        peers[1].served = dict(SERVED)
+        assert (await waiting).json() == {"from": peers[1].url}
+
+
+async def test_nobody_waits_for_nodes_that_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for those that start another model, or for longer than is set."""
+    monkeypatch.setattr("inference_svc.gateway.fleet.relaying._NOBODY_SECONDS", 0.1)
+    away, other = Peer(), Peer(served=SERVED | {"models": [{"id": "other"}]})
+    async with fleet_of(away, other) as (client, fleet):
+        away.served = STARTING | {"starting": False}
+        other.served = dict(STARTING)
+        await until(lambda: not fleet.members.alive and fleet.members.all[1].starting)
+        assert (await ask(client)).status_code == 503
+    start = Peer(served=dict(STARTING))
+    async with fleet_of(start, worker_start_seconds=0.3) as (client, _):
+        assert (await ask(client)).status_code == 503
+    assert not away.prompts + other.prompts + start.prompts
