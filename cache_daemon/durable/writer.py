@@ -86,13 +86,9 @@ class DurableWriter:
     # ---- on the event loop ---------------------------------------------------------------------------------
 
     def put(
-        self,
-        header: ChunkHeader,
-        payload: Callable[[], memoryview],
-        replaces: Iterable[bytes],
-        last_use: Callable[[], int],
-        done: Done,
-    ) -> None:
+        self, header: ChunkHeader, payload: Callable[[], memoryview], replaces: Iterable[bytes],
+        last_use: Callable[[], int], done: Done,
+    ) -> None:  # fmt: skip
         """Stores a chunk with the tick of its last use, and removes what it replaces, in one transaction.
 
         ``payload`` and ``last_use`` are called on the writer's thread; the view that the first returns is released
@@ -278,16 +274,16 @@ class DurableWriter:
                 return
             self._write_parts(ready, error)
 
-    def _write_owed(self) -> bool:
-        """Removals, notes and recency without chunks. False when they are still owed."""
+    def _write_owed(self, *, in_halves: bool = True) -> bool:
+        """Removals, notes and recency without chunks; ``in_halves`` where there is no room for the removals at once.
+        False when they are still owed."""
         try:
             self._apply([])
             return True
-        except NoRoom as error:
-            if self._remove_in_halves(list(self._owed.remove)):
-                return self._write_rest(error)
         except Exception as error:
             self._note_failure(error)
+            if in_halves and isinstance(error, NoRoom) and self._remove_in_halves(list(self._owed.remove)):
+                return self._write_owed(in_halves=False)
         self._after_owed_failed()
         return False
 
@@ -305,16 +301,6 @@ class DurableWriter:
             return self._remove_in_halves(names[:middle]) and self._remove_in_halves(names[middle:])
         for name in names:
             del self._owed.remove[name]
-        return True
-
-    def _write_rest(self, error: Exception) -> bool:
-        """Notes and recency, after the removals have made what room they could."""
-        try:
-            self._apply([])
-        except Exception as again:
-            self._note_failure(again)
-            self._after_owed_failed()
-            return False
         return True
 
     def _after_owed_failed(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.durable.seal import NoSeal
 from cache_daemon.remote import deleting
 from cache_daemon.remote.address import Credentials, new_engine, parse_remote
-from cache_daemon.remote.engine import Item, RemoteEngine, RemoteFailed
+from cache_daemon.remote.engine import RemoteEngine
 from cache_daemon.remote.marks import Marks, digest, new_mark
 from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.remote.naming import Names
@@ -85,47 +85,6 @@ async def test_what_another_node_deletes_goes_here_too(shared: Shared, what: str
         assert (await a.ask(prompt(3)))[0] == 3 * CHUNK, "what is read anew is shared"
         await b.read(prompt(2, 5))
         assert b.stats.chunks == 5
-
-
-@pytest.mark.parametrize("what", ["tenant", "chunk"])
-async def test_a_deletion_is_heard_while_one_of_the_same_tenant_waits_here(what: str) -> None:
-    """The mark of the own one takes the place of the other one's."""
-    engine, of_b = MemoryEngine(), Slow()
-    of_b.values = engine.values
-    async with node(engine) as a, node(of_b) as b:
-        await a.share(prompt(3))
-        assert (await b.ask(prompt(3)))[0] == 3 * CHUNK
-        of_b.fails = True
-        await b.bench.store.delete(b.bench.root(), b"")
-        await b.read(prompt(3))
-        await delete(a, what, prompt(3))
-        of_b.fails = False
-        await until(lambda: b.stats.remote_deletions == b.stats.chunks == 0, SOON)
-
-
-class Forgetful(MemoryEngine):
-    """An engine that does what it is asked and whose answers are lost on command."""
-
-    loses, lost = False, 0
-
-    async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
-        await super().put_many(items, ttl_seconds)
-        if self.loses:
-            self.lost += 1
-            raise RemoteFailed("told to")
-
-
-async def test_a_deletion_whose_answer_was_lost_is_not_taken_for_another_nodes() -> None:
-    engine = Forgetful()
-    async with node(engine) as b:
-        await b.share(prompt(3))
-        engine.loses = True
-        await b.bench.store.delete(b.bench.root(), b"")
-        await until(lambda: engine.lost > 0, SOON)
-        await b.read(prompt(3))
-        engine.loses = False
-        await until(lambda: b.stats.remote_deletions == 0 and not b.remote._elsewhere._todo, SOON)
-        assert b.stats.chunks == 3
 
 
 @pytest.mark.parametrize("what", ["tenant", "chunk", "everything"])
@@ -253,17 +212,6 @@ async def test_many_tenants_are_looked_at_when_one_is_deleted() -> None:
         await a.bench.store.delete(a.bench.root(salts[150]), b"")
         await until(lambda: b.bench.store.tiers.index.of_root(b.bench.root(salts[150]), b"", 1) == [], SOON)
         assert b.stats.chunks >= 298
-
-
-async def test_a_tenants_marks_are_seen_as_soon_as_it_has_something_here() -> None:
-    """A later deletion is news to a node that has never asked the engine for anything of the tenant."""
-    engine = MemoryEngine()
-    async with node(engine, write="never") as a, node(engine, write="never") as b:
-        await until(lambda: not _looks_again(b), SOON)
-        await b.read(prompt(3))
-        await until(lambda: b.bench.root() in b.remote._marks, SOON)
-        await a.bench.store.delete(a.bench.root(), b"")
-        await until(lambda: b.stats.chunks == b.stats.durable_chunks == 0, SOON)
 
 
 def _looks_again(b: FleetNode) -> bool:
