@@ -36,7 +36,6 @@ from cache_daemon.memory.staging import Staging
 from cache_daemon.store import pins, verdicts
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.counters import Counters
-from cache_daemon.store.ending import Ending
 from cache_daemon.store.events import EventLog
 from cache_daemon.store.index import Found, PrefixIndex
 from cache_daemon.store.insertion import Inserter
@@ -47,6 +46,7 @@ from cache_daemon.store.remote import Remote, RemoteSettings
 from cache_daemon.store.restoring import Restoring
 from cache_daemon.store.sessions import Session, Sessions
 from cache_daemon.store.shelf import Shelf
+from cache_daemon.store.shutdown import Shutdown
 from cache_daemon.store.summary import SummaryWriter
 from cache_daemon.store.tenants import Accounts
 from cache_daemon.store.terms import Terms
@@ -139,7 +139,7 @@ class ChunkStore:
 
     async def close(self) -> bool:
         """Writes what is queued and closes the tiers, in 20 s. False when threads are left that wait for a disk."""
-        ending = Ending()
+        shutdown = Shutdown()
         if self._upkeep is not None:
             self._upkeep.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -151,19 +151,19 @@ class ChunkStore:
         if self._persistence is not None and self._writer is not None:
             self._persistence.retry_all()
             with contextlib.suppress(TimeoutError):  # what is written meanwhile has a time of last use, too
-                await asyncio.wait_for(self.settle(), 0 if self._writer.hung else ending.to_settle)
+                await asyncio.wait_for(self.settle(), 0 if self._writer.hung else shutdown.to_settle)
             self._lookup.touch_all()
             self._persistence.write_recency()
             self.terms.write_down()
-            if not await ending.run(partial(self._writer.stop, ending.to_write)):
+            if not await shutdown.run(partial(self._writer.stop, shutdown.to_write)):
                 log.error("the durable tier did not take all that was queued in time", failing=self._writer.failing)
-        await ending.run(self._copying.shutdown)
-        await ending.run(self._reading.shutdown)
+        await shutdown.run(self._copying.shutdown)
+        await shutdown.run(self._reading.shutdown)
         if self._durable is not None:
-            await ending.run(self._durable.close)
-        if not ending.late:
+            await shutdown.run(self._durable.close)
+        if not shutdown.late:
             self.arena.close()
-        return not ending.late
+        return not shutdown.late
 
     # ---- sessions -------------------------------------------------------------------------------------------
 

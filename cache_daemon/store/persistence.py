@@ -147,6 +147,10 @@ class Persistence:
         most = (1 if self.failing else _RETRIED_AT_ONCE) - self._arriving
         if most > 0 and self._failed:
             self._retry_failed(most)
+        elif most > 0 and self.failing and self._refused:
+            # All that failed has left the arena: one that was refused shows whether the disk has room again.
+            self._ceiling = float(self.budget_bytes)
+            self.persist(next(iter(self._refused)))
         elif most > 0:
             for chunk in list(islice(self._refused, most)):
                 del self._refused[chunk]

@@ -43,7 +43,7 @@ from inference_svc.gateway.responses.memory import Memory
 from inference_svc.gateway.responses.schema import ResponsesRequest
 from inference_svc.gateway.responses.writing import ResponseWriter
 from inference_svc.gateway.router import Router, Worker, retryable
-from inference_svc.gateway.schema import MAX_ANSWERS, ChatRequest, Common, CompletionRequest
+from inference_svc.gateway.schema import ChatRequest, Common, CompletionRequest
 from inference_svc.gateway.scored import ask_once, handed_on
 from inference_svc.gateway.standing import WarmBody, busy, held, serving, warm
 from inference_svc.gateway.tokens import detokenize, to_detokenize, to_tokenize, tokenize
@@ -228,11 +228,6 @@ class Gateway:
         model = self._named(parsed.model)
         answer_id = ("chatcmpl-" if kind is ChatRequest else "cmpl-") + token_hex(12)
         prompts = parsed.prompts()
-        if len(prompts) * parsed.choices > MAX_ANSWERS:
-            raise InvalidRequest(
-                f"prompt has {len(prompts)} prompts with n = {parsed.choices} answers each; at most {MAX_ANSWERS} "
-                f"answers are allowed"
-            )
         if parsed.explain and len(prompts) * parsed.choices > 1:
             raise InvalidRequest("explain is for one answer; ask for one prompt with n = 1", param="explain")
         requests = [

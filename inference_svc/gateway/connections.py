@@ -26,6 +26,7 @@ _RESERVED_SECONDS = 5.0
 # A client that sends so many requests without waiting for an answer is not a browser, nor any library we know of.
 MAX_PIPELINED = 16
 _PROGRESS_BYTES = 64 << 10
+_CHECKS = 4  # within the time that a client has for so many
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 
 log = structlog.get_logger("gateway")
@@ -127,7 +128,7 @@ class _Bounded(H11Protocol):
             if kind.num_open > self.limits.max_connections + _RESERVE:
                 self._end("connections")
                 return
-        self._sending = self.loop.call_later(self._send_seconds, self._check_progress, 0, 0)
+        self._check_progress(self.loop.time(), 0, 0)
         self._look()
 
     def data_received(self, data: bytes) -> None:
@@ -172,14 +173,17 @@ class _Bounded(H11Protocol):
             self._due.cancel()
             self._due = None
 
-    def _check_progress(self, sent_before: int, pending_before: int) -> None:
-        """Ends a connection whose client has taken too little since the check before."""
-        pending = self._watched.pending
+    def _check_progress(self, since: float, sent_then: int, pending_then: int) -> None:
+        """Ends a connection whose client has taken too little since a time, when so many bytes were sent and waited."""
+        now, pending = self.loop.time(), self._watched.pending
         sent = self._watched.num_written - pending
-        if sent - sent_before < min(pending_before, _PROGRESS_BYTES):
+        if sent - sent_then >= min(pending_then, _PROGRESS_BYTES):
+            since, sent_then, pending_then = now, sent, pending
+        elif now - since >= self._send_seconds:
             self._end("unread")
             return
-        self._sending = self.loop.call_later(self._send_seconds, self._check_progress, sent, pending)
+        wait = self._send_seconds / _CHECKS
+        self._sending = self.loop.call_later(wait, self._check_progress, since, sent_then, pending_then)
 
     def _end(self, limit: str) -> None:
         """Closes at once, without what still waits."""

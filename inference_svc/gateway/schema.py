@@ -241,6 +241,11 @@ class CompletionRequest(Common):
             raise InvalidRequest("prompt is empty; at least one token is needed", param="prompt")
         if isinstance(self.prompt[0], int):
             return [_ids(self.prompt)]
+        if len(self.prompt) * self.choices > MAX_ANSWERS:  # before they are made: each is many times its text
+            raise InvalidRequest(
+                f"prompt has {len(self.prompt)} prompts with n = {self.choices} answers each; at most {MAX_ANSWERS} "
+                f"answers are allowed"
+            )
         return [self._text(p) if isinstance(p, str) else _ids(p) for p in self.prompt]
 
     def _text(self, text: str) -> pb.Prompt:

@@ -15,7 +15,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from benchmarks.node import Node
 from cache_daemon.durable import writer
 from cache_daemon.durable.memory import MemoryTier
-from cache_daemon.store import ending
+from cache_daemon.store import shutdown
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.stores import Bench, opened
 
@@ -26,9 +26,9 @@ import sys, threading
 from cache_daemon.durable import writer
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.observe import health
-from cache_daemon.store import ending
+from cache_daemon.store import shutdown
 writer.HUNG_SECONDS = 0.3
-ending.SECONDS, ending.SETTLE_SECONDS, ending.WRITE_SECONDS = 2.0, 1.0, 1.5
+shutdown.SECONDS, shutdown.SETTLE_SECONDS, shutdown.WRITE_SECONDS = 2.0, 1.0, 1.5
 apply = LmdbTier.apply
 def hangs(tier, group):
     if group.put:
@@ -75,7 +75,7 @@ async def test_commits_go_on_beside_a_disk_that_hangs_and_are_durable_when_it_go
 
 async def test_a_store_whose_disk_hangs_closes_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("SECONDS", 1.0), ("SETTLE_SECONDS", 0.4), ("WRITE_SECONDS", 0.7)):
-        monkeypatch.setattr(ending, name, seconds)
+        monkeypatch.setattr(shutdown, name, seconds)
     async with opened(tier=MemoryTier()) as bench:
         bench.tier.hold()
         await put(bench, 1)
@@ -87,8 +87,8 @@ async def test_a_store_whose_disk_hangs_closes_in_time(monkeypatch: pytest.Monke
 
 
 def test_times_of_the_end_are_those_that_the_documents_name() -> None:
-    assert (writer.HUNG_SECONDS, ending.SECONDS) == (10.0, 20.0)
-    assert ending.SETTLE_SECONDS < ending.WRITE_SECONDS < ending.SECONDS
+    assert (writer.HUNG_SECONDS, shutdown.SECONDS) == (10.0, 20.0)
+    assert shutdown.SETTLE_SECONDS < shutdown.WRITE_SECONDS < shutdown.SECONDS
 
 
 def test_a_daemon_whose_disk_hangs_says_so_and_ends() -> None:

@@ -26,6 +26,7 @@ from cache_daemon.config import DaemonConfig
 from inference_svc import supervisor
 from inference_svc.config import WorkerConfig
 from inference_svc.model.resolve import DEMO_MODEL
+from inference_svc.node_lock import NodeLock
 from inference_svc.supervisor import ServeConfig, Supervisor
 
 
@@ -212,7 +213,7 @@ def test_a_second_node_is_refused(serve: Any, tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         said = serve("demo", "--port", str(port))
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port" in said
-    with supervisor._alone(ServeConfig(port=free_port(), runtime_dir=tmp_path)):
+    with NodeLock(tmp_path):
         assert f"another kvsidecar serve runs in {tmp_path}" in serve("demo", "--runtime-dir", str(tmp_path))
 
 

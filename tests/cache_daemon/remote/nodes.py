@@ -52,13 +52,16 @@ class FleetNode:
     def stats(self) -> pb.StatsResponse:
         return self.bench.store.stats()
 
-    async def read(self, ids: list[int], salt: bytes = b"") -> None:
-        """Stores a prompt, as a worker that has computed it."""
+    async def read(self, ids: list[int], salt: bytes = b"", deleted: bool = False) -> None:
+        """Stores a prompt, as a worker that has computed it; ``deleted`` while its tenant may be, which voids
+        reservations."""
         parent = b""
         for start, end in pairwise([0, *cuts_of(ids)]):
             key = keys.prefix_hash(parent or self.bench.root(salt), ids[start:end])
             if self.bench.store.tiers.index.get(key) is None:
                 _, outcome = await self.bench.put(ids[start:end], start, parent, salt)
+                if deleted and outcome == pb.COMMIT_OUTCOME_PARENT_MISSING:
+                    return
                 assert outcome == pb.COMMIT_OUTCOME_COMMITTED
             parent = key
 
@@ -71,9 +74,9 @@ class FleetNode:
         )  # fmt: skip
         return await self.bench.found(ids, salt), brought
 
-    async def share(self, ids: list[int], salt: bytes = b"") -> None:
-        """Reads a prompt and uses it again, so that it is in the engine afterwards."""
-        await self.read(ids, salt)
+    async def share(self, ids: list[int], salt: bytes = b"", deleted: bool = False) -> None:
+        """Reads a prompt and uses it again, so that it is in the engine afterwards; ``deleted`` as for ``read``."""
+        await self.read(ids, salt, deleted)
         await self.bench.found(ids, salt)
         await self.sent()
 

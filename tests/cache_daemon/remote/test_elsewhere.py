@@ -194,7 +194,7 @@ async def test_a_tenant_with_many_deleted_chunks_is_deleted_as_a_whole(monkeypat
         await until(lambda: b.stats.chunks == a.stats.chunks == 0, SOON)
         assert len(await deleting.gone(a.tier, a.bench.root())) <= 4
         for first in range(9, 30):  # what it reads before it hears of it goes as well
-            await b.share(prompt(2, first))
+            await b.share(prompt(2, first), deleted=True)
             if (await a.ask(prompt(2, first)))[0] == 2 * CHUNK:
                 break
         assert a.stats.chunks == 2

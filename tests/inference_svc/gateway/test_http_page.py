@@ -67,7 +67,7 @@ def test_codes_of_errors_are_those_that_are_sent() -> None:
         if issubclass(kind, KVSidecarError):
             code = json.loads(bytes(error_response(kind("x")).body))["error"]["code"]
             sent.setdefault(code, set()).add(status_of(kind("x"))[1])
-    sent |= {"not_found": {404}, "method_not_allowed": {405}}
+    sent |= {"not_found": {404}, "method_not_allowed": {405}, "unsupported_media_type": {415}}
     for row in rows(part("Errors")):
         for code in named(row[0]):
             assert int(row[1]) in sent[code], code

@@ -16,7 +16,7 @@ SECONDS, SETTLE_SECONDS, WRITE_SECONDS = 20.0, 14.0, 18.0
 log = structlog.get_logger("cache_daemon")
 
 
-class Ending:
+class Shutdown:
     """A deadline over several pieces of work, each on a thread of its own that nothing waits for at exit."""
 
     def __init__(self) -> None:
