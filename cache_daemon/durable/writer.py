@@ -38,6 +38,7 @@ class _Put:
     header: ChunkHeader
     payload: Callable[[], memoryview]
     replaces: tuple[bytes, ...]
+    last_use: Callable[[], int]
     done: Done
     cancelled: bool = False
 
@@ -54,8 +55,8 @@ class _Small:
     def __bool__(self) -> bool:
         return bool(self.remove or self.notes or self.used or self.waiting)
 
-    def group(self, put: tuple[Put, ...] = ()) -> WriteGroup:
-        return WriteGroup(tuple(self.remove), put, dict(self.notes), dict(self.used))
+    def group(self, put: tuple[Put, ...], used: Mapping[bytes, int]) -> WriteGroup:
+        return WriteGroup(tuple(self.remove), put, dict(self.notes), {**self.used, **used})
 
 
 class DurableWriter:
@@ -85,14 +86,15 @@ class DurableWriter:
     # ---- on the event loop ---------------------------------------------------------------------------------
 
     def put(
-        self, header: ChunkHeader, payload: Callable[[], memoryview], replaces: Iterable[bytes], done: Done
-    ) -> None:
-        """Stores a chunk, and removes what it replaces in the same transaction.
+        self, header: ChunkHeader, payload: Callable[[], memoryview], replaces: Iterable[bytes],
+        last_use: Callable[[], int], done: Done,
+    ) -> None:  # fmt: skip
+        """Stores a chunk with the tick of its last use, and removes what it replaces, in one transaction.
 
-        ``payload`` is called on the writer's thread; the view that it returns is released there. What it shows must
-        stay as it is until ``done``. With CANCELLED, what it was to replace is still stored.
+        ``payload`` and ``last_use`` are called on the writer's thread; the view that the first returns is released
+        there. What it shows must stay as it is until ``done``. With CANCELLED, what it was to replace is still stored.
         """
-        item = _Put(header, payload, tuple(replaces), done)
+        item = _Put(header, payload, tuple(replaces), last_use, done)
         with self._wake:
             self._queue.append(item)
             self._puts.setdefault(header.prefix_hash, []).append(item)
@@ -272,16 +274,16 @@ class DurableWriter:
                 return
             self._write_parts(ready, error)
 
-    def _write_owed(self) -> bool:
-        """Removals, notes and recency without chunks. False when they are still owed."""
+    def _write_owed(self, *, in_halves: bool = True) -> bool:
+        """Removals, notes and recency without chunks; ``in_halves`` where there is no room for the removals at once.
+        False when they are still owed."""
         try:
             self._apply([])
             return True
-        except NoRoom as error:
-            if self._remove_in_halves(list(self._owed.remove)):
-                return self._write_rest(error)
         except Exception as error:
             self._note_failure(error)
+            if in_halves and isinstance(error, NoRoom) and self._remove_in_halves(list(self._owed.remove)):
+                return self._write_owed(in_halves=False)
         self._after_owed_failed()
         return False
 
@@ -299,16 +301,6 @@ class DurableWriter:
             return self._remove_in_halves(names[:middle]) and self._remove_in_halves(names[middle:])
         for name in names:
             del self._owed.remove[name]
-        return True
-
-    def _write_rest(self, error: Exception) -> bool:
-        """Notes and recency, after the removals have made what room they could."""
-        try:
-            self._apply([])
-        except Exception as again:
-            self._note_failure(again)
-            self._after_owed_failed()
-            return False
         return True
 
     def _after_owed_failed(self) -> None:
@@ -345,7 +337,8 @@ class DurableWriter:
         """One transaction with all that is owed. Raises what the tier raises."""
         if not part and not self._owed:
             return
-        results = self._transact(self._owed.group(tuple(put for _, put in part)))
+        used = {item.header.prefix_hash: item.last_use() for item, _ in part}
+        results = self._transact(self._owed.group(tuple(put for _, put in part), used))
         for (item, _), result in zip(part, results, strict=True):
             self._answer([item], result)
         self._outcomes += [(done, _STORED) for done in self._owed.waiting]

@@ -19,12 +19,10 @@ _PAGE, _LOOK_SECONDS = 256, 2.0
 MOST_GONE = 16384
 
 
-async def void(tier: RemoteTier, root: bytes) -> bytes:
+async def void(tier: RemoteTier, root: bytes, mark: bytes) -> None:
     """Makes everything of a tenant, without ``root`` everything under the prefix, worthless at once, wherever it is
-    written from. Returns the new mark. Raises RemoteFailed."""
-    mark = new_mark(deletion=True)
+    written from, by its new mark. Raises RemoteFailed."""
     await tier.write([(tier.names.tenant_mark(root) if root else tier.names.mark, mark)], None)
-    return mark
 
 
 async def purge(tier: RemoteTier, root: bytes) -> None:
@@ -62,7 +60,7 @@ async def forget_branch(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int,
     whole = set(doomed)
     left = {gone + secrets.token_bytes(GONE_ID_BYTES) for gone in whole}
     if len(before) + len(left) > MOST_GONE:
-        await void(tier, root)
+        await void(tier, root, new_mark(deletion=True))
         await purge(tier, root)
         return len(whole & there), set()
     await tier.write([(names.gone(root, name), b"") for name in left], None)

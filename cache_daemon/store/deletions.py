@@ -22,6 +22,7 @@ class Deletion:
     known: bool
     done: asyncio.Future[int]
     began: bool = False
+    mark: bytes = b""  # of a tenant or everything: to be written, or perhaps written already
     voided: int = -1  # the generation of an engine in which nothing of it is believed any more, only to be removed
     again: asyncio.Future[int] | None = None  # asked for once more after it began
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from itertools import islice
 from math import inf
 
 import structlog
@@ -18,6 +19,7 @@ from cache_daemon.remote import deleting
 from cache_daemon.remote.engine import RemoteFailed
 from cache_daemon.remote.marks import Marks, new_mark
 from cache_daemon.remote.tier import RemoteTier
+from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.marks import News, TenantMarks
 from cache_daemon.store.sending import Sending
 from cache_daemon.store.turns import Turns
@@ -43,8 +45,17 @@ class Elsewhere:
         self._todo: dict[tuple[bytes, News], float] = {}  # by whose it is, and when it was heard
         self._wake = asyncio.Event()
         self._looked: tuple[int, int, bytes | None] | None = None  # at what everything was looked at
+        self._unseen: dict[bytes, None] = {}  # tenants of which something was listed, and whose marks are not known
         self._rests_until = 0.0
         self._written_back: dict[bytes, float] = {}  # when (monotonic), by tenant; everything's under an empty key
+        walks.tiers.on_listed.append(self._listed)
+
+    def _listed(self, chunk: Chunk) -> None:
+        """A deletion is news to a node only if it has seen the marks of before: it looks at a tenant's as soon as it
+        has something of it."""
+        if chunk.root not in self._marks:
+            self._unseen[chunk.root] = None
+            self._wake.set()
 
     def heard(self, root: bytes, news: News) -> None:
         """Others have deleted something of a tenant: it is done here soon."""
@@ -85,7 +96,11 @@ class Elsewhere:
     # ---- finding out ----------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
-        if not self._tier.reads.allows or time.monotonic() < self._rests_until:
+        if not self._tier.reads.allows:
+            return
+        while self._looked is not None and self._unseen:
+            await self._look_at(list(islice(self._unseen, _TENANTS)))
+        if time.monotonic() < self._rests_until:
             return
         state = self._tier.generation, self._sending.counts.deleted, await self._tier.deletions()
         if state == self._looked:
@@ -116,6 +131,7 @@ class Elsewhere:
     async def _look_at(self, roots: list[bytes]) -> None:
         for root, marks in zip(roots, await self._tier.marks(roots) if roots else [], strict=True):
             self._sending.seen(root, marks)
+            self._unseen.pop(root, None)
 
     # ---- doing it -------------------------------------------------------------------------------------------
 

@@ -147,11 +147,13 @@ class Insertion:
         return outcome
 
     def _publish(self, chunk: Chunk, awaited: bool) -> None:
-        """Makes a chunk visible, and lets it supersede the siblings that are a prefix of it."""
+        """Makes a chunk visible, and lets it supersede the siblings that are a prefix of it, unless their pins cannot
+        move on."""
         inserter, tiers, persistence = self.inserter, self.inserter.tiers, self.inserter.persistence
         tiers.list_chunk(chunk)
         for old in tiers.index.superseded_by(chunk):
-            inserter.pins.move(old, chunk)
+            if not inserter.pins.move(old, chunk):
+                continue
             inserter.terms.keep(chunk, old.kept_until)
             if persistence is not None:
                 persistence.supersede(chunk, old)

@@ -85,6 +85,9 @@ class TenantMarks:
     def __iter__(self) -> Iterator[bytes]:
         return iter(list(self._known))
 
+    def __contains__(self, root: bytes) -> bool:
+        return root in self._known
+
     def is_old(self, chunk: Chunk) -> bool:
         """Whether a chunk was listed here before the last deletion elsewhere that may concern it."""
         known = self._known.get(chunk.root)
@@ -169,9 +172,10 @@ class TenantMarks:
 
     # ---- deletions ------------------------------------------------------------------------------------------
 
-    def made_here(self, root: bytes, mark: bytes, before: bytes | None = None) -> None:
+    def made_here(self, root: bytes, mark: bytes, before: bytes | None = None, *, crossed: bool = False) -> None:
         """Notes that this node has deleted a tenant, without ``root`` everything, which has ``mark`` now and had the
-        mark ``before``."""
+        mark ``before``. With ``crossed``, other nodes have deleted something of the tenant before: what was listed here
+        by now is to go."""
         now = time.monotonic()
         if not root:
             self._everything_past = _remembered(self._everything_past, digest(before))
@@ -183,6 +187,7 @@ class TenantMarks:
         past = () if known is None else _remembered(known.past, known.tenant)
         after = _Known(self._everything or b"", digest(mark), b"", since=now, deletion=mark)
         after.past = _remembered(past, digest(before))
+        after.heard = now if crossed else 0.0 if known is None else known.heard
         self._remember(root, after)
 
     def left_here(self, root: bytes, gone: set[bytes]) -> None:

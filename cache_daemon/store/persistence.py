@@ -102,6 +102,7 @@ class Persistence:
             chunk.whole_header(),
             lambda: self._tiers.arena.read(slot),
             tuple(old.key for old in replaced),
+            lambda: _tick(chunk.used_at),
             lambda result: self._written(chunk, replaced, result),
         )
 
@@ -192,7 +193,7 @@ class Persistence:
         """Writes down which durable chunks were used since the last time, so that eviction knows after a restart."""
         used, self._tiers.used = self._tiers.used, {}
         if used:
-            self._writer.used({key: int(at * 1000) for key, at in used.items()})
+            self._writer.used({key: _tick(at) for key, at in used.items()})
 
     @property
     def settled(self) -> bool:
@@ -342,3 +343,8 @@ class Persistence:
 def _cost(chunk: Chunk) -> int:
     """The most that a chunk can take in the tier; what it takes is known when it is there."""
     return whole_pages(chunk.size_bytes) + whole_pages(_HEADER_BYTES + len(chunk.ids) * 5 // 4)
+
+
+def _tick(used_at: float) -> int:
+    """Returns a time of last use as the durable tier keeps it: in milliseconds."""
+    return int(used_at * 1000)

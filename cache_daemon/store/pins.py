@@ -41,8 +41,9 @@ class Pins:
     def add(self, chunk: Chunk) -> int:
         """Pins a chunk and all before it once more. Returns their number. Raises QuotaExceeded."""
         path = self._tiers.index.path(chunk)
-        fresh = sum(c.size_bytes for c in path if not c.pins)
-        self._check_budget(chunk, fresh)
+        if len(self._pins) >= _MOST_PINS:
+            raise QuotaExceeded(f"there are {_MOST_PINS} pins already: unpin something first")
+        self._check_budget(chunk, sum(c.size_bytes for c in path if not c.pins))
         self._check_arena([c for c in path if not c.pins and c.on_disk is not Residency.PRESENT])
         pin = self._pins.get((chunk.root, chunk.key))
         if pin is None:
@@ -69,14 +70,21 @@ class Pins:
         self._write(pin)
         return chunks
 
-    def move(self, old: Chunk, new: Chunk) -> None:
-        """A longer chunk takes the place of a sibling: its pins go on."""
+    def move(self, old: Chunk, new: Chunk) -> bool:
+        """Lets the pins of a chunk go on to a longer sibling that takes its place. False when the budget of what is
+        pinned has no room for that: nothing may take its place then."""
+        if old in self._on and not new.pins:
+            try:
+                self._check_budget(new, new.size_bytes - old.size_bytes)
+            except QuotaExceeded:
+                return False
         for pin in self._on.pop(old, []):
             self._count(old, -pin.count)
             pin.chunk = new
             self._on.setdefault(new, []).append(pin)
             self._count(new, pin.count)
             self._write(pin)
+        return True
 
     def restore(self, name: bytes, value: bytes) -> None:
         """Takes up a pin of an earlier start; one whose chunk is gone ends."""
@@ -100,8 +108,6 @@ class Pins:
                     f"the prefix has {format_size(fresh)} more to pin; {format_size(used)} of {format_size(limit)} are "
                     "pinned already: unpin something first"
                 )
-        if len(self._pins) >= _MOST_PINS:
-            raise QuotaExceeded(f"there are {_MOST_PINS} pins already: unpin something first")
 
     def _check_arena(self, fresh: Sequence[Chunk]) -> None:
         """Pinned chunks that are not durable cannot leave the arena: others need room there, too."""

@@ -28,7 +28,7 @@ from cache_daemon.memory.arena import Slot
 from cache_daemon.remote import deleting
 from cache_daemon.remote.engine import RemoteBusy, RemoteFailed
 from cache_daemon.remote.entries import packed
-from cache_daemon.remote.marks import Marks
+from cache_daemon.remote.marks import Marks, new_mark
 from cache_daemon.remote.tier import Outgoing, RemoteTier
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.deletions import Deletion, Deletions
@@ -260,9 +260,7 @@ class Sending:
         else:
             # Once: what others write from then on is theirs, however often removing the rest is tried.
             if deletion.voided != self._tier.generation:
-                # An engine that shows the mark of before has lost the deletion.
-                before = (await self._tier.marks([root]))[0].tenant if root else await self._tier.mark_of_everything()
-                self._marks.made_here(root, await deleting.void(self._tier, root), before)
+                await self._void(deletion)
                 deletion.voided = self._tier.generation
             await deleting.purge(self._tier, root)
         if gone or not key:
@@ -270,6 +268,27 @@ class Sending:
         self.counts.deleted += 1
         if self._deletions.finished(deletion, gone):
             self._note(NOTE_PREFIX + root + key, None)
+
+    async def _void(self, deletion: Deletion) -> None:
+        """Makes a tenant, without ``root`` everything, worthless there. The mark replaces those of other nodes'
+        deletions, so they are heard first; it stays the same while it is tried, or it were another node's."""
+        root, crossed = deletion.root, False
+        deletion.mark = deletion.mark or new_mark(deletion=True)
+        if root:
+            marks = (await self._tier.marks([root]))[0]
+            before = marks.tenant
+            if before != deletion.mark:
+                crossed = self.seen(root, marks) is News.TENANT
+            if marks.chunks is not None and not crossed:  # the names of deleted chunks go, too
+                crossed = bool(self._marks.news_of(root, await deleting.gone(self._tier, root)))
+        else:
+            before = await self._tier.mark_of_everything()
+        await deleting.void(self._tier, root, deletion.mark)
+        # An engine that shows the mark of before has lost the deletion.
+        self._marks.made_here(root, deletion.mark, before, crossed=crossed)
+        deletion.mark = b""
+        if crossed:
+            self._told(root, News.TENANT)
 
     def _batch(self) -> list[Chunk]:
         """The next chunks of one tenant, taken from the queue."""

@@ -92,7 +92,6 @@ class Tiers:
         assert self.cold is not None
         chunk.on_disk, chunk.stored_bytes = Residency.PRESENT, stored_bytes
         self.cold.resize(chunk, stored_bytes)
-        self.used[chunk.key] = chunk.used_at
         self.reconsider(chunk)
 
     def not_on_disk(self, chunk: Chunk) -> None:
@@ -119,7 +118,7 @@ class Tiers:
         self.hot.touch(chunk)
         if self.cold is not None:
             self.cold.touch(chunk)
-        if chunk.on_disk is Residency.PRESENT:
+        if chunk.on_disk is not Residency.ABSENT:  # one that arrives may have been written with an earlier use
             self.used[chunk.key] = chunk.used_at
 
     def reconsider(self, chunk: Chunk) -> None:

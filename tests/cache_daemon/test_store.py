@@ -290,6 +290,21 @@ async def test_pins_have_a_budget() -> None:
         bench.store.unpin(root, small)
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
+async def test_a_pinned_chunk_stays_beside_a_longer_one_that_is_beyond_the_budget(is_pinned: bool) -> None:
+    limits = {b"a": TenantLimits(pin_bytes=SLOT)}
+    async with opened(limits=limits, arena_bytes=64 * SLOT) as bench:
+        short, _ = await bench.put([1] * 4, salt=b"a")
+        if is_pinned:
+            bench.store.pin(bench.root(b"a"), short)
+        await bench.put([1] * 100, salt=b"a")
+        await bench.store.settle()
+        account = bench.store.accounts.of(keys.tenant_id(b"a"))
+        assert account.pinned_bytes <= SLOT
+        assert {(c.tokens, c.pins) for c in bench.store.tiers.index} == {(100, 0)} | ({(4, 1)} if is_pinned else set())
+        assert await bench.found([1] * 100, salt=b"a") == 100
+
+
 async def test_what_is_not_used_within_its_time_to_live_is_gone_and_a_hit_refreshes_it() -> None:
     limits = {b"a": TenantLimits(ttl_seconds=100)}
     async with opened(limits=limits) as bench:

@@ -80,6 +80,28 @@ async def test_a_chunk_that_was_never_read_keeps_its_age() -> None:
         assert ticks[key] == int(bench.clock.now * 1000)
 
 
+async def test_a_chunk_becomes_durable_with_its_time_of_use() -> None:
+    """A sudden end right afterwards, or an end that a slow disk outlasts, does not make it look new."""
+    async with opened() as bench:
+        await bench.put([1])
+        await bench.store.settle()
+        assert [found.last_use for found in bench.tier.inner.load()] == [int(bench.clock.now * 1000)]
+
+
+async def test_a_use_counts_that_comes_while_the_chunk_is_being_written() -> None:
+    async with opened() as bench:
+        bench.tier.hold()
+        await bench.put([1])
+        await until(lambda: bench.tier.wait_until_held(0))
+        bench.clock.now += 60
+        assert await bench.found([1]) == 1
+        assert bench.store._persistence is not None
+        bench.store._lookup.touch_all()
+        bench.store._persistence.write_recency()
+        bench.tier.let_go()
+        await until(lambda: [found.last_use for found in bench.tier.inner.load()] == [int(bench.clock.now * 1000)])
+
+
 async def test_nothing_continues_a_chunk_that_is_about_to_be_superseded() -> None:
     async with opened() as bench:
         key, _ = await bench.put([1, 2])

@@ -34,7 +34,7 @@ async def main():
             print(length, result.outcome.value, flush=True)
             done.set()
         view = memoryview(bytes(put.payload))
-        writer.put(put.header, lambda view=view: view, put.replaces, hear)
+        writer.put(put.header, lambda view=view: view, put.replaces, lambda: 0, hear)
         before = (key_of(put),)
         if length % 3:
             await done.wait()

@@ -30,7 +30,7 @@ class Desk:
     def put(self, *puts: Put) -> None:
         for put in puts:
             view = memoryview(bytes(put.payload))
-            self.writer.put(put.header, lambda view=view: view, put.replaces, self._hear(key_of(put)))
+            self.writer.put(put.header, lambda view=view: view, put.replaces, lambda: 0, self._hear(key_of(put)))
 
     def _hear(self, key: bytes) -> Callable[[PutResult], None]:
         def hear(result: PutResult) -> None:
@@ -251,7 +251,7 @@ async def test_a_payload_that_cannot_be_had_fails_alone(desk: Desk) -> None:
         raise ValueError("the slot is gone")
 
     heard: list[PutOutcome] = []
-    desk.writer.put(chunk([1]).header, raises, (), lambda result: heard.append(result.outcome))
+    desk.writer.put(chunk([1]).header, raises, (), lambda: 0, lambda result: heard.append(result.outcome))
     good = chunk([2])
     desk.put(good)
     assert await desk.outcomes(good) == [STORED]
@@ -277,7 +277,7 @@ async def test_views_of_the_arena_are_released(desk: Desk) -> None:
     put = chunk([1])
     arena = bytearray(put.payload)
     desk.tier.fail_applies(1)
-    desk.writer.put(put.header, lambda: memoryview(arena), (), desk._hear(key_of(put)))
+    desk.writer.put(put.header, lambda: memoryview(arena), (), lambda: 0, desk._hear(key_of(put)))
     await desk.outcomes(put)
     arena += b"resized"  # raises BufferError while a view is left
 
@@ -330,7 +330,7 @@ async def test_an_outcome_that_cannot_be_taken_note_of_loses_no_other(desk: Desk
         raise ValueError("planted")
 
     view = memoryview(bytes(puts[1].payload))
-    desk.writer.put(puts[1].header, lambda: view, (), broken)
+    desk.writer.put(puts[1].header, lambda: view, (), lambda: 0, broken)
     desk.put(puts[2])
     with structlog.testing.capture_logs() as lines:
         desk.tier.let_go()

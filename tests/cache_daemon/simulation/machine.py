@@ -54,7 +54,8 @@ class Machine(Traffic):
         self._deleted(daemon, scene.root_of(salt), b"")
 
     def _deleted(self, daemon: Daemon, root: bytes, key: bytes) -> int | None:
-        """Returns how many went; None while the disk hangs or fails: it is removed later then."""
+        """Returns how many went; None while the disk hangs or fails: it is removed later then. None also when the chunk
+        made way for others before the call began."""
         deleted = self.world.delete(daemon, root, key)
         daemon.deleting.append((root, key))
         try:
@@ -65,7 +66,9 @@ class Machine(Traffic):
             count = int(daemon.complete(daemon.store.delete(root, key), "a deletion"))
             deleted.is_answered = True
             return count
-        except StoreUnavailable:  # nothing is promised then, were it killed
+        except (StoreUnavailable, ChunkNotFound) as error:  # nothing is promised then, were it killed
+            if isinstance(error, ChunkNotFound):
+                self.world.expect(key not in daemon.listed, "what is there was not found")
             deleted.heard_by = frozenset()
             return None
         finally:

@@ -32,13 +32,14 @@ class Promises:
     """What was reserved before a deletion is not committed once that was answered (F7)."""
     nothing_comes_back: bool = False
     """What one daemon deletes while another one is writing it to the engine is not brought again."""
-    crossing_deletions_heard: bool = False
+    crossing_deletions_heard: bool = True
     """A daemon hears of a deletion while one of its own of the same tenant waits for the engine (its own mark replaces
     the other one's before it has seen that)."""
-    pins_within_quota: bool = False
+    pins_within_quota: bool = True
     """A pin that moves to a longer chunk does not take its tenant beyond ``pin_bytes``."""
     strangers_deleted: bool = False
-    """A daemon hears of the deletion of a tenant whose marks it had never seen (it has not asked the engine for it)."""
+    """A daemon hears of the deletion of a tenant whose marks it had never seen. A limit, see docs/decisions.md: it
+    looks as soon as it has something of the tenant."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,70 @@
+"""Deletions of several nodes that cross, and those of tenants of which a node has just got something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from cache_daemon.remote.engine import Item, RemoteFailed
+from cache_daemon.remote.memory import MemoryEngine
+from cache_daemon.store import elsewhere
+from tests.cache_daemon.remote.nodes import CHUNK, Slow, node, prompt, until
+from tests.cache_daemon.remote.test_elsewhere import SOON, delete
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elsewhere, "_EVERY_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize("what", ["tenant", "chunk"])
+async def test_a_deletion_is_heard_while_one_of_the_same_tenant_waits_here(what: str) -> None:
+    """The mark of the own one takes the place of the other one's."""
+    engine, of_b = MemoryEngine(), Slow()
+    of_b.values = engine.values
+    async with node(engine) as a, node(of_b) as b:
+        await a.share(prompt(3))
+        assert (await b.ask(prompt(3)))[0] == 3 * CHUNK
+        of_b.fails = True
+        await b.bench.store.delete(b.bench.root(), b"")
+        await b.read(prompt(3))
+        await delete(a, what, prompt(3))
+        of_b.fails = False
+        await until(lambda: b.stats.remote_deletions == b.stats.chunks == 0, SOON)
+
+
+class Forgetful(MemoryEngine):
+    """An engine that does what it is asked and whose answers are lost on command."""
+
+    loses, lost = False, 0
+
+    async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
+        await super().put_many(items, ttl_seconds)
+        if self.loses:
+            self.lost += 1
+            raise RemoteFailed("told to")
+
+
+async def test_a_deletion_whose_answer_was_lost_is_not_taken_for_another_nodes() -> None:
+    engine = Forgetful()
+    async with node(engine) as b:
+        await b.share(prompt(3))
+        engine.loses = True
+        await b.bench.store.delete(b.bench.root(), b"")
+        await until(lambda: engine.lost > 0, SOON)
+        await b.read(prompt(3))
+        engine.loses = False
+        await until(lambda: b.stats.remote_deletions == 0 and not b.remote._elsewhere._todo, SOON)
+        assert b.stats.chunks == 3
+
+
+async def test_a_tenants_marks_are_seen_as_soon_as_it_has_something_here() -> None:
+    """A later deletion is news to a node that has never asked the engine for anything of the tenant."""
+    engine = MemoryEngine()
+    async with node(engine, write="never") as a, node(engine, write="never") as b:
+        await until(lambda: b.remote._elsewhere._looked is not None, SOON)
+        await b.read(prompt(3))
+        await until(lambda: b.bench.root() in b.remote._marks, SOON)
+        await a.bench.store.delete(a.bench.root(), b"")
+        await until(lambda: b.stats.chunks == b.stats.durable_chunks == 0, SOON)
