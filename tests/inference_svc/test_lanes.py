@@ -55,9 +55,13 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def engine(started: Engine) -> Engine:
-    """One that has not learnt from another test's slow loads that loading does not pay."""
-    cache = started._runtime.cache
+    """An attached and idle one that has not learnt from another test's slow loads that loading does not pay."""
+    cache, inner = started._runtime.cache, started._runtime.engine
+    # A sequence that is still being saved has pages that the next one would share, and load nothing.
+    eventually(lambda: inner.load == (0, 0, 0) and inner.free_pages == inner.pool.pages)
     assert cache is not None
+    (daemon,) = cache._daemons.values()
+    assert daemon.wait(60), "no session with the daemon"
     cache._economy.forget_loads()
     return started
 

@@ -49,4 +49,4 @@ async def test_how_busy_a_node_is_tells_of_others(keys: dict[str, Any], key: str
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         answer = await client.get("/kvsidecar/v1/serving", headers={"Authorization": f"Bearer {key}"})
     assert answer.status_code == 200
-    assert answer.json() == {"models": [], "workers": 0} | ({"busy": 0} if told else {})
+    assert answer.json() == {"models": [], "workers": 0, "starting": False} | ({"busy": 0} if told else {})
