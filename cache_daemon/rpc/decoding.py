@@ -110,7 +110,8 @@ class Decoder:
         except DecodeError as error:
             return Undecodable(_undecodable(error))
         except InvalidRequest as error:
-            return Undecodable(error)
+            # Its traceback would keep the message until the next collection of cycles.
+            return Undecodable(error.with_traceback(None))
 
 
 def _undecodable(error: DecodeError) -> InvalidRequest:

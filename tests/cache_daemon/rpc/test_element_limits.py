@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -147,3 +148,12 @@ def test_every_repeated_field_of_a_request_has_a_limit_of_varints_or_members() -
         for one in method.input_type.fields:
             if one.is_repeated:
                 assert one.type in (one.TYPE_UINT32, one.TYPE_BYTES, one.TYPE_MESSAGE), one.full_name
+
+
+def test_a_refused_message_is_kept_by_nobody() -> None:
+    """Tracebacks kept refused messages until the next collection of cycles: 800 MiB in 20 seconds."""
+    data = b"\x2a\x00" * 100_000
+    before = sys.getrefcount(data)
+    refused = Decoder(pb.MatchRequest)(data)
+    assert isinstance(refused, Undecodable)
+    assert sys.getrefcount(data) == before
