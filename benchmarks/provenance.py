@@ -48,7 +48,7 @@ class Provenance:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the repository; None where it cannot say."""
+    """Asks git about the repository; None where git has no answer."""
     try:
         done = subprocess.run(
             ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, timeout=30, check=True

@@ -1,4 +1,4 @@
-"""Whether chunks that come from elsewhere fit to each other and to what is stored."""
+"""Checks that imported chunks fit each other and the store."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class DurableWriter:
 
     @property
     def hung(self) -> bool:
-        """Whether the transaction that is under way does not end."""
+        """True while the running transaction exceeds its time limit."""
         began = self._began
         return began is not None and time.monotonic() - began > HUNG_SECONDS
 

@@ -60,7 +60,7 @@ class _Known:
     past: tuple[bytes, ...] = ()  # digests of the tenant's marks before this one
 
     def is_behind_of(self, tenant: bytes, deletion: bool, chunks: bytes) -> bool:
-        """Whether an engine with these digests has lost a deletion that is known here."""
+        """True if an engine with these digests has lost a known deletion."""
         if tenant != self.tenant and ((self.deletion and not deletion) or tenant in self.past):
             return True
         return bool(self.gone) and not chunks and tenant in (b"", self.tenant)
@@ -95,7 +95,7 @@ class TenantMarks:
         return chunk.made_at <= max(of_tenant, self._all_since)
 
     def is_withheld(self, chunk: Chunk) -> bool:
-        """Whether a chunk is from before a loss of the engine's data that other nodes may still have to mend."""
+        """True while a chunk from before a loss of the engine's data is not offered again."""
         known = self._known.get(chunk.root)
         return known is not None and chunk.made_at <= known.lost and time.monotonic() < known.lost + GRACE_SECONDS
 
@@ -136,7 +136,7 @@ class TenantMarks:
         return everything if everything is not News.NOTHING else news
 
     def is_everything_reverted(self, mark: bytes | None) -> bool:
-        """Whether an engine with this mark of everything has lost a deletion of everything that is known here."""
+        """True if an engine with this mark has lost a known deletion of everything."""
         value = digest(mark)
         return bool(self._everything_mark) and value != self._everything and (
             not value or value in self._everything_past

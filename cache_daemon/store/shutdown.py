@@ -22,7 +22,7 @@ class Shutdown:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self.late = False
-        """Whether a piece of work is still running although the time is up."""
+        """True once a piece of work has outlived the deadline."""
 
     @property
     def to_settle(self) -> float:

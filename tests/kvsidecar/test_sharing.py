@@ -9,7 +9,7 @@ import pytest
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32, NamespaceDescriptor
 from kvsidecar.cli.doctor import cache_findings
 from kvsidecar.cli.node import parts_in
-from kvsidecar.cli.sharing import numerics_text
+from kvsidecar.cli.sharing_group import numerics_text
 from kvsidecar.connecting import Address
 from kvsidecar.inference.v1.inference_pb2 import Numerics
 from kvsidecar.paged.link import DaemonLink

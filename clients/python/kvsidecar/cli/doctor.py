@@ -21,7 +21,7 @@ from kvsidecar.cli.cache.daemon import connected
 from kvsidecar.cli.cache.ratios import HitRatios
 from kvsidecar.cli.cache.shown import percent
 from kvsidecar.cli.node import gateway_of
-from kvsidecar.cli.sharing import numerics_text, sharing_groups
+from kvsidecar.cli.sharing_group import numerics_text, sharing_groups
 from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.errors import KVSidecarError, PermissionDenied
 from kvsidecar.free_memory import free_bytes

@@ -23,7 +23,7 @@ from rich.table import Column, Table
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cli.programs import PROGRAMS
-from kvsidecar.cli.sharing import numerics_text, sharing_groups
+from kvsidecar.cli.sharing_group import numerics_text, sharing_groups
 from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.errors import Unavailable
 from kvsidecar.http_health import health_status
