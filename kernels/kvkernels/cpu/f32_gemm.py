@@ -3,7 +3,8 @@
 What decodes is bound by bytes: a weight is kept as narrow as it came, in 16 bits or as the codes of a checkpoint that
 was quantized to 4 or 8 (``kvkernels.cpu.code_recovery``), and widened on its way into float32 products, which CPUs
 without 16-bit arithmetic compute as fast as memory gives the weight. The numbers are the same
-ones. A row's bits depend neither on other rows nor on threads nor on the instruction set, and ``reference`` gives the same ones.
+ones. A row's bits depend neither on other rows nor on threads nor on the instruction set, and ``reference`` gives the
+same ones.
 ``kernels/cpu/dense.cpp`` says how a weight lies in memory.
 """
 
