@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from sortedcontainers import SortedDict
 
 from cache_daemon.eviction.eviction_policy import Entry
-from cache_daemon.eviction.prefill_cost import Worth
+from cache_daemon.eviction.prefill_cost import PrefillCost
 
 
 @dataclass(slots=True)
 class _Held:
     rank: tuple[float, int]
     uses: int
-    parked: bool = False
+    unevictable: bool = False
 
 
 class Ranked(ABC):
@@ -24,7 +24,7 @@ class Ranked(ABC):
 
     def __init__(self) -> None:
         self._held: dict[Entry, _Held] = {}
-        self._offered: SortedDict[tuple[float, int], Entry] = SortedDict()
+        self._ranking: SortedDict[tuple[float, int], Entry] = SortedDict()
         self._tick = 0
 
     @abstractmethod
@@ -39,39 +39,39 @@ class Ranked(ABC):
             raise KeyError(f"{entry!r} is in the tier already")
         self._tick += 1
         held = self._held[entry] = _Held((self.rank(entry, 1 + uses), self._tick), 1 + uses)
-        self._offered[held.rank] = entry
+        self._ranking[held.rank] = entry
 
     def touch(self, entry: Entry) -> None:
         held = self._held[entry]
-        if not held.parked:
-            del self._offered[held.rank]
+        if not held.unevictable:
+            del self._ranking[held.rank]
         held.uses += 1
         self._tick += 1
         held.rank = self.rank(entry, held.uses), self._tick
-        if not held.parked:
-            self._offered[held.rank] = entry
+        if not held.unevictable:
+            self._ranking[held.rank] = entry
 
-    def park(self, entry: Entry) -> None:
+    def make_unevictable(self, entry: Entry) -> None:
         held = self._held[entry]
-        if held.parked:
+        if held.unevictable:
             raise KeyError(f"{entry!r} is parked already")
-        del self._offered[held.rank]
-        held.parked = True
+        del self._ranking[held.rank]
+        held.unevictable = True
 
-    def unpark(self, entry: Entry) -> None:
+    def make_evictable(self, entry: Entry) -> None:
         held = self._held[entry]
-        if not held.parked:
+        if not held.unevictable:
             raise KeyError(f"{entry!r} is not parked")
-        held.parked = False
-        self._offered[held.rank] = entry
+        held.unevictable = False
+        self._ranking[held.rank] = entry
 
     def remove(self, entry: Entry) -> None:
         held = self._held.pop(entry)
-        if not held.parked:
-            del self._offered[held.rank]
+        if not held.unevictable:
+            del self._ranking[held.rank]
 
     def victims(self) -> Iterator[Entry]:
-        return iter(self._offered.values())
+        return iter(self._ranking.values())
 
     def __len__(self) -> int:
         return len(self._held)
@@ -97,11 +97,11 @@ class GreedyDualSizeFrequency(Ranked):
 
     def __init__(self) -> None:
         super().__init__()
-        self._worth = Worth()
+        self._prefill_cost = PrefillCost()
         self._inflation = 0.0
 
     def rank(self, entry: Entry, uses: int) -> float:
-        return self._inflation + uses * self._worth.bounded(self._worth.per_byte(entry), uses > 1)
+        return self._inflation + uses * self._prefill_cost.clamp(self._prefill_cost.cost_per_byte(entry), uses > 1)
 
     def remove(self, entry: Entry) -> None:
         if next(self.victims(), None) is entry:

@@ -12,7 +12,7 @@ from sortedcontainers import SortedDict
 from cache_daemon.eviction.eviction_policy import Entry
 
 _SMALL_SHARE = 0.1
-_MOST_USES = 3
+_MAX_USES = 3
 _USES_TO_STAY = 2
 
 
@@ -21,7 +21,7 @@ class _Held:
     place: int
     main: bool
     uses: int = 0
-    parked: bool = False
+    unevictable: bool = False
 
 
 class _Queue:
@@ -50,25 +50,25 @@ class S3Fifo:
             raise KeyError(f"{entry!r} is in the tier already")
         main = entry.key in self._ghosts
         self._ghosts.pop(entry.key, None)
-        held = self._held[entry] = _Held(0, main, min(uses, _MOST_USES))
+        held = self._held[entry] = _Held(0, main, min(uses, _MAX_USES))
         self._enqueue(entry, held)
 
     def touch(self, entry: Entry) -> None:
         held = self._held[entry]
-        held.uses = min(held.uses + 1, _MOST_USES)
+        held.uses = min(held.uses + 1, _MAX_USES)
 
-    def park(self, entry: Entry) -> None:
+    def make_unevictable(self, entry: Entry) -> None:
         held = self._held[entry]
-        if held.parked:
+        if held.unevictable:
             raise KeyError(f"{entry!r} is parked already")
         del self._queue(held).shown[held.place]
-        held.parked = True
+        held.unevictable = True
 
-    def unpark(self, entry: Entry) -> None:
+    def make_evictable(self, entry: Entry) -> None:
         held = self._held[entry]
-        if not held.parked:
+        if not held.unevictable:
             raise KeyError(f"{entry!r} is not parked")
-        held.parked = False
+        held.unevictable = False
         self._queue(held).shown[held.place] = entry
 
     def remove(self, entry: Entry) -> None:
@@ -113,7 +113,7 @@ class S3Fifo:
 
     def _dequeue(self, entry: Entry, held: _Held) -> None:
         queue = self._queue(held)
-        if not held.parked:
+        if not held.unevictable:
             del queue.shown[held.place]
         queue.size_bytes -= entry.size_bytes
 

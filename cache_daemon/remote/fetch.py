@@ -35,7 +35,7 @@ from cache_daemon.store.yield_timer import Turns
 # it may take a part.
 _LOOKUP_SECONDS, _LOOKUP_LATE, _LOOKUP_MOST_SECONDS, _LOOKUP_SHARE = 0.25, 8.0, 1.0, 0.5
 # Nobody waits longer, even where nobody knows what computing costs.
-_MOST_SECONDS = 10.0
+_MAX_INTERVAL_SECONDS = 10.0
 # Fewer tokens are not worth asking for; more chunks than these are not asked for at once.
 _LEAST_TOKENS, _MOST_CHUNKS = 16, 1024
 _MEASURE_SECONDS = 5.0
@@ -216,11 +216,11 @@ class Bringing:
             return 0
         ready = _computed_by(wanted.price, entries, [link.end - before for link in links])
         spent = time.perf_counter() - began
-        chosen = self._choose(entries, ready, min(wanted.patience, _MOST_SECONDS) - spent)
+        chosen = self._choose(entries, ready, min(wanted.patience, _MAX_INTERVAL_SECONDS) - spent)
         if not chosen:
             self._bypass(entries)
             return 0
-        limit = min(ready[chosen - 1], wanted.patience, _MOST_SECONDS) - spent
+        limit = min(ready[chosen - 1], wanted.patience, _MAX_INTERVAL_SECONDS) - spent
         await self._fetch(wanted, asking, entries[:chosen], limit)
         tokens = max(0, self._covered(wanted) - before)
         self.counts.tokens += tokens
@@ -316,5 +316,5 @@ def _computed_by(price: float, entries: Sequence[Entry], tokens: Sequence[int]) 
     out, known = [], 0.0
     for entry, ahead in zip(entries, tokens, strict=False):
         known += entry.header.prefill_seconds
-        out.append(price * ahead or known or _MOST_SECONDS)
+        out.append(price * ahead or known or _MAX_INTERVAL_SECONDS)
     return out

@@ -144,9 +144,9 @@ class Placing:
         return work
 
     def _fill(self, piece: _Piece, slot: Slot) -> None:
-        direct = self._tiers.arena.direct(slot)
+        direct = self._tiers.arena.writable_view(slot)
         target = direct if direct is not None else memoryview(bytearray(slot.size_bytes))
-        unpacked(self._tier.seal, piece.entry, piece.parts, target)
+        unpacked(self._tier.cipher, piece.entry, piece.parts, target)
         if direct is None:
             self._tiers.arena.write(slot, target)
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 import structlog
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
-from cache_daemon.durable.encryption import Seal
+from cache_daemon.durable.encryption import Cipher
 from cache_daemon.remote.backend import Item, RemoteBusy, RemoteEngine, RemoteFailed
 from cache_daemon.remote.circuit_breaker import Breaker
 from cache_daemon.remote.epoch_format import Marks, new_mark
@@ -92,8 +92,10 @@ class Outgoing:
 class RemoteTier:
     """See the module. ``seal`` protects values; the engine sees names, sizes and times alone."""
 
-    def __init__(self, engine: RemoteEngine, names: Names, seal: Seal, clock: Callable[[], float] = time.time) -> None:
-        self.engine, self.names, self.seal, self._clock = engine, names, seal, clock
+    def __init__(
+        self, engine: RemoteEngine, names: Names, cipher: Cipher, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.engine, self.names, self.cipher, self._clock = engine, names, cipher, clock
         self.reads, self.writes = Breaker(), Breaker()
         self.figures, self.counts, self.hedging = Figures(), RemoteCounts(), Hedging(engine.lanes)
         self.asked = asyncio.Event()  # somebody wanted something that the circuit or the cost kept from going
@@ -146,7 +148,7 @@ class RemoteTier:
         if record is None or mark is None:
             return None
         try:
-            entry = decode_record(self.seal, self.names.head(root, key), record)
+            entry = decode_record(self.cipher, self.names.head(root, key), record)
             if entry.header.root != root or entry.header.prefix_hash != key:
                 raise Unfit("it is another tenant's, or another chunk")
         except Unfit as error:
@@ -235,7 +237,7 @@ class RemoteTier:
             ends = 0 if out.ttl_seconds is None else int(self._clock()) + out.ttl_seconds
             entry = Entry(out.header, out.codec, len(cut), len(out.stored), out.checksum, ends, out.mark)
             name = self.names.head(root, key)
-            records.setdefault(out.ttl_seconds, []).append((name, encode_record(self.seal, name, entry)))
+            records.setdefault(out.ttl_seconds, []).append((name, encode_record(self.cipher, name, entry)))
         for items_by_ttl in (parts, records):
             for ttl, items in items_by_ttl.items():
                 for group in _grouped(items):

@@ -14,7 +14,7 @@ from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED,
 from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.tier_manager import Tiers
 from cache_daemon.store.ttl import Terms
@@ -22,7 +22,7 @@ from cache_daemon.store.yield_timer import Turns
 
 _PAGE = 256
 # So long a deletion waits for a disk that fails or hangs, and for one that has much to remove.
-_WRITTEN_SECONDS, _MOST_SECONDS = 5.0, 30.0
+_WRITTEN_SECONDS, _MAX_INTERVAL_SECONDS = 5.0, 30.0
 
 
 class Walks:
@@ -69,7 +69,7 @@ class Walks:
                 heard = _asked(writer)
             now = time.monotonic()
             if writer.transactions != transactions:
-                transactions, until = writer.transactions, min(now, began + _MOST_SECONDS) + _WRITTEN_SECONDS
+                transactions, until = writer.transactions, min(now, began + _MAX_INTERVAL_SECONDS) + _WRITTEN_SECONDS
             if now >= until:
                 # Asked once: the writer's thread may succeed meanwhile.
                 why = (writer.failing or (f"that takes longer than {now - began:.0f} seconds",))[0]
@@ -153,7 +153,7 @@ class Walks:
         return dropped
 
 
-def _asked(writer: DurableWriter) -> asyncio.Future[PutOutcome]:
+def _asked(writer: GroupCommitWriter) -> asyncio.Future[PutOutcome]:
     """What comes of all that is to be removed now."""
     heard: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
 
@@ -161,5 +161,5 @@ def _asked(writer: DurableWriter) -> asyncio.Future[PutOutcome]:
         if not heard.done():
             heard.set_result(result.outcome)
 
-    writer.written(hear)
+    writer.flush(hear)
     return heard

@@ -29,7 +29,7 @@ from kvsidecar.errors import ArenaFull, ChunkNotFound, NamespaceMismatch
 
 from cache_daemon.durable import expiry_note
 from cache_daemon.durable.durable_tier import DurableTier
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.eviction.eviction_policy import EvictionPolicy
 from cache_daemon.memory.arena import Arena, footprint
 from cache_daemon.memory.staging import Staging
@@ -91,7 +91,7 @@ class ChunkStore:
         self._reading = ThreadPoolExecutor(_READ_THREADS, "durable-read")
         hot = Shelf(new_policy, lambda limits: limits.arena_bytes)
         cold = Shelf(new_policy, lambda limits: limits.store_bytes) if durable else None
-        self._writer = DurableWriter(durable, asyncio.get_running_loop()) if durable is not None else None
+        self._writer = GroupCommitWriter(durable, asyncio.get_running_loop()) if durable is not None else None
         self.tiers = Tiers(
             arena, PrefixIndex(summary), hot, cold, self._writer, self.events, self.accounts, self.counts,
             clock or Clock(),
@@ -132,7 +132,7 @@ class ChunkStore:
             self.verdicts.restore(name, value)
         elif name.startswith(pins.NOTE_PREFIX):
             self._pins.restore(name, value)
-        elif name.startswith(expiry_note.NOTE_PREFIX):
+        elif name.startswith(expiry_note.EXPIRY_NOTE_PREFIX):
             self.terms.restore(name, value)
         elif self.remote is not None:
             self.remote.restore(name, value)

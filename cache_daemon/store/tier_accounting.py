@@ -105,7 +105,7 @@ class Shelf:
         parked = place.kept or place.children > 0
         if parked is not place.parked:
             place.parked = parked
-            (place.part.policy.park if parked else place.part.policy.unpark)(chunk)
+            (place.part.policy.make_unevictable if parked else place.part.policy.make_evictable)(chunk)
 
     def over_quota(self, tenant: Tenant, size_bytes: int) -> bool:
         """Whether so many bytes more are beyond the tenant's quota."""

@@ -350,7 +350,7 @@ async def test_another_model_under_the_same_name_is_not_used() -> None:
         entry = Entry(header, 0, 1, len(payload), keys.checksum(payload), 0, mark_of(None, b"m") or b"")
         engine.values[b.tier.names.tenant_mark(root)] = b"m", None
         name = b.tier.names.head(root, header.prefix_hash)
-        engine.values[name] = encode_record(b.tier.seal, name, entry), None
+        engine.values[name] = encode_record(b.tier.cipher, name, entry), None
         for part in b.tier.names.parts(root, header.prefix_hash, entry.stored_checksum, 1):
             engine.values[part] = payload, None
         assert (await b.ask(ids))[0] == 0

@@ -10,7 +10,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import KVSidecarError
 
-from cache_daemon.durable.encryption import NoSeal
+from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.durable.faulty import FaultyTier
 from cache_daemon.eviction import POLICIES
 from cache_daemon.memory.arena import Arena
@@ -100,7 +100,7 @@ class Daemon:
     def _remote(self) -> RemoteSettings | None:
         if self.connection is None:
             return None
-        tier = RemoteTier(self.connection, Names("s"), NoSeal(), clock=self.clock)
+        tier = RemoteTier(self.connection, Names("s"), NullCipher(), clock=self.clock)
         return RemoteSettings(tier, self.world.settings.remote_write, None, compress=False)
 
     def clock(self) -> float:
