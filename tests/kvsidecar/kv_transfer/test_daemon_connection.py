@@ -33,9 +33,9 @@ def test_what_counts_is_when_the_heartbeat_was_sent_not_when_its_answer_came(mon
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     held = session()
-    held.beat(ServedCounts())
+    held.next_heartbeat(ServedCounts())
     now = 101.9
-    held.answered(pb.HeartbeatAck())
+    held.record_ack(pb.HeartbeatAck())
     assert held.leases_valid
     now = 102.1
     assert not held.leases_valid, "it was sent more than two intervals ago"
@@ -45,12 +45,12 @@ def test_answers_belong_to_the_oldest_unanswered_heartbeat(monkeypatch: pytest.M
     now = 10.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     held = session()
-    held.beat(ServedCounts())
+    held.next_heartbeat(ServedCounts())
     now = 11.0
-    held.beat(ServedCounts())
-    held.answered(pb.HeartbeatAck())
+    held.next_heartbeat(ServedCounts())
+    held.record_ack(pb.HeartbeatAck())
     assert held.last_acked_at == 10.0
-    held.answered(pb.HeartbeatAck())
+    held.record_ack(pb.HeartbeatAck())
     assert held.last_acked_at == 11.0
 
 
