@@ -143,7 +143,7 @@ def test_an_engine_that_writes_less_than_it_was_told_is_caught() -> None:
 def test_the_check_leaves_no_marks() -> None:
     cache, write = packed()
     check_layout(cache, write)
-    assert not cache.layers[0].keys.flat().any()
+    assert not cache.layers[0].keys.flat_memory().any()
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_an_answer_that_came_too_late_leaves_no_lease(node: Node, session: Sessi
     with pytest.raises(TooLate):
         session.match(request(session), 5.0)
     with pytest.raises(TooLate):
-        session.matching(request(session), 5.0)()
+        session.match_async(request(session), 5.0)()
     assert late.asked == 2, "the daemon has leased"
     until(lambda: leases(node) == 0)
 
