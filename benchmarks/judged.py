@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.repair_strategies import STRATEGIES
 from inference_svc.reuse.laboratory import Laboratory, Outcome, another_order
-from inference_svc.reuse.strategies import DEFAULT, STRATEGIES
+from inference_svc.reuse.strategies import DEFAULT
 from training import tasks
 
 TEXT = Path(__file__).parent / "data" / "held_out.jsonl"

@@ -5,10 +5,8 @@ All are rows through the same forward, so that none sees the future: a row atten
 
 from inference_svc.reuse.strategies.base import Repair, Signals
 from inference_svc.reuse.strategies.cacheblend import CacheBlend
-from inference_svc.reuse.strategies.first_k import FirstK
 from inference_svc.reuse.strategies.guided import Guided
 from inference_svc.reuse.strategies.none import NoRepair
-from inference_svc.reuse.strategies.random_tokens import RandomTokens
 from inference_svc.reuse.strategies.salient import Salient
 from inference_svc.reuse.strategies.selective import Selective
 
@@ -16,8 +14,6 @@ STRATEGIES: dict[str, Repair] = {
     r.name: r
     for r in (
         NoRepair(),
-        RandomTokens(),
-        FirstK(),
         Selective(),
         CacheBlend(),
         Salient(),

@@ -17,6 +17,7 @@ from kvkernels import pack_chunk, unpack_chunk
 from kvsidecar.errors import ModelUnsupported
 from kvsidecar.layout import new_header
 
+from benchmarks.repair_strategies import STRATEGIES, FirstK
 from inference_svc.engine import rows
 from inference_svc.engine.block_table import BlockTable
 from inference_svc.engine.forward import Decoder
@@ -27,7 +28,6 @@ from inference_svc.model.supported import SUPPORTED
 from inference_svc.reuse.laboratory import Laboratory
 from inference_svc.reuse.placement import refusal, rotary_of
 from inference_svc.reuse.plan import Plan, Stretch
-from inference_svc.reuse.strategies import STRATEGIES, FirstK
 from tests.inference_svc import test_architectures
 from tests.inference_svc.test_architectures import CASES, build
 
