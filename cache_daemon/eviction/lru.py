@@ -1,35 +1,28 @@
-"""Policies that rank an entry when it is used, and give up the lowest: LRU, LFU, GDSF."""
+"""LRU: the yardstick beside the default policy."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
 
 from cache_daemon.eviction.policy import Entry
-from cache_daemon.eviction.worth import Worth
 
 
 @dataclass(slots=True)
 class _Held:
-    rank: tuple[float, int]
-    uses: int
+    used_at: int
     parked: bool = False
 
 
-class Ranked(ABC):
-    """Among equal ranks, what was unused for longest goes first."""
+class LeastRecentlyUsed:
+    """Evicts the entry that was unused for longest. Time is counted in calls."""
 
     def __init__(self) -> None:
         self._held: dict[Entry, _Held] = {}
-        self._offered: SortedDict[tuple[float, int], Entry] = SortedDict()
+        self._offered: SortedDict[int, Entry] = SortedDict()  # by last use
         self._tick = 0
-
-    @abstractmethod
-    def rank(self, entry: Entry, uses: int) -> float:
-        """The rank of an entry that is used for the ``uses``-th time since it came in. Must not fall in ``uses``."""
 
     def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
         return True
@@ -38,24 +31,23 @@ class Ranked(ABC):
         if entry in self._held:
             raise KeyError(f"{entry!r} is in the tier already")
         self._tick += 1
-        held = self._held[entry] = _Held((self.rank(entry, 1 + uses), self._tick), 1 + uses)
-        self._offered[held.rank] = entry
+        self._held[entry] = _Held(self._tick)
+        self._offered[self._tick] = entry
 
     def touch(self, entry: Entry) -> None:
         held = self._held[entry]
         if not held.parked:
-            del self._offered[held.rank]
-        held.uses += 1
+            del self._offered[held.used_at]
         self._tick += 1
-        held.rank = self.rank(entry, held.uses), self._tick
+        held.used_at = self._tick
         if not held.parked:
-            self._offered[held.rank] = entry
+            self._offered[held.used_at] = entry
 
     def park(self, entry: Entry) -> None:
         held = self._held[entry]
         if held.parked:
             raise KeyError(f"{entry!r} is parked already")
-        del self._offered[held.rank]
+        del self._offered[held.used_at]
         held.parked = True
 
     def unpark(self, entry: Entry) -> None:
@@ -63,47 +55,15 @@ class Ranked(ABC):
         if not held.parked:
             raise KeyError(f"{entry!r} is not parked")
         held.parked = False
-        self._offered[held.rank] = entry
+        self._offered[held.used_at] = entry
 
     def remove(self, entry: Entry) -> None:
         held = self._held.pop(entry)
         if not held.parked:
-            del self._offered[held.rank]
+            del self._offered[held.used_at]
 
     def victims(self) -> Iterator[Entry]:
         return iter(self._offered.values())
 
     def __len__(self) -> int:
         return len(self._held)
-
-
-class LeastRecentlyUsed(Ranked):
-    """Gives up what was unused for longest."""
-
-    def rank(self, entry: Entry, uses: int) -> float:
-        return 0.0
-
-
-class LeastFrequentlyUsed(Ranked):
-    """Gives up what was used least often since it came in."""
-
-    def rank(self, entry: Entry, uses: int) -> float:
-        return float(uses)
-
-
-class GreedyDualSizeFrequency(Ranked):
-    """Gives up what saves fewest seconds of prefill per byte, times uses; the rank of the last to go is added to what
-    is used after it, so that the past fades (Cherkasova 1998; with equal seconds per byte, LFU with ageing)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._worth = Worth()
-        self._inflation = 0.0
-
-    def rank(self, entry: Entry, uses: int) -> float:
-        return self._inflation + uses * self._worth.bounded(self._worth.per_byte(entry), uses > 1)
-
-    def remove(self, entry: Entry) -> None:
-        if next(self.victims(), None) is entry:
-            self._inflation = max(self._inflation, self._held[entry].rank[0])
-        super().remove(entry)

@@ -11,8 +11,6 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.layout import new_header
 
-from cache_daemon.durable.faulty import FaultyTier
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.durable.tier import DurableTier
 from cache_daemon.eviction import DEFAULT, POLICIES
 from cache_daemon.eviction.policy import EvictionPolicy
@@ -24,6 +22,8 @@ from cache_daemon.store.sessions import Session
 from cache_daemon.store.tenants import Accounts
 from cache_daemon.store.writing import Reserved
 from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
+from tests.cache_daemon.doubles.faulty_tier import FaultyTier
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 
 
 @dataclass

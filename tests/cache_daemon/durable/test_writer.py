@@ -10,10 +10,10 @@ import pytest
 import structlog
 
 from cache_daemon.durable import writer
-from cache_daemon.durable.faulty import FaultyTier
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.durable.tier import NoRoom, Put, PutOutcome, PutResult, TierFailed, WriteGroup
 from cache_daemon.durable.writer import DurableWriter
+from tests.cache_daemon.doubles.faulty_tier import FaultyTier
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.durable.chunks import chain, chunk, is_sound, key_of, store
 
 STORED, CANCELLED = PutOutcome.STORED, PutOutcome.CANCELLED

@@ -14,12 +14,12 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from cache_daemon.durable.seal import NoSeal, Seal
 from cache_daemon.remote.engine import RemoteEngine, RemoteFailed
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.remote.naming import Names
 from cache_daemon.remote.tier import RemoteTier
 from cache_daemon.store.bringing import Brought
 from cache_daemon.store.remote import Remote, RemoteSettings
 from cache_daemon.store.sending import RemoteWrite
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 from tests.cache_daemon.stores import Bench, opened
 
 # Dear enough that everything is worth bringing, and known.

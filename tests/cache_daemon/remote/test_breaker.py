@@ -13,9 +13,9 @@ from cache_daemon.remote.engine import RemoteBusy, RemoteFailed
 from cache_daemon.remote.entries import MOST_PARTS, Entry
 from cache_daemon.remote.figures import Figures
 from cache_daemon.remote.hedging import Hedging
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.remote.naming import Names
 from cache_daemon.remote.tier import RemoteTier
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 from tests.cache_daemon.remote.nodes import until
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from cache_daemon.remote.engine import Item, RemoteFailed
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.store import elsewhere
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 from tests.cache_daemon.remote.nodes import CHUNK, Slow, node, prompt, until
 from tests.cache_daemon.remote.test_elsewhere import SOON, delete
 

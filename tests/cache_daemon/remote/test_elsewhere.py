@@ -17,18 +17,18 @@ from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 from benchmarks.peer import Peer
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.durable.seal import NoSeal
 from cache_daemon.remote import deleting
 from cache_daemon.remote.address import Credentials, new_engine, parse_remote
 from cache_daemon.remote.engine import RemoteEngine
 from cache_daemon.remote.marks import Marks, digest, new_mark
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.remote.naming import Names
 from cache_daemon.remote.tier import RemoteTier
 from cache_daemon.store import elsewhere
 from cache_daemon.store.marks import News, TenantMarks
 from cache_daemon.store.remote import RemoteSettings
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, Slow, node, prompt, until
 from tests.cache_daemon.remote.test_faults import Fleet
 from tests.cache_daemon.stores import opened

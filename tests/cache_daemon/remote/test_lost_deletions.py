@@ -11,10 +11,10 @@ from kvsidecar import keys
 
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.remote.marks import Marks, new_mark
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.store import elsewhere
 from cache_daemon.store import marks as store_marks
 from cache_daemon.store.marks import News, TenantMarks
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, node, prompt, until
 
 SOON = 60.0

@@ -10,9 +10,9 @@ from kvsidecar import keys
 from cache_daemon.durable.seal import NoSeal
 from cache_daemon.remote.engine import Item
 from cache_daemon.remote.entries import Unfit, encode_record, unpacked
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.remote.naming import Names
 from cache_daemon.remote.tier import Outgoing, RemoteTier
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 from tests.cache_daemon.remote.test_entries import chunk, stored
 
 

@@ -10,9 +10,8 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import KVSidecarError
 
-from cache_daemon.durable.faulty import FaultyTier
+from benchmarks.eviction_policies import POLICIES
 from cache_daemon.durable.seal import NoSeal
-from cache_daemon.eviction import POLICIES
 from cache_daemon.memory.arena import Arena
 from cache_daemon.remote.naming import Names
 from cache_daemon.remote.tier import RemoteTier
@@ -23,6 +22,7 @@ from cache_daemon.store.remote import RemoteSettings
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.summary import SummaryWriter
 from cache_daemon.store.tenants import Accounts
+from tests.cache_daemon.doubles.faulty_tier import FaultyTier
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.disk import Disk, Drive, SimulatedArena, SimulatedDeviceArena
 from tests.cache_daemon.simulation.engine import Connection, Network
