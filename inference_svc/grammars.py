@@ -162,7 +162,12 @@ def _about_keyword(why: str, schema: Any) -> str:
     """Name the keyword that a message is about, and what is allowed; empty for a message that names it itself."""
     if found := _UNKNOWN_KEYWORD.search(why):
         names = found[1].replace('"', "'")
-        return f"the JSON schema keyword {names} is not supported; leave it out ({_KNOWN_KEYWORDS})"
+        said = (
+            f"keywords {names} are not supported; leave them out"
+            if "," in names
+            else (f"keyword {names} is not supported; leave it out")
+        )
+        return f"the JSON schema {said} ({_KNOWN_KEYWORDS})"
     if found := _UNKNOWN_FORMAT.search(why):
         return f"Unknown format: {found[1]}; leave the keyword 'format' out, or use a pattern ({_KNOWN_KEYWORDS})"
     if found := _NOT_FETCHED.search(why):

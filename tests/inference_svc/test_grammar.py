@@ -181,6 +181,7 @@ def test_the_same_grammar_is_compiled_once_and_shares_no_state() -> None:
         (pb.Grammar(json_schema='{"$ref": "#"}'), "no text begins as it says"),
         (pb.Grammar(json_schema='{"type": "string", "format": "iri"}'), "Unknown format: iri; leave the keyword"),
         (pb.Grammar(json_schema='{"uniqueItems": true}'), "the JSON schema keyword 'uniqueItems' is not supported"),
+        (pb.Grammar(json_schema='{"contains": {}, "if": {}}'), "keywords 'contains', 'if' are not supported"),
         (pb.Grammar(json_schema='{"not": {}}'), "the JSON schema keyword 'not' is not supported; leave it out"),
         (pb.Grammar(json_schema='{"pattern": "a(?=b)"}'), "the keyword 'pattern' has .* not supported: look-around"),
         (pb.Grammar(json_schema='{"patternProperties": {"(?!a)": {}}}'), "the keyword 'patternProperties' has .*"),

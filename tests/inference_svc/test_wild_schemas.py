@@ -58,7 +58,7 @@ def refusal(schema: Any, seed: int) -> str:
     try:
         steering = steering_of(schema)
     except InvalidRequest as error:
-        named = re.match(r"the grammar cannot be served: .*?the (?:JSON schema )?keyword '(\$?\w+)'", str(error))
+        named = re.match(r"the grammar cannot be served: .*?the (?:JSON schema )?keywords? '(\$?\w+)'", str(error))
         return named[1] if named else f"no keyword named: {error}"
     value = json.loads(written(steering, seed))
     schema = with_any_of(schema)
