@@ -17,7 +17,7 @@ from sortedcontainers import SortedDict
 
 from cache_daemon import eviction
 from cache_daemon.eviction import Entry, EvictionPolicy
-from cache_daemon.eviction.worth import Worth
+from cache_daemon.eviction.prefill_cost import Worth
 
 _SMALL_SHARE = 0.1
 _MOST_USES = 3

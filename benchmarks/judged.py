@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.repair_strategies import STRATEGIES
-from inference_svc.reuse.laboratory import Laboratory, Outcome, another_order
-from inference_svc.reuse.strategies import DEFAULT
+from inference_svc.context_reuse.reuse_lab import Laboratory, Outcome, another_order
+from inference_svc.context_reuse.selectors import DEFAULT
 from training import tasks
 
 TEXT = Path(__file__).parent / "data" / "held_out.jsonl"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from inference_svc.reuse import strategies
-from inference_svc.reuse.plan import Plan, Positions
-from inference_svc.reuse.strategies import Repair, Signals
+from inference_svc.context_reuse import selectors
+from inference_svc.context_reuse.reuse_plan import Plan, Positions
+from inference_svc.context_reuse.selectors import Repair, Signals
 
 
 class RandomTokens:
@@ -35,5 +35,5 @@ class FirstK:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-STRATEGIES: dict[str, Repair] = {**strategies.STRATEGIES, "random": RandomTokens(), "first_k": FirstK()}
+STRATEGIES: dict[str, Repair] = {**selectors.STRATEGIES, "random": RandomTokens(), "first_k": FirstK()}
 """The worker's strategies and those of this module, by name."""

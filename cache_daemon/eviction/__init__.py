@@ -8,9 +8,9 @@ compared with are in ``benchmarks/eviction_policies.py``.
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from cache_daemon.eviction.eviction_policy import Entry, EvictionPolicy
 from cache_daemon.eviction.gittins import Gittins
 from cache_daemon.eviction.lru import LeastRecentlyUsed
-from cache_daemon.eviction.policy import Entry, EvictionPolicy
 
 DEFAULT = "gittins"
 POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = MappingProxyType({"lru": LeastRecentlyUsed, "gittins": Gittins})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
 
-from cache_daemon.eviction.policy import Entry
+from cache_daemon.eviction.eviction_policy import Entry
 
 
 @dataclass(slots=True)

@@ -1,0 +1,242 @@
+"""Requests' grammars into what steers an answer, compiled by llguidance (https://github.com/guidance-ai/llguidance).
+
+What compiling costs is bounded by size and by the compiler's own limits, which count work instead of time: the same
+grammar is refused everywhere, however busy the machine is. At 64 KiB nothing that was found takes longer than two
+seconds, without the GIL and on a thread that reads requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import structlog
+from kvsidecar.errors import InvalidRequest, UnsupportedOption
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import MAX_GRAMMAR_BYTES
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.schema_normalize import keyword_of_pattern, plain
+
+log = structlog.get_logger("worker")
+
+_MAX_CHOICES = 1024
+# Between two parts of JSON: nothing, a space, or a line's end and indentation. Small models would write nothing else.
+WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
+_KEPT = 64
+_MAX_THREADS = 8
+_MAX_SHOWN = 300
+# Causes in the compiler's messages, and the keyword of JSON Schema that each is about.
+_UNKNOWN_KEYWORD = re.compile(r"Unimplemented keys: \[(.+?)\]")
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
+_NOT_FETCHED = re.compile(r"Resource '(.*?)' is not present in a registry")
+_BAD_PATTERN = re.compile(r"regex parse error:\n    (.*)\n")
+_WRONG_VALUE = re.compile(r"^(\w+) (must be .*)", re.MULTILINE)
+_HARD_PATTERN = "Unable to determine if regex is empty"
+_INCOMPATIBLE_TYPES = "Unsatisfiable schema: incompatible types"
+_KNOWN_KEYWORDS = "docs/protocol.md lists the supported keywords"
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and keeps the last ones: a program sends the same one again and again.
+    Thread-safe."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, stops: frozenset[int]) -> None:
+        """``vocabulary`` is the width of the model's logits, ``stops`` its end-of-sequence tokens."""
+        self._source, self._vocabulary, self._stops = tokenizer, vocabulary, stops
+        self._tokenizer: LLTokenizer | None = None
+        self._unreadable = False
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        # They compute with NumPy's and llguidance's own code alone: torch would keep a team of threads for each.
+        threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self._threads = ThreadPoolExecutor(threads, "mask")
+
+    def prepare(self) -> None:
+        """Reads the vocabulary, which takes seconds for a large one and holds the GIL: not while others are answered.
+        Without it that is done for the first grammar."""
+        with suppress(UnsupportedOption):  # said to who sends one
+            self._ready()
+
+    def steering(self, grammar: pb.Grammar) -> Steering:
+        """What keeps an answer to a grammar. Raises InvalidRequest, UnsupportedOption, about ``grammar``."""
+        schema = _schema(grammar) if grammar.WhichOneof("kind") == "json_schema" else None
+        return self._steering(_source_of(grammar, schema), schema)
+
+    def of_lark(self, lark: str, schema: Any = None) -> Steering:
+        """The same for a grammar of our own making, in Lark's form; ``schema`` holds the JSON schemas in it, of which
+        an error names the keyword."""
+        if len(lark) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(
+                f"the grammar has {len(lark)} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param="grammar"
+            )
+        return self._steering(LLMatcher.grammar_from_lark(lark), schema)
+
+    def special_token(self, text: str) -> int | None:
+        """The one token that a text is, if it is one that text cannot spell."""
+        ready, source = self._ready(), self._source
+        assert isinstance(source, PreTrainedTokenizerFast)
+        token: int | None = source.backend_tokenizer.token_to_id(text)
+        return token if token is not None and ready.is_special_token(token) else None
+
+    def special_tokens(self) -> list[int]:
+        """Tokens that text cannot spell, without those that end an answer."""
+        ready, known = self._ready(), getattr(self._source, "added_tokens_decoder", {})
+        return [token for token in known if token not in self._stops and ready.is_special_token(token)]
+
+    def _steering(self, source: str, schema: Any) -> Steering:
+        with self._lock:
+            found = self._compiled.get(source)
+            if found is not None:
+                self._compiled.move_to_end(source)
+        if found is None:
+            found = self._compile(source, schema)
+            _check_begins(found)
+            with self._lock:
+                self._compiled[source] = found
+                while len(self._compiled) > _KEPT:
+                    self._compiled.popitem(last=False)
+        return Steering(found.deep_copy(), self._threads)
+
+    def _compile(self, source: str, schema: Any) -> LLMatcher:
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._ready(), source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _refused(matcher.get_error(), schema)
+        return matcher
+
+    def _ready(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None and not self._unreadable:
+                self._tokenizer = self._read()
+                self._unreadable = self._tokenizer is None
+            if self._tokenizer is None:
+                raise UnsupportedOption(
+                    "this model's tokenizer is none that grammars can be used with; leave the grammar out",
+                    param="grammar",
+                )
+            return self._tokenizer
+
+    def _read(self) -> LLTokenizer | None:
+        if not isinstance(self._source, PreTrainedTokenizerFast):
+            return None
+        size = max(self._vocabulary, len(self._source))
+        try:
+            found: LLTokenizer = hf.from_tokenizer(self._source, size, sorted(self._stops) or None)
+        except Exception as error:  # it reads some kinds of tokenizers only, and says so in its own ways
+            log.warning("grammars are not served: the tokenizer cannot be read for them", error=str(error))
+            return None
+        return found
+
+
+def _check_begins(matcher: LLMatcher) -> None:
+    """Raises InvalidRequest for a grammar that has no text at all, such as a schema that refers to itself alone: the
+    compiler says so when it is asked for a first token."""
+    tried = matcher.deep_copy()
+    tried.compute_bitmask()
+    if tried.is_error():
+        raise _refused(f"no text begins as it says ({tried.stop_reason()})")
+
+
+def _refused(why: str, schema: Any = None) -> InvalidRequest:
+    """Return one sentence of a compiler's message of several lines, with the keyword of ``schema`` that it is about."""
+    text = _about_keyword(why, schema) if schema is not None else ""
+    return InvalidRequest(f"the grammar cannot be served: {(text or _first_line(why))[:_MAX_SHOWN]}", param="grammar")
+
+
+def _first_line(why: str) -> str:
+    lines = [line.strip() for line in why.splitlines() if line.strip()]
+    shown = next((line for line in lines if line.startswith("error:")), "")
+    return lines[0] + (f" {shown}" if shown else "") if lines else "no reason was given"
+
+
+def _about_keyword(why: str, schema: Any) -> str:
+    """Name the keyword that a message is about, and what is allowed; empty for a message that names it itself."""
+    if found := _UNKNOWN_KEYWORD.search(why):
+        names = found[1].replace('"', "'")
+        said = (
+            f"keywords {names} are not supported; leave them out"
+            if "," in names
+            else (f"keyword {names} is not supported; leave it out")
+        )
+        return f"the JSON schema {said} ({_KNOWN_KEYWORDS})"
+    if found := _UNKNOWN_FORMAT.search(why):
+        return f"Unknown format: {found[1]}; leave the keyword 'format' out, or use a pattern ({_KNOWN_KEYWORDS})"
+    if found := _NOT_FETCHED.search(why):
+        return f"the keyword '$ref' names {found[1]!r}, and only references within the schema are followed"
+    if found := _BAD_PATTERN.search(why):
+        keyword, shown = keyword_of_pattern(schema, found[1]), _first_line(why).partition("error: error: ")[2]
+        return f"the keyword {keyword!r} has a regular expression that is not supported: {shown}"
+    if found := _WRONG_VALUE.search(why):
+        return f"the keyword {found[1]!r} {found[2]}"
+    if _HARD_PATTERN in why:
+        return "the keyword 'pattern' is too hard to combine with 'minLength' or 'maxLength'; leave one of them out"
+    if _INCOMPATIBLE_TYPES in why:
+        return "no value satisfies the schema: the keyword 'type' and its other keywords allow different types"
+    return ""
+
+
+def _source_of(grammar: pb.Grammar, schema: dict[str, Any] | None) -> str:
+    """A request's grammar as llguidance's; ``schema`` is that of a grammar that is one."""
+    _check_size(grammar)
+    kind = grammar.WhichOneof("kind")
+    try:
+        if schema is not None:
+            return LLMatcher.grammar_from_json_schema(schema)
+        if kind == "regex":
+            return LLMatcher.grammar_from_regex(grammar.regex)
+        if kind == "choice":
+            return LLMatcher.grammar_from_lark("start: " + _of_choice(list(grammar.choice.texts)))
+        if kind == "grammar":
+            return grammar_from("grammar", grammar.grammar)
+    except (ValueError, RecursionError) as error:
+        raise _refused(str(error)) from error
+    raise InvalidRequest("the grammar is empty; set json_schema, regex, choice or grammar", param="grammar")
+
+
+def _check_size(grammar: pb.Grammar) -> None:
+    size = grammar.ByteSize()
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"the grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param="grammar")
+    if grammar.HasField("json_whitespace") and not grammar.HasField("json_schema"):
+        raise InvalidRequest("json_whitespace is for a json_schema; leave it out with others", param="grammar")
+
+
+def _schema(grammar: pb.Grammar) -> dict[str, Any]:
+    """Return a request's JSON schema, with how llguidance is to write white space. Raises InvalidRequest."""
+    _check_size(grammar)
+    try:
+        schema = json.loads(grammar.json_schema)
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise _refused(f"the JSON schema is {grammar.json_schema[:40]}; it must be an object")
+        pattern = grammar.json_whitespace if grammar.HasField("json_whitespace") else WHITESPACE
+        return for_compiler(schema, pattern)
+    except ValueError as error:
+        raise _refused(f"the JSON schema is not JSON: {error}") from error
+    except RecursionError as error:
+        raise _refused(str(error)) from error
+
+
+def for_compiler(schema: dict[str, Any], pattern: str = WHITESPACE) -> dict[str, Any]:
+    """Return a schema as llguidance takes it. Between the parts of the JSON stands what the regular expression
+    ``pattern`` matches; empty for nothing. ``oneOf`` whose alternatives may overlap counts as ``anyOf``."""
+    options: dict[str, Any] = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
+    return {**plain(schema), "x-guidance": {**options, "coerce_one_of": True}}
+
+
+def _of_choice(texts: list[str]) -> str:
+    if not texts or not all(texts):
+        raise ValueError("a choice needs at least one text, and none that is empty")
+    if len(texts) > _MAX_CHOICES:
+        raise ValueError(f"the choice has {len(texts)} texts; at most {_MAX_CHOICES} are allowed")
+    return " | ".join(json.dumps(text) for text in texts)

@@ -1,0 +1,126 @@
+"""Grammars, in Lark's form, of answers that call: those that must, and those in which a call that has begun is kept to
+its function's schema.
+
+Functions become rules ``call_0``, ``call_1`` and so on, and ``call`` is any of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.structured_output.grammar_compiler import for_compiler
+from inference_svc.tool_calls.qwen3_coder import FUNCTION, FUNCTION_END, rules_of_parameters
+from inference_svc.tool_calls.tool_call_format import Dialect, schema_of
+from inference_svc.tool_calls.tool_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL, first_keys
+
+# The one token that a marker is, where text cannot spell it.
+Special = Callable[[str], int | None]
+_MOST_CALLS = 16
+_WRAPPER = '{"tool_calls": ['
+
+
+def grammar_of_calls(dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special) -> str:
+    """An answer of nothing but calls of the tools, one at least. Raises InvalidRequest."""
+    return "\n".join([f"start: {_calls(dialect, single, special)}", *_rules(dialect, tools)])
+
+
+def grammar_of_free_calls(
+    dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special, specials: Sequence[int]
+) -> str:
+    """An answer of text and calls as the model likes, where a call that has begun is one of a tool. ``specials`` are
+    the tokens that text cannot spell and that may stand in it. Raises InvalidRequest."""
+    rules = [*_rules(dialect, tools), "TEXT: /(?s:.*)/"]
+    if dialect in ("json", "llama3_json"):  # a call is the whole answer
+        keys = "|".join(first_keys(dialect, exact=True))
+        opening = r"[ \t\r\n]*(" + _escaped(LLAMA) + r")?(```)?(json)?[ \t\r\n\[]*\{[ \t\r\n,]*"
+        rules.append(f"calls: {_calls(dialect, single, special)}")
+        rules.append(f'OTHER: /(?s:.*)/ & ~/{opening}"(({keys})"|[^"]*\\\\)(?s:.*)/')
+        marker = special(LLAMA) if dialect == "llama3_json" else None
+        marked = "" if marker is None else f" | <[{marker}]> calls"
+        return "\n".join([f"start: calls{marked} | OTHER{_noise(specials, marker)}", *rules])
+    trigger, rest = _marked(dialect, single, special)
+    token = special(trigger)
+    if token is None:
+        rules.append(f"begun[lazy]: TEXT {json.dumps(trigger)}")
+    else:
+        rules.append(f"begun: TEXT <[{token}]>")
+    rules.append(f"marked: begun {rest}")
+    several = "marked?" if single else "marked*"
+    noise = _ranges([one for one in specials if one != token])
+    if noise:
+        rules.append(f"noise: TEXT <[{noise}]>")
+        several = "noise* marked? noise*" if single else "(noise | marked)*"
+    return "\n".join([f"start: {several} TEXT", *rules])
+
+
+def _noise(specials: Sequence[int], marker: int | None) -> str:
+    ranges = _ranges([one for one in specials if one != marker])
+    return f" (<[{ranges}]> TEXT)*" if ranges else ""
+
+
+def _ranges(tokens: Sequence[int]) -> str:
+    """``1-3,7`` of 1, 2, 3 and 7."""
+    found: list[list[int]] = []
+    for token in sorted(tokens):
+        if found and found[-1][1] == token - 1:
+            found[-1][1] = token
+        else:
+            found.append([token, token])
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in found)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+def _rules(dialect: Dialect, tools: Iterable[pb.Tool]) -> list[str]:
+    """What each tool's call looks like."""
+    rules, names = [], list[str]()
+    key = "parameters" if dialect == "llama3_json" else "arguments"
+    for i, tool in enumerate(tools):
+        names.append(f"call_{i}")
+        if dialect == "qwen3_coder":
+            rules += rules_of_parameters(i, tool.name, schema_of(tool))
+            continue
+        opening = f'{{"name": {json.dumps(tool.name)}, "{key}": '
+        rules.append(f'call_{i}: {json.dumps(opening)} arguments_{i} "}}"')
+        rules.append(f"arguments_{i}: %json {json.dumps(for_compiler(schema_of(tool)))}")
+    rules.append("call: " + " | ".join(names))
+    return rules
+
+
+def _several(item: str, between: str, single: bool) -> str:
+    return item if single else f"{item} ({between} {item}){{0,{_MOST_CALLS - 1}}}"
+
+
+def _marker(text: str, special: Special) -> str:
+    token = special(text)
+    return json.dumps(text) if token is None else f"<[{token}]>"
+
+
+def _calls(dialect: Dialect, single: bool, special: Special) -> str:
+    """An answer of nothing but calls."""
+    if dialect in ("hermes", "qwen3_coder"):
+        trigger, rest = _marked(dialect, single, special)
+        wrapped = f"{_marker(trigger, special)} {rest}"
+        if dialect == "qwen3_coder":
+            opening, end = _marker(HERMES, special), _marker(HERMES_END, special)
+            wrapped = f'{opening} "\\n" {wrapped} "\\n" {end}'
+        return _several(f"({wrapped})", '"\\n"', single)
+    if dialect == "mistral":
+        return f"{_marker(MISTRAL, special)} {_marked(dialect, single, special)[1]}"
+    if dialect == "llama3_json":
+        return _several("call", '"; "', single)
+    return f'{json.dumps(_WRAPPER)} {_several("call", json.dumps(", "), single)} "]}}"'
+
+
+def _marked(dialect: Dialect, single: bool, special: Special) -> tuple[str, str]:
+    """The text by which a call begins within others, and what follows that."""
+    if dialect == "hermes":
+        return HERMES, f'"\\n" call "\\n" {_marker(HERMES_END, special)}'
+    if dialect == "qwen3_coder":
+        return FUNCTION, f"call {json.dumps(FUNCTION_END)}"
+    return MISTRAL, f'"[" {_several("call", json.dumps(", "), single)} "]"'
