@@ -36,7 +36,7 @@ class _Place:
     parent: Chunk | None
     children: int = 0  # in this tier
     kept: bool = False  # whatever continues it
-    parked: bool = False
+    unevictable: bool = False
 
 
 @dataclass(eq=False)
@@ -102,10 +102,10 @@ class Shelf:
 
     @staticmethod
     def _park(chunk: Chunk, place: _Place) -> None:
-        parked = place.kept or place.children > 0
-        if parked is not place.parked:
-            place.parked = parked
-            (place.part.policy.make_unevictable if parked else place.part.policy.make_evictable)(chunk)
+        unevictable = place.kept or place.children > 0
+        if unevictable is not place.unevictable:
+            place.unevictable = unevictable
+            (place.part.policy.make_unevictable if unevictable else place.part.policy.make_evictable)(chunk)
 
     def over_quota(self, tenant: Tenant, size_bytes: int) -> bool:
         """Whether so many bytes more are beyond the tenant's quota."""
