@@ -27,7 +27,7 @@ def wait_for(seconds: float) -> None:
 def told_of(logs: list[MutableMapping[str, Any]], name: str) -> list[MutableMapping[str, Any]]:
     """Lines of stalls in a function of this file. A machine that others use too has stalls of its own."""
     told = [line for line in logs if line["event"] == "event loop stalled"]
-    return [line for line in told if any("test_stall_watch.py" in call and name in call for call in line["at"])]
+    return [line for line in told if any("test_event_loop_monitor.py" in call and name in call for call in line["at"])]
 
 
 async def test_a_long_stall_is_measured_and_what_the_loop_did_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from kvsidecar.errors import InvalidRequest
 
 from cache_daemon.rpc import request_validation
 from cache_daemon.rpc.element_limits import MAX_PIECE_BYTES, ElementLimits
-from cache_daemon.rpc.request_decoder import EncodedRequest, RequestDecoder, UndecodableRequest, decoded
+from cache_daemon.rpc.request_decoder import EncodedRequest, RequestDecoder, UndecodableRequest, decode_request
 
 MEBIBYTE = 1 << 20
 
@@ -132,14 +132,14 @@ async def test_a_large_message_is_decoded_in_pieces() -> None:
     request: Any = RequestDecoder(pb.ReserveRequest)(whole.SerializeToString())
     assert isinstance(request, EncodedRequest)
     assert len(request.pieces) >= 3
-    assert await decoded(request) == whole
+    assert await decode_request(request) == whole
 
 
 async def test_a_piece_that_cannot_be_decoded_is_the_callers_error() -> None:
     header = field(3, b"\x0a\xff")  # a hash that is longer than its header
     request: Any = RequestDecoder(pb.ReserveRequest)(field(2, bytes(300_000)) + header)
     with pytest.raises(InvalidRequest, match="cannot be decoded as the method's request"):
-        await decoded(request)
+        await decode_request(request)
 
 
 def test_every_repeated_field_of_a_request_has_a_limit_of_varints_or_members() -> None:
