@@ -24,15 +24,15 @@ from inference_svc.context_reuse.reuse_plan import Plan, Stretch
 from inference_svc.context_reuse.reuse_policy import RepairSetting, ReusePolicy
 from inference_svc.context_reuse.rope_shift import Rotation
 from inference_svc.context_reuse.selectors.selector import cost
-from inference_svc.engine.kv_connector import Restored
+from inference_svc.engine.kv_connector import LoadResult
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.kv_client.cache_stats import CacheStats
 from inference_svc.kv_client.load_cost_model import Economy
 from inference_svc.kv_client.sequence_load import Load
 from inference_svc.kv_client.window_plan import Needed, load_layers, needed
-from inference_svc.kv_pool.block_table import NOWHERE
+from inference_svc.kv_pool.block_table import UNMAPPED
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
-from inference_svc.model_runner.layerwise_load import LayerGate
+from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 
 # Shorter chunks are not worth a seam.
 _LEAST_PLACED = 8
@@ -67,7 +67,7 @@ class Found:
 
     lease_id: bytes
     parts: tuple[Part, ...]
-    restored: Restored
+    restored: LoadResult
     asked_seconds: float
 
 
@@ -163,7 +163,7 @@ class Loading:
             else ([], [])
         )
         parts += placed
-        restored = Restored(
+        restored = LoadResult(
             tokens=use.tokens,
             table=use.table,
             plan=Plan(len(sequence.tokens), exact, tuple(stretches)) if stretches else None,
@@ -187,7 +187,7 @@ class Loading:
             if not load.wanted:
                 return
             if copied >= _LAYERWISE_TOKENS and session.carrier.at_once:
-                gate = LayerGate(layers)
+                gate = LayerReadyEvent(layers)
                 load.tell(replace(found.restored, gate=gate))
             group = _LAYER_GROUP if gate else layers
             groups = [range(first, min(first + group, layers)) for first in range(0, layers, group)]
@@ -253,7 +253,7 @@ class Loading:
                 slots = torch.from_numpy(use.table.slots(start, end))
                 # What the pool has already stays as it is; others may be reading it.
                 slots[: max(0, sequence.computed - start)] = pool.padding_slot
-                slots[slots == NOWHERE] = pool.padding_slot
+                slots[slots == UNMAPPED] = pool.padding_slot
                 out.append(Part(match, slots, far=not whole))
         return out
 

@@ -27,8 +27,8 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 from kvsidecar.requests import add_calls
 
-from inference_svc.engine.sequence import Output, Sequence
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.engine.sequence import Sequence, SequenceOutput
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
 from inference_svc.lora.live_adapters import LiveAdapters
 from inference_svc.lora.lora_adapter import Adapter
 from inference_svc.models.layer_streaming.streamed_model import Streamed
@@ -38,7 +38,7 @@ from inference_svc.request.request_builder import Prompter
 from inference_svc.server.malloc_tuning import give_back_freed_memory
 from inference_svc.server.request_telemetry import NOBODY, UNSEEN, Observed, Observer
 from inference_svc.server.runtime import Runtime
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.call_response import FINISH, read_calls
 
 log = structlog.get_logger("worker")
@@ -128,7 +128,7 @@ class InferenceService(InferenceServiceServicer):
 
     async def outputs(
         self, request: pb.GenerateRequest, seen: Observed = UNSEEN
-    ) -> AsyncGenerator[tuple[Sequence, Output], None]:
+    ) -> AsyncGenerator[tuple[Sequence, SequenceOutput], None]:
         """What the engine says of a request. Leaving early, for whatever reason, cancels the sequence."""
         with seen:
             sequence, outputs = await self._submit(request, seen)
@@ -146,11 +146,13 @@ class InferenceService(InferenceServiceServicer):
                 if not finished:
                     self._engine.cancel(sequence)
 
-    async def _submit(self, request: pb.GenerateRequest, seen: Observed) -> tuple[Sequence, asyncio.Queue[Output]]:
+    async def _submit(
+        self, request: pb.GenerateRequest, seen: Observed
+    ) -> tuple[Sequence, asyncio.Queue[SequenceOutput]]:
         arrived = time.perf_counter()
-        outputs: asyncio.Queue[Output] = asyncio.Queue()
+        outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
 
-        def sink(output: Output) -> None:
+        def sink(output: SequenceOutput) -> None:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(outputs.put_nowait, output)
 
@@ -162,7 +164,7 @@ class InferenceService(InferenceServiceServicer):
         self._engine.submit(sequence)
         return sequence, outputs
 
-    async def _steering(self, request: pb.GenerateRequest) -> Steering | None:
+    async def _steering(self, request: pb.GenerateRequest) -> GrammarState | None:
         """Compiles what keeps the answer to a grammar, beside the event loop where there may be one."""
         if not (request.HasField("grammar") or request.prompt.chat.tools or request.tool_use.mode):
             return self._prompter.steering(request)
@@ -190,7 +192,7 @@ class InferenceService(InferenceServiceServicer):
         if request.echo:
             part.prompt_text = self._prompter.prompt_text(request, sequence)
 
-    def _part(self, sequence: Sequence, output: Output, request_id: str) -> pb.GenerateStreamResponse:
+    def _part(self, sequence: Sequence, output: SequenceOutput, request_id: str) -> pb.GenerateStreamResponse:
         part = pb.GenerateStreamResponse(text=output.text, request_id=request_id)
         if output.drawn is not None:
             part.token_ids.append(output.drawn.token)
@@ -226,7 +228,7 @@ class InferenceService(InferenceServiceServicer):
             )
             inner.cache.segment_ends[:] = marks.segment_ends
             sequence, outputs = await self._submit(inner, seen)
-            output = Output()
+            output = SequenceOutput()
             try:
                 while output.stored_tokens is None:
                     output = await outputs.get()
@@ -323,7 +325,7 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         waiting=waiting,
         pool_pages=engine.pool.pages,
         pool_free_pages=engine.free_pages,
-        page_tokens=PAGE_TOKENS,
+        page_tokens=BLOCK_TOKENS,
         cache_attached=cache is not None and cache.attached,
         pending_saves=saving,
         requests=engine.stats.requests,

@@ -25,7 +25,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from inference_svc.equivalents import rewritten
-from inference_svc.structured_output.grammar_state import Matcher, Steering
+from inference_svc.structured_output.grammar_state import GrammarState, Matcher
 from inference_svc.structured_output.schema_normalize import plain
 from inference_svc.unique.compiling import places_of
 from inference_svc.unique.matcher import UniqueMatcher
@@ -68,7 +68,7 @@ class Grammars:
         with suppress(UnsupportedOption):  # said to who sends one
             self._ready()
 
-    def steering(self, grammar: pb.Grammar) -> Steering:
+    def steering(self, grammar: pb.Grammar) -> GrammarState:
         """What keeps an answer to a grammar. Raises InvalidRequest, UnsupportedOption, about ``grammar``."""
         source = _source_of(grammar)
         schema = _schema(grammar) if _UNIQUE in grammar.json_schema else {}
@@ -79,7 +79,7 @@ class Grammars:
 
     def of_lark(
         self, lark: str, openings: Sequence[Opening] = (), marker: int | None = None, tags: Tags | None = None
-    ) -> Steering:
+    ) -> GrammarState:
         """The same for a grammar of our own making, in Lark's form. Behind ``openings``, of which some come after the
         token ``marker`` or between ``tags``, stand values whose ``uniqueItems`` it lacks."""
         if len(lark) > MAX_GRAMMAR_BYTES:
@@ -104,7 +104,7 @@ class Grammars:
         ready, known = self._ready(), getattr(self._source, "added_tokens_decoder", {})
         return [token for token in known if token not in self._stops and ready.is_special_token(token)]
 
-    def _steering(self, source: str, compiled: Callable[[], Matcher] | None = None) -> Steering:
+    def _steering(self, source: str, compiled: Callable[[], Matcher] | None = None) -> GrammarState:
         with self._lock:
             found = self._compiled.get(source)
             if found is not None:
@@ -116,7 +116,7 @@ class Grammars:
                 self._compiled[source] = found
                 while len(self._compiled) > _KEPT:
                     self._compiled.popitem(last=False)
-        return Steering(found.deep_copy(), self._threads)
+        return GrammarState(found.deep_copy(), self._threads)
 
     def _compile(self, source: str, tokenizer: LLTokenizer | None = None) -> LLMatcher:
         limits = LLParserLimits(verbose_errors=False)

@@ -62,7 +62,7 @@ class EitherMatcher:
         return bool(went)
 
 
-class Steering:
+class GrammarState:
     """One answer's place in its grammar. Belongs to the engine's thread once its sequence is submitted; between
     ``look_ahead`` and ``mask`` a thread of ``threads`` works on it."""
 
@@ -71,9 +71,9 @@ class Steering:
         self._matcher, self._threads = matcher, threads
         self._next: Future[bytes] | None = None
 
-    def either(self, other: Steering) -> Steering:
+    def either(self, other: GrammarState) -> GrammarState:
         """An answer that is as this one or the other would have it. Takes over both, which stand at the beginning."""
-        return Steering(EitherMatcher((self._matcher, other._matcher)), self._threads)
+        return GrammarState(EitherMatcher((self._matcher, other._matcher)), self._threads)
 
     @property
     def complete(self) -> bool:

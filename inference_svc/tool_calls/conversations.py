@@ -10,7 +10,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from transformers import PreTrainedTokenizerBase
 
 from inference_svc.structured_output.grammar_compiler import Grammars
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.prompt_messages import (
     check_chat,
     described,
@@ -76,7 +76,7 @@ class Conversations:
             ) from error
         return str(text)
 
-    def steering(self, request: pb.GenerateRequest) -> Steering | None:
+    def steering(self, request: pb.GenerateRequest) -> GrammarState | None:
         """What keeps an answer to the request's grammar, or to a call where it must be one; None for nothing."""
         use, tools, grammar = request.tool_use, request.prompt.chat.tools, request.grammar
         given = request.HasField("grammar")
@@ -97,15 +97,15 @@ class Conversations:
             return self._calling(list(tools), use.single).either(steering)
         return steering
 
-    def _calling(self, tools: list[pb.Tool], single: bool) -> Steering:
+    def _calling(self, tools: list[pb.Tool], single: bool) -> GrammarState:
         special = self._grammars.special_token
         return self._compiled(lambda: grammar_of_calls(self._dialect, tools, single, special))
 
-    def _free_calls(self, tools: list[pb.Tool], single: bool) -> Steering:
+    def _free_calls(self, tools: list[pb.Tool], single: bool) -> GrammarState:
         special, specials = self._grammars.special_token, self._grammars.special_tokens()
         return self._compiled(lambda: grammar_of_free_calls(self._dialect, tools, single, special, specials))
 
-    def _compiled(self, calls: Callable[[], Calls]) -> Steering:
+    def _compiled(self, calls: Callable[[], Calls]) -> GrammarState:
         try:
             found = calls()
             return self._grammars.of_lark(found.lark, found.openings, found.marker, found.tags)

@@ -16,12 +16,12 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, hf
 
-from inference_svc.engine.detokenizer import TextStream
-from inference_svc.engine.sequence import Finish, Sequence
-from inference_svc.sampling.sampler import draw
-from inference_svc.sampling.sampling_params import Drawn, Sampler, SamplingParams
+from inference_svc.engine.detokenizer import IncrementalDetokenizer
+from inference_svc.engine.sequence import FinishReason, Sequence
+from inference_svc.sampling.sampler import sample
+from inference_svc.sampling.sampling_params import SampledToken, SamplingParams, SamplingState
 from inference_svc.structured_output.grammar_compiler import Grammars
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, idle, small_engine
@@ -33,10 +33,10 @@ DIGITS = pb.Grammar(regex="([a-f0-9]{4} ){12,16}end")
 class Steered(Request):
     """A request whose answer a grammar steers."""
 
-    def __init__(self, ids: list[int], length: int, steering: Steering, seed: int | None = None) -> None:
+    def __init__(self, ids: list[int], length: int, steering: GrammarState, seed: int | None = None) -> None:
         super().__init__(ids, length, seed)
         params = self.sequence.params
-        text = TextStream(TOKENIZER, (), END)
+        text = IncrementalDetokenizer(TOKENIZER, (), END)
         self.sequence = Sequence("r", list(ids), len(ids), length, params, END, text, self._sink, steering=steering)
 
     def text(self) -> str:
@@ -77,13 +77,15 @@ def test_a_grammar_that_fails_fails_its_sequence_alone() -> None:
         tokenizer = hf.from_tokenizer(TOKENIZER, 4097)
         source = LLMatcher.grammar_from_regex("(.*a.{40}){9}")
         limits = LLParserLimits(step_lexer_fuel=2, precompute_large_lexemes=False)
-        bad = Steered(prompt(9, 30), 12, Steering(LLMatcher(tokenizer, source, log_level=0, limits=limits), threads))
+        bad = Steered(
+            prompt(9, 30), 12, GrammarState(LLMatcher(tokenizer, source, log_level=0, limits=limits), threads)
+        )
         engine.submit(bad.sequence)
         beside = [Request(prompt(i, 30), 12, seed=i) for i in range(3)]
         for request in beside:
             engine.submit(request.sequence)
         assert bad.ended.wait(60)
-        assert bad.outputs[-1].finish is Finish.FAILED
+        assert bad.outputs[-1].finish is FinishReason.FAILED
         assert isinstance(bad.outputs[-1].error, GenerationFailed)
         assert "the grammar could not be kept to" in str(bad.outputs[-1].error)
         assert [request.tokens() for request in beside] == want
@@ -95,12 +97,12 @@ def test_a_grammar_that_fails_fails_its_sequence_alone() -> None:
 def test_masks_touch_no_other_row() -> None:
     logits = torch.randn(4, 4096, generator=torch.Generator().manual_seed(0))
     digit = GRAMMARS.steering(pb.Grammar(regex="[0-9]{3}"))
-    both = [Sampler(SamplingParams(temperature=0.0), 3, (), s) for s in (None, digit, None)]
-    drawn = draw(logits, [*both, Sampler(SamplingParams(seed=1))])
-    alone = draw(logits[[0, 2]], [both[0], both[2]])
+    both = [SamplingState(SamplingParams(temperature=0.0), 3, (), s) for s in (None, digit, None)]
+    drawn = sample(logits, [*both, SamplingState(SamplingParams(seed=1))])
+    alone = sample(logits[[0, 2]], [both[0], both[2]])
     assert [drawn[0], drawn[2]] == alone
     steered = drawn[1]
-    assert isinstance(steered, Drawn)
+    assert isinstance(steered, SampledToken)
     assert TOKENIZER.decode([steered.token]).isdigit()
     assert all(TOKENIZER.decode([token]).isdigit() for token, _ in steered.top)
 
@@ -123,7 +125,7 @@ def test_a_mask_is_there_when_it_is_asked_for_and_computed_once() -> None:
             return super().submit(run)
 
     with Slow(1) as threads:
-        steering = Steering(LLMatcher(hf.from_tokenizer(TOKENIZER, 4097), 'start: "ab"'), threads)
+        steering = GrammarState(LLMatcher(hf.from_tokenizer(TOKENIZER, 4097), 'start: "ab"'), threads)
         steering.look_ahead()
         assert began.wait(30)
         go_on.set()
@@ -145,7 +147,7 @@ def test_a_panic_in_the_compiled_code_is_the_answers_own_failure() -> None:
             return super().submit(panic)
 
     with Panicking(1) as threads:
-        steering = Steering(LLMatcher(hf.from_tokenizer(TOKENIZER, 4097), 'start: "ab"'), threads)
+        steering = GrammarState(LLMatcher(hf.from_tokenizer(TOKENIZER, 4097), 'start: "ab"'), threads)
         with pytest.raises(GenerationFailed, match="Panic"):
             steering.mask()
 

@@ -16,7 +16,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from referencing import Registry
 
 from inference_svc.structured_output.grammar_compiler import Grammars
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.structured_output.schema_normalize import plain
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
 
@@ -30,11 +30,11 @@ _ENDING = np.array([text[:1] in ('"', "}", "]") for text in _TEXTS])
 _STOPS = sorted(END)
 
 
-def steering_of(schema: Any) -> Steering:
+def steering_of(schema: Any) -> GrammarState:
     return GRAMMARS.steering(pb.Grammar(json_schema=json.dumps(schema)))
 
 
-def written(steering: Steering, seed: int, most: int = 4000) -> str:
+def written(steering: GrammarState, seed: int, most: int = 4000) -> str:
     """One answer's text."""
     chance, tokens = random.Random(seed), list[int]()
     while not steering.complete:

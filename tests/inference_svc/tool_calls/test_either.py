@@ -13,7 +13,7 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_request
 
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.conversations import Conversations
 from inference_svc.tool_calls.tool_call_parser import CallParser
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
@@ -46,7 +46,7 @@ def read(made: Conversations, request: pb.GenerateRequest, text: str) -> tuple[s
     return "".join(d.text for d in deltas), found
 
 
-def lazy(made: Conversations, steering: Steering, seed: int) -> str | None:
+def lazy(made: Conversations, steering: GrammarState, seed: int) -> str | None:
     """An answer of a model that would rather repeat itself; None where it did not end in time."""
     chance, tokens = random.Random(seed), list[int]()
     while not steering.complete:

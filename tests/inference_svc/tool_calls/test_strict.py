@@ -15,7 +15,7 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_request
 
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.structured_output.schema_normalize import plain
 from inference_svc.tool_calls.conversations import Conversations
 from inference_svc.tool_calls.qwen3_coder import rules_of_parameters
@@ -40,14 +40,14 @@ CASES = [
 ENDING = np.array([i for i in range(len(TOKENIZER)) if TOKENIZER.decode([i])[:1] in ("}", "]", '"', "<", "\n")])
 
 
-def asked(made: Conversations, single: bool = False) -> tuple[pb.GenerateRequest, Steering]:
+def asked(made: Conversations, single: bool = False) -> tuple[pb.GenerateRequest, GrammarState]:
     request = to_request(HISTORY[:1], tools=STRICT, parallel_tool_calls=not single)
     steering = made.steering(request)
     assert steering is not None
     return request, steering
 
 
-def spell(made: Conversations, steering: Steering, text: str) -> list[int]:
+def spell(made: Conversations, steering: GrammarState, text: str) -> list[int]:
     """The tokens of a text, which are all allowed."""
     tokens: list[int] = made._tokenizer(text, add_special_tokens=False)["input_ids"]
     for token in tokens:
@@ -59,7 +59,7 @@ def decoded(made: Conversations, tokens: list[int]) -> str:
     return str(made._tokenizer.decode([token for token in tokens if token not in END]))
 
 
-def go_on(made: Conversations, steering: Steering, tokens: list[int], end: str, seed: int) -> str:
+def go_on(made: Conversations, steering: GrammarState, tokens: list[int], end: str, seed: int) -> str:
     """What a model writes that draws any token that it may, until a text stands at the end."""
     chance, text = random.Random(seed), decoded(made, tokens)
     while not text.endswith(end) and not steering.complete:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.sampling.sampler import draw
-from inference_svc.sampling.sampling_params import Drawn, Sampler, SamplingParams
+from inference_svc.sampling.sampler import sample
+from inference_svc.sampling.sampling_params import SampledToken, SamplingParams, SamplingState
 from inference_svc.structured_output.grammar_compiler import Grammars
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.unique.places import Places
 from inference_svc.unique.scan import follow, start
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
@@ -70,11 +70,11 @@ SCHEMAS = st.builds(
 )  # fmt: skip
 
 
-def steering_of(schema: Any) -> Steering:
+def steering_of(schema: Any) -> GrammarState:
     return GRAMMARS.steering(pb.Grammar(json_schema=json.dumps(schema), json_whitespace=" ?"))
 
 
-def answer(steering: Steering, seed: int) -> str | None:
+def answer(steering: GrammarState, seed: int) -> str | None:
     """None where it did not end in time."""
     chance, tokens = random.Random(seed), list[int]()
     while not steering.complete:
@@ -145,8 +145,8 @@ def test_what_is_left_is_drawn_from_as_if_it_were_all() -> None:
     logits = torch.full((1, 4096), -50.0)
     logits[0, digits] = torch.tensor([9.0, 1.0, 2.0])
     params = SamplingParams(seed=3, temperature=1.0)
-    found = draw(logits, [Sampler(params, 3, (), steering)])[0]
-    assert isinstance(found, Drawn)
+    found = sample(logits, [SamplingState(params, 3, (), steering)])[0]
+    assert isinstance(found, SampledToken)
     assert found.token in digits[1:]
     want = torch.log_softmax(torch.tensor([1.0, 2.0]), -1)
     assert dict(found.top) == pytest.approx({digits[2]: float(want[1]), digits[1]: float(want[0])}, abs=1e-4)
