@@ -174,7 +174,7 @@ class EngineCore:
         for sequence in [s for s in self.running if s.gate is not None and s.gate.failed]:
             self._read_again(sequence)
         for sequence in [s for s in self.running if s.table is not None and not s.table.apart]:
-            if self.admission.outgrows(sequence):
+            if self.admission.exceeds_pool(sequence):
                 self._preempt(sequence)
         self._admit()
         repair = self._repairs.next(self.running)
@@ -382,7 +382,7 @@ class EngineCore:
             self._wait_again(sequence)
 
     def _wait_again(self, sequence: Sequence) -> None:
-        if self.admission.outgrows(sequence):
+        if self.admission.exceeds_pool(sequence):
             self._endings.set_aside(sequence)  # the overflow gets it from there
         else:
             self._endings.release(sequence)

@@ -133,7 +133,7 @@ class Admission:
         Raises OverflowFailed; the sequence may have pages then."""
         if self._pool.overflow_pages and source.tokens and _left(source):
             source = PrefixSource()
-        if self.outgrows(sequence):
+        if self.exceeds_pool(sequence):
             return self._apart(sequence, source)
         needed = self._at_first(len(sequence.tokens) + 1, source)
         pages = -(-needed // BLOCK_TOKENS)
@@ -176,7 +176,7 @@ class Admission:
         there is room for it."""
         served = False
         for sequence in waiting:
-            if not self.outgrows(sequence):
+            if not self.exceeds_pool(sequence):
                 yield sequence
             elif not served:
                 served = True

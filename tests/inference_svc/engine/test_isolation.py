@@ -130,7 +130,7 @@ def test_a_drawing_that_raises_for_the_batch_is_done_for_each_alone(
             raise torch.OutOfMemoryError("rows times the vocabulary")
         return real(logits, samplers)
 
-    monkeypatch.setattr(engine_core, "draw", short_of_memory)
+    monkeypatch.setattr(engine_core, "sample", short_of_memory)
     assert [r.tokens() for r in others(engine)] == want
 
 

@@ -310,7 +310,7 @@ def test_a_pool_that_the_prompts_own_pages_nearly_fill_stores_all_of_it(daemon: 
 
 
 def test_pieces_larger_than_what_waits_to_be_stored_are_stored(daemon: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_release, "_MOST_BEHIND", 256)
+    monkeypatch.setattr(window_release, "_MAX_UNSAVED_TOKENS", 256)
     engine, ids = windowed(node=daemon, batch_tokens=1024), prompt(82, 1500)
     engine.answer(ids)
     assert engine.stored == len(ids) + 19

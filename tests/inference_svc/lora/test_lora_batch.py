@@ -101,7 +101,7 @@ def test_in_bfloat16_too(name: str, tmp_path: Path) -> None:
 def test_fused_layers_and_the_models_own_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for suits in (fused_layers.can_fuse_model, lambda model: False):
-        monkeypatch.setattr(fused_layers, "suits", suits)
+        monkeypatch.setattr(fused_layers, "can_fuse_model", suits)
         loaded, _, pool = build("Qwen3ForCausalLM")
         decoder = Decoder(loaded)
         a, b = (decoder.adopt(adapter(place, loaded)) for place in folders(tmp_path, loaded))
@@ -135,8 +135,8 @@ def test_weights_at_any_width_and_streamed_ones_carry_adapters(
     def computed(stream: Asked, one_by_one: bool = False) -> list[torch.Tensor]:
         with monkeypatch.context() as patch:
             if one_by_one:
-                patch.setattr(fused_layers, "suits", lambda model: False)
-                patch.setattr(fused_layers, "fits", lambda layer, config: False)
+                patch.setattr(fused_layers, "can_fuse_model", lambda model: False)
+                patch.setattr(fused_layers, "can_fuse", lambda layer, config: False)
             loaded = load("demo", device="cpu", dtype="float32", weights=bits, stream=stream)
             pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 512, loaded.dtype, loaded.device)
             decoder = Decoder(loaded)

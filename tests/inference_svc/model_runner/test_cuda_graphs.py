@@ -177,6 +177,6 @@ def test_an_engine_answers_the_same_by_recordings(
     def recording(decoder: Decoder, pool: KVPool, most: int) -> CudaGraphs:
         return CudaGraphs(decoder, pool, recorder, most)
 
-    monkeypatch.setattr("inference_svc.engine.engine.decode_graphs", recording)
+    monkeypatch.setattr("inference_svc.engine.engine.make_cuda_graphs", recording)
     assert generated(model, emulated) == expected
     assert recorder.recorded > 0

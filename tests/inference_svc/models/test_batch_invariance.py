@@ -139,7 +139,7 @@ def test_a_pass_in_one_call_gives_the_bits_of_single_ones(
     found: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     few = cpu_graph.can_capture
     for at_once in (True, False):
-        monkeypatch.setattr(cpu_graph, "suits", few if at_once else lambda batch: False)
+        monkeypatch.setattr(cpu_graph, "can_capture", few if at_once else lambda batch: False)
         rng.seed(5)
         for at, counts in ((0, (20,)), (0, (31, 1)), (31, (1, 1, 1, 1)), (32, (5, 1, 20)), (52, (1, 1))):
             spans = [

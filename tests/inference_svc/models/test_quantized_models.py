@@ -57,7 +57,7 @@ def test_layers_and_head_are_quantized_and_near(dtype: str) -> None:
 def test_any_split_of_a_prompt_gives_the_same_bits(one_by_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused, and by the model's own layers."""
     if one_by_one:
-        monkeypatch.setattr(fused_layers, "suits", lambda model: False)
+        monkeypatch.setattr(fused_layers, "can_fuse_model", lambda model: False)
     loaded = load("demo", device="cpu", weights=4)
     decoder, pool = Decoder(loaded), pool_of(loaded)
     whole, pieces, neighbour = (pool.allocate(n) for n in (100, 100, 4))
