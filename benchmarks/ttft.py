@@ -40,11 +40,12 @@ class Bound:
     """The forward over the question alone, in this process."""
 
     def __init__(self, model: str, longest: int) -> None:
+        from kvsidecar.process.malloc_tuning import keep_freed_memory
+
         from inference_svc.kv_pool.kv_pool import KVPool
         from inference_svc.model_runner import forward_batch as rows
         from inference_svc.model_runner.decoder import Decoder
         from inference_svc.models import loader
-        from inference_svc.server.malloc_tuning import keep_freed_memory
 
         keep_freed_memory()
         loader.quiet_transformers()

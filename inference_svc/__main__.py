@@ -22,9 +22,9 @@ def _run(command: str, rest: list[str]) -> int:
         from kvsidecar.cli.service_settings import run_service
     if command == "worker":
         with importing():
-            from inference_svc.kv_client.daemon_address import daemon_address
-            from inference_svc.models.preflight import settled
             from inference_svc.models.weight_prefetch import read_ahead
+            from inference_svc.server.daemon_address import daemon_address
+            from inference_svc.server.preflight import settled
             from inference_svc.server.worker_config import WorkerConfig
 
         async def serve(config: WorkerConfig) -> None:
@@ -50,7 +50,7 @@ def _run(command: str, rest: list[str]) -> int:
         return supervise(rest)
     if command == "verify":
         with importing():
-            from inference_svc.context_reuse.verify_command import main as verify
+            from inference_svc.server.verify_command import main as verify
 
         return verify(rest)
     if command == "quantize":

@@ -6,7 +6,7 @@ from kvsidecar.errors import ConfigurationError
 
 from inference_svc.models.layer_streaming.residency_plan import OFF, Asked
 from inference_svc.models.loader import LoadedModel, load
-from inference_svc.models.preflight import SELF
+from inference_svc.models.model_check import SELF
 
 COPY_BITS = 4
 

@@ -47,9 +47,9 @@ from inference_svc.models.longrope import settle
 from inference_svc.models.meta_model import skeleton
 from inference_svc.models.mixture_of_experts import EXPERTS, register_experts
 from inference_svc.models.mkl_determinism import make_reproducible
+from inference_svc.models.model_check import check_device, check_folder
 from inference_svc.models.model_resolver import DEMO_MODEL, resolve
 from inference_svc.models.numerics_identity import UNKNOWN, NumericsIdentity
-from inference_svc.models.preflight import check_device, check_folder
 from inference_svc.models.progress_bar import bars_on_terminals_only
 from inference_svc.models.random_models import config_of_shape
 

@@ -35,11 +35,11 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from inference_svc.gateway.gateway_config import GatewayConfig
-from inference_svc.kv_client.daemon_address import daemon_address
-from inference_svc.models.preflight import settled
 from inference_svc.node.child_process import Child
 from inference_svc.node.liveness import PROBE_SECONDS, GrpcProbe, HttpProbe, Probe
 from inference_svc.node.node_lock import NodeLock
+from inference_svc.server.daemon_address import daemon_address
+from inference_svc.server.preflight import settled
 from inference_svc.server.worker_config import ModelSettings, WorkerConfig
 
 log = structlog.get_logger("serve")

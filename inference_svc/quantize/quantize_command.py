@@ -23,8 +23,8 @@ from inference_svc.models.architectures import check_architecture
 from inference_svc.models.gguf.gguf_converter import converted, open_source
 from inference_svc.models.loader import pick_device, pick_dtype, quiet_transformers
 from inference_svc.models.mkl_determinism import make_reproducible
+from inference_svc.models.model_check import check_folder
 from inference_svc.models.model_resolver import resolve
-from inference_svc.models.preflight import check_folder
 from inference_svc.models.progress_bar import shown
 from inference_svc.models.random_models import PREFIX
 from inference_svc.models.safetensors_writer import Writer

@@ -25,18 +25,18 @@ from kvsidecar.errors import (
 )
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
+from kvsidecar.process.malloc_tuning import give_back_freed_memory
 from kvsidecar.requests import add_calls
 
 from inference_svc.engine.sequence import Output, Sequence
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
-from inference_svc.lora.live_adapters import LiveAdapters
 from inference_svc.lora.lora_adapter import Adapter
 from inference_svc.models.layer_streaming.streamed_model import Streamed
 from inference_svc.request.logprobs_output import copy_end, prompt_logprobs, tell_end, token_logprob
 from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
 from inference_svc.request.request_builder import Prompter
-from inference_svc.server.malloc_tuning import give_back_freed_memory
-from inference_svc.server.request_telemetry import NOBODY, UNSEEN, Observed, Observer
+from inference_svc.server.lora_admin import LiveAdapters
+from inference_svc.server.otel_observer import NOBODY, UNSEEN, Observed, Observer
 from inference_svc.server.runtime import Runtime
 from inference_svc.structured_output.grammar_state import Steering
 from inference_svc.tool_calls.call_response import FINISH, read_calls

@@ -14,6 +14,7 @@ from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.daemon_connection import DaemonLink
 from kvsidecar.kv_transfer.session import Served
 from kvsidecar.net.channel import Address
+from kvsidecar.process.malloc_tuning import give_back_freed_memory, keep_freed_memory
 
 from inference_svc.context_reuse.chunking import new_chunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
@@ -23,7 +24,6 @@ from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.engine.kv_connector import NoCache
 from inference_svc.kv_client.connector import CacheLink
-from inference_svc.kv_client.daemon_address import daemon_address
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.disk_overflow import Overflow
 from inference_svc.kv_pool.kv_pool import KVPool
@@ -40,10 +40,11 @@ from inference_svc.models.layer_streaming.residency_plan import Asked
 from inference_svc.models.linear.dense_linear import becomes_dense
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.loader import LoadedModel, load
+from inference_svc.models.model_check import SELF
 from inference_svc.models.numerics_identity import NumericsIdentity
-from inference_svc.models.preflight import SELF, check_draft, open_adapters
-from inference_svc.server.malloc_tuning import give_back_freed_memory, keep_freed_memory
+from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.overflow_dir import open_overflow
+from inference_svc.server.preflight import check_draft, open_adapters
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.spec_decode.draft_model_proposer import DraftModel
 

@@ -19,11 +19,11 @@ from inference_svc.engine.engine import Engine
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.models.progress_bar import bars_on_terminals_only
 from inference_svc.server.inference_service import InferenceService
-from inference_svc.server.request_telemetry import NOBODY, SERVICE_NAME, Telling
+from inference_svc.server.otel_observer import NOBODY, SERVICE_NAME, Telling
 from inference_svc.server.runtime import Runtime, build
+from inference_svc.server.vllm_grpc import require_contract, vllm_door
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.server.worker_metrics import serve_metrics
-from inference_svc.vllm_grpc import require_contract, vllm_door
 
 GRACE_SECONDS = 10.0
 # EX_SOFTWARE: the engine has stopped, and only another process can compute again.

@@ -13,6 +13,7 @@ import torch
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ModelUnsupported
 from kvsidecar.models.model_library import SOURCE, check_room
+from kvsidecar.process.malloc_tuning import give_back_freed_memory
 from torch import Tensor, nn
 
 from inference_svc.model_runner import fused_layers
@@ -25,7 +26,6 @@ from inference_svc.models.linear.dense_linear import fit_linears
 from inference_svc.models.linear.quantized_linear import quantize_linear
 from inference_svc.models.meta_model import skeleton
 from inference_svc.models.progress_bar import shown
-from inference_svc.server.malloc_tuning import give_back_freed_memory
 
 log = structlog.get_logger("model")
 

@@ -18,8 +18,8 @@ from benchmarks.node import Node
 from inference_svc.context_reuse.reuse_report import EXACT, Finding, Report, Thresholds, failing
 from inference_svc.context_reuse.selectors import AUTO
 from inference_svc.context_reuse.verify import BUILT_IN, Candidate, Question, Verifier, _Divergence, read_questions
-from inference_svc.context_reuse.verify_command import main
 from inference_svc.server.python_api import Engine
+from inference_svc.server.verify_command import main
 from tests.inference_svc.context_reuse.test_approximate import documents, joined
 from tests.inference_svc.engine.test_exactness import prompt
 

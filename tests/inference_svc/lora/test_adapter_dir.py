@@ -21,8 +21,8 @@ from inference_svc.lora import peft_config
 from inference_svc.lora.adapter_dir import open_folder
 from inference_svc.lora.adapter_weights import AdapterWeights, Linears, read_weights
 from inference_svc.models.loader import LoadedModel
-from inference_svc.models.preflight import open_adapters, settled
 from inference_svc.node.supervisor import _flags
+from inference_svc.server.preflight import open_adapters, settled
 from inference_svc.server.worker_config import WorkerConfig
 from tests.inference_svc.lora.random_adapters import linears, tensors, write
 from tests.inference_svc.models.test_architectures import build

@@ -13,8 +13,8 @@ from kvsidecar.errors import ConfigurationError
 from benchmarks.elsewhere import two_hosts
 from benchmarks.links import link, why_none
 from benchmarks.node import Node
-from inference_svc.kv_client.daemon_address import daemon_address
 from inference_svc.node.supervisor import ServeConfig, Supervisor, _of_workers
+from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.worker_config import WorkerConfig
 
 ANSWER_TOKENS = 8

@@ -27,8 +27,8 @@ LAYERS = 12
 CHILD = """
     import ctypes, gc, sys
     from inference_svc.freed_memory import keep_freed_memory
-    from inference_svc.model.loader import load
-    from inference_svc.model.streaming.plan import Asked
+    from inference_svc.models.loader import load
+    from inference_svc.models.layer_streaming.residency_plan import Asked
     from tests.inference_svc.streaming.conftest import computed
 
     def most():

@@ -19,8 +19,8 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 
 from benchmarks.node import Node, free_port
-from inference_svc.lora.live_adapters import LiveAdapters
 from inference_svc.models.loader import load
+from inference_svc.server.lora_admin import LiveAdapters
 from inference_svc.server.runtime import build
 from inference_svc.server.worker_config import WorkerConfig
 from tests.inference_svc.engine.test_exactness import prompt, scores
@@ -303,7 +303,7 @@ def test_nothing_of_other_threads_changes_while_one_is_loaded(root: Path, monkey
         assert not touched
         with pytest.raises(FailedPrecondition, match="does not have the adapter that other workers have as 'med'"):
             adapters.load("med", "med", bytes(32))
-        monkeypatch.setattr("inference_svc.lora.live_adapters.free_bytes", lambda allowed: 1000)
+        monkeypatch.setattr("inference_svc.server.lora_admin.free_bytes", lambda allowed: 1000)
         with pytest.raises(LimitExceeded, match="of memory, and 1000 B are free; unload another one first"):
             adapters.load("med", "med")
         adapters.unload("law")

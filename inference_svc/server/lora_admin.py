@@ -16,14 +16,14 @@ from kvsidecar import keys
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, FailedPrecondition, InvalidRequest, KVSidecarError, LimitExceeded
 from kvsidecar.process.free_memory import free_bytes
+from kvsidecar.process.malloc_tuning import give_back_freed_memory
 
-from inference_svc.kv_client.daemon_address import daemon_address
 from inference_svc.lora.adapter_dir import WEIGHTS, open_folder
 from inference_svc.lora.adapter_weights import Linears, linears_of, read_weights
 from inference_svc.lora.lora_adapter import Adapter
 from inference_svc.lora.peft_config import CONFIG
 from inference_svc.model_runner.attention import ATTENTION
-from inference_svc.server.malloc_tuning import give_back_freed_memory
+from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.runtime import Runtime, daemon_link, say_what_an_adapter_is
 from inference_svc.server.worker_config import ADAPTER_NAME, MOST_ADAPTERS, NAMED_LIKE
 

@@ -21,15 +21,15 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
 from inference_svc.engine.sequence import Output, Sequence
-from inference_svc.kv_client.daemon_address import daemon_address
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.inference_service import InferenceService, worker_stats
-from inference_svc.server.request_telemetry import Observer
+from inference_svc.server.otel_observer import Observer
 from inference_svc.server.runtime import Runtime
-from inference_svc.vllm_grpc.tokenizer_zip import zipped
-from inference_svc.vllm_grpc.vllm_kv_events import held_blocks
-from inference_svc.vllm_grpc.vllm_request import to_requests
-from inference_svc.vllm_grpc.vllm_response import Answer
+from inference_svc.server.vllm_grpc.tokenizer_zip import zipped
+from inference_svc.server.vllm_grpc.vllm_kv_events import held_blocks
+from inference_svc.server.vllm_grpc.vllm_request import to_requests
+from inference_svc.server.vllm_grpc.vllm_response import Answer
 
 SERVICE: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 _PIECE_BYTES, _MOST_SUBSCRIBERS = 64 << 10, 8
