@@ -79,10 +79,10 @@ class Arms:
     """
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack, names: list[str]) -> None:
-        from inference_svc.models.loader import shape_of
+        from inference_svc.models.loader import model_shape
 
         self._nodes: dict[str, Node] = {}
-        room = (max(options.context_tokens) + _SPARE_TOKENS) * shape_of(options.model).token_bytes
+        room = (max(options.context_tokens) + _SPARE_TOKENS) * model_shape(options.model).token_bytes
         for name in names:
             if name == "bound":
                 continue
@@ -184,13 +184,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _costs(options: argparse.Namespace) -> dict[str, float]:
     """What repair must cost at least, as a share of nocache: ``(d + q + r (L - d)) / L``."""
-    from inference_svc.context_reuse.selectors import STRATEGIES
-    from inference_svc.context_reuse.selectors.selector import cost
-    from inference_svc.models.loader import shape_of
+    from inference_svc.context_reuse.selectors import SELECTORS
+    from inference_svc.context_reuse.selectors.selector import recompute_cost
+    from inference_svc.models.loader import model_shape
 
-    shape = shape_of(options.model)
+    shape = model_shape(options.model)
     return {
-        f"shuffled_{r}": cost(STRATEGIES[r], options.ratio, shape.layers, shape.projection_share)
+        f"shuffled_{r}": recompute_cost(SELECTORS[r], options.ratio, shape.layers, shape.projection_share)
         for r in REPAIRS
         if r != "none"
     }

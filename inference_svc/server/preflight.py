@@ -7,14 +7,14 @@ from typing import TypeVar
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.models.model_pull import default_model
 
-from inference_svc.lora.adapter_dir import Folder, open_folder
+from inference_svc.lora.adapter_dir import AdapterDir, open_adapter_dir
 from inference_svc.models.model_check import SELF, check_device, check_dtype, check_model
 from inference_svc.server.worker_config import ModelSettings
 
 M = TypeVar("M", bound=ModelSettings)
 
 
-def settled(settings: M) -> M:
+def checked_settings(settings: M) -> M:
     """The settings with a model that is here, fetched first where that can be done. Raises ConfigurationError or
     ModelUnsupported for what would certainly be refused later."""
     check_device(settings.device)
@@ -30,14 +30,14 @@ def settled(settings: M) -> M:
     return settings
 
 
-def open_adapters(settings: ModelSettings) -> list[Folder]:
+def open_adapters(settings: ModelSettings) -> list[AdapterDir]:
     """What is known of the adapters before a model is loaded. Raises ConfigurationError."""
     model = settings.public_name
     if model in settings.adapters:
         raise ConfigurationError(f"a LoRA adapter is called {model!r}, as the model is; choose another name for it")
     if settings.lora_root is not None and not settings.lora_root.expanduser().is_dir():
         raise ConfigurationError(f"lora_root is {settings.lora_root}, and there is no such folder; create it first")
-    return [open_folder(name, path) for name, path in settings.adapters.items()]
+    return [open_adapter_dir(name, path) for name, path in settings.adapters.items()]
 
 
 def check_draft(speculate: str, name: str, strict: bool) -> None:

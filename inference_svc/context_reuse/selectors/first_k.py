@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from inference_svc.context_reuse.reuse_plan import Plan, Positions
-from inference_svc.context_reuse.selectors.selector import Signals
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
+from inference_svc.context_reuse.selectors.selector import SelectionSignals
 
 
-class FirstK:
+class FirstTokens:
     """The same share of every stretch, from its start."""
 
-    name, depth, wants_deviation, look = "first_k", 0, False, 0.0
+    name, depth, needs_deviation, attention_depth = "first_k", 0, False, 0.0
 
-    def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
         parts = [s.positions[: round(ratio * (s.end - s.start))] for s in plan.approximate]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)

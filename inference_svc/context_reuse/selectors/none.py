@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from inference_svc.context_reuse.reuse_plan import Plan, Positions
-from inference_svc.context_reuse.selectors.selector import Signals
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
+from inference_svc.context_reuse.selectors.selector import SelectionSignals
 
 
-class NoRepair:
+class NoTokens:
     """Computes nothing again."""
 
-    name, depth, wants_deviation, look = "none", 0, False, 0.0
+    name, depth, needs_deviation, attention_depth = "none", 0, False, 0.0
 
-    def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
         return np.empty(0, np.int64)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from inference_svc.context_reuse.reuse_plan import Plan, Positions
-from inference_svc.context_reuse.selectors.selector import Signals
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
+from inference_svc.context_reuse.selectors.selector import SelectionSignals
 
 
-class Selective:
+class ChunkEdges:
     """Of every stretch's share, two thirds at its start and one third at its end."""
 
-    name, depth, wants_deviation, look = "selective", 0, False, 0.0
+    name, depth, needs_deviation, attention_depth = "selective", 0, False, 0.0
 
-    def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
         parts = []
         for s in plan.approximate:
             size = s.end - s.start
