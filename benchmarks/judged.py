@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.repair_strategies import STRATEGIES
 from inference_svc.context_reuse.reuse_lab import LabResult, ReuseLab, shuffled_order
-from inference_svc.context_reuse.selectors import DEFAULT_SELECTOR, SELECTORS
+from inference_svc.context_reuse.selectors import DEFAULT_SELECTOR
 from training import tasks
 
 TEXT = Path(__file__).parent / "data" / "held_out.jsonl"
@@ -98,9 +99,9 @@ def outcomes(lab: ReuseLab, prompt: Prompt, arms: Sequence[Arm], rng: random.Ran
     for bits in {a.bits for a in arms if not a.shuffled}:
         chunks = read.stored(bits)
         for arm in (a for a in arms if not a.shuffled and a.bits == bits):
-            yield arm.name, lab.reuse(tokens, chunks, [], SELECTORS["none"], 0.0, at)
+            yield arm.name, lab.reuse(tokens, chunks, [], STRATEGIES["none"], 0.0, at)
     order = shuffled_order(len(prompt.documents), rng)
     for bits in {a.bits for a in arms if a.shuffled}:
         head, placed = read.stored_in_order(order, bits)
         for arm in (a for a in arms if a.shuffled and a.bits == bits):
-            yield arm.name, lab.reuse(tokens, head, placed, SELECTORS[arm.strategy], arm.ratio, at)
+            yield arm.name, lab.reuse(tokens, head, placed, STRATEGIES[arm.strategy], arm.ratio, at)

@@ -51,8 +51,8 @@ def of_file(file: Path, tokenizer: PreTrainedTokenizerBase, length: int = TOKENS
     sequences = _cut(ids, length)
     if len(sequences) < 2:
         raise ConfigurationError(
-            f"{file} has {len(ids)} tokens; allowed are {2 * length} and more, best {(_MAX_CALIBRATION + 4) * length} of what "
-            "the model will be asked"
+            f"{file} has {len(ids)} tokens; allowed are {2 * length} and more, best "
+            f"{(_MAX_CALIBRATION + 4) * length} of what the model will be asked"
         )
     apart = max(1, len(sequences) // 10)
     return CalibrationTexts(_spread(sequences[:-apart], _MAX_CALIBRATION), _spread(sequences[-apart:], _MAX_EVALUATION))

@@ -1,23 +1,19 @@
-"""Repair strategies, one per file: which approximate tokens are computed again with their true context.
+"""Token selectors, one per file: which relocated tokens are recomputed in their true context.
 
-All are rows through the same forward, so that none sees the future: a row attends to earlier positions only.
+Imports ``context_reuse.reuse_plan`` and numpy. Selected tokens are rows of an ordinary forward, in which a row attends
+to earlier positions only.
 """
 
+from inference_svc.context_reuse.selectors.baselines import ChunkEdges, NoTokens
 from inference_svc.context_reuse.selectors.cacheblend import CacheBlendSelector
-from inference_svc.context_reuse.selectors.first_k import FirstTokens
 from inference_svc.context_reuse.selectors.guided import GuidedSelector
-from inference_svc.context_reuse.selectors.none import NoTokens
-from inference_svc.context_reuse.selectors.random_tokens import RandomTokens
 from inference_svc.context_reuse.selectors.salient import SalientSelector
-from inference_svc.context_reuse.selectors.selective import ChunkEdges
 from inference_svc.context_reuse.selectors.selector import SelectionSignals, TokenSelector
 
 SELECTORS: dict[str, TokenSelector] = {
-    r.name: r
-    for r in (
+    selector.name: selector
+    for selector in (
         NoTokens(),
-        RandomTokens(),
-        FirstTokens(),
         ChunkEdges(),
         CacheBlendSelector(),
         SalientSelector(),
@@ -27,9 +23,9 @@ SELECTORS: dict[str, TokenSelector] = {
     )
 }
 DEFAULT_SELECTOR, DEFAULT_RATIO = "guided", 0.15
-# What a verification tries when it is to find out: what is cheaper is taken where it passes.
+# ``--repair auto`` verifies these; of those that pass, the cheapest is used.
 AUTO_SELECTORS = ("salient", DEFAULT_SELECTOR, "guided_4", "guided_8")
-# What it tries more of the tokens with when it is to find that out, too.
+# ``--repair auto`` without a ratio verifies this selector at a larger ratio, too.
 THOROUGH_SELECTOR, THOROUGH_RATIO = "salient", 0.3
 
 

@@ -17,10 +17,10 @@ from kvkernels import pack_chunk, unpack_chunk
 from kvsidecar.chunk_layout import new_header
 from kvsidecar.errors import ModelUnsupported
 
+from benchmarks.repair_strategies import STRATEGIES, FirstK
 from inference_svc.context_reuse.reuse_lab import ReuseLab
 from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
 from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
-from inference_svc.context_reuse.selectors import SELECTORS, FirstTokens
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
@@ -128,7 +128,7 @@ def test_a_prefix_hit_has_the_logits_of_a_prefill(name: str, sizes: list[int], d
     want = lab.full_prefill(ids, at)
     used = data.draw(st.integers(1, len(ends)))
     chunks = lab.store(ids[: ends[-1]], ends, 16)
-    got = lab.reuse(ids, chunks[:used], [], SELECTORS["none"], 0.0, at)
+    got = lab.reuse(ids, chunks[:used], [], STRATEGIES["none"], 0.0, at)
     torch.testing.assert_close(got.logits, want.logits, atol=2e-4, rtol=1e-4)
     if name in ("LlamaForCausalLM", "Qwen2ForCausalLM"):
         assert torch.equal(got.logits, want.logits)
@@ -136,7 +136,7 @@ def test_a_prefix_hit_has_the_logits_of_a_prefill(name: str, sizes: list[int], d
 
 @settings(max_examples=8, deadline=None)
 @given(sizes=CHUNKS, seed=st.integers(0, 10**6))
-@pytest.mark.parametrize("strategy", [s for s in SELECTORS if s != "none"])
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "none"])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "Gemma2ForCausalLM", "StableLmForCausalLM"])
 def test_everything_computed_again_is_a_prefill(name: str, strategy: str, sizes: list[int], seed: int) -> None:
     lab, rng = laboratory(name), np.random.default_rng(seed)
@@ -150,7 +150,7 @@ def test_everything_computed_again_is_a_prefill(name: str, strategy: str, sizes:
     ids = [7, *(token for part in parts for token in part), *fresh]
     at = np.arange(starts[-1], len(ids))
     placed = [(start, chunks[i]) for i, start in enumerate(starts[:-1])]
-    got = lab.reuse(ids, [], placed, SELECTORS[strategy], 1.0, at)
+    got = lab.reuse(ids, [], placed, STRATEGIES[strategy], 1.0, at)
     assert got.recomputed_ratio == 1.0
     torch.testing.assert_close(got.logits, lab.full_prefill(ids, at).logits, atol=3e-4, rtol=1e-3)
 
@@ -179,7 +179,7 @@ def test_what_comes_later_changes_nothing_before(sizes: list[int], seed: int, ra
                 stored[:, :, start:] += 1.0
             tensor.index_copy_(2, slots, stored)
         tokens = ids[:start] + [(i * 7 + 3) % 499 + 1 for i in ids[start:]] if perturbed else ids
-        work = Repairing(decoder, pool, tokens, table, plan, FirstTokens(), ratio)
+        work = Repairing(decoder, pool, tokens, table, plan, FirstK(), ratio)
         for _ in work.steps():
             pass
         found.append([t_.index_select(2, slots[:start]).clone() for t_ in (pool.keys, pool.values)])

@@ -1,4 +1,4 @@
-"""Tokens on both sides of every seam, where the context changes."""
+"""Selectors that need no measurement: no tokens, and the edges of every chunk."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
 from inference_svc.context_reuse.selectors.selector import SelectionSignals
 
 
+class NoTokens:
+    """Recomputes nothing: the baseline of a verification, and enough for text that needs no context."""
+
+    name, depth, needs_deviation, attention_depth = "none", 0, False, 0.0
+
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
+        return np.empty(0, np.int64)
+
+
 class ChunkEdges:
-    """Of every stretch's share, two thirds at its start and one third at its end."""
+    """Tokens on both sides of every seam, where the context changes.
+
+    Of each relocated span's share, two thirds are at its start and one third at its end.
+    """
 
     name, depth, needs_deviation, attention_depth = "selective", 0, False, 0.0
 
