@@ -91,5 +91,5 @@ def empty_linear(form: WeightForm, bias: Tensor | None) -> StreamableLinear:
     """A layer of this form that has no weight until it is pointed at one."""
     kinds = {"packed": PackedLinear, "quantized": QuantizedLinear, "dense": DenseLinear, "plain": PlainLinear}
     kind: Any = kinds[form.kind]
-    made: StreamableLinear = kind.shell(form.outputs, form.inputs, bias)
+    made: StreamableLinear = kind.empty(form.outputs, form.inputs, bias)
     return made

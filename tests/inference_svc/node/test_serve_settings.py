@@ -171,12 +171,12 @@ _AS_ANOTHER_USER = """
 import os, sys
 from kvsidecar.errors import KVSidecarError
 from inference_svc.server.worker_config import WorkerConfig
-from inference_svc.server.preflight import settled
+from inference_svc.server.preflight import checked_settings
 if os.getuid() == 0:  # who may read everything
     os.setuid(65534)
 for model in sys.argv[1:]:
     try:
-        settled(WorkerConfig(model=model))
+        checked_settings(WorkerConfig(model=model))
     except KVSidecarError as error:
         print(error)
 """
