@@ -92,10 +92,10 @@ class ChunkLoader:
     def skips_lookup(self, session: Session, root: bytes, sequence: Sequence) -> bool:
         """Whether the daemon need not be asked for a prompt's beginning; counted for it. Others may have read what the
         summary knows nothing of."""
-        if session.remote or session.may_hold(root, sequence.tokens):
+        if session.remote or session.may_contain(root, sequence.tokens):
             return False
         with self._counting:
-            session.skipped(len(sequence.tokens))
+            session.count_skipped_lookup(len(sequence.tokens))
         return True
 
     def allows_relocation(self, session: Session, sequence: Sequence) -> bool:
@@ -135,7 +135,7 @@ class ChunkLoader:
                 found = self._plan_load(session, load, answer, cuts[:-1] if session.remote else None, began, looked_up)
         finally:
             if found is None or not found.copies:
-                session.give_back([answer.lease_id])
+                session.release([answer.lease_id])
         if found is None or found.copies:
             return found
         load.report(found.restored)
@@ -186,7 +186,7 @@ class ChunkLoader:
         try:
             if not load.wanted:
                 return
-            if copied >= _MIN_LAYERWISE_TOKENS and session.carrier.at_once:
+            if copied >= _MIN_LAYERWISE_TOKENS and session.transport.zero_copy:
                 gate = LayerGate(layers)
                 load.report(replace(found.restored, gate=gate))
             group = _LAYER_GROUP if gate else layers
@@ -196,7 +196,7 @@ class ChunkLoader:
             ) as arriving:
                 for pieces, far in arriving:
                     for there in load_layers(pool, pieces, far, groups):
-                        if not session.trusted:
+                        if not session.leases_valid:
                             raise ConnectionError("the session ended while chunks were copied")
                         if gate:
                             gate.open(there.stop)
@@ -209,7 +209,7 @@ class ChunkLoader:
         finally:
             if gate:
                 gate.fail()
-            session.give_back([found.lease_id])
+            session.release([found.lease_id])
         ended = time.perf_counter()
         self._cost_model.record_load(copied, found.lookup_seconds + ended - began)
         self._stats.loaded_bytes += int(sum(p.size_bytes * share for p, share in zip(parts, shares, strict=True)))
@@ -230,7 +230,7 @@ class ChunkLoader:
                 )
                 for part, payload in zip(parts, payloads, strict=True)
             )
-            for some in [list(pieces)] if session.carrier.at_once else ([one] for one in pieces):
+            for some in [list(pieces)] if session.transport.zero_copy else ([one] for one in pieces):
                 yield [piece for far, piece in some if not far], [piece for far, piece in some if far]
 
     @staticmethod
@@ -271,7 +271,7 @@ class ChunkLoader:
         salt = sequence.cache.tenant_salt
         request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
         answer = session.match(request, self._match_timeout(session, len(tokens)))
-        session.give_back([answer.lease_id])
+        session.release([answer.lease_id])
         found = [(match.start_position, match) for match in answer.matches]
         found += [(content.start, content.match) for content in answer.contents]
         return [match.prefix_hash for start, match in found if start <= position < start + match.matched_tokens]
@@ -289,7 +289,7 @@ class ChunkLoader:
             for a, b in pairwise([0, *self._policy.chunker.ends(tokens, document_marks(sequence))])
             if b > sequence.computed
             and _MIN_RELOCATED_TOKENS <= b - a <= session.max_chunk_tokens
-            and session.may_hold_content(root, tokens[a:b])
+            and session.may_contain_content(root, tokens[a:b])
         ]
 
     def _relocated_copies(

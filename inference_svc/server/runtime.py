@@ -11,8 +11,8 @@ from functools import partial
 import structlog
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
-from kvsidecar.kv_transfer.session import Served
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.kv_transfer.session import ServedCounts
 from kvsidecar.net.channel import Address
 from kvsidecar.process.malloc_tuning import keep_freed_memory, trim_freed_memory
 
@@ -162,7 +162,7 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[AdapterDi
     engine = Engine(loaded, pool, cache or NoCache(), limits, threads, draft, speculates, adapters, decoder)
     _log_adapters(config, engine, bool(daemons))
     if daemons:
-        daemons[b""].served = lambda: _prompt_counters(engine)  # of all that the worker does
+        daemons[b""].served_counts = lambda: _prompt_counters(engine)  # of all that the worker does
     return Runtime(engine, cache, config)
 
 
@@ -176,7 +176,7 @@ def _adapters(folders: list[AdapterDir], loaded: LoadedModel) -> list[AdapterWei
 
 def _daemon_connections(
     address: Address | None, config: WorkerConfig, loaded: LoadedModel, adapters: list[AdapterWeights]
-) -> dict[bytes, DaemonLink]:
+) -> dict[bytes, DaemonConnection]:
     """A link to the daemon for the model and one for each adapter, by its fingerprint: each has a namespace of its own,
     and with it a verdict on reuse elsewhere. Empty where there is no daemon."""
     if address is None:
@@ -187,9 +187,9 @@ def _daemon_connections(
 
 def daemon_connection(
     address: Address, config: WorkerConfig, loaded: LoadedModel, fingerprint: bytes, adapter: str
-) -> DaemonLink:
+) -> DaemonConnection:
     """The link for the adapter of this name and fingerprint; both are empty for the model."""
-    return DaemonLink(
+    return DaemonConnection(
         address,
         f"{config.name}:{adapter}"[:_NAME_LENGTH] if adapter else config.name,
         loaded.descriptor(config.storage_bits, fingerprint),
@@ -266,7 +266,7 @@ def log_adapter_ready(adapter: LoraAdapter, loaded: LoadedModel) -> None:
         _warn_batch_variance(batch_variant_shapes(products, _PROBED_ROWS), loaded)
 
 
-def _log_reuse_mode(policy: ReusePolicy, daemon: DaemonLink) -> None:
+def _log_reuse_mode(policy: ReusePolicy, daemon: DaemonConnection) -> None:
     session = daemon.session
     if session is None or policy.key_rotation is None or policy.mode != "verified":
         return
@@ -278,9 +278,9 @@ def _log_reuse_mode(policy: ReusePolicy, daemon: DaemonLink) -> None:
         )
 
 
-def _prompt_counters(engine: Engine) -> Served:
+def _prompt_counters(engine: Engine) -> ServedCounts:
     s = engine.stats
-    return Served(s.requests - s.skipping_requests, s.reusing_tokens, s.cached_tokens, s.resident_tokens)
+    return ServedCounts(s.requests - s.skipping_requests, s.reusing_tokens, s.cached_tokens, s.resident_tokens)
 
 
 def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
