@@ -7,7 +7,6 @@ valkey-cluster://[USER@]HOST[:PORT],HOST[:PORT][?prefix=P]  a cluster, known by 
                                                             ``valkeys-cluster://`` over TLS
 s3://[KEY_ID@]BUCKET[/PREFIX][?endpoint=URL&region=R]       S3, or with an endpoint what speaks its protocol
 az://ACCOUNT@CONTAINER[/PREFIX][?endpoint=URL]              Azure's blobs
-gs://BUCKET[/PREFIX][?endpoint=URL&anonymous=true]          Google Cloud Storage
 ==========================================================  ======================================================
 
 A password in a URL would be in ``ps``, so it is refused.
@@ -24,17 +23,17 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvsidecar.errors import ConfigurationError
 
-from cache_daemon.remote.backend import RemoteEngine
-from cache_daemon.remote.certificates import read_authority
+from cache_daemon.remote.backend import RemoteBackend
+from cache_daemon.remote.certificates import read_ca
 
-Kind = Literal["valkey", "s3", "azure", "gcs"]
+BackendKind = Literal["valkey", "s3", "azure"]
 _DEFAULT_PORT = 6379
 _DEFAULT_PREFIX = "kvsidecar"
 _FORMS = (
-    "redis://HOST:PORT, rediss://…, valkey-cluster://HOST:PORT,HOST:PORT, s3://BUCKET/PREFIX, "
-    "az://ACCOUNT@CONTAINER or gs://BUCKET/PREFIX"
+    "redis://HOST:PORT, rediss://…, valkey-cluster://HOST:PORT,HOST:PORT, s3://BUCKET/PREFIX or "
+    "az://ACCOUNT@CONTAINER/PREFIX"
 )
-_SCHEMES: dict[str, tuple[Kind, bool, bool]] = {  # engine, cluster, TLS
+_SCHEMES: dict[str, tuple[BackendKind, bool, bool]] = {  # engine, cluster, TLS
     "redis": ("valkey", False, False),
     "valkey": ("valkey", False, False),
     "rediss": ("valkey", False, True),
@@ -45,24 +44,22 @@ _SCHEMES: dict[str, tuple[Kind, bool, bool]] = {  # engine, cluster, TLS
     "valkeys-cluster": ("valkey", True, True),
     "s3": ("s3", False, True),
     "az": ("azure", False, True),
-    "gs": ("gcs", False, True),
 }
 _OPTIONS = {
     "valkey": frozenset({"prefix"}),
     "s3": frozenset({"endpoint", "region"}),
     "azure": frozenset({"endpoint"}),
-    "gcs": frozenset({"endpoint", "anonymous"}),
 }
-_EXAMPLES = {"s3": "s3://BUCKET/PREFIX", "azure": "az://ACCOUNT@CONTAINER/PREFIX", "gcs": "gs://BUCKET/PREFIX"}
-_MOST_SECRET_BYTES = 16 << 10  # the key file of a service account has some 2 KiB
+_EXAMPLES = {"s3": "s3://BUCKET/PREFIX", "azure": "az://ACCOUNT@CONTAINER/PREFIX"}
+_MAX_SECRET_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
 class RemoteAddress:
     """What a URL says. ``hosts`` are host and port of Valkey's nodes; ``bucket`` (Azure's
-    container) and ``endpoint`` are those of a store of objects; what is ``anonymous`` signs nothing."""
+    container) and ``endpoint`` are those of a store of objects."""
 
-    engine: Kind
+    backend: BackendKind
     prefix: str
     user: str = ""
     hosts: tuple[tuple[str, int], ...] = ()
@@ -72,7 +69,6 @@ class RemoteAddress:
     bucket: str = ""
     endpoint: str = ""
     region: str = ""
-    anonymous: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,29 +105,25 @@ def parse_remote(url: str) -> RemoteAddress:
     if parts.fragment:
         raise ValueError("it has a part behind #, which means nothing here; leave it out")
     if engine != "valkey":
-        return _objects(engine, hosts, parts.path, unquote(user), options)
+        return _parse_object_store(engine, hosts, parts.path, unquote(user), options)
     return RemoteAddress(
         engine,
-        _prefix(options.get("prefix", _DEFAULT_PREFIX)),
+        _parse_prefix(options.get("prefix", _DEFAULT_PREFIX)),
         unquote(user),
-        tuple(_host(host) for host in hosts.split(",")),
+        tuple(_parse_host(host) for host in hosts.split(",")),
         cluster,
         tls,
-        _database(parts.path, cluster),
+        _parse_database(parts.path, cluster),
     )
 
 
-def _objects(
-    engine: Literal["s3", "azure", "gcs"], bucket: str, path: str, user: str, options: dict[str, str]
+def _parse_object_store(
+    engine: Literal["s3", "azure"], bucket: str, path: str, user: str, options: dict[str, str]
 ) -> RemoteAddress:
     if not bucket or ":" in bucket:
         raise ValueError(
             f"it names no {'container' if engine == 'azure' else 'bucket'}; write it like {_EXAMPLES[engine]}"
         )
-    if engine == "gcs" and user:
-        raise ValueError("it has a user, but a service account's key says whose it is; leave out what is before @")
-    if options.get("anonymous", "true") != "true":
-        raise ValueError("its anonymous must be true, or be left out")
     if engine == "azure" and not user:
         raise ValueError("it names no account; write it like az://ACCOUNT@CONTAINER/PREFIX")
     endpoint = options.get("endpoint", "")
@@ -143,24 +135,23 @@ def _objects(
         raise ValueError("its endpoint must begin with http:// (plain) or https:// (TLS)")
     return RemoteAddress(
         engine,
-        _prefix(path.strip("/") or _DEFAULT_PREFIX),
+        _parse_prefix(path.strip("/") or _DEFAULT_PREFIX),
         user,
         tls=not endpoint.startswith("http://"),
         bucket=bucket,
         endpoint=endpoint.rstrip("/"),
         region=options.get("region", ""),
-        anonymous="anonymous" in options,
     )
 
 
-def _prefix(text: str) -> str:
+def _parse_prefix(text: str) -> str:
     text = text.strip("/")
     if len(text) > 200 or not all(c.isalnum() or c in "-_./:" for c in text) or ".." in text or not text.isascii():
         raise ValueError("its prefix has something else than letters, digits and -_./:, or more than 200 of them")
     return text
 
 
-def _host(text: str) -> tuple[str, int]:
+def _parse_host(text: str) -> tuple[str, int]:
     name, _, port = text.rpartition(":") if text.rpartition(":")[2].isdigit() else (text, "", "")
     name = name.strip("[]")
     number = int(port) if port else _DEFAULT_PORT
@@ -169,7 +160,7 @@ def _host(text: str) -> tuple[str, int]:
     return name, number
 
 
-def _database(path: str, cluster: bool) -> int:
+def _parse_database(path: str, cluster: bool) -> int:
     text = path.strip("/")
     if not text:
         return 0
@@ -180,7 +171,7 @@ def _database(path: str, cluster: bool) -> int:
 
 def credentials_of(secret: str, secret_file: Path | None, ca: Path | None) -> Credentials:
     """Reads what files hold. Raises ConfigurationError."""
-    pem = read_authority(ca) if ca is not None else None
+    pem = read_ca(ca) if ca is not None else None
     return Credentials(secret or (_read_secret(secret_file) if secret_file is not None else ""), pem)
 
 
@@ -191,32 +182,28 @@ def _read_secret(path: Path) -> str:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
                 raise ConfigurationError(f"{path} has mode {mode:o}; a secret must be private: chmod 600")
-            text = file.read(_MOST_SECRET_BYTES + 1)
+            text = file.read(_MAX_SECRET_BYTES + 1)
     except OSError as error:
         raise ConfigurationError(f"cannot read the remote tier's secret: {error}") from error
-    if len(text) > _MOST_SECRET_BYTES or not text.strip():
-        raise ConfigurationError(f"{path} has no secret; it must be 1 to {_MOST_SECRET_BYTES} bytes of text")
+    if len(text) > _MAX_SECRET_BYTES or not text.strip():
+        raise ConfigurationError(f"{path} has no secret; it must be 1 to {_MAX_SECRET_BYTES} bytes of text")
     try:
         return text.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} has no secret: it is no text") from error
 
 
-def new_engine(address: RemoteAddress, credentials: Credentials) -> RemoteEngine:
+def new_backend(address: RemoteAddress, credentials: Credentials) -> RemoteBackend:
     """The engine that an address names, not connected yet. Raises ConfigurationError when its client is not
     installed."""
-    if address.engine == "s3":
-        from cache_daemon.remote.object_store_backend import S3Engine
+    if address.backend == "s3":
+        from cache_daemon.remote.object_store_backend import S3Backend
 
-        return S3Engine(address, credentials)
-    if address.engine == "azure":
-        from cache_daemon.remote.object_store_backend import AzureEngine
+        return S3Backend(address, credentials)
+    if address.backend == "azure":
+        from cache_daemon.remote.object_store_backend import AzureBackend
 
-        return AzureEngine(address, credentials)
-    if address.engine == "gcs":
-        from cache_daemon.remote.object_store_backend import GcsEngine
+        return AzureBackend(address, credentials)
+    from cache_daemon.remote.redis_backend import RedisBackend
 
-        return GcsEngine(address, credentials)
-    from cache_daemon.remote.redis_backend import ValkeyEngine
-
-    return ValkeyEngine(address, credentials)
+    return RedisBackend(address, credentials)

@@ -9,11 +9,11 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import StoreUnavailable, UnknownSession
 
-from cache_daemon.durable.memory import MemoryTier
-from cache_daemon.eviction import POLICIES
+from benchmarks.eviction_policies import POLICIES
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Residency
 from tests.cache_daemon.conftest import payload_of
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.stores import opened
 
 PAGE = 4096
@@ -77,7 +77,7 @@ async def test_a_match_whose_session_ends_meanwhile_keeps_no_lease() -> None:
         with pytest.raises(UnknownSession):
             await matching
         chunk = bench.store.find(bench.root(), key)
-        assert (chunk.leases, chunk.in_arena) == (0, Residency.PRESENT)
+        assert (chunk.leases, chunk.arena_state) == (0, Residency.PRESENT)
         assert not session.leases
 
 

@@ -22,7 +22,6 @@ from kvsidecar.telemetry.otlp_export import providing, wanted
 
 from benchmarks.node import Node, free_port
 from cache_daemon.auth.principal import OPERATOR
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.eviction import DEFAULT, POLICIES
 from cache_daemon.memory.arena import MemoryArena
 from cache_daemon.observability import otel
@@ -34,6 +33,7 @@ from cache_daemon.rpc.servicer_base import Shared
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.chunk_store import ChunkStore
 from tests.cache_daemon.conftest import Peer
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.operators import daemon_that_ends
 from tests.cache_daemon.stores import Bench, FakeClock
 from tests.collector import Collector
@@ -69,7 +69,7 @@ async def traced(folder: Path) -> AsyncIterator[Traced]:
         telling = otel.over(providers)
         store = ChunkStore(
             MemoryArena(4 << 20), MemoryTier(), 1 << 20, POLICIES[DEFAULT], staging_bytes=1 << 20,
-            clock=FakeClock(), around=telling.work_span,
+            clock=FakeClock(), span=telling.work_span,
         )  # fmt: skip
         await store.start()
         bench = Bench(store, store._durable, FakeClock())  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ async def test_copies_and_reads_are_spans_within_their_call(tmp_path: Path) -> N
         assert spans["copy"].parent.span_id == spans["Commit"].context.span_id
         await store.settle()
         chunk = store.probe(t.bench.root(), keys.token_bytes(FIRST))[0][0]
-        assert chunk.on_disk is Residency.PRESENT
+        assert chunk.disk_state is Residency.PRESENT
         store.tiers._free_slot(chunk)
         found = await t.stub.Match(pb.MatchRequest(session_id=session.id, token_ids=FIRST))
         assert found.promoted_tokens == len(FIRST)

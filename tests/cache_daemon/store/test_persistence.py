@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.store.chunk import Residency
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import until
 from tests.cache_daemon.stores import opened
 
@@ -27,7 +27,7 @@ async def test_what_failed_is_tried_again_while_other_chunks_are_written() -> No
         await bench.put([3])
         assert await asyncio.to_thread(bench.tier.wait_until_held)
         persistence.retry()
-        assert bench.store.find(bench.root(), failed).on_disk is Residency.ARRIVING
+        assert bench.store.find(bench.root(), failed).disk_state is Residency.IN_FLIGHT
         bench.tier.let_go()
         await bench.store.settle()
         assert bench.store.stats().durable_chunks == 3

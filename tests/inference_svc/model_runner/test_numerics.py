@@ -55,6 +55,7 @@ def test_with_share_across_machines_workers_of_other_kernels_find_all(daemon: No
     assert read["read"]["any"]["hits"] == 3
 
 
+@pytest.mark.timeout(600)  # a process for each variant, and each imports torch
 def test_kernels_that_compute_other_keys_and_values_have_another_identity_and_equal_ones_have_one() -> None:
     found = {variant: said(start(variant)) for variant in VARIANTS}
     contents: dict[str, set[str]] = {}
@@ -253,12 +254,12 @@ def test_a_product_whose_rows_depend_on_their_batch_brings_the_libraries_into_th
     monkeypatch.setattr(NumericsProbe, "_named", lambda self: shown.append("named") or named(self))
     with_numerics_identity(loaded, decoder, 16)
     assert not shown
-    products_of = numerics_probe.product_of
+    products_of = numerics_probe.linear_for
 
     def uneven(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
         product = products_of(weight, bias)
         return lambda x: product(x) + (len(x) > 4)
 
-    monkeypatch.setattr(numerics_probe, "product_of", uneven)
+    monkeypatch.setattr(numerics_probe, "linear_for", uneven)
     with_numerics_identity(loaded, decoder, 16)
     assert shown == ["named"]
