@@ -43,7 +43,8 @@ CHILD = """
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak is that of now: the demo's garbage must not hide what streaming takes
     before = most()
-    loaded = load(sys.argv[1], device="cpu", dtype="float32", weights=sys.argv[2], stream=StreamingOptions("full_stream", slots=2))
+    streaming = StreamingOptions("full_stream", slots=2)
+    loaded = load(sys.argv[1], device="cpu", dtype="float32", weights=sys.argv[2], stream=streaming)
     computed(loaded)
     streamed = most() - before
     loaded.streamed.close()
