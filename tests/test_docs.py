@@ -9,7 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("clients/**/README.md"), ROOT / "deploy/README.md"]
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("examples/**/*.md"),
+        *ROOT.glob(".github/**/*.md"),
+        *ROOT.glob("clients/**/README.md"),
+        ROOT / "deploy/README.md",
+    ]
 )
 DOCUMENTS = [d for d in DOCUMENTS if "node_modules" not in d.parts]
 _LINK = re.compile(r"\]\(([^)\s#]*)(?:#([\w-]+))?\)")
@@ -54,7 +61,7 @@ def test_what_a_document_names_is_there(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
 def test_what_a_document_tells_to_run_is_there(document: Path) -> None:
     text, makefile = text_of(document), text_of(ROOT / "Makefile")
-    if document.parent in (ROOT, ROOT / "docs"):
+    if document.parent == ROOT or document.is_relative_to(ROOT / "docs"):
         for target in re.findall(r"`make ([a-z-]+)", text):
             assert re.search(rf"^{target}:", makefile, re.M), target
     for module in re.findall(
