@@ -6,7 +6,7 @@ Imports ``kvsidecar`` (stubs, formats) and ``kvkernels``; never ``cache_daemon``
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inference_svc.api import Chunk, Engine, Result
+    from inference_svc.server.python_api import Chunk, Engine, Result
 
 __all__ = ["Chunk", "Engine", "Result"]
 
@@ -14,7 +14,7 @@ __all__ = ["Chunk", "Engine", "Result"]
 def __getattr__(name: str) -> Any:
     # Lazily: the gateway and the supervisor do not need torch.
     if name in __all__:
-        from inference_svc import api
+        from inference_svc.server import python_api
 
-        return getattr(api, name)
+        return getattr(python_api, name)
     raise AttributeError(f"module 'inference_svc' has no attribute {name!r}")

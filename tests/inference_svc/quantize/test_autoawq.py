@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference_svc.quantize.rounding import rounded
+from inference_svc.quantize.awq_rounding import rounded
 
 gemm = pytest.importorskip(
     "awq.modules.linear.gemm",
