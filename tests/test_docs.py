@@ -24,8 +24,10 @@ _PATH = re.compile(
     r"`((?:tests|benchmarks|cache_daemon|inference_svc|kernels|kvkernels|kvsidecar|training|deploy|protos)/[\w./-]+)"
 )
 _TEST = re.compile(r"`([\w/]+/test_\w+\.py)(?:::(\w+))?")
+_FUNCTION = re.compile(r"`([\w/]+\.py):(\w+)`")
 # Where paths that documents name begin.
 _FROM = (ROOT, ROOT / "clients/python", ROOT / "kernels", ROOT / "tests")
+PACKAGES = [ROOT / "cache_daemon", ROOT / "inference_svc", ROOT / "clients/python/kvsidecar", ROOT / "kernels/kvkernels"]
 
 
 def text_of(document: Path) -> str:
@@ -49,13 +51,22 @@ def test_what_a_document_names_is_there(document: Path) -> None:
         assert not anchor or anchor in headings(target), f"{name}#{anchor}"
     for name in _PATH.findall(text):
         assert any((start / name).exists() for start in (*_FROM, document.parent)), name
-    access = {"access/": "cache_daemon/auth/"} if document.name == "security.md" else {}
+    auth = {"auth/": "cache_daemon/auth/"} if document.name == "security.md" else {}
     for name, test in _TEST.findall(text):
-        for short, whole in access.items():
+        for short, whole in auth.items():
             name = whole + name.removeprefix(short) if name.startswith(short) else name
         found = [start / name for start in _FROM if (start / name).exists()]
         assert found, name
         assert f"def {test}(" in text_of(found[0]) or not test, f"{name}::{test}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
+def test_functions_that_a_document_names_are_there(document: Path) -> None:
+    """``engine/engine_core.py:step`` is a function of a file whose path ends so."""
+    for name, function in _FUNCTION.findall(text_of(document)):
+        found = [path for start in PACKAGES for path in start.rglob(Path(name).name) if str(path).endswith(f"/{name}")]
+        assert found, name
+        assert any(f"def {function}(" in text_of(path) for path in found), f"{name}:{function}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
@@ -76,13 +87,8 @@ def test_what_a_document_tells_to_run_is_there(document: Path) -> None:
 
 def _packages() -> list[str]:
     """The packages of the project, as the map names them: the last part of their paths."""
-    roots = [
-        ROOT / "cache_daemon",
-        ROOT / "inference_svc",
-        ROOT / "clients/python/kvsidecar",
-        ROOT / "kernels/kvkernels",
-    ]
-    found = {path.parent for root in roots for path in root.rglob("__init__.py")} - {ROOT / "clients/python/kvsidecar"}
+    found = {path.parent for root in PACKAGES for path in root.rglob("__init__.py")}
+    found -= {ROOT / "clients/python/kvsidecar"}
     return sorted({path.name for path in found if not re.fullmatch(r"v\d", path.name)})
 
 
@@ -93,9 +99,9 @@ def test_the_map_names_every_package() -> None:
 
 
 @pytest.mark.parametrize(
-    "room", ["cache_daemon/store", "inference_svc/engine", "inference_svc/gateway", "inference_svc"]
+    "package", ["cache_daemon/store", "inference_svc/engine", "inference_svc/gateway", "inference_svc"]
 )
-def test_the_map_names_every_module_of_the_large_rooms(room: str) -> None:
+def test_the_map_names_every_module_of_the_large_packages(package: str) -> None:
     named = set(re.findall(r"(\w+\.py)`", text_of(ROOT / "docs/architecture.md")))
-    modules = {path.name for path in (ROOT / room).glob("*.py") if not path.name.startswith("__")}
-    assert modules <= named, f"docs/architecture.md has no word about these modules of {room}"
+    modules = {path.name for path in (ROOT / package).glob("*.py") if not path.name.startswith("__")}
+    assert modules <= named, f"docs/architecture.md has no word about these modules of {package}"
