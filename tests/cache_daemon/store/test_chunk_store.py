@@ -12,11 +12,11 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import ChunkNotFound, InvalidRequest, QuotaExceeded
 
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.store import persistence
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.tier_manager import Clock
 from cache_daemon.tenant_limits import TenantLimits
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.stores import FakeClock, opened
 
 SLOT = 4096
