@@ -27,7 +27,12 @@ _TEST = re.compile(r"`([\w/]+/test_\w+\.py)(?:::(\w+))?")
 _FUNCTION = re.compile(r"`([\w/]+\.py):(\w+)`")
 # Where paths that documents name begin.
 _FROM = (ROOT, ROOT / "clients/python", ROOT / "kernels", ROOT / "tests")
-PACKAGES = [ROOT / "cache_daemon", ROOT / "inference_svc", ROOT / "clients/python/kvsidecar", ROOT / "kernels/kvkernels"]
+PACKAGES = [
+    ROOT / "cache_daemon",
+    ROOT / "inference_svc",
+    ROOT / "clients/python/kvsidecar",
+    ROOT / "kernels/kvkernels",
+]
 
 
 def text_of(document: Path) -> str:

@@ -73,9 +73,7 @@ def test_a_chat_continues_from_disk_after_a_restart() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; make test-vllm runs it"
-)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; make test-vllm runs it")
 @pytest.mark.timeout(1300)
 def test_vllm_loads_the_prompt_after_its_restart() -> None:
     cold, warm = cached(run("vllm_restart.py", "--model", str(FOLDER), seconds=1250))
