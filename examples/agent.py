@@ -35,7 +35,7 @@ TOOLS = {"read_file": read_file, "sum_prices": sum_prices}
 
 
 def described(name: str, description: str, argument: str, values: list[str]) -> dict[str, Any]:
-    """A tool with one argument. The enumeration is enforced by the node's grammar, so no call can name another value."""
+    """A tool with one argument. The node's grammar enforces the enumeration: no call names another value."""
     schema = {
         "type": "object",
         "properties": {argument: {"type": "string", "enum": values}},

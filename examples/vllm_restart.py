@@ -1,7 +1,7 @@
 """vLLM over a restart. Run it in vLLM's environment: python examples/vllm_restart.py --model MODEL
 
 Starts a cache daemon and vLLM with our connector, sends a long prompt, stops vLLM, starts it again, and sends the same
-prompt: vLLM loads it from the daemon. `docs/engines.md` says how to make the environment; MODEL is a folder or a hub id.
+prompt: vLLM loads it from the daemon. `docs/engines.md` describes the environment; MODEL is a folder or a hub id.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from kvsidecar.cli.root_command import app
+from typer.main import get_command
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -88,6 +90,24 @@ def test_what_a_document_tells_to_run_is_there(document: Path) -> None:
             start / end for start in _FROM for end in (f"{path}.py", f"{path}/__main__.py", f"{path}/__init__.py")
         ]
         assert any(place.exists() for place in places), module
+
+
+def test_commands_of_the_readme_are_there() -> None:
+    text, makefile = text_of(ROOT / "README.md"), text_of(ROOT / "Makefile")
+    commands = "\n".join(_commands(text))
+    assert len(text.splitlines()) <= 120
+    known = set(get_command(app).commands)  # type: ignore[attr-defined]
+    assert {name for name in re.findall(r"kvsidecar ([a-z]+)", commands)} - known == set()
+    for target in re.findall(r"^make ([a-z-]+)", commands, re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+    for folder in re.findall(r"kubectl apply -k (\S+)", commands):
+        assert (ROOT / folder / "kustomization.yaml").exists(), folder
+
+
+def _commands(text: str) -> list[str]:
+    """The lines of indented blocks, and what stands between backticks."""
+    text = re.sub(r"```.*?```", "", text, flags=re.S)
+    return [*re.findall(r"^    (.*)$", text, re.M), *re.findall(r"`([^`\n]+)`", text)]
 
 
 def _packages() -> list[str]:

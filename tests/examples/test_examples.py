@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from inference_svc.demo_model import FOLDER
+from inference_svc.models.model_resolver import DEMO_MODEL
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -62,7 +63,7 @@ def test_each_step_of_the_agent_reuses_the_step_before() -> None:
     printed = run("agent.py")
     shares = _CACHED.findall(printed)
     assert len(shares) == 4
-    for before, after in zip(shares, shares[1:], strict=False):
+    for before, after in itertools.pairwise(shares):
         assert int(after[0]) >= int(before[1])  # the whole prompt of the step before
 
 
@@ -76,7 +77,7 @@ def test_a_chat_continues_from_disk_after_a_restart() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; make test-vllm runs it")
 @pytest.mark.timeout(1300)
 def test_vllm_loads_the_prompt_after_its_restart() -> None:
-    cold, warm = cached(run("vllm_restart.py", "--model", str(FOLDER), seconds=1250))
+    cold, warm = cached(run("vllm_restart.py", "--model", str(DEMO_MODEL), seconds=1250))
     assert cold == 0
     assert warm > 200
 

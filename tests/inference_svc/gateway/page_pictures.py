@@ -73,12 +73,11 @@ def _others(served: Served) -> None:
 def _take(browser: Any, served: Served, folder: Path) -> None:
     page = _opened(browser, served, "light", _DESKTOP)
     page.locator("#starters button").first.click()
-    question = page.locator("#question").input_value()
     kept = page.evaluate("JSON.parse(localStorage.getItem('kvsidecar.chat'))")
     first, second, third = kept["context"].split("\n\n")
     _about(page, first, second, third)
-    _ask(page, question)
-    _raced(_ask(page, "Why did Alice follow it?"))
+    _ask(page, "What colour were the rabbit's eyes?")
+    _raced(_ask(page, "Who did Alice run after?"))
     _taken(page, folder / "light.png")
 
     page = _opened(browser, served, "dark", _DESKTOP)
