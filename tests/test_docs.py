@@ -97,7 +97,7 @@ def test_commands_of_the_readme_are_there() -> None:
     commands = "\n".join(_commands(text))
     assert len(text.splitlines()) <= 120
     known = set(get_command(app).commands)  # type: ignore[attr-defined]
-    assert {name for name in re.findall(r"kvsidecar ([a-z]+)", commands)} - known == set()
+    assert set(re.findall(r"kvsidecar ([a-z]+)", commands)) - known == set()
     for target in re.findall(r"^make ([a-z-]+)", commands, re.M):
         assert re.search(rf"^{target}:", makefile, re.M), target
     for folder in re.findall(r"kubectl apply -k (\S+)", commands):
