@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import yaml
 
-from inference_svc.models.model_resolver import DEMO_MODEL
+from tests.examples.programs import CACHED, EXAMPLES, cached, run
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
 KUBERNETES = "1.34"
-_CACHED = re.compile(r"(\d+) (?:of (\d+) prompt tokens came from the cache|prompt tokens loaded from the daemon)")
-
-
-def run(name: str, *arguments: str, seconds: float = 170) -> str:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def cached(printed: str) -> list[int]:
-    """The numbers of cached tokens that an example printed, in order."""
-    return [int(found[0]) for found in _CACHED.findall(printed)]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -61,7 +37,7 @@ def test_rag_reuses_the_documents_of_the_question_before() -> None:
 
 def test_each_step_of_the_agent_reuses_the_step_before() -> None:
     printed = run("agent.py")
-    shares = _CACHED.findall(printed)
+    shares = CACHED.findall(printed)
     assert len(shares) == 4
     for before, after in itertools.pairwise(shares):
         assert int(after[0]) >= int(before[1])  # the whole prompt of the step before
@@ -71,15 +47,6 @@ def test_each_step_of_the_agent_reuses_the_step_before() -> None:
 def test_a_chat_continues_from_disk_after_a_restart() -> None:
     last = run("chat_over_restart.py").splitlines()[-1]
     assert int(last.partition("%")[0]) > 50, last
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; make test-vllm runs it")
-@pytest.mark.timeout(1300)
-def test_vllm_loads_the_prompt_after_its_restart() -> None:
-    cold, warm = cached(run("vllm_restart.py", "--model", str(DEMO_MODEL), seconds=1250))
-    assert cold == 0
-    assert warm > 200
 
 
 def test_the_kubernetes_overlay_is_valid_and_serves_a_model_in_its_own_namespace() -> None:

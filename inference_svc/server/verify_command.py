@@ -18,7 +18,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from inference_svc.context_reuse.reuse_report import Report, Thresholds
-from inference_svc.context_reuse.selectors import AUTO, DEFAULT_RATIO, STRATEGIES, THOROUGH, THOROUGH_RATIO
+from inference_svc.context_reuse.selectors import (
+    AUTO_SELECTORS,
+    DEFAULT_RATIO,
+    SELECTORS,
+    THOROUGH_RATIO,
+    THOROUGH_SELECTOR,
+)
 
 _EXIT = {"passed": 0, "failed": 1, "inconclusive": 3}
 
@@ -47,16 +53,16 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument(
         "--repair",
-        choices=["auto", *sorted(STRATEGIES)],
+        choices=["auto", *sorted(SELECTORS)],
         default="auto",
-        help=f"the repair to be judged; auto takes the cheapest that passes of {', '.join(AUTO)}",
+        help=f"the repair to be judged; auto takes the cheapest that passes of {', '.join(AUTO_SELECTORS)}",
     )
     out.add_argument(
         "--ratio",
         type=float,
         metavar="SHARE",
-        help=f"share of tokens that it computes again, 0 to 1; by default {DEFAULT_RATIO:g}, and for {THOROUGH} "
-        f"{THOROUGH_RATIO:g} as well",
+        help=f"share of tokens that it computes again, 0 to 1; by default {DEFAULT_RATIO:g}, and for "
+        f"{THOROUGH_SELECTOR} {THOROUGH_RATIO:g} as well",
     )
     out.add_argument(
         "--bits", type=int, choices=[16, 8, 4], default=16, help="as the worker's --storage-bits; default 16"
@@ -76,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def shown(report: Report) -> Table:
+def report_table(report: Report) -> Table:
     """The report as a table."""
     title = f"{report.model}, {report.prompts} prompts, noise floor {report.noise_kl:.2g} nats"
     table = Table(title=title, box=None, padding=(0, 1), pad_edge=False)  # all of it within 80 columns
@@ -88,7 +94,7 @@ def shown(report: Report) -> Table:
     return table
 
 
-def understood(arguments: list[str]) -> argparse.Namespace:
+def parse_options(arguments: list[str]) -> argparse.Namespace:
     """The options, of which ``model`` is set. Ends the process with status 2 for what they cannot be."""
     asking = parser()
     options = asking.parse_args(arguments)
@@ -103,24 +109,28 @@ def understood(arguments: list[str]) -> argparse.Namespace:
     return found
 
 
-def measured(options: argparse.Namespace, console: Console) -> Report:
+def measure(options: argparse.Namespace, console: Console) -> Report:
     """Loads the model, measures it, and hands the verdict on if that was asked for. Raises KVSidecarError, OSError."""
     if not console.is_terminal:  # where a bar is drawn
         said = f"kvsidecar verify: loads {options.model} and measures it, which takes half a minute or more"
         print(said, file=sys.stderr, flush=True)
-    from inference_svc.context_reuse.reuse_lab import Laboratory
+    from inference_svc.context_reuse.reuse_lab import ReuseLab
     from inference_svc.context_reuse.verify import BUILT_IN, Verifier, candidates, read_questions
     from inference_svc.kv_client.verdict_report import store_verdict
     from inference_svc.model_runner.numerics_probe import identified
-    from inference_svc.models.layer_streaming.residency_plan import Asked
+    from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
     from inference_svc.models.loader import load, quiet_transformers
 
     questions = read_questions(options.prompts or BUILT_IN)
     quiet_transformers()
     loaded = load(
-        options.model, device=options.device, dtype=options.dtype, weights=options.weights, stream=Asked("auto")
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        weights=options.weights,
+        stream=StreamingOptions("auto"),
     )
-    lab = Laboratory(loaded)
+    lab = ReuseLab(loaded)
     limits = Thresholds(options.max_kl, options.min_agreement, options.max_harm, options.min_prompts)
     verifier = Verifier(lab, options.bits, limits)
     with Progress(console=console, transient=True) as progress:
@@ -134,10 +144,10 @@ def measured(options: argparse.Namespace, console: Console) -> Report:
 
 
 def main(arguments: list[str]) -> int:
-    options = understood(arguments)
+    options = parse_options(arguments)
     console = Console(stderr=options.json)
     try:
-        report = measured(options, console)
+        report = measure(options, console)
     except (KVSidecarError, OSError) as error:
         print(f"kvsidecar verify: {error}", file=sys.stderr)
         return 2
@@ -145,7 +155,7 @@ def main(arguments: list[str]) -> int:
         json.dump(report.as_dict(), sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
-        console.print(shown(report))
+        console.print(report_table(report))
         color = {"passed": "green", "failed": "red", "inconclusive": "yellow"}[report.outcome]
         console.print(f"[{color}]{report.outcome}[/{color}]: {report.sentence}", highlight=False)
     return _EXIT[report.outcome]

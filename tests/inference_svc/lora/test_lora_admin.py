@@ -19,9 +19,9 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 
 from benchmarks.node import Node, free_port
-from inference_svc.lora.live_adapters import LiveAdapters
 from inference_svc.models.loader import load
-from inference_svc.server.runtime import build
+from inference_svc.server.lora_admin import LoraAdmin
+from inference_svc.server.runtime import build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from tests.inference_svc.engine.test_exactness import prompt, scores
 from tests.inference_svc.gateway.conftest import Gateway, of_node
@@ -293,9 +293,11 @@ def test_not_over_the_network(root: Path) -> None:
 
 def test_nothing_of_other_threads_changes_while_one_is_loaded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's default type is the process's: with another one, what the engine computes meanwhile would be wrong."""
-    runtime = build(WorkerConfig(model="demo", dtype="bfloat16", pool_bytes="32MiB", cache_socket=None, lora_root=root))
+    runtime = build_runtime(
+        WorkerConfig(model="demo", dtype="bfloat16", pool_bytes="32MiB", cache_socket=None, lora_root=root)
+    )
     try:
-        adapters = LiveAdapters(runtime)
+        adapters = LoraAdmin(runtime)
         touched: list[torch.dtype] = []
         monkeypatch.setattr(torch, "set_default_dtype", touched.append)
         assert adapters.load("law", "law") is runtime.engine.adapters["law"]
@@ -303,7 +305,7 @@ def test_nothing_of_other_threads_changes_while_one_is_loaded(root: Path, monkey
         assert not touched
         with pytest.raises(FailedPrecondition, match="does not have the adapter that other workers have as 'med'"):
             adapters.load("med", "med", bytes(32))
-        monkeypatch.setattr("inference_svc.lora.live_adapters.free_bytes", lambda allowed: 1000)
+        monkeypatch.setattr("inference_svc.server.lora_admin.free_bytes", lambda allowed: 1000)
         with pytest.raises(LimitExceeded, match="of memory, and 1000 B are free; unload another one first"):
             adapters.load("med", "med")
         adapters.unload("law")

@@ -8,7 +8,7 @@ from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-_MOST_CHOICES = 8
+_MAX_CHOICES = 8
 _ANY_OBJECT = json.dumps({"type": "object"})
 # Of a request: what belongs to images, and to keys and values that go from one engine to another.
 _REFUSED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs", "media_refs")
@@ -26,8 +26,8 @@ def to_requests(request: vllm.GenerateRequest, context_length: int) -> list[pb.G
             param="data_parallel_rank",
         )
     params = request.sampling_params
-    if params.n > _MOST_CHOICES:
-        raise InvalidRequest(f"n is {params.n}; at most {_MOST_CHOICES} are allowed", param="n")
+    if params.n > _MAX_CHOICES:
+        raise InvalidRequest(f"n is {params.n}; at most {_MAX_CHOICES} are allowed", param="n")
     asked = _to_request(request, params, context_length)
     several = [asked]
     for i in range(1, params.n):
@@ -61,7 +61,7 @@ def _to_request(request: vllm.GenerateRequest, params: vllm.SamplingParams, cont
                 raise InvalidRequest(f"{name} is {wanted}; allowed are 0 to 20", param=name)
             setattr(found, name, wanted)
     if params.HasField("truncate_prompt_tokens"):
-        found.truncate_prompt_tokens = _kept(params, context_length)
+        found.truncate_prompt_tokens = _max_prompt_tokens(params, context_length)
     return found
 
 
@@ -102,7 +102,7 @@ def _grammar(params: vllm.SamplingParams) -> pb.Grammar | None:
     return None if kind is None else pb.Grammar(**{kind: getattr(params, kind)})
 
 
-def _kept(params: vllm.SamplingParams, context_length: int) -> int:
+def _max_prompt_tokens(params: vllm.SamplingParams, context_length: int) -> int:
     """How many of the prompt's last tokens are read at most."""
     kept: int = params.truncate_prompt_tokens
     if kept == -1:  # as many as the context holds, less what the answer is to have

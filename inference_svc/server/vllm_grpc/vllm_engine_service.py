@@ -21,18 +21,18 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
 from inference_svc.engine.sequence import Output, Sequence
-from inference_svc.kv_client.daemon_address import daemon_address
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.inference_service import InferenceService, worker_stats
-from inference_svc.server.request_telemetry import Observer
+from inference_svc.server.otel_observer import RequestObserver
 from inference_svc.server.runtime import Runtime
-from inference_svc.vllm_grpc.tokenizer_zip import zipped
-from inference_svc.vllm_grpc.vllm_kv_events import held_blocks
-from inference_svc.vllm_grpc.vllm_request import to_requests
-from inference_svc.vllm_grpc.vllm_response import Answer
+from inference_svc.server.vllm_grpc.tokenizer_zip import zip_tokenizer
+from inference_svc.server.vllm_grpc.vllm_kv_events import kv_event_batches
+from inference_svc.server.vllm_grpc.vllm_request import to_requests
+from inference_svc.server.vllm_grpc.vllm_response import VllmResponse
 
 SERVICE: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
-_PIECE_BYTES, _MOST_SUBSCRIBERS = 64 << 10, 8
+_PIECE_BYTES, _MAX_SUBSCRIBERS = 64 << 10, 8
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -40,13 +40,15 @@ class _Aborted(Exception):
     """Somebody asked for the end of a request."""
 
 
-Event = tuple[Answer, Sequence, Output] | Exception
+Event = tuple[VllmResponse, Sequence, Output] | Exception
 
 
 class VllmEngine(VllmEngineServicer):
     """One instance per worker. All methods run on the service's event loop."""
 
-    def __init__(self, service: InferenceService, runtime: Runtime, observer: Observer, stop: asyncio.Event) -> None:
+    def __init__(
+        self, service: InferenceService, runtime: Runtime, observer: RequestObserver, stop: asyncio.Event
+    ) -> None:
         """``stop`` is set when the worker is to end: nobody waits for events then."""
         self._stop, self._subscribers = stop, 0
         self._service, self._runtime, self._observer = service, runtime, observer
@@ -61,7 +63,7 @@ class VllmEngine(VllmEngineServicer):
         self._asked_at = time.time()
         try:
             asked = to_requests(request, self._engine.context_length)
-            answers = [Answer(i) for i in range(len(asked))]
+            answers = [VllmResponse(i) for i in range(len(asked))]
             left = set(answers)
             try:
                 async with aclosing(self._events(asked, answers, context)) as events:
@@ -80,13 +82,13 @@ class VllmEngine(VllmEngineServicer):
             await abort(context, error, INFERENCE_DOMAIN)
 
     async def _events(
-        self, asked: list[pb.GenerateRequest], answers: list[Answer], context: Context
-    ) -> AsyncGenerator[tuple[Answer, Sequence, Output], None]:
+        self, asked: list[pb.GenerateRequest], answers: list[VllmResponse], context: Context
+    ) -> AsyncGenerator[tuple[VllmResponse, Sequence, Output], None]:
         """What the engine says of all answers, as it comes. Leaving early, for whatever reason, cancels them. Raises
         _Aborted when ``Abort`` names the request."""
         events: asyncio.Queue[Event] = asyncio.Queue()
 
-        async def follow(answer: Answer, request: pb.GenerateRequest) -> None:
+        async def follow(answer: VllmResponse, request: pb.GenerateRequest) -> None:
             try:
                 seen = self._observer.request("Generate", context, request.prompt, SERVICE)
                 async with aclosing(self._service.outputs(request, seen)) as outputs:
@@ -184,7 +186,7 @@ class VllmEngine(VllmEngineServicer):
     ) -> AsyncIterator[common.GetTokenizerChunk]:
         if self._zipped is None or (self._zipped.done() and self._zipped.exception()):
             folder = Path(self._loaded.tokenizer.name_or_path)
-            self._zipped = asyncio.ensure_future(asyncio.to_thread(zipped, folder))
+            self._zipped = asyncio.ensure_future(asyncio.to_thread(zip_tokenizer, folder))
         try:
             data = await asyncio.shield(self._zipped)
         except FailedPrecondition as error:
@@ -202,13 +204,13 @@ class VllmEngine(VllmEngineServicer):
         address = daemon_address(self._runtime.config)
         if address is None:
             await _refuse(context, "this worker has no cache daemon, whose KV events they would be")
-        if self._subscribers >= _MOST_SUBSCRIBERS:
-            await abort(context, LimitExceeded(f"{_MOST_SUBSCRIBERS} routers follow events already"), INFERENCE_DOMAIN)
+        if self._subscribers >= _MAX_SUBSCRIBERS:
+            await abort(context, LimitExceeded(f"{_MAX_SUBSCRIBERS} routers follow events already"), INFERENCE_DOMAIN)
         self._subscribers += 1
         namespace = keys.namespace_id(self._loaded.descriptor(self._runtime.config.storage_bits, b""))
         try:
             after = request.start_sequence_number
-            async with aclosing(held_blocks(address, namespace, after, self._stop)) as batches:
+            async with aclosing(kv_event_batches(address, namespace, after, self._stop)) as batches:
                 async for batch in batches:
                     yield batch
         except KVSidecarError as error:

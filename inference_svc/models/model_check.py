@@ -1,4 +1,7 @@
-"""What can be said of a model, a device and a type within a second: before torch is imported, which takes many."""
+"""Checks of a model, device and dtype before torch is imported.
+
+Each takes less than a second; importing torch takes many.
+"""
 
 from __future__ import annotations
 
@@ -7,51 +10,18 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TypeVar
 
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
-from kvsidecar.models.model_pull import default_model
 
-from inference_svc.lora.adapter_dir import Folder, open_folder
 from inference_svc.models.model_resolver import resolve
 from inference_svc.models.random_models import PREFIX, check_shape
 from inference_svc.models.supported_architectures import check_name
-from inference_svc.server.worker_config import ModelSettings
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _GGUF_MAGIC = b"GGUF"
-# The draft is the model itself, at fewer bits.
+# The draft model is a copy of the model itself, at fewer bits.
 SELF = "self"
 _NEEDED = ("config.json", "tokenizer_config.json")
-
-
-M = TypeVar("M", bound=ModelSettings)
-
-
-def settled(settings: M) -> M:
-    """The settings with a model that is here, fetched first where that can be done. Raises ConfigurationError or
-    ModelUnsupported for what would certainly be refused later."""
-    check_device(settings.device)
-    check_dtype(settings.dtype, settings.device)
-    try:
-        check_draft(settings.speculate, settings.draft_model, settings.strict)
-        if not settings.model:
-            settings = settings.model_copy(update={"model": default_model()})
-        check_model(settings.model, settings.strict)
-        open_adapters(settings)
-    except PermissionError as error:  # a folder that this user may not look into
-        raise ConfigurationError(f"cannot read {error.filename}: {error.strerror}") from error
-    return settings
-
-
-def open_adapters(settings: ModelSettings) -> list[Folder]:
-    """What is known of the adapters before a model is loaded. Raises ConfigurationError."""
-    model = settings.public_name
-    if model in settings.adapters:
-        raise ConfigurationError(f"a LoRA adapter is called {model!r}, as the model is; choose another name for it")
-    if settings.lora_root is not None and not settings.lora_root.expanduser().is_dir():
-        raise ConfigurationError(f"lora_root is {settings.lora_root}, and there is no such folder; create it first")
-    return [open_folder(name, path) for name, path in settings.adapters.items()]
 
 
 def check_device(name: str) -> None:
@@ -94,17 +64,6 @@ def check_model(name: str, strict: bool) -> None:
     except (OSError, ValueError, AttributeError) as error:
         raise ModelUnsupported(f"cannot read {found / 'config.json'}: {error}") from error
     check_name((kinds or ["(none named)"])[0], strict)
-
-
-def check_draft(speculate: str, name: str, strict: bool) -> None:
-    """Raises ConfigurationError or ModelUnsupported for a model that cannot guess."""
-    if speculate == "draft" and not name:
-        raise ConfigurationError(
-            "speculate is draft, and no draft_model is named; name a smaller model with the same tokenizer, or choose "
-            "ngram, which needs none"
-        )
-    if name and name != SELF:
-        check_model(name, strict)
 
 
 def check_folder(folder: Path) -> None:

@@ -22,7 +22,7 @@ _NAMES = (
 _PATTERNS = ("*.jinja", "*.model", "*.tiktoken")
 
 
-def zipped(folder: Path) -> bytes:
+def zip_tokenizer(folder: Path) -> bytes:
     """The same bytes for the same files: routers know them by their SHA-256. Raises FailedPrecondition when there are
     none."""
     found = {path for name in (*_NAMES, *_PATTERNS) for path in folder.glob(name) if path.is_file()}

@@ -16,7 +16,7 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TOP_PAD, 64 << 20)
 
 
-def give_back_freed_memory() -> None:
+def trim_freed_memory() -> None:
     """Returns what ``keep_freed_memory`` keeps: after work that needed far more of it than is usual."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):

@@ -15,7 +15,7 @@ ABORTED = "abort"
 
 
 @dataclass(eq=False)
-class Answer:
+class VllmResponse:
     """One of a request's answers, while it grows."""
 
     index: int
@@ -56,11 +56,11 @@ class Answer:
             index=self.index,
         )
         if self.sequence is not None:
-            _tell(self.sequence, self.drawn, whole)
+            _fill(self.sequence, self.drawn, whole)
         return vllm.GenerateResponse(complete=whole)
 
 
-def _tell(sequence: Sequence, drawn: Many[Drawn], whole: vllm.GenerateComplete) -> None:
+def _fill(sequence: Sequence, drawn: Many[Drawn], whole: vllm.GenerateComplete) -> None:
     told = vllm.GenerateComplete(
         prompt_tokens=sequence.prompt_tokens,
         cached_tokens=sequence.cached_tokens,

@@ -19,7 +19,7 @@ from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.engine.kv_connector import LoadDone, NoCache, Restored
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_client import chunk_loader, connector
-from inference_svc.kv_client.priority_executor import Job, Lane
+from inference_svc.kv_client.priority_executor import Job, PriorityExecutor
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import load
 from inference_svc.server.python_api import Result
@@ -62,7 +62,7 @@ def engine(started: Engine) -> Engine:
     assert cache is not None
     (daemon,) = cache._daemons.values()
     assert daemon.wait(60), "no session with the daemon"
-    cache._economy.forget_loads()
+    cache._cost_model.reset_loads()
     return started
 
 
@@ -294,23 +294,23 @@ def job(done: list[int], number: int, started: threading.Event, go_on: threading
 
 
 def test_a_lane_keeps_its_order_but_for_what_is_urgent() -> None:
-    lane, done, started, go_on = Lane("test"), list[int](), threading.Event(), threading.Event()
+    lane, done, started, go_on = PriorityExecutor("test"), list[int](), threading.Event(), threading.Event()
     sequence = Request([1, 2, 3], 1).sequence
     jobs = [lane.submit(sequence, job(done, i, started, go_on)) for i in range(4)]
     assert started.wait(20)
-    lane.hasten([jobs[2]])
+    lane.prioritize([jobs[2]])
     assert lane.jobs == jobs
     go_on.set()
     lane.shutdown()
     assert done == [0, 2, 1, 3]
     assert not lane.jobs
-    assert all(job.over.is_set() for job in jobs)
+    assert all(job.finished.is_set() for job in jobs)
 
 
 def test_storing_gives_way_to_copies_unless_a_load_waits_for_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connector, "_MAX_GIVE_WAY_SECONDS", 60.0)
+    monkeypatch.setattr(connector, "_MAX_YIELD_SECONDS", 60.0)
     cache, inner = engine._runtime.cache, engine._runtime.engine
     assert cache is not None
     # So short that no other request goes on in its pages.
@@ -323,6 +323,6 @@ def test_storing_gives_way_to_copies_unless_a_load_waits_for_it(
     with ThreadPoolExecutor(1) as threads:
         again = threads.submit(engine.generate, ids, **OPTIONS)
         eventually(lambda: cache.stats.stored_chunks > stored)  # since that prompt's load waits for it
-        assert not copying.over.is_set()
+        assert not copying.finished.is_set()
         go_on.set()
         assert again.result(20).cached_tokens == len(ids) - 1

@@ -22,19 +22,19 @@ from smg_grpc_proto.generated import common_pb2 as common
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 
 # Whoever falls further behind is sent away, and told everything when it comes back.
-_MOST_BEHIND = 4096
-_Told = list[Event] | Exception | None
+_MAX_BEHIND = 4096
+_Update = list[Event] | Exception | None
 
 
-async def held_blocks(
+async def kv_event_batches(
     address: Address, namespace: bytes, after: int, stop: asyncio.Event
 ) -> AsyncGenerator[common.KvEventBatch, None]:
     """All that the common tenant has in a namespace, and from then on what changes, until ``stop``; batches are
     numbered from ``after`` + 1. Raises a KVSidecarError when the daemon says that the worker may not ask, and
     Overloaded when nobody takes the batches."""
-    loop, told = asyncio.get_running_loop(), asyncio.Queue[_Told]()
+    loop, told = asyncio.get_running_loop(), asyncio.Queue[_Update]()
 
-    def tell(events: _Told) -> None:
+    def tell(events: _Update) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(told.put_nowait, events)
 
@@ -62,8 +62,8 @@ async def held_blocks(
         while (events := await told.get()) is not None:
             if isinstance(events, Exception):
                 raise events
-            if told.qsize() > _MOST_BEHIND:
-                raise Overloaded(f"more than {_MOST_BEHIND} batches of events wait to be taken; subscribe again")
+            if told.qsize() > _MAX_BEHIND:
+                raise Overloaded(f"more than {_MAX_BEHIND} batches of events wait to be taken; subscribe again")
             if events:
                 after += 1
                 yield _batch(after, events)

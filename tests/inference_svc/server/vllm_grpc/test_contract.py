@@ -24,13 +24,13 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from tokenizers import Tokenizer
 
-from inference_svc.vllm_grpc import require_contract
+from inference_svc.server.vllm_grpc import require_contract
 
 vllm = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2", reason="needs kvsidecar[vllm-grpc]")
 common = pytest.importorskip("smg_grpc_proto.generated.common_pb2", reason="needs kvsidecar[vllm-grpc]")
 
 if TYPE_CHECKING:
-    from tests.inference_svc.vllm_grpc.conftest import Door
+    from tests.inference_svc.server.vllm_grpc.conftest import Door
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 GREEDY = {"temperature": 0.0}

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from benchmarks.node import free_port
-from tests.inference_svc.vllm_grpc.conftest import Door
+from tests.inference_svc.server.vllm_grpc.conftest import Door
 
 SMG = os.environ.get("KVSIDECAR_TEST_SMG", "")
 pytestmark = [pytest.mark.smg, pytest.mark.skipif(not SMG, reason="needs smg; make test-smg runs it")]

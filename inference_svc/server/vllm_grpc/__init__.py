@@ -12,7 +12,7 @@ from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import parse_tcp
 from kvsidecar.net.grpc_server import Door
 
-from inference_svc.server.request_telemetry import Observer
+from inference_svc.server.otel_observer import RequestObserver
 from inference_svc.server.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ def require_contract() -> None:
         ) from error
 
 
-def vllm_door(
-    address: str, service: InferenceService, runtime: Runtime, observer: Observer, stop: asyncio.Event
+def vllm_listener(
+    address: str, service: InferenceService, runtime: Runtime, observer: RequestObserver, stop: asyncio.Event
 ) -> Door:
     """What answers the contract at ``host:port``, until ``stop``."""
     from smg_grpc_proto import vllm_engine_pb2_grpc
 
-    from inference_svc.vllm_grpc.vllm_engine_service import SERVICE, VllmEngine
+    from inference_svc.server.vllm_grpc.vllm_engine_service import SERVICE, VllmEngine
 
     engine = VllmEngine(service, runtime, observer, stop)
     return Door(

@@ -21,15 +21,15 @@ SERVICE_NAME = "kvsidecar-worker"
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _PROVIDER = "kvsidecar"
 # Advised by the conventions.
-_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-_FIRST = (
+_DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip
-_EACH = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_ITL_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Observed:
+class ObservedRequest:
     """A request while it is served; of this one nobody is told. To be entered."""
 
     span: Span = NOT_TRACED
@@ -46,23 +46,23 @@ class Observed:
         """The answer is whole."""
 
 
-UNSEEN = Observed()
+NOOP_REQUEST = ObservedRequest()
 
 
-class Observer:
+class RequestObserver:
     """Hears of requests; this one does nothing."""
 
     def request(
         self, method: str, context: Context | None, prompt: pb.Prompt | None = None, service: str = SERVICE
-    ) -> Observed:
+    ) -> ObservedRequest:
         """A call of a method begins; one that generates has a prompt."""
-        return UNSEEN
+        return NOOP_REQUEST
 
 
-NOBODY = Observer()
+NOOP = RequestObserver()
 
 
-class Telling(Observer):
+class OtelObserver(RequestObserver):
     """To OpenTelemetry."""
 
     def __init__(self, providers: Providers, model: str) -> None:
@@ -74,23 +74,25 @@ class Telling(Observer):
                 f"gen_ai.server.{name}", "s", text, explicit_bucket_boundaries_advisory=buckets
             )
 
-        self.duration = histogram("request.duration", "From a request's arrival to its end", _SECONDS)
-        self.first = histogram("time_to_first_token", "From a request's arrival to its first token", _FIRST)
-        self.each = histogram("time_per_output_token", "Of a request, between tokens after the first", _EACH)
+        self.duration = histogram("request.duration", "From a request's arrival to its end", _DURATION_BUCKETS)
+        self.ttft = histogram("time_to_first_token", "From a request's arrival to its first token", _TTFT_BUCKETS)
+        self.time_per_token = histogram(
+            "time_per_output_token", "Of a request, between tokens after the first", _ITL_BUCKETS
+        )
 
     def request(
         self, method: str, context: Context | None, prompt: pb.Prompt | None = None, service: str = SERVICE
-    ) -> Observed:
+    ) -> ObservedRequest:
         sent = (context.invocation_metadata() or ()) if context is not None else ()
         attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
         span = self._tracer.serve(f"{service}/{method}", sent, attributes)
         kind = None if prompt is None else "chat" if prompt.WhichOneof("kind") == "chat" else "text_completion"
-        return _Told(self, span, kind)
+        return _OtelRequest(self, span, kind)
 
 
-class _Told(Observed):
-    def __init__(self, telling: Telling, span: Span, operation: str | None) -> None:
-        self.span, self._telling, self._operation = span, telling, operation
+class _OtelRequest(ObservedRequest):
+    def __init__(self, telling: OtelObserver, span: Span, operation: str | None) -> None:
+        self.span, self._observer, self._operation = span, telling, operation
         self._began = time.perf_counter()
         self._attributes = {
             "gen_ai.provider.name": _PROVIDER,
@@ -105,13 +107,13 @@ class _Told(Observed):
         self.span.__exit__(kind, error, traceback)
         if self._operation:
             failed = {"error.type": error_name(error)} if error is not None else {}
-            self._telling.duration.record(time.perf_counter() - self._began, {**self._attributes, **failed})
+            self._observer.duration.record(time.perf_counter() - self._began, {**self._attributes, **failed})
 
     def answered(self, sequence: Sequence) -> None:
         timings, further = sequence.timings, sequence.generated - 1
-        self._telling.first.record(timings.ttft_ms / 1e3, self._attributes)
+        self._observer.ttft.record(timings.ttft_ms / 1e3, self._attributes)
         if further > 0:
-            self._telling.each.record(timings.decode_ms / 1e3 / further, self._attributes)
+            self._observer.time_per_token.record(timings.decode_ms / 1e3 / further, self._attributes)
         self.span.note(
             {
                 "gen_ai.usage.input_tokens": sequence.prompt_tokens,
