@@ -256,7 +256,7 @@ class Loop:
         sequence.state, sequence.passed_over = State.RUNNING, 0
         self.running.append(sequence)
         if sequence.steering is not None:
-            sequence.steering.look_ahead()  # while the prompt is read
+            sequence.steering.start_mask()  # while the prompt is read
         if sequence.plan is not None:
             try:
                 self._repairs.begin(sequence)

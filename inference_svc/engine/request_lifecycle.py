@@ -53,7 +53,7 @@ def take_token(sequence: Sequence, drawn: Drawn, longest: int) -> Finish | None:
         timings.decode_ms = (now - sequence.first_token_at) * 1e3
         sequence.trace.phase("decode", sequence.first_token_at, now)
     elif sequence.steering is not None:
-        sequence.steering.look_ahead()  # while the next forward runs
+        sequence.steering.start_mask()  # while the next forward runs
     sequence.sink(Output(text, drawn, finish))
     return finish
 

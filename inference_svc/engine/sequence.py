@@ -24,7 +24,7 @@ from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner.layerwise_load import LayerGate
 from inference_svc.sampling.sampling_params import Drawn, Sampler, SamplingParams, Scored
 from inference_svc.spec_decode.speculation_mode import Speculation
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 
 
 class State(enum.Enum):
@@ -121,7 +121,7 @@ class Sequence:
     sink: Callable[[Output], None]
     cache: CacheUse = field(default_factory=CacheUse)
     logprobs: int | None = None
-    steering: Steering | None = None  # what keeps the answer to a grammar
+    steering: GrammarState | None = None  # what keeps the answer to a grammar
     speculation: Speculation = Speculation.OFF  # by whom its tokens are guessed
     branches: int | None = None  # how many ways of going on are guessed at once at most, if that is said
     adapter: LoraAdapter | None = None  # what is added to the model for it

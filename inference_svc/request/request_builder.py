@@ -20,11 +20,11 @@ from inference_svc.request import request_options
 from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.scheduling.pool_capacity import Room
 from inference_svc.spec_decode.speculation_mode import MOST_BRANCHES, Speculation
-from inference_svc.structured_output.grammar_compiler import Grammars
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_compiler import GrammarCompiler
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.conversations import Conversations
-from inference_svc.tool_calls.prompt_messages import texts_of
-from inference_svc.tool_calls.tool_call_parser import CallParser
+from inference_svc.tool_calls.prompt_messages import chat_texts
+from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
 # A text with more characters for each token than this is unusual.
 _USUAL_CHARACTERS_PER_TOKEN, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
@@ -62,14 +62,14 @@ class RequestBuilder:
         self._context = context_length
         self._separator = document_separator
         self._vocabulary = int(loaded.config.vocab_size)
-        self._grammar_compiler = Grammars(self._tokenizer, self._vocabulary, loaded.stop_tokens)
+        self._grammar_compiler = GrammarCompiler(self._tokenizer, self._vocabulary, loaded.stop_tokens)
         self._conversations = Conversations(loaded.id, self._tokenizer, self._grammar_compiler, tool_call_parser)
         # No text of more characters than this fits: each token stands for at most as many as the longest one.
         self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def warm_up(self) -> None:
         """Does before the first request what would hold the GIL for seconds in the first one with a grammar."""
-        self._grammar_compiler.prepare()
+        self._grammar_compiler.warm_up()
 
     def checked_tokens(
         self,
@@ -206,14 +206,14 @@ class RequestBuilder:
         """A sequence ready to be submitted. Raises UnknownModel, PromptTooLong, InvalidRequest."""
         return self.tokenize(request, sink, arrived)(self.grammar_state(request))
 
-    def grammar_state(self, request: pb.GenerateRequest) -> Steering | None:
+    def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
         """Compiles what keeps the answer to a grammar, which may take seconds; None where nothing does. Raises
         InvalidRequest."""
-        return self._conversations.steering(request)
+        return self._conversations.grammar_state(request)
 
     def tokenize(
         self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float
-    ) -> Callable[[Steering | None], Sequence]:
+    ) -> Callable[[GrammarState | None], Sequence]:
         """Tokenizes a request: returns what makes a sequence of it, given its ``steering``. Raises UnknownModel,
         PromptTooLong, InvalidRequest."""
         adapter = self.adapter(request.model)
@@ -299,7 +299,7 @@ class RequestBuilder:
             )
         return self._context - answer
 
-    def call_parser(self, request: pb.GenerateRequest) -> CallParser | None:
+    def call_parser(self, request: pb.GenerateRequest) -> ToolCallParser | None:
         """What reads calls of tools out of the answer's text; None where none is asked for."""
         return self._conversations.parser(request)
 
@@ -339,4 +339,4 @@ def _branches(given: int) -> int | None:
 
 def _prompt_texts(prompt: pb.Prompt) -> list[str]:
     """All that is to be tokenized, for counting; nothing of token ids."""
-    return [prompt.text, *texts_of(prompt.chat)]
+    return [prompt.text, *chat_texts(prompt.chat)]

@@ -12,7 +12,7 @@ import numpy as np
 from kvsidecar.errors import InvalidRequest
 from numpy.typing import NDArray
 
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 
 # Below this, logits that differ at all differ by more than any draw could bridge: the likeliest token is taken.
 COLDEST = 1e-5
@@ -154,7 +154,7 @@ class Sampler:
         params: SamplingParams,
         logprobs: int | None = None,
         prompt: Iterable[int] = (),
-        steering: Steering | None = None,
+        steering: GrammarState | None = None,
         stops: Iterable[int] = (),
     ) -> None:
         """``stops`` are the tokens that end the answer."""

@@ -38,7 +38,7 @@ from inference_svc.request.request_builder import RequestBuilder
 from inference_svc.server.lora_admin import LoraAdmin
 from inference_svc.server.otel_observer import NOOP, NOOP_REQUEST, ObservedRequest, RequestObserver
 from inference_svc.server.runtime import Runtime
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.call_response import FINISH, read_calls
 
 log = structlog.get_logger("worker")
@@ -164,7 +164,7 @@ class InferenceService(InferenceServiceServicer):
         self._engine.submit(sequence)
         return sequence, outputs
 
-    async def _grammar_state(self, request: pb.GenerateRequest) -> Steering | None:
+    async def _grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
         """Compiles what keeps the answer to a grammar, beside the event loop where there may be one."""
         if not (request.HasField("grammar") or request.prompt.chat.tools or request.tool_use.mode):
             return self._requests.grammar_state(request)

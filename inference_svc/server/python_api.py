@@ -40,7 +40,7 @@ from inference_svc.request.request_builder import RequestBuilder
 from inference_svc.server.runtime import Runtime, build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.tool_calls.call_response import FINISH, read_calls
-from inference_svc.tool_calls.tool_call_parser import CallParser
+from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
 _DAEMON_START_SECONDS = 30.0
 # How often a full queue is tried again.
@@ -279,7 +279,7 @@ class Engine:
 class _Call:
     sequence: EngineSequence
     outputs: queue.SimpleQueue[Output]
-    parser: CallParser | None
+    parser: ToolCallParser | None
     decode: Callable[[list[int]], str]
 
 

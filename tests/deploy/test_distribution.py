@@ -16,7 +16,7 @@ import importlib, pathlib, sys
 for name in ("kvsidecar", "cache_daemon", "inference_svc", "kvkernels"):
     path = pathlib.Path(importlib.import_module(name).__file__)
     assert path.is_relative_to(sys.prefix), path
-from kvkernels.cpu.library import found
+from kvkernels.cpu.cpu_library import found
 print(found().library is not None)
 """
 

@@ -245,7 +245,7 @@ def test_the_embedded_engine_raises_when_it_has_stopped() -> None:
 _WORKER = """
     import sys, time, pathlib
     from inference_svc.engine import engine
-    from inference_svc.engine.loop import Loop
+    from inference_svc.engine.engine_core import Loop
     from inference_svc.__main__ import main
 
     folder, count, step = pathlib.Path(sys.argv.pop(1)), Loop.count_free_overflow, Loop.step

@@ -28,13 +28,13 @@ from inference_svc.models.loader import DEMO_MODEL, load
 from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.spec_decode.draft_model_proposer import DraftModel
 from inference_svc.spec_decode.speculation_mode import Speculation
-from inference_svc.structured_output.grammar_compiler import Grammars
+from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, idle
 from tests.inference_svc.spec_decode.chance import free_rows
 
-GRAMMARS = Grammars(TOKENIZER, 4096, END)
+GRAMMARS = GrammarCompiler(TOKENIZER, 4096, END)
 FIVE_NUMBERS = json.dumps({"type": "array", "items": {"enum": [1, 2, 3, 4, 5]}, "minItems": 5, "maxItems": 5})
 
 
@@ -90,7 +90,7 @@ class Asked(Request):
         **params: Any,
     ) -> None:
         super().__init__(ids, length)
-        steering = None if grammar is None else GRAMMARS.steering(grammar)
+        steering = None if grammar is None else GRAMMARS.compile(grammar)
         hidden = END if grammar else frozenset[int]()
         self.sequence = Sequence(
             "r", list(ids), len(ids), length, SamplingParams(**{"temperature": 0.0, **params}), hidden,

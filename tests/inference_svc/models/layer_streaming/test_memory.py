@@ -26,10 +26,10 @@ MIB = 1 << 20
 LAYERS = 12
 CHILD = """
     import ctypes, gc, sys
-    from inference_svc.freed_memory import keep_freed_memory
+    from kvsidecar.process.malloc_tuning import keep_freed_memory
     from inference_svc.models.loader import load
-    from inference_svc.models.layer_streaming.residency_plan import Asked
-    from tests.inference_svc.streaming.conftest import computed
+    from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
+    from tests.inference_svc.models.layer_streaming.conftest import computed
 
     def most():
         return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -43,7 +43,8 @@ CHILD = """
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak is that of now: the demo's garbage must not hide what streaming takes
     before = most()
-    loaded = load(sys.argv[1], device="cpu", dtype="float32", weights=sys.argv[2], stream=Asked("full_stream", slots=2))
+    streaming = StreamingOptions("full_stream", slots=2)
+    loaded = load(sys.argv[1], device="cpu", dtype="float32", weights=sys.argv[2], stream=streaming)
     computed(loaded)
     streamed = most() - before
     loaded.streamed.close()
