@@ -22,9 +22,7 @@ from kvsidecar.net.grpc_server import Limits, listening_at, refuse_second, stop_
 from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.runtime_dir import ensure_private_dir
 
-from cache_daemon.auth.authenticator import PrincipalResolver
-from cache_daemon.auth.listeners import build_listeners
-from cache_daemon.auth.peer_credentials import is_allowed, peer_credentials
+from cache_daemon.auth.authenticator import PrincipalResolver, is_allowed, peer_credentials
 from cache_daemon.auth.tenants_table import ReloadableTenantsTable
 from cache_daemon.config import DaemonConfig
 from cache_daemon.durable.encryption import cipher_for, key_from_file, parse_key
@@ -32,11 +30,13 @@ from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.event_loop_monitor import EventLoopMonitor
 from cache_daemon.eviction import POLICIES
 from cache_daemon.gc_freeze import periodic_gc_freeze
+from cache_daemon.listeners import build_listeners
 from cache_daemon.memory.arena import ALIGNMENT, Arena, HostArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
 from cache_daemon.memory.fd_server import serve_fds
 from cache_daemon.memory.gpu_arena import GpuArena
 from cache_daemon.memory.shared_memory import SharedMemory
+from cache_daemon.observability.call_metrics import CallMetrics
 from cache_daemon.observability.durable_health import DURABLE, OVERALL, REMOTE, report_health
 from cache_daemon.observability.otel import Telemetry, telemetry
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
@@ -46,9 +46,7 @@ from cache_daemon.remote.address import credentials_of, new_backend, parse_remot
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
-from cache_daemon.rpc.cache_service import CacheService
-from cache_daemon.rpc.call_wrapper import CallMetrics
-from cache_daemon.rpc.request_decoder import add_to_server
+from cache_daemon.rpc.cache_service import CacheService, add_to_server
 from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk_store import ChunkStore
@@ -91,8 +89,9 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
                     loop_monitor.max_stall_ms,
                     on_lookup=on_lookup,
                 )
-                otel.observe(StatsSnapshots(shared, asyncio.get_running_loop()))
-                with _metrics(shared, config):
+                snapshots = StatsSnapshots(shared.stats, shared.calls, asyncio.get_running_loop())
+                otel.observe(snapshots)
+                with _metrics(snapshots, config):
                     await _serve(config, tenants, shared, summary, stop)
 
 
@@ -157,14 +156,14 @@ def _remote(config: DaemonConfig) -> RemoteSettings | None:
 
 
 @contextlib.contextmanager
-def _metrics(shared: ServiceState, config: DaemonConfig) -> Iterator[None]:
+def _metrics(snapshots: StatsSnapshots, config: DaemonConfig) -> Iterator[None]:
     if not config.metrics_port:
         yield
         return
     # Only then: what it needs takes a while to import, which a daemon that starts again has not.
     from cache_daemon.observability.store_collector import serve_metrics
 
-    with serve_metrics(shared, config.metrics_port, config.metrics_host):
+    with serve_metrics(snapshots, config.metrics_port, config.metrics_host):
         yield
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 from kvsidecar.errors import Context, Unauthenticated
@@ -78,3 +81,25 @@ class RefusalLog:
             return
         log.warning("a caller was refused", peer=peer, method=method, why=str(error), refused=self._refused)
         self._next, self._refused = now + 1.0, 0
+
+
+_UCRED = struct.Struct("3i")
+
+
+@dataclass(frozen=True)
+class PeerCredentials:
+    """The peer when it connected. A peer in a PID namespace that this process cannot see has pid 0."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def peer_credentials(connection: socket.socket) -> PeerCredentials:
+    """SO_PEERCRED of a connected Unix socket. It says who connected; the descriptor may have gone to others since."""
+    return PeerCredentials(*_UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
+
+
+def is_allowed(peer: PeerCredentials, owner: int) -> bool:
+    """Whether a peer is root or ``owner``."""
+    return peer.uid in (0, owner)

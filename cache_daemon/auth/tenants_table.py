@@ -16,7 +16,7 @@ from kvsidecar.errors import ConfigurationError
 from kvsidecar.tenants_file import by_token, digest_of, read_tables, salt_of
 
 from cache_daemon.auth.principal import Principal
-from cache_daemon.tenant_limits import Priority, TenantLimits
+from cache_daemon.auth.tenant_limits import Priority, TenantLimits
 
 MAX_SALT_BYTES = 256
 TenantId = Callable[[bytes], bytes]

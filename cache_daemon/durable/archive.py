@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import xxhash
 from google.protobuf.message import DecodeError
@@ -37,10 +37,23 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS, MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
 
-from cache_daemon.durable import expiry_note
-from cache_daemon.durable.durable_tier import DurableTier, Put, PutOutcome, ReadJob, ReadResult, WriteGroup
-from cache_daemon.durable.header_check import hashes_match, is_valid_duration, layout_payload_bytes
+from cache_daemon.durable.durable_tier import (
+    ArchivableTier,
+    DurableTier,
+    Put,
+    PutOutcome,
+    ReadJob,
+    ReadResult,
+    WriteGroup,
+)
 from cache_daemon.durable.lineage import Lineage
+from cache_daemon.durable.record_format import (
+    expiries_of,
+    hashes_match,
+    is_valid_duration,
+    layout_payload_bytes,
+    merge_expiries,
+)
 
 _BEGIN = b"KVSIDECAR-ARCHIVE\0" + struct.pack("<H", 2)
 _CHUNK = struct.Struct("<IQQQ")
@@ -54,28 +67,6 @@ _MAX_TTL_MS = MAX_TTL_SECONDS * 1000
 Progress = Callable[[int, int], None]
 
 
-class Exporting(Protocol):
-    """A tier whose headers can be read one by one, such as ``LmdbTier`` after ``load``."""
-
-    def stored_keys(self) -> list[bytes]: ...
-
-    def header(self, prefix_hash: bytes) -> ChunkHeader | None: ...
-
-    def read(self, jobs: list[ReadJob]) -> list[ReadResult]: ...
-
-    def notes(self) -> dict[bytes, bytes]: ...
-
-
-class Importing(DurableTier, Protocol):
-    """A tier that says what it has, such as ``LmdbTier`` after ``load``."""
-
-    def stored_keys(self) -> list[bytes]: ...
-
-    def first_of(self, root: bytes) -> bytes | None: ...
-
-    def header(self, prefix_hash: bytes) -> ChunkHeader | None: ...
-
-
 @dataclass(frozen=True)
 class ArchiveSummary:
     """``skipped`` are chunks that could not be read, or whose time was over, or whose parent was not there."""
@@ -86,7 +77,7 @@ class ArchiveSummary:
 
 
 def export_archive(
-    tier: Exporting,
+    tier: ArchivableTier,
     out: Path,
     roots: frozenset[bytes] | None = None,
     progress: Progress | None = None,
@@ -97,7 +88,7 @@ def export_archive(
 
     Raises OSError.
     """
-    names, ends, now = tier.stored_keys(), expiry_note.ends(tier.notes()), clock() * 1000
+    names, ends, now = tier.stored_keys(), expiries_of(tier.notes()), clock() * 1000
     exported: set[bytes] = set()
     size = skipped = 0
     with _replacing(out) as file:
@@ -132,7 +123,7 @@ def export_archive(
 
 
 def import_archive(
-    tier: Importing,
+    tier: ArchivableTier,
     source: Path,
     max_payload_bytes: int = 1 << 30,
     progress: Progress | None = None,
@@ -159,13 +150,13 @@ def import_archive(
             ends.append((header.prefix_hash, min(end, now + _MAX_TTL_MS)))
             group_bytes += len(payload)
             if group_bytes >= _GROUP_BYTES:
-                outcomes = _store(tier, group, expiry_note.merge_expiries(ends, known, tier.notes()))
+                outcomes = _store(tier, group, merge_expiries(ends, known, tier.notes()))
                 stored, skipped = stored + outcomes[0], skipped + outcomes[1]
                 group, ends, group_bytes = [], [], 0
             size += len(payload)
             if progress is not None:
                 progress(file.tell(), total)
-        outcomes = _store(tier, group, expiry_note.merge_expiries(ends, known, tier.notes()))
+        outcomes = _store(tier, group, merge_expiries(ends, known, tier.notes()))
     return ArchiveSummary(stored + outcomes[0], size, skipped + outcomes[1])
 
 

@@ -13,7 +13,7 @@ import mmap
 import os
 import random
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ import structlog
 
 from cache_daemon.durable import codec
 from cache_daemon.durable.durable_tier import PAGE_BYTES, Put
-from cache_daemon.durable.idle_cores import IdleCoreCounter
 from cache_daemon.durable.payload_reader import THREADS, StoredEntry
 
 log = structlog.get_logger("cache_daemon")
@@ -143,3 +142,53 @@ def _disk_speed(data: Path, entries: Collection[StoredEntry]) -> float:
         return max(1, total) / (time.perf_counter() - began)
     finally:
         os.close(handle)
+
+
+# Shorter spans are too few of the kernel's ticks to tell, longer ones tell of another time.
+_MIN_INTERVAL_SECONDS, _MAX_INTERVAL_SECONDS = 0.05, 1.0
+_STAT = Path("/proc/stat")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_IDLE, _WAITING = 4, 5  # fields of proc_stat(5): idle, and idle while the disk works
+
+
+@dataclass(frozen=True)
+class CpuSample:
+    """Seconds: by the clock, that all cores were idle, and that this process computed."""
+
+    at: float
+    idle: float
+    own: float
+
+
+def cpu_sample() -> CpuSample:
+    """Raises OSError, IndexError or ValueError where the kernel does not say."""
+    fields = _STAT.read_text().split("\n", 1)[0].split()
+    return CpuSample(time.monotonic(), (int(fields[_IDLE]) + int(fields[_WAITING])) / _TICKS, time.process_time())
+
+
+class IdleCoreCounter:
+    """Told from what was idle a moment ago. For one thread."""
+
+    def __init__(self, look: Callable[[], CpuSample] = cpu_sample, wait: Callable[[float], None] = time.sleep) -> None:
+        self._look, self._wait = look, wait
+        self._last: CpuSample | None = None
+        self._spare = 0.0
+
+    def count(self) -> float:
+        """How many cores are idle, or this process's own; all of them where the kernel does not say. Takes up to 50 ms
+        when nobody asked within a second."""
+        try:
+            return self._count()
+        except (OSError, IndexError, ValueError):
+            return float(os.cpu_count() or 1)
+
+    def _count(self) -> float:
+        last, current = self._last, self._look()
+        if last is None or current.at - last.at > _MAX_INTERVAL_SECONDS:
+            self._wait(_MIN_INTERVAL_SECONDS)
+            last, current = current, self._look()
+        elif current.at - last.at < _MIN_INTERVAL_SECONDS:
+            return self._spare
+        self._last = current
+        self._spare = (current.idle - last.idle + current.own - last.own) / (current.at - last.at)
+        return self._spare

@@ -153,6 +153,22 @@ class DurableTier(Protocol):
     def close(self) -> None: ...
 
 
+class ArchivableTier(DurableTier, Protocol):
+    """A durable tier whose stored headers can be looked up, after ``load``: what archives need."""
+
+    def stored_keys(self) -> list[bytes]:
+        """Return the prefix hashes of all chunks, parents before children."""
+        ...
+
+    def first_of(self, root: bytes) -> bytes | None:
+        """Return the prefix hash of a first chunk of a tenant root; None when there is none."""
+        ...
+
+    def header(self, prefix_hash: bytes) -> ChunkHeader | None:
+        """Return a stored chunk's header; None when it is missing or corrupt. Raises OSError."""
+        ...
+
+
 def whole_pages(size_bytes: int) -> int:
     """Bytes on disk of a value that has pages of its own: a header of 16 bytes, then the value."""
     return -(-(16 + size_bytes) // PAGE_BYTES) * PAGE_BYTES

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import InvalidRequest
 
-
-class Known(Protocol):
-    """A store that can be asked for the geometry of a root."""
-
-    def first_of(self, root: bytes) -> bytes | None: ...
-
-    def header(self, prefix_hash: bytes) -> ChunkHeader | None: ...
+from cache_daemon.durable.durable_tier import ArchivableTier
 
 
 class Lineage:
     """Ends and geometries of chunks that came, parents before children."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: ArchivableTier) -> None:
         self._known = known
         self._ends: dict[bytes, tuple[bytes, int]] = {}  # of a chunk: its root, and the position behind it
         self._geometries: dict[bytes, Geometry] = {}  # of a root

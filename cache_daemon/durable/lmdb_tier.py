@@ -38,7 +38,6 @@ from cache_daemon.durable.encryption import cipher_for
 from cache_daemon.durable.lmdb_env import LmdbEnvironment, ShortWrite
 from cache_daemon.durable.lmdb_file import KeyLookup, LmdbCorruption, Node, PageFile, check_overflow
 from cache_daemon.durable.payload_reader import PayloadReader, StoredEntry
-from cache_daemon.durable.rebuild import rebuild
 from cache_daemon.durable.record_format import (
     HEADERS,
     MINIMUM_VALUE_BYTES,
@@ -47,7 +46,7 @@ from cache_daemon.durable.record_format import (
     decode_record,
     decrypt_header,
 )
-from cache_daemon.durable.recovery import open_data
+from cache_daemon.durable.recovery import open_data, rebuild
 from cache_daemon.durable.store_dir import StoreDir
 from cache_daemon.durable.store_scan import strict_scan
 from cache_daemon.durable.tier_contents import TierContents, gc_paused, load_order, read_contents

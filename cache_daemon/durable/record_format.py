@@ -13,17 +13,20 @@ The checksum is the XXH3-64 of database name, key and everything before it; all 
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import xxhash
 from google.protobuf.message import DecodeError
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.chunk_layout import layout_of
+from kvsidecar.errors import KVSidecarError
 
 from cache_daemon.durable.durable_tier import whole_pages
 from cache_daemon.durable.encryption import Cipher, DecryptError
-from cache_daemon.durable.header_check import is_valid_duration
 
 FORMAT = b"2"
 META, HEADERS, PAYLOADS, NOTES, RECENCY = b"meta", b"headers", b"payloads", b"notes", b"recency"
@@ -143,3 +146,63 @@ def encode_tick(key: bytes, tick: int) -> bytes:
 def decode_tick(key: bytes, stored: bytes) -> int:
     """Raises CorruptRecord."""
     return int.from_bytes(verified(RECENCY, key, stored), "little")
+
+
+def hashes_match(header: ChunkHeader) -> bool:
+    """Whether its hashes are those of its tokens."""
+    tokens = header.token_ids[:]
+    return (
+        keys.prefix_hash(header.parent_prefix_hash, tokens) == header.prefix_hash
+        and keys.content_hash(header.root, tokens) == header.content_hash
+    )
+
+
+def is_valid_duration(seconds: float) -> bool:
+    """Whether that can be what computing a chunk took: a number, from 0."""
+    return 0 <= seconds < math.inf
+
+
+def layout_payload_bytes(header: ChunkHeader) -> int:
+    """The size of a payload of its layout. Raises ValueError for one that cannot be."""
+    try:
+        return layout_of(header).size_bytes
+    except (KVSidecarError, ValueError, KeyError, ArithmeticError) as error:
+        raise ValueError(str(error)) from error
+
+
+EXPIRY_NOTE_PREFIX = b"kept-until:"
+_EXPIRY = struct.Struct("<Q")
+
+
+def encode_expiry(until: float) -> bytes:
+    """The note of a finite end, in Unix seconds."""
+    return _EXPIRY.pack(int(until * 1000))
+
+
+def decode_expiry(note: bytes) -> float | None:
+    """The end that a note names, in Unix seconds; None when it is no note."""
+    return _EXPIRY.unpack(note)[0] / 1000 if len(note) == _EXPIRY.size else None
+
+
+def expiries_of(notes: Mapping[bytes, bytes]) -> dict[bytes, int]:
+    """The ends that notes name, in Unix milliseconds, by prefix hash."""
+    return {
+        name.removeprefix(EXPIRY_NOTE_PREFIX): _EXPIRY.unpack(note)[0]
+        for name, note in notes.items()
+        if name.startswith(EXPIRY_NOTE_PREFIX) and len(note) == _EXPIRY.size
+    }
+
+
+def merge_expiries(
+    asked: Iterable[tuple[bytes, int]], stored: frozenset[bytes], notes: Mapping[bytes, bytes]
+) -> dict[bytes, bytes | None]:
+    """The notes that change when chunks come whose time ends then (Unix milliseconds; 0: never): the longest that
+    anybody asked for counts, and what is ``stored`` without a note has no end."""
+    known, out = expiries_of(notes), dict[bytes, bytes | None]()
+    for key, end in asked:
+        if not end:
+            if key in known:
+                out[EXPIRY_NOTE_PREFIX + key] = None
+        elif key not in stored or known.get(key, end) < end:
+            out[EXPIRY_NOTE_PREFIX + key] = _EXPIRY.pack(end)
+    return out

@@ -10,14 +10,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cache_daemon.durable.lmdb_file import Database, LmdbCorruption, MetaPage, Node, PageFile, database_of
-from cache_daemon.durable.lost_pages import LostPageSearch
+from kvsidecar import keys
+
+from cache_daemon.durable.durable_tier import PAGE_BYTES
+from cache_daemon.durable.lmdb_file import (
+    Database,
+    LmdbCorruption,
+    MetaPage,
+    Node,
+    PageFile,
+    database_of,
+    overflow_pages,
+    readable_leaf_nodes,
+)
 from cache_daemon.durable.page_walk import PageWalk
 from cache_daemon.durable.record_format import (
     DATABASES,
     FORMAT,
     HEADERS,
     META,
+    MINIMUM_VALUE_BYTES,
     NOTES,
     PAYLOADS,
     RECENCY,
@@ -178,3 +190,74 @@ class StoreScanner:
             self._found.commit_matches = int.from_bytes(value, "little") == self.walk.meta.transaction
             if not self._found.commit_matches:
                 self._report(LmdbCorruption("the meta page is not that of the last transaction"))
+
+
+class LostPageSearch:
+    """One search, after a lenient walk."""
+
+    def __init__(self, scan: StoreScan, scanner: StoreScanner) -> None:
+        self._scan, self._scanner, self._file = scan, scanner, scan.file
+        self._used = scanner.walk.used
+
+    def search(self) -> None:
+        """Raises OSError."""
+        walk = self._scanner.walk
+        try:
+            free = PageWalk(walk.file, walk.meta).free_pages()
+        except LmdbCorruption:
+            return
+        values: list[int] = []
+        number = 2
+        while number < len(self._used):
+            step = 1
+            if not self._used[number] and not free[number]:
+                try:
+                    step = self._search(number, values)
+                except LmdbCorruption:  # the file ends here
+                    break
+            number += step
+        self._match(values)
+
+    def _search(self, number: int, values: list[int]) -> int:
+        """Looks at one page; returns how many belong together. Raises Damage, OSError."""
+        pages = overflow_pages(self._file, number)
+        if pages:
+            values.append(number)
+            return min(pages, len(self._used))
+        for node in readable_leaf_nodes(self._file.page(number), number):
+            self._take(node)
+        return 1
+
+    def _take(self, node: Node) -> None:
+        """Takes a node of an unknown database for what its checksum says it is. Large ones are found by ``_match``."""
+        scan = self._scan
+        if node.value is None and node.size_bytes > len(self._used) * PAGE_BYTES:
+            return
+        for database, known in ((HEADERS, scan.records), (RECENCY, scan.ticks), (NOTES, scan.notes)):
+            try:
+                verified(database, node.key, self._scanner.value(node))
+            except (CorruptRecord, LmdbCorruption):
+                continue
+            if node.key not in known:
+                self._scanner.take(database, node)
+            return
+
+    def _match(self, values: list[int]) -> None:
+        """Finds the payloads of records that have none, or one of another length, among values without a key."""
+        scan = self._scan
+        wanted: dict[tuple[int, int], bytes] = {}
+        for key, record in scan.records.items():
+            size = max(record.stored_length, MINIMUM_VALUE_BYTES)
+            if scan.places.get(key, (0, 0))[1] != size:
+                wanted[record.stored_length, record.stored_checksum] = key
+        by_pages: dict[int, set[int]] = {}
+        for length, _ in wanted:
+            by_pages.setdefault(-(-(16 + max(length, MINIMUM_VALUE_BYTES)) // PAGE_BYTES), set()).add(length)
+        for number in values:
+            for length in by_pages.get(overflow_pages(self._file, number), ()):
+                offset, stored = number * PAGE_BYTES + 16, bytearray(length)
+                if not self._file.read_into(memoryview(stored), offset):
+                    continue  # the file was cut off within it
+                found = wanted.get((length, keys.checksum(stored)))
+                if found is not None:
+                    scan.places[found] = (offset, max(length, MINIMUM_VALUE_BYTES))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,6 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from cache_daemon.durable.durable_tier import LoadReport
 from cache_daemon.durable.encryption import Cipher
 from cache_daemon.durable.payload_reader import StoredEntry
-from cache_daemon.durable.rebuild import with_all_ancestors
 from cache_daemon.durable.record_format import MINIMUM_VALUE_BYTES, CorruptRecord, decode_note, decrypt_header
 from cache_daemon.durable.store_scan import StoreScan
 
@@ -69,6 +68,20 @@ def read_contents(scan: StoreScan, cipher: Cipher) -> TierContents:
         last_order=max((record.order for record in scan.records.values()), default=0),
         report=LoadReport(len(corrupt), len(headers) - len(kept), len(useless_notes)),
     )
+
+
+def with_all_ancestors(headers: Mapping[bytes, ChunkHeader]) -> list[bytes]:
+    """The keys whose ancestors are all there, parents before children."""
+    children: dict[bytes, list[bytes]] = {}
+    ready: list[bytes] = []
+    for key, header in headers.items():
+        if header.parent_prefix_hash == header.root:
+            ready.append(key)
+        else:
+            children.setdefault(header.parent_prefix_hash, []).append(key)
+    for key in ready:
+        ready += children.pop(key, ())
+    return ready
 
 
 def _entry(scan: StoreScan, key: bytes, header: ChunkHeader) -> StoredEntry:

@@ -103,7 +103,7 @@ def _observe(meter: Any, snapshots: StatsSnapshots) -> None:
         return [Observation(int(bool(latest.stats().remote_failing)))]
 
     def calls(_: CallbackOptions) -> Iterable[Observation]:
-        totals = snapshots.shared.calls.totals
+        totals = snapshots.calls.totals
         return [Observation(n, {"rpc.method": m, "status": s}) for (m, s), n in list(totals.items())]
 
     for name, text in GAUGES.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
 from cache_daemon.observability.metrics_server import MetricsServer
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
-from cache_daemon.rpc.servicer_base import ServiceState
 
 _PREFIX = "kvsidecar_cache_"
 
@@ -42,7 +40,7 @@ class StoreCollector:
             "1 while the remote tier is not used because it fails",
             value=bool(stats.remote_failing),
         )
-        calls = self._snapshots.shared.calls
+        calls = self._snapshots.calls
         counted = CounterMetricFamily(_PREFIX + "calls", "Calls by method and outcome", labels=("method", "status"))
         for (method, status), count in list(calls.totals.items()):
             counted.add_metric((method, status), count)
@@ -54,10 +52,10 @@ class StoreCollector:
 
 
 @contextmanager
-def serve_metrics(shared: ServiceState, port: int, host: str) -> Iterator[None]:
+def serve_metrics(snapshots: StatsSnapshots, port: int, host: str) -> Iterator[None]:
     """Serves ``/metrics`` while the body runs. Raises ConfigurationError when the address is taken."""
     registry = CollectorRegistry()
-    registry.register(StoreCollector(StatsSnapshots(shared, asyncio.get_running_loop())))
+    registry.register(StoreCollector(snapshots))
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         server = MetricsServer((str(address[0]), port), family, make_wsgi_app(registry))

@@ -104,9 +104,7 @@ class AdminServicer(ServicerBase):
         if request.namespace:
             return await self.store.stats_of(self.root(context, request.namespace, request.tenant_salt))
         self.principal_of(context).require_operator("see the statistics of all tenants")
-        out = self.store.stats()
-        out.loop_stall_ms = self.shared.stall_ms()
-        out.refused = self.calls.refused
+        out = self.shared.stats()
         out.calls.extend(self.calls.recent())
         now = time.monotonic()
         for session in self.store.sessions:

@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import Context, PermissionDenied
 
 from cache_daemon.auth.principal import Principal
+from cache_daemon.observability.call_metrics import CallMetrics
 from cache_daemon.rpc import request_validation
-from cache_daemon.rpc.call_wrapper import CallMetrics
 from cache_daemon.rpc.caller_budgets import CallerLimits, LargeRequests, OpenStreams
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.sessions import Session
@@ -28,6 +29,12 @@ class ServiceState:
     on_lookup: Callable[[bytes, bytes], None] | None = None  # hears the root and ids of every prompt looked up
     open_streams: OpenStreams = field(default_factory=OpenStreams)
     large_requests: LargeRequests = field(default_factory=LargeRequests)
+
+    def stats(self) -> pb.StatsResponse:
+        """Return the store's statistics with those of the event loop and of the limits. On the event loop."""
+        stats = self.store.stats()
+        stats.loop_stall_ms, stats.refused = self.stall_ms(), self.calls.refused
+        return stats
 
 
 class ServicerBase:

@@ -27,9 +27,9 @@ from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.errors import ArenaFull, ChunkNotFound, NamespaceMismatch
 
-from cache_daemon.durable import expiry_note
 from cache_daemon.durable.durable_tier import DurableTier
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
+from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX
 from cache_daemon.eviction.eviction_policy import EvictionPolicy
 from cache_daemon.memory.arena import Arena, footprint
 from cache_daemon.memory.staging import Staging
@@ -140,7 +140,7 @@ class ChunkStore:
             self.verdicts.restore(name, value)
         elif name.startswith(pins.NOTE_PREFIX):
             self._pins.restore(name, value)
-        elif name.startswith(expiry_note.EXPIRY_NOTE_PREFIX):
+        elif name.startswith(EXPIRY_NOTE_PREFIX):
             self.ttl.restore(name, value)
         elif self.remote is not None:
             self.remote.restore(name, value)
