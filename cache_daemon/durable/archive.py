@@ -62,14 +62,17 @@ _UNTIL = struct.Struct("<Q")
 _DIGEST = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 64 << 10
 _GROUP_BYTES = 32 << 20
-# Nobody may ask for longer.
+# Maximal TTL of a request.
 _MAX_TTL_MS = MAX_TTL_SECONDS * 1000
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class ArchiveSummary:
-    """``skipped`` are chunks that could not be read, or whose time was over, or whose parent was not there."""
+    """Result of an export or import.
+
+    ``skipped`` counts chunks that were corrupt, expired, or without their parent.
+    """
 
     chunks: int
     payload_bytes: int
@@ -83,10 +86,9 @@ def export_archive(
     progress: Progress | None = None,
     clock: Callable[[], float] = time.time,
 ) -> ArchiveSummary:
-    """Writes the sound chunks of some roots (None: of all) to ``out``, which is there only when it is complete.
-    ``clock`` tells Unix seconds.
+    """Write the intact chunks of some tenant roots (None: of all) to ``out``.
 
-    Raises OSError.
+    The file appears under its name only when it is complete. ``clock`` returns Unix seconds. Raises OSError.
     """
     names, ends, now = tier.stored_keys(), expiries_of(tier.notes()), clock() * 1000
     exported: set[bytes] = set()
@@ -129,10 +131,11 @@ def import_archive(
     progress: Progress | None = None,
     clock: Callable[[], float] = time.time,
 ) -> ArchiveSummary:
-    """Stores an archive's chunks. What was stored before an error is found stays: each chunk is checked by itself.
+    """Store an archive's chunks.
 
-    ``progress`` hears bytes read and the file's length, ``clock`` tells Unix seconds. Raises InvalidRequest when the
-    file is no archive, is damaged or holds what may not be stored; OSError, OutOfSpace, TierFailed.
+    Chunks stored before an error is found stay: each chunk is checked on its own. ``progress`` gets bytes read and the
+    file's length, ``clock`` returns Unix seconds. Raises InvalidRequest when the file is no archive, is corrupt or
+    holds chunks that may not be stored; OSError, OutOfSpace, TierFailed.
     """
     total = source.stat().st_size
     stored = size = skipped = 0
@@ -167,7 +170,7 @@ def _store(tier: DurableTier, group: list[Put], notes: dict[bytes, bytes | None]
 
 
 class _Writing:
-    """Writes what the digest at the end covers."""
+    """Writes bytes and includes them in the digest."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest = file, xxhash.xxh3_64()
@@ -195,7 +198,7 @@ def _checksum(end: int, header: bytes, payload: bytes | bytearray) -> int:
 
 
 class _Reading:
-    """Reads exactly, never more than the file holds. Raises InvalidRequest."""
+    """Reads exact lengths, never beyond the file. Raises InvalidRequest."""
 
     def __init__(self, file: BinaryIO, total: int) -> None:
         self._file, self._left, self._digest = file, total, xxhash.xxh3_64()
@@ -245,7 +248,7 @@ def _read_chunks(
 
 
 def _checked_header(raw: bytes, payload: bytes, position: int) -> ChunkHeader:
-    """A header that says the truth about its hashes and its payload. Raises InvalidRequest."""
+    """Decode a header and verify its hashes and payload. Raises InvalidRequest."""
     try:
         header = ChunkHeader.FromString(raw)
     except DecodeError as error:
@@ -283,8 +286,10 @@ def _checked_header(raw: bytes, payload: bytes, position: int) -> ChunkHeader:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when it is complete and on disk. Until then it has a name that nobody else draws:
-    exporters in two containers have the same process ids."""
+    """Yield a file that takes its name when it is complete and on disk.
+
+    Its temporary name is random: exporters in two containers have the same process ids.
+    """
     _remove_leftovers(path)
     temporary, file = _drawn(path)
     try:
@@ -298,21 +303,22 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _drawn(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside ``path`` for its owner alone, as the store is. It is locked for as long as it is open, where
-    the file system knows locks."""
+    """Create a private, locked file beside ``path``.
+
+    The lock, where the file system has locks, tells a live export from a leftover.
+    """
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if temporary.exists():  # nobody took it for a leftover before it was locked
+        if temporary.exists():  # not removed as a leftover before it was locked
             return temporary, file
         file.close()
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Removes what exporters to ``path`` have left that died: nobody holds a lock on it. What cannot be looked at
-    stays."""
+    """Remove files of dead exporters to ``path``: those without a lock. Inaccessible ones stay."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         with contextlib.suppress(OSError), left.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

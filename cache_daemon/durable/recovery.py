@@ -1,4 +1,9 @@
-"""Opening a store's data file: new, sound, or damaged and repaired. Afterwards LMDB may touch it."""
+"""Recovery: opens a store's data file, and rebuilds it when it is corrupt.
+
+Repair and compaction copy the intact records into a new file, which takes the old one's name in one step when it is
+complete and on disk; a crash at any point loses nothing. Only ``pread`` touches the old file, so corruption in it
+cannot end the process. LMDB opens a file only afterwards.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +45,9 @@ _SEARCHED_PAGES = 16_384
 
 
 def open_data(folder: StoreDir, cipher: Cipher, rewrite: bool = False) -> StoreScan:
-    """A survey of a data file that is sound. ``distrust`` rewrites it even if its pages look sound.
+    """Return the scan of an intact data file, after repair if necessary.
 
-    Raises StoreUnavailable, OSError.
+    ``rewrite`` rebuilds it even if its pages look intact. Raises StoreUnavailable, OSError.
     """
     if not folder.has_data:
         create(folder, cipher)
@@ -64,7 +69,7 @@ def open_data(folder: StoreDir, cipher: Cipher, rewrite: bool = False) -> StoreS
 
 
 def create(folder: StoreDir, cipher: Cipher) -> None:
-    """An empty store in the place of the data file. Raises StoreUnavailable."""
+    """Create an empty store in place of the data file. Raises StoreUnavailable."""
     try:
         environment = LmdbEnvironment(folder.new_data_folder(), _NEW_MAP_BYTES)
         try:
@@ -80,7 +85,10 @@ def create(folder: StoreDir, cipher: Cipher) -> None:
 
 
 def _repair(folder: StoreDir, file: PageFile, cipher: Cipher, reason: str) -> StoreScan:
-    """Saves what is sound. With no room to do so, the damaged file is set aside whole, and the store is empty."""
+    """Rebuild a corrupt file.
+
+    Without space to do so, the corrupt file is set aside whole, and the store is empty.
+    """
     scan = lenient_scan(file)
     if not scan.format and not scan.records and not _looks_like_ours(file):
         raise StoreUnavailable(
@@ -121,7 +129,7 @@ def _opens_any(scan: StoreScan, cipher: Cipher) -> bool:
 
 
 def _looks_like_ours(file: PageFile) -> bool:
-    """Whether a file without any readable tree has a page that LMDB or this program wrote, or is all zeros."""
+    """Return True for a file with a page of LMDB or of this program, or of zeros only."""
     head = file.read(0, min(2 * PAGE_BYTES, file.size_bytes))
     if LMDB_MAGIC in head:
         return True
@@ -150,7 +158,7 @@ _MAP_SLACK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class RebuildReport:
-    """What a rebuild saved and lost. ``reasons`` are what was found broken, at most ten of them."""
+    """Result of a rebuild. ``reasons`` has at most ten problems that were found."""
 
     chunks: int
     notes: int
@@ -160,7 +168,7 @@ class RebuildReport:
 
 
 def payload_is_intact(scan: StoreScan, key: bytes) -> bool:
-    """Whether a chunk's stored payload is there and the one that was written. Raises OSError."""
+    """Return True when a chunk's stored payload matches its checksum. Raises OSError."""
     record, place = scan.records[key], scan.places.get(key)
     if place is None or place[1] != max(record.stored_length, MINIMUM_VALUE_BYTES):
         return False
@@ -169,7 +177,7 @@ def payload_is_intact(scan: StoreScan, key: bytes) -> bool:
 
 
 def readable_headers(scan: StoreScan, cipher: Cipher, lost: Counter[str]) -> dict[bytes, ChunkHeader]:
-    """The headers that can be opened, in the order in which they were stored."""
+    """Return the headers that can be decoded, in the order of storing."""
     found = {}
     for key, record in sorted(scan.records.items(), key=lambda item: item[1].order):
         try:
@@ -180,7 +188,10 @@ def readable_headers(scan: StoreScan, cipher: Cipher, lost: Counter[str]) -> dic
 
 
 def rebuild(folder: StoreDir, scan: StoreScan, cipher: Cipher, keep_damaged: bool) -> RebuildReport:
-    """Replaces the data file by a new one with what is sound. Raises OutOfSpace, TierFailed, OSError."""
+    """Replace the data file by a new one with the intact records.
+
+    Raises OutOfSpace, TierFailed, OSError.
+    """
     lost: Counter[str] = Counter()
     if scan.broken_headers:
         lost["headers"] += len(scan.broken_headers)
@@ -214,7 +225,7 @@ def _sound_notes(scan: StoreScan, cipher: Cipher, lost: Counter[str]) -> dict[by
 
 
 def _write(folder: StoreDir, scan: StoreScan, cipher: Cipher, kept: list[bytes], notes: Mapping[bytes, bytes]) -> None:
-    """A complete data file in ``rebuild/``, on disk."""
+    """Write a complete data file to ``rebuild/`` and flush it."""
     size = sum(scan.records[key].stored_bytes for key in kept) + sum(map(len, notes.values())) * 2
     environment = LmdbEnvironment(folder.new_data_folder(), size * 5 // 4 + _MAP_SLACK_BYTES, sync=False)
     try:
@@ -250,7 +261,7 @@ def _groups(kept: Iterable[bytes], scan: StoreScan) -> Iterable[list[bytes]]:
 
 
 def check_key(folder: Path, scan: StoreScan, cipher: Cipher) -> None:
-    """Raises StoreUnavailable when a store has another key, or one where none is given, or none where one is."""
+    """Raise StoreUnavailable when the store has another key, or none where one is given."""
     check = scan.key_check
     if not check or cipher.matches(check):
         return

@@ -1,4 +1,4 @@
-"""From a survey to what the tier knows: which chunks are whole, and which records are of no use."""
+"""Contents of a tier after a scan: complete chunks, and records to remove."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cache_daemon.durable.store_scan import StoreScan
 
 @dataclass(frozen=True)
 class TierContents:
-    """A store's chunks, each with its ancestors, and the keys that are to be removed from it."""
+    """A store's chunks, each with its ancestors, and the keys to remove."""
 
     headers: dict[bytes, ChunkHeader]
     entries: dict[bytes, StoredEntry]
@@ -33,7 +33,7 @@ class TierContents:
 
 
 def read_contents(scan: StoreScan, cipher: Cipher) -> TierContents:
-    """Opens every header and note. Payloads are not read; their places are checked."""
+    """Decode every header and note. Payloads are not read; their places are checked."""
     headers: dict[bytes, ChunkHeader] = {}
     corrupt = set(scan.broken_headers)
     for key, record in scan.records.items():
@@ -71,7 +71,7 @@ def read_contents(scan: StoreScan, cipher: Cipher) -> TierContents:
 
 
 def with_all_ancestors(headers: Mapping[bytes, ChunkHeader]) -> list[bytes]:
-    """The keys whose ancestors are all there, parents before children."""
+    """Return the keys whose ancestors are all present, parents before children."""
     children: dict[bytes, list[bytes]] = {}
     ready: list[bytes] = []
     for key, header in headers.items():
@@ -98,7 +98,7 @@ def _entry(scan: StoreScan, key: bytes, header: ChunkHeader) -> StoredEntry:
 
 
 def load_order(contents: TierContents) -> Iterator[tuple[bytes, ChunkHeader]]:
-    """The chunks with their headers: of those whose parent was given, always the longest unused."""
+    """Yield chunks with headers: parents first, then by longest unused."""
     children: dict[bytes, list[bytes]] = {}
     for key, header in contents.headers.items():
         if header.parent_prefix_hash != header.root:
@@ -118,7 +118,7 @@ def load_order(contents: TierContents) -> Iterator[tuple[bytes, ChunkHeader]]:
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Without garbage collection: a fifth of the time would go into searching what is only being made."""
+    """Pause garbage collection: otherwise it takes a fifth of the loading time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -17,16 +17,16 @@ from cache_daemon.observability.spans import CallSpan
 
 _WINDOW_SECONDS = 60.0
 _MAX_SAMPLES = 2048
-# So many calls of a minute, and such a share of them, must fail inside the daemon for it to be at fault.
+# Number and share of a minute's calls that must fail inside the daemon for it to count as failing.
 _MIN_INTERNAL, _INTERNAL_SHARE = 10, 0.5
 _INTERNAL = grpc.StatusCode.INTERNAL.name
 
 
 class CallMetrics:
-    """Durations and failures by method: totals since the start, and samples of the last minute."""
+    """Durations and failures by method: totals since start, samples of the last minute."""
 
     def __init__(self, span: CallSpan | None = None) -> None:
-        """``span`` surrounds each call of methods with one answer."""
+        """``span`` surrounds each unary call."""
         self.span = span
         self.totals: Counter[tuple[str, str]] = Counter()  # (method, status name) -> calls
         self.seconds: Counter[str] = Counter()  # method -> sum of durations
@@ -35,7 +35,7 @@ class CallMetrics:
         self._minute = FailureWindow()
 
     def note(self, method: str, seconds: float, error: BaseException | None) -> None:
-        """A call has ended after so many seconds."""
+        """Record a finished call with its duration in seconds."""
         self.count(method, error)
         self.seconds[method] += seconds  # type: ignore[assignment]
         self._recent.setdefault(method, deque(maxlen=_MAX_SAMPLES)).append(
@@ -43,7 +43,7 @@ class CallMetrics:
         )
 
     def count(self, method: str, error: BaseException | None) -> None:
-        """A call has ended, and how long it took says nothing."""
+        """Record a finished call whose duration means nothing, such as a stream."""
         status = _status_of(error)
         self.totals[method, status] += 1
         self.refused += isinstance(error, (LimitExceeded, QuotaExceeded))
@@ -51,11 +51,11 @@ class CallMetrics:
 
     @property
     def failing(self) -> tuple[str, float] | None:
-        """Why the daemon as a whole is at fault, and since when (monotonic seconds); None while it works."""
+        """Why the daemon is failing and since when (monotonic seconds); None while it works."""
         return self._minute.failing
 
     def recent(self) -> list[CallInfo]:
-        """The last minute, slowest method first."""
+        """Return the statistics of the last minute, slowest method first."""
         since = time.monotonic() - _WINDOW_SECONDS
         out = []
         for method, samples in self._recent.items():
@@ -77,7 +77,7 @@ class CallMetrics:
 
 
 class FailureWindow:
-    """Calls of the last minute by second: how many there were, and how many failed inside the daemon."""
+    """Counts calls and internal failures of the last minute, by second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -94,7 +94,7 @@ class FailureWindow:
 
     @property
     def failing(self) -> tuple[str, float] | None:
-        """The method half of whose calls failed, and since when; None when there is none, or few calls failed."""
+        """The method with half of its calls failed, and since when; None if there is none."""
         oldest = self._clock() - _WINDOW_SECONDS
         while self._seconds and self._seconds[0][0] < oldest:
             self._seconds.popleft()
@@ -114,7 +114,7 @@ class FailureWindow:
 
 
 def _status_of(error: BaseException | None) -> str:
-    """How a call that ended so is counted."""
+    """Return the status name that a call is counted under."""
     if error is None:
         return "OK"
     if isinstance(error, Exception) and not isinstance(error, (KVSidecarError, grpc.aio.AbortError)):

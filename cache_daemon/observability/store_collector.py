@@ -1,4 +1,4 @@
-"""Prometheus metrics, read from the store's statistics when scraped."""
+"""Prometheus collector: reads the store's statistics at every scrape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREFIX = "kvsidecar_cache_"
 
 
 class StoreCollector:
-    """Reads the statistics when it is asked to collect."""
+    """Collector of the daemon's metrics."""
 
     def __init__(self, snapshots: StatsSnapshots) -> None:
         self._snapshots = snapshots
@@ -32,12 +32,12 @@ class StoreCollector:
             yield CounterMetricFamily(_PREFIX + name, text, value=getattr(stats, name))
         yield GaugeMetricFamily(
             _PREFIX + "durable_failing",
-            "1 while the durable tier cannot be written to",
+            "1 while writes to the durable tier fail",
             value=bool(stats.durable_failing),
         )
         yield GaugeMetricFamily(
             _PREFIX + "remote_failing",
-            "1 while the remote tier is not used because it fails",
+            "1 while the remote tier is disabled by failures",
             value=bool(stats.remote_failing),
         )
         calls = self._snapshots.calls
@@ -53,7 +53,7 @@ class StoreCollector:
 
 @contextmanager
 def serve_metrics(snapshots: StatsSnapshots, port: int, host: str) -> Iterator[None]:
-    """Serves ``/metrics`` while the body runs. Raises ConfigurationError when the address is taken."""
+    """Serve ``/metrics`` while the body runs. Raises ConfigurationError when the address is taken."""
     registry = CollectorRegistry()
     registry.register(StoreCollector(snapshots))
     try:

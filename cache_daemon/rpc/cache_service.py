@@ -34,13 +34,13 @@ def add_to_server(servicer: Any, server: grpc.aio.Server) -> None:
 
 
 class _HandlerRegistrar:
-    """Takes the handlers that generated code makes."""
+    """Registers generated handlers with another request decoder."""
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """The same ones come by name, too."""
+        """Ignore them: generated code registers the same handlers by name, too."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         lenient = {

@@ -1,4 +1,4 @@
-"""What all methods have in common: errors become status, and every call is measured."""
+"""Decorators of RPC methods: map errors to status codes and record call metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 def unary(method: Callable[[S, Q, Context], Awaitable[R]]) -> Callable[[S, Q, Context], Awaitable[R]]:
-    """Decorates methods with one answer."""
+    """Decorate a method with a single response."""
 
     @wraps(method)
     async def call(service: S, request: Q, context: Context) -> R:
@@ -45,7 +45,7 @@ def unary(method: Callable[[S, Q, Context], Awaitable[R]]) -> Callable[[S, Q, Co
 
 
 def streaming(method: Callable[[S, Q, Context], AsyncIterator[R]]) -> Callable[[S, Q, Context], AsyncIterator[R]]:
-    """Decorates methods with a stream of answers; what they hold is given back when the caller goes away."""
+    """Decorate a method with streamed responses; releases its resources when the client disconnects."""
 
     @wraps(method)
     async def call(service: S, request: Q, context: Context) -> AsyncIterator[R]:
@@ -68,12 +68,15 @@ def streaming(method: Callable[[S, Q, Context], AsyncIterator[R]]) -> Callable[[
 
 
 def _counted(service: ServicerBase, request: object, context: Context) -> AbstractContextManager[None]:
-    """Counts a large request against its caller's budget."""
+    """Count a large request against its caller's budget."""
     return service.large(context, request.size_bytes) if isinstance(request, EncodedRequest) else nullcontext()
 
 
 async def abort_call(name: str, error: BaseException, context: Context) -> None:
-    """Ends a call that failed. Errors of ours say what happened; of all others only the log does."""
+    """Abort a failed call.
+
+    KVSidecar errors reach the client with their message; the cause of any other error is only logged.
+    """
     if isinstance(error, KVSidecarError):
         await abort(context, error, CACHE_DOMAIN)
     if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
@@ -82,7 +85,10 @@ async def abort_call(name: str, error: BaseException, context: Context) -> None:
 
 
 def undo_if_cancelled(context: Context, undo: Callable[[], Any]) -> None:
-    """Calls ``undo`` if the caller went away before the answer reached it: nobody else knows what it got."""
+    """Call ``undo`` if the client disconnects before it gets the response.
+
+    Only the response would tell it what it holds.
+    """
 
     def done(_: object) -> None:
         if context.cancelled():

@@ -1,5 +1,7 @@
-"""Requests that cannot be decoded: the caller's error, said like all others, and not gRPC's UNKNOWN. And answers that
-are encoded already."""
+"""Request decoding: checks large requests first, and reports invalid ones as InvalidRequest.
+
+gRPC itself would answer an undecodable request with UNKNOWN.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,27 @@ from kvsidecar.errors import InvalidRequest
 from cache_daemon.rpc.element_limits import MAX_PIECE_BYTES, ElementLimits
 
 T = TypeVar("T")
-# A message of this length decodes in a millisecond and into one MiB, whatever it holds.
+# A message of this length decodes in a millisecond and into at most one MiB.
 _UNCHECKED_BYTES = 8 << 10
 
 
 @dataclass(frozen=True)
 class UndecodableRequest:
-    """Stands in the place of a request."""
+    """Placeholder for a request that cannot be decoded."""
 
     error: InvalidRequest
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedRequest:
-    """A large request, checked and cut, which is decoded a piece at a time."""
+    """A large request, checked and split, for decoding piece by piece."""
 
     kind: type[Any]
     pieces: tuple[bytes, ...]
     size_bytes: int
 
     async def decode(self) -> Any:
-        """The request. Others have their turn between the pieces. Raises InvalidRequest."""
+        """Decode the request, yielding to the event loop between pieces. Raises InvalidRequest."""
         request = self.kind()
         for piece in self.pieces:
             try:
@@ -45,14 +47,14 @@ class EncodedRequest:
 
 
 async def decode_request(request: T | EncodedRequest | UndecodableRequest) -> T:
-    """The request. Raises InvalidRequest."""
+    """Return the decoded request. Raises InvalidRequest."""
     if isinstance(request, UndecodableRequest):
         raise request.error
     return await request.decode() if isinstance(request, EncodedRequest) else request
 
 
 class RequestDecoder:
-    """A method's request deserializer, which checks what is large before it decodes it. Never raises."""
+    """Request deserializer of a method. Checks large messages before decoding them; never raises."""
 
     def __init__(self, kind: type[Message]) -> None:
         descriptor: Any = kind.DESCRIPTOR
@@ -69,7 +71,7 @@ class RequestDecoder:
         except DecodeError as error:
             return UndecodableRequest(_undecodable(error))
         except InvalidRequest as error:
-            # Its traceback would keep the message until the next collection of cycles.
+            # The traceback would keep the message alive until the next garbage collection.
             return UndecodableRequest(error.with_traceback(None))
 
 
