@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from kvkernels import Piece, kv_pack_reference, pack_chunk, unpack_chunk, unpack_chunks
-from kvkernels.cpu.bf16_gemv import MOST_ROWS
-from kvkernels.cpu.cpu_attention import PAGE, Attention, Rows, pages_for, serves
+from kvkernels import ChunkPlacement, kv_pack_reference, pack_chunk, unpack_chunk, unpack_chunks
+from kvkernels.cpu.bf16_gemv import MAX_ROWS
+from kvkernels.cpu.cpu_attention import PAGE, Attention, SequenceRows, num_pages, serves
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from numpy.typing import NDArray
@@ -89,8 +89,8 @@ def _attention(out: Measured, model: str, op: str, rows: int, keys: int) -> None
         positions = np.sort(np.random.default_rng(0).permutation(keys)[:rows])
     q = torch.randn(rows, heads, dim).bfloat16()
     found = torch.empty_like(q)
-    pages = np.arange(pages_for(keys)) * PAGE
-    ours = Attention(positions, [Rows(0, rows, pages)], heads, (k, v))
+    pages = np.arange(num_pages(keys)) * PAGE
+    ours = Attention(positions, [SequenceRows(0, rows, pages)], heads, (k, v))
     ours.bind(q, found)
 
     def run() -> Tensor:
@@ -137,8 +137,8 @@ def _decode(out: Measured, model: str, batch: int, keys: int) -> None:
     heads, kv_heads, dim = MODELS[model]
     k, v = _pool(model, batch * keys)
     q = torch.randn(batch, heads, dim).bfloat16()
-    found, each = torch.empty_like(q), pages_for(keys)
-    rows = [Rows(n, 1, (np.arange(each) + n * each) * PAGE) for n in range(batch)]
+    found, each = torch.empty_like(q), num_pages(keys)
+    rows = [SequenceRows(n, 1, (np.arange(each) + n * each) * PAGE) for n in range(batch)]
     ours = Attention(np.full(batch, keys - 1), rows, heads, (k, v))
     ours.bind(q, found)
 
@@ -159,7 +159,7 @@ def _decode(out: Measured, model: str, batch: int, keys: int) -> None:
 def products(out: Measured) -> None:
     for outputs, inputs in WEIGHTS:
         layers = [PackedLinear(_weight(outputs, inputs), None) for _ in range(-(-_CACHES // (outputs * inputs * 2)))]
-        for rows in (4, 8, MOST_ROWS):
+        for rows in (4, 8, MAX_ROWS):
             x = torch.randn(rows, inputs).bfloat16()
             for layer in layers:  # the first call chooses the kernel
                 layer(x)
@@ -209,7 +209,7 @@ def moving(out: Measured) -> None:
 
     # A prompt's chunks in one call, as they are restored.
     count = 16
-    pieces = [Piece(header, memory, torch.arange(n * tokens, (n + 1) * tokens)) for n in range(count)]
+    pieces = [ChunkPlacement(header, memory, torch.arange(n * tokens, (n + 1) * tokens)) for n in range(count)]
 
     def restore() -> Tensor:
         for _ in unpack_chunks(pool[0], pool[1], pieces, [range(layers)]):

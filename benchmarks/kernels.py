@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from kvkernels import kv_pack_reference
 from kvkernels.cuda import awq_gemm, cuda_kv_pack
-from kvkernels.cuda.cuda_attention import InPool, Rows, attend
+from kvkernels.cuda.cuda_attention import AttentionRows, PagedKV, attend
 from kvkernels.cuda.cuda_library import Kernels
 from kvkernels.cuda.kernel_select import kernels_for
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
@@ -71,8 +71,8 @@ def _attention(kernels: Kernels, out: Measured, op: str, rows: int, keys: int, s
     positions = torch.arange(keys - rows, keys, device="cuda")
     if scattered:
         positions = torch.randperm(keys, device="cuda")[:rows].sort().values
-    at = Rows(_int32(0, rows), _int32(keys), positions.to(torch.int32), rows, keys)
-    source, scale = InPool(k, v, first_slot=_int32(0)), DIM**-0.5
+    at = AttentionRows(_int32(0, rows), _int32(keys), positions.to(torch.int32), rows, keys)
+    source, scale = PagedKV(k, v, first_slot=_int32(0)), DIM**-0.5
     query = q.transpose(0, 1)[None]
 
     def theirs() -> Tensor:
@@ -102,8 +102,8 @@ def _attention(kernels: Kernels, out: Measured, op: str, rows: int, keys: int, s
 def _decode(kernels: Kernels, out: Measured, batch: int, keys: int) -> None:
     q = torch.randn(batch, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(KV_HEADS, batch * keys, DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    at = Rows(_int32(*range(batch + 1)), _int32(*[keys] * batch), None, 1, keys)
-    source = InPool(k, v, first_slot=_int32(*range(0, batch * keys, keys)))
+    at = AttentionRows(_int32(*range(batch + 1)), _int32(*[keys] * batch), None, 1, keys)
+    source = PagedKV(k, v, first_slot=_int32(*range(0, batch * keys, keys)))
     whole_k, whole_v = (x.view(KV_HEADS, batch, keys, DIM).transpose(0, 1) for x in (k, v))
     out.add(
         "decode",

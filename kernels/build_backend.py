@@ -23,7 +23,7 @@ _PATH_FILE = "kvsidecar_on_path.pth"
 
 
 def _with_compiler(requires):
-    return [*requires, "ziglang>=0.13"] if _CPU["asks_for_ziglang"]() else requires
+    return [*requires, "ziglang>=0.13"] if _CPU["needs_ziglang"]() else requires
 
 
 def get_requires_for_build_wheel(config_settings=None):

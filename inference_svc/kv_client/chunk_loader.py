@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import torch
-from kvkernels import Piece
+from kvkernels import ChunkPlacement
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import MAX_CUTS, SINK_TOKENS, Geometry
 from kvsidecar.kv_transfer.prefix_lookup import header_of
@@ -216,13 +216,13 @@ class Loading:
 
     def _pieces(
         self, session: Session, lease_id: bytes, parts: tuple[Part, ...], most: float
-    ) -> Generator[tuple[list[Piece], list[Piece]], None, None]:
+    ) -> Generator[tuple[list[ChunkPlacement], list[ChunkPlacement]], None, None]:
         """Parts with their payloads, those that all layers get and the far ones: all at once where they are in memory,
         so that layers can be copied in order; else one by one, as they come, for ``most`` seconds."""
         payloads = session.read(lease_id, [part.match for part in parts], self._timeout, most)
         with closing(payloads):
             pieces = (
-                (part.far, Piece(header_of(part.match, self._geometry), payload, part.slots, part.rotation))
+                (part.far, ChunkPlacement(header_of(part.match, self._geometry), payload, part.slots, part.rotation))
                 for part, payload in zip(parts, payloads, strict=True)
             )
             for some in [list(pieces)] if session.carrier.at_once else ([one] for one in pieces):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvkernels import Piece, unpack_chunks
+from kvkernels import ChunkPlacement, unpack_chunks
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
@@ -48,7 +48,7 @@ def needed(pool: KVPool, table: BlockTable, computed: int, found: int, goes_on: 
 
 
 def load_layers(
-    pool: KVPool, pieces: Sequence[Piece], far: Sequence[Piece], groups: Sequence[range]
+    pool: KVPool, pieces: Sequence[ChunkPlacement], far: Sequence[ChunkPlacement], groups: Sequence[range]
 ) -> Iterator[range]:
     """Writes pieces of chunks into the pool, and of ``far`` ones the layers that see all; gives each group of layers
     when the pool holds it."""

@@ -19,8 +19,8 @@ struct AttentionParams {
   float* lse;          // [rows, heads], natural logarithm; may be null
   float* part_output;  // [parts, rows, heads, dim] when the result is combined later, else null
   float* part_lse;     // [parts, rows, heads]
-  const int* row_start;    // [sequences + 1]
-  const int* key_count;    // [sequences]
+  const int* qo_indptr;    // [sequences + 1]
+  const int* kv_lens;    // [sequences]
   const int* positions;    // [rows], ascending in a sequence; null: the rows are the sequence's last
   const int* first_slot;   // [sequences], keys in one piece; or
   const int* pages;        // [sequences, max_pages]
@@ -30,9 +30,9 @@ struct AttentionParams {
   int64_t kv_head_stride;
   int rows, heads, kv_heads, max_pages, page_shift;
   int splits, first_part;
-  int window;     // 0: none
-  float scale;
-  float softcap;  // 0: none
+  int sliding_window;     // 0: none
+  float sm_scale;
+  float logits_soft_cap;  // 0: none
 };
 
 struct CombineParams {

@@ -208,5 +208,5 @@ const char* kvk_error_string(int) { return "the emulator has no such kernel"; }
 }
 
 #include "../cuda/attention.cu"
-#include "../cuda/awq.cu"
-#include "../cuda/chunks.cu"
+#include "../cuda/awq_gemm.cu"
+#include "../cuda/kv_pack.cu"

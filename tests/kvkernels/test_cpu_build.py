@@ -46,9 +46,9 @@ def run_check(*command: str) -> subprocess.CompletedProcess[str]:
 
 def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
     """Pairs of bfloat16 as on CPUs with units for them, here by other instructions."""
-    if not (gxx := shutil.which("g++")) or not cpu_library.usable():
+    if not (gxx := shutil.which("g++")) or not cpu_library.usable_variants():
         pytest.skip("no g++, or a CPU without a variant of the kernels")
-    variant = cpu_build.variants()[cpu_library.usable()[0]]
+    variant = cpu_build.variants()[cpu_library.usable_variants()[0]]
     flags = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-DKVK_EMULATE_PAIRS")
     program = str(compile_check([gxx], tmp_path, *flags, *variant))
     done = run_check(program)
@@ -84,12 +84,12 @@ def test_a_named_compiler_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("CC", "false")
     assert cpu_build.compiler() is None
-    assert not cpu_build.asks_for_ziglang(), "whoever says false wants none"
+    assert not cpu_build.needs_ziglang(), "whoever says false wants none"
     monkeypatch.delenv("CC")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cpu_build.compiler() is None
-    assert cpu_build.asks_for_ziglang()
+    assert cpu_build.needs_ziglang()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert cpu_build.compiler() == [sys.executable, "-m", "ziglang", "c++", "-nostdlib++", "-mcpu=baseline"]
 
@@ -99,12 +99,12 @@ def test_without_a_compiler_torch_serves_and_says_why(tmp_path: Path, monkeypatc
     with pytest.raises(RuntimeError, match="install g"):
         cpu_build.build(tmp_path / "lib")
     monkeypatch.setattr(cpu_build, "LIBRARIES", tmp_path / "lib")
-    none = cpu_library.found.__wrapped__()
+    none = cpu_library.loaded_library.__wrapped__()
     assert none.library is None
     assert none.why == "the CPU kernels were not compiled when kvsidecar was installed"
     assert "pip install ziglang" in none.advice
     for module in (cpu_attention, kv_pack):
-        monkeypatch.setattr(module, "found", lambda: none)
+        monkeypatch.setattr(module, "loaded_library", lambda: none)
         assert none.why in module.about()
     assert not cpu_attention.serves(torch.float32, 64)
     assert not kv_pack.serves(torch.zeros(1, 1, 32, 64))
@@ -113,7 +113,7 @@ def test_without_a_compiler_torch_serves_and_says_why(tmp_path: Path, monkeypatc
 def test_older_kernels_than_their_sources_do_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / cpu_build.STAMP).write_text("of other sources")
     monkeypatch.setattr(cpu_build, "LIBRARIES", tmp_path)
-    assert cpu_library.found.__wrapped__().why == "the CPU kernels are older than their sources"
+    assert cpu_library.loaded_library.__wrapped__().why == "the CPU kernels are older than their sources"
 
 
 def test_a_compilers_message_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,5 +124,5 @@ def test_a_compilers_message_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     command = cpu_build.compiler()
     assert command is not None
     with pytest.raises(RuntimeError, match=r"does not compile the CPU kernels:[\s\S]*broken.cpp"):
-        cpu_build.compile_one(command, tmp_path / "broken.so", ("broken.cpp",), ())
+        cpu_build.compile_library(command, tmp_path / "broken.so", ("broken.cpp",), ())
     assert not (tmp_path / "broken.so").exists()

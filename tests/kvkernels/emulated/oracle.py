@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from kvkernels.cuda.cuda_attention import Rows
+from kvkernels.cuda.cuda_attention import AttentionRows
 from torch import Tensor
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -44,12 +44,12 @@ class Case:
             out.append(anywhere if self.scattered else torch.arange(keys - rows, keys))
         return out
 
-    def rows(self) -> Rows:
+    def rows(self) -> AttentionRows:
         counts = [rows for rows, _ in self.sequences]
         starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         positions = torch.cat(self.positions()).to(torch.int32) if self.scattered else None
         keys = [keys for _, keys in self.sequences]
-        return Rows(starts, int32(*keys), positions, max(counts), max(keys))
+        return AttentionRows(starts, int32(*keys), positions, max(counts), max(keys))
 
 
 def attention(

@@ -11,8 +11,8 @@ from kvkernels.cuda import awq_gemm, cuda_sources, emulator
 
 from tests.kvkernels.emulated.conftest import Emulated
 from tests.kvkernels.emulated.oracle import Case
-from tests.kvkernels.emulated.test_attention import run_in_pool
-from tests.kvkernels.emulated.test_awq import layer
+from tests.kvkernels.emulated.test_awq_gemm import layer
+from tests.kvkernels.emulated.test_cuda_attention import run_in_pool
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,17 @@ BUGS = (
     ),
     Bug("sums that are not rescaled", "softmax.cuh", "sum[r] *= shrink;", "", attends),
     Bug("rows that share a sum with too few lanes", "softmax.cuh", "sum[r] += shuffle_xor(sum[r], 2);", "", attends),
-    Bug("a missing barrier before warps are summed", "awq.cu", "  sync_block();\n", "", multiplies),
-    Bug("scales of another column", "awq.cu", "8 * n + lane_index() / 4;", "8 * n + lane_index() % 4;", multiplies),
-    Bug("rows exchanged in a fragment", "awq.cu", "g + 8 * (i % 2), channel", "g + 8 * (i / 2), channel", multiplies),
+    Bug("a missing barrier before warps are summed", "awq_gemm.cu", "  sync_block();\n", "", multiplies),
+    Bug(
+        "scales of another column", "awq_gemm.cu", "8 * n + lane_index() / 4;", "8 * n + lane_index() % 4;", multiplies
+    ),
+    Bug(
+        "rows exchanged in a fragment",
+        "awq_gemm.cu",
+        "g + 8 * (i % 2), channel",
+        "g + 8 * (i / 2), channel",
+        multiplies,
+    ),
 )
 
 

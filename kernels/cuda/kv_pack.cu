@@ -5,7 +5,7 @@
 // equal those of the torch reference.
 #include "platform.cuh"
 
-struct ChunkParams {
+struct KvPackParams {
   void* pool_keys;  // [layers, kv_heads, slots, dim]
   void* pool_values;
   const int64_t* slots;  // [tokens], of the pool
@@ -29,7 +29,7 @@ KVK_DEVICE int64_t in_section(int layer, int tokens, int token, int heads, int h
   return (((int64_t)layer * tokens + token) * heads + head) * channels;
 }
 
-template <class T> KVK_DEVICE T* in_pool(void* pool, const ChunkParams& p, int layer, int head, int token) {
+template <class T> KVK_DEVICE T* in_pool(void* pool, const KvPackParams& p, int layer, int head, int token) {
   return (T*)pool + layer * p.layer_stride + head * p.head_stride + p.slots[token] * p.dim;
 }
 
@@ -40,7 +40,7 @@ template <int BITS> KVK_DEVICE int code_of(float x, float zero, float inverse) {
 KVK_DEVICE float inverse_of(float scale) { return scale > 0 ? divide(1.f, scale) : 0.f; }
 
 // One block per group of tokens, head and layer; one thread per channel.
-template <class T, int BITS> KVK_DEVICE void pack_keys(const ChunkParams& p) {
+template <class T, int BITS> KVK_DEVICE void pack_keys(const KvPackParams& p) {
   const int group = blockIdx.x, head = blockIdx.y, layer = p.first_layer + blockIdx.z, channel = threadIdx.x;
   const int groups = (p.chunk_tokens + p.group_tokens - 1) / p.group_tokens;
   const int start = group * p.group_tokens, stop = min(start + p.group_tokens, p.chunk_tokens);
@@ -75,7 +75,7 @@ template <class T, int BITS> KVK_DEVICE void pack_keys(const ChunkParams& p) {
 }
 
 // One warp per token and head; a lane has neighbouring channels, which share a byte at 4 bits.
-template <class T, int BITS> KVK_DEVICE void pack_values(const ChunkParams& p) {
+template <class T, int BITS> KVK_DEVICE void pack_values(const KvPackParams& p) {
   constexpr int PAIRS = 4;  // up to 256 channels
   const int at = blockIdx.x * 4 + warp_index(), token = at / p.heads, head = at % p.heads;
   const int layer = p.first_layer + blockIdx.z;
@@ -109,7 +109,7 @@ template <class T, int BITS> KVK_DEVICE void pack_values(const ChunkParams& p) {
 }
 
 // Unquantized: four channels per thread.
-template <class T> KVK_DEVICE void pack_whole(const ChunkParams& p) {
+template <class T> KVK_DEVICE void pack_whole(const KvPackParams& p) {
   const int units = p.dim / 4, at = blockIdx.x * 128 + threadIdx.x, token = at / units, unit = at % units;
   const int head = blockIdx.y, layer = p.first_layer + blockIdx.z;
   if (token >= p.chunk_tokens) return;
@@ -143,7 +143,7 @@ template <class T> KVK_DEVICE void store_four(T* to, const float (&x)[4]) {
 }
 
 // Every thread has two times four channels that turn together, of one token; a block has several tokens.
-template <class T, int BITS> KVK_DEVICE void unpack(const ChunkParams& p) {
+template <class T, int BITS> KVK_DEVICE void unpack(const KvPackParams& p) {
   const int units = p.dim / 8, per_block = 128 / units, unit = threadIdx.x % units;
   const int token = blockIdx.x * per_block + threadIdx.x / units;
   const int head = blockIdx.y, layer = p.first_layer + blockIdx.z;
@@ -191,13 +191,13 @@ template <class T, int BITS> KVK_DEVICE void unpack(const ChunkParams& p) {
 }  // namespace
 
 #define CHUNKS(T)                                                            \
-  KVK_KERNEL(pack_keys8_##T, 256, ChunkParams, pack_keys<T, 8>)              \
-  KVK_KERNEL(pack_keys4_##T, 256, ChunkParams, pack_keys<T, 4>)              \
-  KVK_KERNEL(pack_values8_##T, 128, ChunkParams, pack_values<T, 8>)          \
-  KVK_KERNEL(pack_values4_##T, 128, ChunkParams, pack_values<T, 4>)          \
-  KVK_KERNEL(pack_whole_##T, 128, ChunkParams, pack_whole<T>)                \
-  KVK_KERNEL(unpack16_##T, 128, ChunkParams, unpack<T, 16>)                  \
-  KVK_KERNEL(unpack8_##T, 128, ChunkParams, unpack<T, 8>)                    \
-  KVK_KERNEL(unpack4_##T, 128, ChunkParams, unpack<T, 4>)
+  KVK_KERNEL(pack_keys8_##T, 256, KvPackParams, pack_keys<T, 8>)              \
+  KVK_KERNEL(pack_keys4_##T, 256, KvPackParams, pack_keys<T, 4>)              \
+  KVK_KERNEL(pack_values8_##T, 128, KvPackParams, pack_values<T, 8>)          \
+  KVK_KERNEL(pack_values4_##T, 128, KvPackParams, pack_values<T, 4>)          \
+  KVK_KERNEL(pack_whole_##T, 128, KvPackParams, pack_whole<T>)                \
+  KVK_KERNEL(unpack16_##T, 128, KvPackParams, unpack<T, 16>)                  \
+  KVK_KERNEL(unpack8_##T, 128, KvPackParams, unpack<T, 8>)                    \
+  KVK_KERNEL(unpack4_##T, 128, KvPackParams, unpack<T, 4>)
 CHUNKS(f16)
 CHUNKS(bf16)

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 import torch
 from kvkernels import kv_pack_reference
-from kvkernels.cuda.cuda_attention import HEAD_DIMS, InChunks, InPool, Parts, Rows, attend, chunk_table, splits_for
+from kvkernels.cuda.cuda_attention import (
+    HEAD_DIMS,
+    AttentionRows,
+    CascadeAttention,
+    ChunkedKV,
+    PagedKV,
+    attend,
+    chunk_table,
+    splits_for,
+)
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16, ChunkHeader
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from torch import Tensor
@@ -34,7 +43,7 @@ def run_in_pool(
     keys, values = case.keys_values(slots + 64)
     query, scale = case.query(), case.dim**-0.5
     held = [(keys[:, f : f + n], values[:, f : f + n]) for f, (_, n) in zip(first, case.sequences, strict=True)]
-    source = InPool(keys, values, first_slot=int32(*first))
+    source = PagedKV(keys, values, first_slot=int32(*first))
     if paged:
         most = max(-(-n // paged) for _, n in case.sequences)
         order = torch.randperm(most * len(case.sequences), generator=case.generator()).view(-1, most).to(torch.int32)
@@ -43,7 +52,7 @@ def run_in_pool(
             for token in range(k.shape[1]):
                 slot = int(pages[token // paged]) * paged + token % paged
                 pool_k[:, slot], pool_v[:, slot] = k[:, token], v[:, token]
-        source = InPool(pool_k.to(case.dtype), pool_v.to(case.dtype), pages=order, page_tokens=paged)
+        source = PagedKV(pool_k.to(case.dtype), pool_v.to(case.dtype), pages=order, page_tokens=paged)
     got = attend(emulated, query, source, case.rows(), scale, window, softcap, splits)
     parts, at = [], 0
     for (rows, _), (k, v), positions in zip(case.sequences, held, case.positions(), strict=True):
@@ -130,9 +139,9 @@ def test_quantized_chunks_are_read_as_they_lie(emulated: Emulated, dtype: torch.
     case = Case(((9, 0),), 4, 2, dim, dtype)
     chunks, keys, values = quantized(case, [70, 128, 3, 64], bits)
     count = keys.shape[2]
-    rows = Rows(int32(0, 9), int32(count), None, 9, count)
+    rows = AttentionRows(int32(0, 9), int32(count), None, 9, count)
     for layer in range(2):
-        source = InChunks(table_of(chunks, layer), int32(0, len(chunks)), bits, 2)
+        source = ChunkedKV(table_of(chunks, layer), int32(0, len(chunks)), bits, 2)
         got = attend(emulated, case.query(), source, rows, dim**-0.5, splits=2)
         positions = torch.arange(count - 9, count)
         assert_close(got, attention(case.query(), keys[layer], values[layer], positions, dim**-0.5))
@@ -144,10 +153,12 @@ def test_chunks_and_pool_are_attended_as_one(emulated: Emulated) -> None:
     chunks, keys, values = quantized(case, [100, 61], 8, layers=1)
     fresh_k, fresh_v = case.keys_values(20)
     prefix, query, scale = keys.shape[2], case.query(), 64**-0.5
-    of_chunks = Rows(int32(0, 20), int32(prefix), torch.arange(prefix, prefix + 20, dtype=torch.int32), 20, prefix)
-    parts = Parts(emulated, query, case.rows(), scale)
-    parts.add(InChunks(table_of(chunks, 0), int32(0, 2), 8, 2), 2, of_chunks)
-    parts.add(InPool(fresh_k, fresh_v, first_slot=int32(0)), 1)
+    of_chunks = AttentionRows(
+        int32(0, 20), int32(prefix), torch.arange(prefix, prefix + 20, dtype=torch.int32), 20, prefix
+    )
+    parts = CascadeAttention(emulated, query, case.rows(), scale)
+    parts.add(ChunkedKV(table_of(chunks, 0), int32(0, 2), 8, 2), 2, of_chunks)
+    parts.add(PagedKV(fresh_k, fresh_v, first_slot=int32(0)), 1)
     whole_k, whole_v = torch.cat((keys[0], fresh_k), 1), torch.cat((values[0], fresh_v), 1)
     assert_close(parts.combined(), attention(query, whole_k, whole_v, torch.arange(prefix, prefix + 20), scale))
 
@@ -155,16 +166,16 @@ def test_chunks_and_pool_are_attended_as_one(emulated: Emulated) -> None:
 def test_rows_that_see_nothing_are_zero(emulated: Emulated) -> None:
     case = Case(((3, 0),), 2, 2, 64, torch.float16)
     keys, values = case.keys_values(8)
-    rows = Rows(int32(0, 3), int32(0), None, 3, 0)
-    output, lse = attend(emulated, case.query(), InPool(keys, values, int32(0)), rows, 1.0, splits=2)
+    rows = AttentionRows(int32(0, 3), int32(0), None, 3, 0)
+    output, lse = attend(emulated, case.query(), PagedKV(keys, values, int32(0)), rows, 1.0, splits=2)
     assert not output.any()
     assert (lse == float("-inf")).all()
 
 
 def test_keys_are_split_until_the_device_is_full() -> None:
-    assert splits_for(tiles=1, most_keys=65536, processors=132) == 64
-    assert splits_for(tiles=500, most_keys=65536, processors=132) == 1
-    assert splits_for(tiles=1, most_keys=300, processors=132) == 1
+    assert splits_for(tiles=1, max_kv_len=65536, processors=132) == 64
+    assert splits_for(tiles=500, max_kv_len=65536, processors=132) == 1
+    assert splits_for(tiles=1, max_kv_len=300, processors=132) == 1
 
 
 def test_what_kernels_do_not_take_is_named(emulated: Emulated) -> None:
@@ -172,4 +183,4 @@ def test_what_kernels_do_not_take_is_named(emulated: Emulated) -> None:
     with pytest.raises(ValueError, match="head_dim is 80; kernels take 64, 96, 128, 256"):
         run_in_pool(emulated, case)
     with pytest.raises(ValueError, match=r"dtype is torch\.float32"):
-        attend(emulated, torch.zeros(1, 1, 64), InPool(*(torch.zeros(1, 1, 64),) * 2, int32(0)), case.rows(), 1.0)
+        attend(emulated, torch.zeros(1, 1, 64), PagedKV(*(torch.zeros(1, 1, 64),) * 2, int32(0)), case.rows(), 1.0)

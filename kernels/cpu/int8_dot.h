@@ -1,6 +1,6 @@
 // Products of bytes, summed up in integers: exact, so that all instruction sets give the same bits.
 #pragma once
-#include "vector.h"
+#include "simd.h"
 
 namespace kvk {
 

@@ -70,7 +70,7 @@ def test_unpacking_turns_and_scatters_as_the_reference(
 
 
 def test_heads_that_do_not_fit_are_left_to_the_reference() -> None:
-    assert cuda_kv_pack.takes(80, rotary_half=16)
-    assert not cuda_kv_pack.takes(36)
-    assert not cuda_kv_pack.takes(64, rotary_half=6)
-    assert not cuda_kv_pack.takes(512)
+    assert cuda_kv_pack.supports(80, rotary_half=16)
+    assert not cuda_kv_pack.supports(36)
+    assert not cuda_kv_pack.supports(64, rotary_half=6)
+    assert not cuda_kv_pack.supports(512)

@@ -1,8 +1,8 @@
 // Products of few rows with a large bfloat16 weight that oneDNN packed, at the speed of memory, with oneDNN's bits: a
 // sum per block of input features, the blocks' sums added up, then the bias.
 #include "jobs.h"
-#include "team.h"
-#include "vector.h"
+#include "thread_pool.h"
+#include "simd.h"
 
 using namespace kvk;
 
@@ -11,7 +11,7 @@ namespace {
 constexpr int ROWS = 4, OUTPUTS = 64, VECTORS = OUTPUTS / LANES;
 
 // Four rows times 64 outputs, their sums in registers.
-void multiply(const ProductJob& job, int64_t strip, int64_t row) {
+void multiply(const Bf16GemvJob& job, int64_t strip, int64_t row) {
   const int64_t words = job.inputs / 2, step = job.block / 2;
   const int32_t* weight = job.weight + strip * OUTPUTS * words;
   const int32_t* x = job.x + row * words;
@@ -44,12 +44,12 @@ void multiply(const ProductJob& job, int64_t strip, int64_t row) {
 
 }  // namespace
 
-KVK_JOB(product, ProductJob)
+KVK_JOB(bf16_gemv, Bf16GemvJob)
 
 // For every thread of a team: each has a stretch of the weight, which it reads from end to end.
-KVK_EXPORT void kvk_product(ProductJob* job) {
+KVK_EXPORT void kvk_bf16_gemv(Bf16GemvJob* job) {
   const int64_t strips = job->outputs / OUTPUTS;
-  for (int64_t part; (part = take(&job->taken)) < job->parts;)
+  for (int64_t part; (part = claim_next(&job->next_item)) < job->parts;)
     for (int64_t strip = strips * part / job->parts; strip < strips * (part + 1) / job->parts; strip++)
       for (int64_t row = 0; row < job->rows; row += ROWS) multiply(*job, strip, row);
 }

@@ -4,14 +4,14 @@
 // tokens, values per token (KIVI, arXiv:2402.02750). Every float32 operation is rounded on its own, as torch does, so
 // the bytes equal those of the torch reference.
 #include "jobs.h"
-#include "team.h"
-#include "vector.h"
+#include "thread_pool.h"
+#include "simd.h"
 
 using namespace kvk;
 
 namespace {
 
-constexpr int MOST_DIM = 1024;
+constexpr int MAX_DIM = 1024;
 constexpr int64_t BLOCK = 64;  // tokens that a thread takes, where no group of keys says otherwise
 
 KVK_INLINE Words extended_bytes(const uint8_t* from) {
@@ -37,9 +37,9 @@ KVK_INLINE Floats codes_at(const uint8_t* codes, int64_t count) {
   return __builtin_convertvector(extended_bytes(bytes), Floats);
 }
 
-template <class T> class Mover {
+template <class T> class ChunkCopier {
  public:
-  Mover(const ChunkJob& job, const Chunk& chunk, int64_t layer)
+  ChunkCopier(const KvPackJob& job, const Chunk& chunk, int64_t layer)
       : job_(job),
         c_(chunk),
         layer_(layer),
@@ -64,12 +64,12 @@ template <class T> class Mover {
 
   void unpack(int64_t first, int64_t end) const {
     if (c_.bits == 16) return each(first, end, [&](int64_t token, int64_t head) {
-      place_key(whole(c_.keys, token, head), token, head);
+      store_key(whole(c_.keys, token, head), token, head);
       memcpy(value(token, head), whole(c_.values, token, head), dim_ * sizeof(T));
     });
     const int64_t sinks = end < c_.sink_tokens ? end : c_.sink_tokens;
     each(first, sinks, [&](int64_t token, int64_t head) {
-      place_key(sink(c_.sink_keys, token, head), token, head);
+      store_key(sink(c_.sink_keys, token, head), token, head);
       memcpy(value(token, head), sink(c_.sink_values, token, head), dim_ * sizeof(T));
     });
     for (int64_t token = first > sinks ? first : sinks; token < end;) {
@@ -141,7 +141,7 @@ template <class T> class Mover {
     // The sequence's first tokens are outliers and stored apart: they must not widen the scale of the rest.
     const int64_t behind = first > c_.sink_tokens ? first : c_.sink_tokens, rest = behind < end ? behind : first;
     const int64_t group = of_group(first / c_.group_tokens, head);
-    float lows[MOST_DIM], inverses[MOST_DIM];
+    float lows[MAX_DIM], inverses[MAX_DIM];
     for (int64_t d = 0; d < dim_; d += LANES) {
       const int64_t count = dim_ - d;
       Floats low = splat(__builtin_inff()), high = -low;
@@ -153,7 +153,7 @@ template <class T> class Mover {
       narrow(inverses + d, inverse_of(scale), count);
     }
     for (int64_t token = first; token < end; token++) {
-      uint8_t bytes[MOST_DIM];
+      uint8_t bytes[MAX_DIM];
       const T* from = key(token, head);
       for (int64_t d = 0; d < dim_; d += LANES) {
         const int64_t n = dim_ - d;
@@ -176,7 +176,7 @@ template <class T> class Mover {
     const float scale = (high - low) / top();
     c_.value_scale[at(c_.chunk_tokens, token, head)] = scale;
     c_.value_zero[at(c_.chunk_tokens, token, head)] = low;
-    uint8_t bytes[MOST_DIM];
+    uint8_t bytes[MAX_DIM];
     const Floats inverse = inverse_of(splat(scale));
     for (int64_t d = 0; d < dim_; d += LANES)
       encode(bytes + d, widened(from + d, dim_ - d), splat(low), inverse, dim_ - d);
@@ -186,17 +186,17 @@ template <class T> class Mover {
   // ---- unpacking --------------------------------------------------------------------------------------------------
 
   // A key of the pool's type, turned where it has to be.
-  void place_key(const T* from, int64_t token, int64_t head) const {
+  void store_key(const T* from, int64_t token, int64_t head) const {
     if (!c_.cosine) {
       memcpy(key(token, head), from, dim_ * sizeof(T));
       return;
     }
-    float x[MOST_DIM];
+    float x[MAX_DIM];
     for (int64_t d = 0; d < dim_; d += LANES) narrow(x + d, widened(from + d, dim_ - d), dim_ - d);
-    put_turned(x, token, head);
+    store_rotated(x, token, head);
   }
 
-  void put_turned(const float* x, int64_t token, int64_t head) const {
+  void store_rotated(const float* x, int64_t token, int64_t head) const {
     T* to = key(token, head);
     for (int64_t d = 0; d < c_.half; d += LANES) {
       const int64_t count = c_.half - d;
@@ -209,8 +209,8 @@ template <class T> class Mover {
   }
 
   void unpack_key(int64_t token, int64_t group, int64_t head) const {
-    uint8_t bytes[MOST_DIM];
-    float x[MOST_DIM];
+    uint8_t bytes[MAX_DIM];
+    float x[MAX_DIM];
     const uint8_t* code = codes_of(codes(c_.keys, token, head), dim_, four_, bytes);
     const float *scale = c_.key_scale + of_group(group, head), *zero = c_.key_zero + of_group(group, head);
     auto found = KVK_EACH { return codes_at(code + d, n) * widened(scale + d, n) + widened(zero + d, n); };
@@ -219,11 +219,11 @@ template <class T> class Mover {
       return each_vector(dim_, KVK_EACH { narrow(to + d, found(d, n), n); });
     }
     each_vector(dim_, KVK_EACH { narrow(x + d, found(d, n), n); });
-    put_turned(x, token, head);
+    store_rotated(x, token, head);
   }
 
   void unpack_value(int64_t token, int64_t head) const {
-    uint8_t bytes[MOST_DIM];
+    uint8_t bytes[MAX_DIM];
     const uint8_t* code = codes_of(codes(c_.values, token, head), dim_, four_, bytes);
     const int64_t number = at(c_.chunk_tokens, token, head);
     const Floats scale = splat(c_.value_scale[number]), zero = splat(c_.value_zero[number]);
@@ -231,7 +231,7 @@ template <class T> class Mover {
     each_vector(dim_, KVK_EACH { narrow(to + d, codes_at(code + d, n) * scale + zero, n); });
   }
 
-  const ChunkJob& job_;
+  const KvPackJob& job_;
   const Chunk& c_;
   const int64_t layer_, dim_;
   const bool four_;
@@ -240,12 +240,12 @@ template <class T> class Mover {
 };
 
 // `work(chunk, layer, first token, end)` for what this thread takes: layers in order, some tokens of a chunk at a time.
-template <class Work> void each_block(ChunkJob* job, bool by_groups, Work work) {
+template <class Work> void each_block(KvPackJob* job, bool by_groups, Work work) {
   auto size_of = [&](const Chunk& chunk) { return by_groups && chunk.group_tokens ? chunk.group_tokens : BLOCK; };
   int64_t blocks = 0;  // of a layer
   auto blocks_of = [&](const Chunk& chunk) { return (chunk.tokens + size_of(chunk) - 1) / size_of(chunk); };
   for (int64_t i = 0; i < job->count; i++) blocks += blocks_of(job->chunks[i]);
-  for (int64_t item; (item = take(&job->taken)) < blocks * job->layers;) {
+  for (int64_t item; (item = claim_next(&job->next_item)) < blocks * job->layers;) {
     const Chunk* chunk = job->chunks;
     int64_t block = item % blocks;
     while (block >= blocks_of(*chunk)) block -= blocks_of(*chunk++);
@@ -256,20 +256,20 @@ template <class Work> void each_block(ChunkJob* job, bool by_groups, Work work) 
 
 }  // namespace
 
-KVK_JOB(pack, ChunkJob)
-KVK_JOB(unpack, ChunkJob)
+KVK_JOB(kv_pack, KvPackJob)
+KVK_JOB(kv_unpack, KvPackJob)
 KVK_EXPORT int64_t kvk_chunk_bytes() { return sizeof(Chunk); }
 
 // Both for every thread that takes part.
-KVK_EXPORT void kvk_pack(ChunkJob* job) {
+KVK_EXPORT void kvk_kv_pack(KvPackJob* job) {
   each_block(job, true, [&](const Chunk& chunk, int64_t layer, int64_t first, int64_t end) {
-    if (job->of_bf16) Mover<bf16>(*job, chunk, layer).pack(first, end);
-    else Mover<float>(*job, chunk, layer).pack(first, end);
+    if (job->of_bf16) ChunkCopier<bf16>(*job, chunk, layer).pack(first, end);
+    else ChunkCopier<float>(*job, chunk, layer).pack(first, end);
   });
 }
-KVK_EXPORT void kvk_unpack(ChunkJob* job) {
+KVK_EXPORT void kvk_kv_unpack(KvPackJob* job) {
   each_block(job, false, [&](const Chunk& chunk, int64_t layer, int64_t first, int64_t end) {
-    if (job->of_bf16) Mover<bf16>(*job, chunk, layer).unpack(first, end);
-    else Mover<float>(*job, chunk, layer).unpack(first, end);
+    if (job->of_bf16) ChunkCopier<bf16>(*job, chunk, layer).unpack(first, end);
+    else ChunkCopier<float>(*job, chunk, layer).unpack(first, end);
   });
 }

@@ -2,14 +2,14 @@
 //
 // All arithmetic is float32 with scales and bases rounded to 16 bits, so that every instruction set finds the same.
 #include "jobs.h"
-#include "team.h"
-#include "vector.h"
+#include "thread_pool.h"
+#include "simd.h"
 
 using namespace kvk;
 
 namespace {
 
-constexpr int GROUP = 32, OUTPUTS = 32;  // as dense.cpp reads them
+constexpr int GROUP = 32, OUTPUTS = 32;  // as f32_gemm.cpp reads them
 constexpr float SHIFT = 12582912.f;      // 1.5 * 2 ** 23: adding it rounds to an integer, which its lowest bits then hold
 
 // To the nearest half, of two to the even one, and what it is.
@@ -30,17 +30,17 @@ uint16_t half_of(float x) { return _cvtss_sh(x, 0); }
 float float_of(uint16_t bits) { return _cvtsh_ss(bits); }
 #endif
 
-struct Line {
+struct GroupParameters {
   uint16_t scale, base;
 };
 
-Line guessed(const CodeGuess& guess, float low, float high) {
-  if (guess.kind == CODES_CENTRED) {
-    const uint16_t scale = half_of((high > -low ? high : low) / -guess.steps);
-    return {scale, half_of(-guess.zero * float_of(scale))};
+GroupParameters parameters_of(const QuantizerCandidate& candidate, float low, float high) {
+  if (candidate.kind == SYMMETRIC) {
+    const uint16_t scale = half_of((high > -low ? high : low) / -candidate.steps);
+    return {scale, half_of(-candidate.zero * float_of(scale))};
   }
-  const uint16_t scale = half_of((high - low) / guess.steps);
-  if (guess.kind == CODES_RISING) return {scale, half_of(low)};
+  const uint16_t scale = half_of((high - low) / candidate.steps);
+  if (candidate.kind == MIN_BASED) return {scale, half_of(low)};
   return {(uint16_t)(scale ^ 0x8000), half_of(high)};
 }
 
@@ -51,7 +51,7 @@ bool none(Words x) {
 }
 
 // Writes the codes of a group; false where a number has none. A NaN is equal to nothing.
-bool coded(const float* x, Line line, float largest, uint8_t* codes) {
+bool encode_group(const float* x, GroupParameters line, float largest, uint8_t* codes) {
   const float scale = float_of(line.scale), base = float_of(line.base);
   const Floats wide = splat(scale), start = splat(base), divisor = splat(scale == 0.f ? 1.f : scale);
   Words wrong = {};
@@ -67,7 +67,7 @@ bool coded(const float* x, Line line, float largest, uint8_t* codes) {
 }
 
 // Writes the codes, scale and base of the first guess that is right for a group; its number, or that of all.
-int64_t find(const CodesJob& job, const float* x, uint8_t* codes, Line& line) {
+int64_t find(const CodeRecoveryJob& job, const float* x, uint8_t* codes, GroupParameters& line) {
   Floats lows = load<Floats>(x), highs = lows;
   for (int i = LANES; i < GROUP; i += LANES) {
     lows = smaller(load<Floats>(x + i), lows);
@@ -75,9 +75,9 @@ int64_t find(const CodesJob& job, const float* x, uint8_t* codes, Line& line) {
   }
   const float low = -maximum_of(-lows)[0], high = maximum_of(highs)[0];
   int64_t n = 0;
-  for (; n < job.guesses; n++) {
-    line = guessed(job.guess[n], low, high);
-    if (coded(x, line, (float)job.largest, codes)) break;
+  for (; n < job.num_candidates; n++) {
+    line = parameters_of(job.candidate[n], low, high);
+    if (encode_group(x, line, (float)job.largest, codes)) break;
   }
   return n;
 }
@@ -103,27 +103,27 @@ uint8_t* write(const Tile& tile, int64_t largest, uint8_t* to) {
 
 }  // namespace
 
-KVK_JOB(codes, CodesJob)
+KVK_JOB(code_recovery, CodeRecoveryJob)
 
 // For one thread, or every thread of a team. Ends early where a group has no codes.
-KVK_EXPORT void kvk_codes(CodesJob* job) {
-  int64_t* const without = job->right + job->guesses;
+KVK_EXPORT void kvk_code_recovery(CodeRecoveryJob* job) {
+  int64_t* const without = job->match_counts + job->num_candidates;
   const int64_t strips = (job->outputs + OUTPUTS - 1) / OUTPUTS, groups = job->inputs / GROUP;
-  for (int64_t strip; (strip = take(&job->taken)) < strips && !__atomic_load_n(without, __ATOMIC_RELAXED);) {
+  for (int64_t strip; (strip = claim_next(&job->next_item)) < strips && !__atomic_load_n(without, __ATOMIC_RELAXED);) {
     const int64_t first = strip * OUTPUTS, left = job->outputs - first, count = left < OUTPUTS ? left : OUTPUTS;
     uint8_t* to = job->data + strip * job->strip_bytes;
-    int64_t right[CODES_MOST_GUESSES + 1] = {};
+    int64_t right[MAX_CANDIDATES + 1] = {};
     Tile tile = {};
     for (int64_t group = 0; group < groups; group++) {
       for (int64_t o = 0; o < count; o++) {
-        Line line;
+        GroupParameters line;
         right[find(*job, job->weight + (first + o) * job->inputs + group * GROUP, tile.codes[o], line)]++;
         tile.scales[o] = line.scale;
         tile.bases[o] = line.base;
       }
       to = write(tile, job->largest, to);
     }
-    for (int64_t n = 0; n <= job->guesses; n++)
-      if (right[n]) __atomic_fetch_add(&job->right[n], right[n], __ATOMIC_RELAXED);
+    for (int64_t n = 0; n <= job->num_candidates; n++)
+      if (right[n]) __atomic_fetch_add(&job->match_counts[n], right[n], __ATOMIC_RELAXED);
   }
 }

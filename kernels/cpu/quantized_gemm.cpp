@@ -6,9 +6,9 @@
 // A weight is (code - zero) * scale. In memory, 16 outputs at a time: for each group of inputs its codes, then the
 // outputs' scales and zeros as halves. Codes of 8 bits lie [inputs / 4, 16, 4]; those of 4 bits [inputs / 8, 16, 4],
 // the second four inputs in the upper halves of the first four's bytes.
-#include "bytes.h"
+#include "int8_dot.h"
 #include "jobs.h"
-#include "team.h"
+#include "thread_pool.h"
 
 using namespace kvk;
 
@@ -17,20 +17,20 @@ namespace {
 constexpr int OUTPUTS = 16, VECTORS = OUTPUTS / LANES;
 constexpr int64_t TILE = 64;  // rows that are quantized, and multiplied with some strips, in one go
 #if defined(__AVX512F__)
-constexpr int MOST_ROWS = 8;  // whose sums registers hold
+constexpr int MAX_ROWS = 8;  // whose sums registers hold
 #else
-constexpr int MOST_ROWS = 4;
+constexpr int MAX_ROWS = 4;
 #endif
 
 int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-int64_t block_of(const QuantizedJob& job) { return job.group < QUANTIZED_BLOCK ? job.group : QUANTIZED_BLOCK; }
+int64_t block_of(const QuantizedGemmJob& job) { return job.group < QUANTIZED_BLOCK ? job.group : QUANTIZED_BLOCK; }
 
 // ---- rows to bytes --------------------------------------------------------------------------------------------------
 
 KVK_INLINE Words larger(Words a, Words b) { return a > b ? a : b; }
 
-template <int STEP = LANES / 2, int... I> KVK_INLINE Words maximum_of(Words x, Numbers<I...> lanes) {
+template <int STEP = LANES / 2, int... I> KVK_INLINE Words maximum_of(Words x, IndexSequence<I...> lanes) {
   x = larger(x, shuffle<(I ^ STEP)...>(x, x));
   if constexpr (STEP > 1) return maximum_of<STEP / 2>(x, lanes);
   else return x;
@@ -55,7 +55,7 @@ template <class T> void quantize(const T* x, int64_t block, int8_t* bytes, float
   *sum = sum_of(__builtin_convertvector(total, Floats))[0];
 }
 
-template <class T> void quantize_tile(const QuantizedJob& job, int64_t tile) {
+template <class T> void quantize_tile(const QuantizedGemmJob& job, int64_t tile) {
   const int64_t block = block_of(job), blocks = job.inputs / block, end = smaller_of((tile + 1) * TILE, job.rows);
   for (int64_t row = tile * TILE; row < end; row++)
     for (int64_t b = 0; b < blocks; b++) {
@@ -71,18 +71,18 @@ template <int BITS> KVK_INLINE void read(const uint8_t* from, Words (&codes)[QUA
   constexpr int LINE = OUTPUTS * 4;
   if constexpr (BITS == 4)
     for (int i = 0; i < QUADS; i += 2) {
-      KVK_FETCH_AHEAD(from + i / 2 * LINE);
+      KVK_PREFETCH(from + i / 2 * LINE);
       const Words both = load<Words>(from + i / 2 * LINE);
       codes[i] = both & 0x0F0F0F0F, codes[i + 1] = both >> 4 & 0x0F0F0F0F;
     }
   else
     for (int i = 0; i < QUADS; i++) {
-      KVK_FETCH_AHEAD(from + i * LINE);
+      KVK_PREFETCH(from + i * LINE);
       codes[i] = load<Words>(from + i * LINE) ^ (BYTE_SHIFT ? (int32_t)0x80808080 : 0);
     }
 }
 
-template <int BITS, int ROWS, class T> void multiply(const QuantizedJob& job, int64_t strip, int64_t row) {
+template <int BITS, int ROWS, class T> void multiply(const QuantizedGemmJob& job, int64_t strip, int64_t row) {
   const int64_t block = block_of(job), blocks = job.inputs / block;
   const int64_t code_bytes = job.group * OUTPUTS * BITS / 8, group_bytes = code_bytes + OUTPUTS * 2 * sizeof(half);
   const uint8_t* group = job.weight + strip * (job.inputs / job.group) * group_bytes;
@@ -118,7 +118,7 @@ template <int BITS, int ROWS, class T> void multiply(const QuantizedJob& job, in
 }
 
 // What zeros give: the bias.
-template <class T> void fill(const QuantizedJob& job, int64_t strip, int64_t row) {
+template <class T> void fill(const QuantizedGemmJob& job, int64_t strip, int64_t row) {
   for (int n = 0; n < VECTORS; n++) {
     const int64_t column = strip * OUTPUTS + n * LANES;
     narrow((T*)job.y + row * job.outputs + column, job.bias ? Floats{} + widened((const T*)job.bias + column) : Floats{});
@@ -126,8 +126,8 @@ template <class T> void fill(const QuantizedJob& job, int64_t strip, int64_t row
 }
 
 template <int BITS, class T>
-void multiply_tile(const QuantizedJob& job, int64_t strip, int64_t row, int64_t end, int64_t padded) {
-  if constexpr (MOST_ROWS == 8)
+void multiply_tile(const QuantizedGemmJob& job, int64_t strip, int64_t row, int64_t end, int64_t padded) {
+  if constexpr (MAX_ROWS == 8)
     for (; row + 8 <= end; row += 8) multiply<BITS, 8, T>(job, strip, row);
   for (; row + 4 <= end; row += 4) multiply<BITS, 4, T>(job, strip, row);
   if (end - row >= 2) multiply<BITS, 2, T>(job, strip, row), row += 2;
@@ -138,23 +138,23 @@ void multiply_tile(const QuantizedJob& job, int64_t strip, int64_t row, int64_t 
 // ---- threads --------------------------------------------------------------------------------------------------------
 
 // Rows up to the last that is not all zeros: what fills a batch up costs nothing.
-int64_t live_rows(const QuantizedJob& job) {
+int64_t live_rows(const QuantizedGemmJob& job) {
   const int64_t blocks = job.inputs / block_of(job);
   int64_t numbers = job.rows * blocks;
   while (numbers && job.scales[numbers - 1] == 0) numbers--;
   return (numbers + blocks - 1) / blocks;
 }
 
-template <class T> void run(QuantizedJob& job) {
+template <class T> void run(QuantizedGemmJob& job) {
   const int64_t tiles = (job.rows + TILE - 1) / TILE, strips = job.outputs / OUTPUTS;
-  for (int64_t tile; (tile = take(&job.quantizing)) < tiles;) {
+  for (int64_t tile; (tile = claim_next(&job.next_tile)) < tiles;) {
     quantize_tile<T>(job, tile);
-    __atomic_fetch_add(&job.quantized, 1, __ATOMIC_RELEASE);
+    __atomic_fetch_add(&job.quantized_tiles, 1, __ATOMIC_RELEASE);
   }
   // Whoever took a tile is at it.
-  wait_until([&] { return __atomic_load_n(&job.quantized, __ATOMIC_ACQUIRE) >= tiles; });
+  wait_until([&] { return __atomic_load_n(&job.quantized_tiles, __ATOMIC_ACQUIRE) >= tiles; });
   const int64_t live = live_rows(job);
-  for (int64_t unit; (unit = take(&job.taken)) < tiles * job.parts;) {
+  for (int64_t unit; (unit = claim_next(&job.next_item)) < tiles * job.parts;) {
     const int64_t tile = unit % tiles, part = unit / tiles, padded = smaller_of((tile + 1) * TILE, job.rows);
     const int64_t first = tile * TILE, end = smaller_of(padded, live);
     for (int64_t strip = strips * part / job.parts; strip < strips * (part + 1) / job.parts; strip++) {
@@ -166,7 +166,7 @@ template <class T> void run(QuantizedJob& job) {
 
 }  // namespace
 
-KVK_JOB(quantized, QuantizedJob)
+KVK_JOB(quantized_gemm, QuantizedGemmJob)
 
 // For every thread of a team.
-KVK_EXPORT void kvk_quantized(QuantizedJob* job) { job->of_bf16 ? run<bf16>(*job) : run<float>(*job); }
+KVK_EXPORT void kvk_quantized_gemm(QuantizedGemmJob* job) { job->of_bf16 ? run<bf16>(*job) : run<float>(*job); }

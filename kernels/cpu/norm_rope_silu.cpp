@@ -3,19 +3,19 @@
 // All work row by row, in one order whatever else is in the batch, so that results do not depend on the batch. Rounding
 // follows the eager model: to the element's type after the normalization and after the activation, float32 inside.
 #include "jobs.h"
-#include "team.h"
-#include "vector.h"
+#include "thread_pool.h"
+#include "simd.h"
 
 using namespace kvk;
 
 namespace {
 
 constexpr int BLOCK = 8;       // rows that a thread takes
-constexpr int MOST_DIM = 256;  // of a head
+constexpr int MAX_DIM = 256;  // of a head
 
 // `work` for every row that this thread takes.
 template <class Job, class Work> void each_row(Job* job, Work work) {
-  for (int64_t first; (first = take(&job->taken) * BLOCK) < job->rows;)
+  for (int64_t first; (first = claim_next(&job->next_item) * BLOCK) < job->rows;)
     for (int64_t row = first; row < first + BLOCK && row < job->rows; row++) work(row);
 }
 
@@ -23,7 +23,7 @@ float scale_of(Floats squares, int64_t width, double epsilon) {
   return 1.f / __builtin_sqrtf(sum_of(squares)[0] / (float)width + (float)epsilon);
 }
 
-template <class T> void norm(const NormJob& job, int64_t row) {
+template <class T> void norm(const RmsNormJob& job, int64_t row) {
   const int64_t width = job.width;
   T *hidden = (T*)job.hidden + row * width, *out = (T*)job.out + row * width;
   Floats squares = {};
@@ -44,9 +44,9 @@ template <class T> void norm(const NormJob& job, int64_t row) {
 
 // A head's vector in float32, normalized where there is a weight (Qwen3), and rotated: halves, as Llama pairs channels.
 template <class T>
-void turn(T* to, const T* from, const float* weight, const float* cosine, const float* sine, const RotateJob& job) {
+void rope_head(T* to, const T* from, const float* weight, const float* cosine, const float* sine, const RopeJob& job) {
   const int64_t dim = job.dim, half = dim / 2;
-  float x[MOST_DIM];
+  float x[MAX_DIM];
   for (int64_t d = 0; d < dim; d += LANES) store(x + d, widened(from + d));
   if (weight) {
     Floats squares = {};
@@ -63,18 +63,18 @@ void turn(T* to, const T* from, const float* weight, const float* cosine, const 
   }
 }
 
-template <class T> void rotate(const RotateJob& job, int64_t row) {
+template <class T> void rotate(const RopeJob& job, int64_t row) {
   const int64_t dim = job.dim, heads = job.heads, kv_heads = job.kv_heads;
   const T* from = (const T*)job.qkv + row * (heads + 2 * kv_heads) * dim;
   const float *cosine = job.cosine + row * dim, *sine = job.sine + row * dim;
   for (int64_t h = 0; h < heads; h++)
-    turn((T*)job.queries + (row * heads + h) * dim, from + h * dim, job.q_weight, cosine, sine, job);
+    rope_head((T*)job.queries + (row * heads + h) * dim, from + h * dim, job.q_weight, cosine, sine, job);
   for (int64_t h = 0; h < kv_heads; h++) {
-    const int64_t to = h * job.head_size + job.slots[row] * dim;
-    turn((T*)job.keys + to, from + (heads + h) * dim, job.k_weight, cosine, sine, job);
+    const int64_t to = h * job.kv_head_stride + job.slots[row] * dim;
+    rope_head((T*)job.keys + to, from + (heads + h) * dim, job.k_weight, cosine, sine, job);
     memcpy((T*)job.values + to, from + (heads + kv_heads + h) * dim, dim * sizeof(T));
     for (int64_t copy = 0; copy < job.copies; copy++) {
-      const int64_t slot = job.again[copy * job.copy_rows + row], other = h * job.head_size + slot * dim;
+      const int64_t slot = job.copy_slots[copy * job.copy_rows + row], other = h * job.kv_head_stride + slot * dim;
       if (slot < 0) continue;
       memcpy((T*)job.keys + other, (T*)job.keys + to, dim * sizeof(T));
       memcpy((T*)job.values + other, (T*)job.values + to, dim * sizeof(T));
@@ -94,7 +94,7 @@ Floats exponential(Floats x) {
   return (power * part * part + part + 1.f) * (Floats)(((Words)shifted + 127) << 23);
 }
 
-template <class T> void gate(const GateJob& job, int64_t row) {
+template <class T> void gate(const SiluJob& job, int64_t row) {
   const int64_t width = job.width;
   const T *gates = (const T*)job.gate_up + row * 2 * width, *ups = gates + width;
   for (int64_t c = 0; c < width; c += LANES) {
@@ -107,17 +107,17 @@ template <class T> void gate(const GateJob& job, int64_t row) {
 
 }  // namespace
 
-KVK_JOB(norm, NormJob)
-KVK_JOB(rotate, RotateJob)
-KVK_JOB(gate, GateJob)
+KVK_JOB(rms_norm, RmsNormJob)
+KVK_JOB(rope, RopeJob)
+KVK_JOB(silu_and_mul, SiluJob)
 
 // Each for one thread, or every thread of a team.
-KVK_EXPORT void kvk_norm(NormJob* job) {
+KVK_EXPORT void kvk_rms_norm(RmsNormJob* job) {
   each_row(job, [&](int64_t row) { job->of_bf16 ? norm<bf16>(*job, row) : norm<float>(*job, row); });
 }
-KVK_EXPORT void kvk_rotate(RotateJob* job) {
+KVK_EXPORT void kvk_rope(RopeJob* job) {
   each_row(job, [&](int64_t row) { job->of_bf16 ? rotate<bf16>(*job, row) : rotate<float>(*job, row); });
 }
-KVK_EXPORT void kvk_gate(GateJob* job) {
+KVK_EXPORT void kvk_silu_and_mul(SiluJob* job) {
   each_row(job, [&](int64_t row) { job->of_bf16 ? gate<bf16>(*job, row) : gate<float>(*job, row); });
 }

@@ -17,15 +17,15 @@ template <int D> struct Tile {
   static constexpr bool QUERY_IN_REGISTERS = D <= 128;
 };
 
-template <class T, int D> class Pool {
+template <class T, int D> class PagedKV {
  public:
-  KVK_DEVICE Pool(const AttentionParams& p, int sequence, int head)
+  KVK_DEVICE PagedKV(const AttentionParams& p, int sequence, int head)
       : keys_((const T*)p.keys + head * p.kv_head_stride),
         values_((const T*)p.values + head * p.kv_head_stride),
         pages_(p.pages ? p.pages + (int64_t)sequence * p.max_pages : nullptr),
         first_(p.pages ? 0 : p.first_slot[sequence]),
         shift_(p.page_shift),
-        end_(p.key_count[sequence]) {}
+        end_(p.kv_lens[sequence]) {}
 
   KVK_DEVICE void keys(T* tile, int first) const { copy(tile, keys_, first); }
   KVK_DEVICE void values(T* tile, int first) const { copy(tile, values_, first); }
@@ -61,14 +61,14 @@ template <int BITS> KVK_DEVICE void eight_codes(float (&out)[8], const uint8_t* 
   }
 }
 
-template <class T, int D, int BITS> class Chunks {
+template <class T, int D, int BITS> class ChunkedKV {
  public:
-  KVK_DEVICE Chunks(const AttentionParams& p, int sequence, int head)
+  KVK_DEVICE ChunkedKV(const AttentionParams& p, int sequence, int head)
       : chunks_(p.chunks + p.chunk_start[sequence]),
         count_(p.chunk_start[sequence + 1] - p.chunk_start[sequence]),
         heads_(p.kv_heads),
         head_(head),
-        end_(p.key_count[sequence]) {}
+        end_(p.kv_lens[sequence]) {}
 
   KVK_DEVICE void keys(T* tile, int first) const {
     float scale[8], zero[8];

@@ -6,9 +6,9 @@
 // In memory, 32 outputs at a time: [outputs / 32, inputs, 32], zeros behind the last output. Codes lie in groups of 32
 // inputs, two inputs of 4 bits to a byte, behind them a scale and a base of each output as halves: a weight is
 // code * scale + base, rounded once.
-#include "bytes.h"
+#include "int8_dot.h"
 #include "jobs.h"
-#include "team.h"
+#include "thread_pool.h"
 
 using namespace kvk;
 
@@ -20,28 +20,28 @@ constexpr int64_t TILE = 192;   // rows that a thread takes
 constexpr int64_t FEW = 96;     // rows for which weights come from memory in their order; with more, rows do
 // Of a tile, sums of so many rows and vectors of outputs are in registers.
 #if defined(__AVX512F__)
-constexpr int MOST_ROWS = 12, VECTORS = 2;
+constexpr int MAX_ROWS = 12, VECTORS = 2;
 #elif defined(__AVX2__)
-constexpr int MOST_ROWS = 6, VECTORS = 2;
+constexpr int MAX_ROWS = 6, VECTORS = 2;
 #else
-constexpr int MOST_ROWS = 6, VECTORS = 4;
+constexpr int MAX_ROWS = 6, VECTORS = 4;
 #endif
 
 int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Rows as they come, each a line; and turned over, MOST_ROWS side by side.
-struct Lines {
+struct RowMajorRows {
   static constexpr bool FROM_MEMORY = true;
   const float* x;
   int64_t inputs;
   KVK_INLINE float at(int row, int64_t input) const { return x[row * inputs + input]; }
-  Lines from(int64_t row) const { return {x + row * inputs, inputs}; }
+  RowMajorRows from(int64_t row) const { return {x + row * inputs, inputs}; }
 };
-struct Turned {
+struct TransposedRows {
   static constexpr bool FROM_MEMORY = false;
   const float* x;
-  KVK_INLINE float at(int row, int64_t input) const { return x[input * MOST_ROWS + row]; }
-  Turned from(int64_t row) const { return {x + row}; }
+  KVK_INLINE float at(int row, int64_t input) const { return x[input * MAX_ROWS + row]; }
+  TransposedRows from(int64_t row) const { return {x + row}; }
 };
 
 // The weights of some neighbouring outputs, a vector each: `work(i, weights)` for one input after the other.
@@ -58,7 +58,7 @@ template <class W> struct Plain {
 #pragma GCC unroll 2
     for (int64_t i = 0; i < inputs; i++, line += STRIDE) {
       if constexpr (AHEAD)
-        for (int64_t byte = 0; byte < STRIDE; byte += 64) KVK_FETCH_AHEAD(line + byte);
+        for (int64_t byte = 0; byte < STRIDE; byte += 64) KVK_PREFETCH(line + byte);
       Floats w[VECTORS];
 #pragma GCC unroll 16
       for (int n = 0; n < VECTORS; n++) w[n] = widened((const W*)line + n * LANES);
@@ -87,7 +87,7 @@ template <int BITS> struct Coded {
       }
       const uint8_t* line = group + output;
       for (int i = 0; i < GROUP; i += 8 / BITS, line += OUTPUTS) {
-        if constexpr (AHEAD) KVK_FETCH_AHEAD(line);
+        if constexpr (AHEAD) KVK_PREFETCH(line);
         Words codes[VECTORS];
         for (int n = 0; n < VECTORS; n++) codes[n] = extended(load<Bytes>(line + n * LANES));
         Floats w[VECTORS];
@@ -106,7 +106,7 @@ template <int BITS> struct Coded {
 
 // One block of inputs: its sums, added to what the blocks before gave. `y` is the first row's first output.
 template <int ROWS, class Rows, class Weights>
-void multiply(const DenseJob& job, Rows rows, Weights weights, int64_t inputs, int64_t column, int64_t block, float* y) {
+void multiply(const F32GemmJob& job, Rows rows, Weights weights, int64_t inputs, int64_t column, int64_t block, float* y) {
   Floats sums[ROWS][VECTORS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
@@ -137,38 +137,38 @@ void multiply(const DenseJob& job, Rows rows, Weights weights, int64_t inputs, i
 // A strip's block times rows, as many at a time as registers hold sums of: but rather twice 8 than 12 and 4, for the sums
 // of 4 rows wait for each other.
 template <class Rows, class Weights>
-void multiply_rows(const DenseJob& job, Rows rows, int64_t count, Weights weights, int64_t strip, int64_t block, float* y) {
+void multiply_rows(const F32GemmJob& job, Rows rows, int64_t count, Weights weights, int64_t strip, int64_t block, float* y) {
   const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
   for (int part = 0; part < OUTPUTS; part += VECTORS * LANES) {
     const int64_t column = strip * OUTPUTS + part;
     int64_t row = 0;
     const auto some = [&](auto number) __attribute__((always_inline)) {
       constexpr int ROWS = decltype(number)::count;
-      while (count - row >= ROWS && (ROWS < MOST_ROWS || count - row != ROWS + ROWS / 3)) {
+      while (count - row >= ROWS && (ROWS < MAX_ROWS || count - row != ROWS + ROWS / 3)) {
         multiply<ROWS>(job, rows.from(row), weights.from(part), inputs, column, block, y + row * job.outputs + column);
         row += ROWS;
       }
     };
-    some(Fixed<MOST_ROWS>());
-    if constexpr (MOST_ROWS > 8) some(Fixed<8>());
-    some(Fixed<4>()), some(Fixed<2>()), some(Fixed<1>());
+    some(Constant<MAX_ROWS>());
+    if constexpr (MAX_ROWS > 8) some(Constant<8>());
+    some(Constant<4>()), some(Constant<2>()), some(Constant<1>());
   }
 }
 
 // Inputs of up to MOST_ROWS rows, turned over: to [inputs, MOST_ROWS]. Writes LANES numbers behind them at most.
-void turn_over(const float* from, int64_t line, int64_t rows, int64_t inputs, float* to) {
+void transpose_rows(const float* from, int64_t line, int64_t rows, int64_t inputs, float* to) {
   int64_t i = 0;
-  if constexpr (MOST_ROWS <= LANES)
+  if constexpr (MAX_ROWS <= LANES)
     for (; i + LANES <= inputs; i += LANES) {
       Words lines[LANES];
 #pragma GCC unroll 16
       for (int r = 0; r < LANES; r++) lines[r] = r < rows ? load<Words>(from + r * line + i) : Words{};
       transpose(lines);
 #pragma GCC unroll 16
-      for (int j = 0; j < LANES; j++) store(to + (i + j) * MOST_ROWS, lines[j]);  // the next one's are over its end
+      for (int j = 0; j < LANES; j++) store(to + (i + j) * MAX_ROWS, lines[j]);  // the next one's are over its end
     }
   for (; i < inputs; i++)
-    for (int64_t r = 0; r < rows; r++) to[i * MOST_ROWS + r] = from[r * line + i];
+    for (int64_t r = 0; r < rows; r++) to[i * MAX_ROWS + r] = from[r * line + i];
 }
 
 template <class Weights> void widen(Weights weights, int64_t inputs, float* wide) {
@@ -179,33 +179,33 @@ template <class Weights> void widen(Weights weights, int64_t inputs, float* wide
 }
 
 // Many rows: what registers meet together lies together, and a weight is widened once.
-template <class Weights> void multiply_tile(const DenseJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
-  alignas(64) float turned[TILE * BLOCK + LANES], wide[BLOCK * OUTPUTS];
+template <class Weights> void multiply_many_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
+  alignas(64) float transposed[TILE * BLOCK + LANES], wide[BLOCK * OUTPUTS];
   for (int64_t block = 0; block < job.inputs; block += BLOCK) {
     const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
-    for (int64_t row = first; row < end; row += MOST_ROWS)
-      turn_over(job.x + row * job.inputs + block, job.inputs, smaller_of(MOST_ROWS, end - row), inputs,
-                turned + (row - first) * BLOCK);
+    for (int64_t row = first; row < end; row += MAX_ROWS)
+      transpose_rows(job.x + row * job.inputs + block, job.inputs, smaller_of(MAX_ROWS, end - row), inputs,
+                transposed + (row - first) * BLOCK);
     for (int64_t s = strip; s < last; s++) {
       widen(Weights::of(job.weight, s, job.inputs, block), inputs, wide);
-      for (int64_t row = first; row < end; row += MOST_ROWS)
-        multiply_rows(job, Turned{turned + (row - first) * BLOCK}, smaller_of(MOST_ROWS, end - row),
+      for (int64_t row = first; row < end; row += MAX_ROWS)
+        multiply_rows(job, TransposedRows{transposed + (row - first) * BLOCK}, smaller_of(MAX_ROWS, end - row),
                       Plain<float>{(const char*)wide}, s, block, job.y + row * job.outputs);
     }
   }
 }
 
 // Few rows, as they come.
-template <class Weights> void multiply_lines(const DenseJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
+template <class Weights> void multiply_few_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
   alignas(64) float wide[BLOCK * OUTPUTS];
   for (int64_t s = strip; s < last; s++)
     for (int64_t block = 0; block < job.inputs; block += BLOCK) {
       const auto multiply_by = [&](auto weights) {
-        multiply_rows(job, Lines{job.x + first * job.inputs + block, job.inputs}, end - first, weights, s, block,
+        multiply_rows(job, RowMajorRows{job.x + first * job.inputs + block, job.inputs}, end - first, weights, s, block,
                       job.y + first * job.outputs);
       };
       const Weights weights = Weights::of(job.weight, s, job.inputs, block);
-      if (Weights::WIDENS_FAST || end - first <= MOST_ROWS) multiply_by(weights);
+      if (Weights::WIDENS_FAST || end - first <= MAX_ROWS) multiply_by(weights);
       else {
         widen(weights, smaller_of(BLOCK, job.inputs - block), wide);
         multiply_by(Plain<float>{(const char*)wide});
@@ -213,28 +213,28 @@ template <class Weights> void multiply_lines(const DenseJob& job, int64_t first,
     }
 }
 
-template <class Weights> void run(DenseJob& job) {
+template <class Weights> void run(F32GemmJob& job) {
   const int64_t tiles = (job.rows + TILE - 1) / TILE, strips = (job.outputs + OUTPUTS - 1) / OUTPUTS;
-  for (int64_t unit; (unit = take(&job.taken)) < tiles * job.parts;) {
+  for (int64_t unit; (unit = claim_next(&job.next_item)) < tiles * job.parts;) {
     const int64_t tile = unit % tiles, part = unit / tiles;
     const int64_t first = tile * TILE, end = smaller_of(first + TILE, job.rows);
     const int64_t strip = strips * part / job.parts, last = strips * (part + 1) / job.parts;
-    if (end - first > FEW) multiply_tile<Weights>(job, first, end, strip, last);
-    else multiply_lines<Weights>(job, first, end, strip, last);
+    if (end - first > FEW) multiply_many_rows<Weights>(job, first, end, strip, last);
+    else multiply_few_rows<Weights>(job, first, end, strip, last);
   }
 }
 
 }  // namespace
 
-KVK_JOB(dense, DenseJob)
+KVK_JOB(f32_gemm, F32GemmJob)
 
 // For every thread of a team.
-KVK_EXPORT void kvk_dense(DenseJob* job) {
-  switch (job->kept) {
-    case DENSE_BF16: return run<Plain<bf16>>(*job);
-    case DENSE_HALF: return run<Plain<half>>(*job);
-    case DENSE_CODED4: return run<Coded<4>>(*job);
-    case DENSE_CODED8: return run<Coded<8>>(*job);
+KVK_EXPORT void kvk_f32_gemm(F32GemmJob* job) {
+  switch (job->storage) {
+    case STORED_BF16: return run<Plain<bf16>>(*job);
+    case STORED_HALF: return run<Plain<half>>(*job);
+    case STORED_CODED4: return run<Coded<4>>(*job);
+    case STORED_CODED8: return run<Coded<8>>(*job);
     default: return run<Plain<float>>(*job);
   }
 }

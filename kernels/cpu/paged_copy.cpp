@@ -3,7 +3,7 @@
 // Where an element lies in its layer is the sum of its block's, its token's, its head's and its channel's offset. Bits
 // are moved as they are.
 #include "jobs.h"
-#include "team.h"
+#include "thread_pool.h"
 
 using namespace kvk;
 
@@ -12,9 +12,9 @@ namespace {
 constexpr int64_t BLOCK = 64;  // tokens that a thread takes
 
 // `work(memory, array)` for every pair of elements of one type that this thread takes.
-template <class T, class Work> void each_element(PagedJob* job, Work work) {
+template <class T, class Work> void each_element(PagedCopyJob* job, Work work) {
   const int64_t blocks = (job->tokens + BLOCK - 1) / BLOCK;
-  for (int64_t item; (item = take(&job->taken)) < blocks * job->layers;) {
+  for (int64_t item; (item = claim_next(&job->next_item)) < blocks * job->layers;) {
     const int64_t layer = item / blocks, first = item % blocks * BLOCK;
     T* const memory = (T*)job->memory[layer];
     for (int64_t token = first; token < first + BLOCK && token < job->tokens; token++) {
@@ -25,7 +25,7 @@ template <class T, class Work> void each_element(PagedJob* job, Work work) {
         T* const from = memory + at + job->head[head];
         T* const to =
             (T*)job->array + layer * job->layer_stride + token * job->token_stride + head * job->head_stride;
-        if (job->plain && job->channel_stride == 1)
+        if (job->contiguous_channels && job->channel_stride == 1)
           for (int64_t c = 0; c < job->channels; c++) work(from[c], to[c]);
         else
           for (int64_t c = 0; c < job->channels; c++) work(from[job->channel[c]], to[c * job->channel_stride]);
@@ -34,20 +34,20 @@ template <class T, class Work> void each_element(PagedJob* job, Work work) {
   }
 }
 
-template <class Work> void each(PagedJob* job, Work work) {
+template <class Work> void each(PagedCopyJob* job, Work work) {
   if (job->element_bytes == 2) each_element<uint16_t>(job, work);
   else each_element<uint32_t>(job, work);
 }
 
 }  // namespace
 
-KVK_JOB(gather, PagedJob)
-KVK_JOB(scatter, PagedJob)
+KVK_JOB(paged_gather, PagedCopyJob)
+KVK_JOB(paged_scatter, PagedCopyJob)
 
 // Both for every thread that takes part.
-KVK_EXPORT void kvk_gather(PagedJob* job) {
+KVK_EXPORT void kvk_paged_gather(PagedCopyJob* job) {
   each(job, [](auto& memory, auto& array) { array = memory; });
 }
-KVK_EXPORT void kvk_scatter(PagedJob* job) {
+KVK_EXPORT void kvk_paged_scatter(PagedCopyJob* job) {
   each(job, [](auto& memory, auto& array) { memory = array; });
 }

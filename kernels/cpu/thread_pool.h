@@ -6,11 +6,11 @@
 namespace kvk {
 
 // Counts taken items; the first field of every job.
-inline int64_t take(int64_t* taken) { return __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED); }
+inline int64_t claim_next(int64_t* next_item) { return __atomic_fetch_add(next_item, 1, __ATOMIC_RELAXED); }
 
 // What is read from memory from end to end is asked for so many bytes before it is needed: the CPU itself looks ahead to
 // the end of a page at most. No function: GCC leaves calls of one out that does nothing else.
-#define KVK_FETCH_AHEAD(at) __builtin_prefetch((const char*)(at) + 4096)
+#define KVK_PREFETCH(at) __builtin_prefetch((const char*)(at) + 4096)
 
 // Waits for what other threads do. Looks for about 50 us, then offers its core to others between looks.
 template <class Done> void wait_until(Done done) {

@@ -81,15 +81,15 @@ KVK_INLINE Floats smaller(Floats a, Floats b) {
 }
 
 // A number that the compiler knows.
-template <int N> struct Fixed {
+template <int N> struct Constant {
   static constexpr int count = N;
 };
 
 // The numbers of all lanes, for patterns.
-template <int... I> struct Numbers {};
+template <int... I> struct IndexSequence {};
 template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};
 template <int... I> struct Count<0, I...> {
-  typedef Numbers<I...> type;
+  typedef IndexSequence<I...> type;
 };
 typedef Count<LANES>::type Lanes;
 
@@ -104,7 +104,7 @@ template <int... I> KVK_INLINE Words shuffle(Words a, Words b) {
 
 // ---- sums and maxima of all lanes, in every lane, always in the same order ------------------------------------------
 
-template <int STEP, int... I> KVK_INLINE Floats exchanged(Floats x, Numbers<I...>) {
+template <int STEP, int... I> KVK_INLINE Floats exchanged(Floats x, IndexSequence<I...>) {
   return (Floats)shuffle<(I ^ STEP)...>((Words)x, (Words)x);
 }
 
@@ -123,7 +123,7 @@ template <int STEP = LANES / 2> KVK_INLINE Floats maximum_of(Floats x) {
 // ---- squares of words turned over -----------------------------------------------------------------------------------
 
 template <int STEP, bool HIGH, int... I>
-KVK_INLINE Words mixed(Words a, Words b, Numbers<I...>) {
+KVK_INLINE Words mixed(Words a, Words b, IndexSequence<I...>) {
   return shuffle<(HIGH ? (I & STEP ? LANES + I : I | STEP) : (I & STEP ? LANES + (I ^ STEP) : I))...>(a, b);
 }
 
