@@ -1,37 +1,37 @@
-// FlashAttention-2 (arXiv:2307.08691) over a paged pool: a row's bits do not depend on what is computed with it.
+// Batch-invariant FlashAttention-2 (arXiv:2307.08691) over a paged KV pool.
 //
-// A tile is some rows of a sequence and one key head; the query heads that share the head are packed as rows. It goes
-// through the keys in blocks of 64, counted from the sequence's beginning. A block's keys and values are first laid out
-// so that one instruction works on many keys, or many channels; four rows then share each load. Eight blocks are a
-// piece: a row's maximum and sums begin anew with every piece and are merged in the pieces' order, so that a long
-// sequence may be split over threads and its bits stay.
+// A tile is a run of rows of one sequence and one KV head; the query heads of its group are packed as rows. It
+// processes the keys in blocks of 64, counted from the start of the sequence. The keys and values of a block are first
+// laid out so that one instruction processes many keys or many channels; four rows then share each load. Eight blocks
+// form a piece: the running maximum and sums of a row restart with every piece and are merged in order, so that
+// splitting a long sequence over threads does not change its bits.
 //
-// All arithmetic is per row and in one order. Where the CPU multiplies pairs of bfloat16, probabilities are rounded to
-// bfloat16, as torch's kernel and the CUDA ones do; elsewhere all is float32.
+// All arithmetic is per row and in one order. On CPUs that multiply pairs of bfloat16, probabilities are rounded to
+// bfloat16, as in torch's kernel and in the CUDA kernels; elsewhere everything is float32.
 #include "jobs.h"
-#include "thread_pool.h"
 #include "simd.h"
+#include "thread_pool.h"
 
 using namespace kvk;
 
 namespace {
 
 constexpr int PAGE = 32, KEYS = 64, PIECE = 512, ROWS = 4;
-// Rows times heads of a tile: what they keep of their sums should stay in the L2 cache.
+// Rows times heads of a tile; its partial sums should stay in the L2 cache.
 constexpr int TILE = 256, MAX_QUERY_ROWS = TILE + ROWS;
-// With so few groups of rows, values are widened where they lie each time instead of once for all.
+// Up to this many row groups, values are widened in place for each group instead of once for all.
 constexpr int FEW_GROUPS = 2;
 constexpr int SCORES = KEYS / LANES;
 constexpr float MASKED = -1e30f, LEAST = -1e29f;
 
 int64_t state_floats(int64_t dim) { return dim + 2 * LANES; }
 
-// Queries, a block's keys, values and probabilities, and two states of a tile.
+// Size of a thread's scratch: queries, a block's keys, values and probabilities, and two states of a tile.
 int64_t scratch_floats(int64_t dim) {
   return MAX_QUERY_ROWS * dim + 2 * KEYS * dim + ROWS * KEYS + 2 * MAX_QUERY_ROWS * state_floats(dim);
 }
 
-// Sums of a tile's rows: `dim` of weighted values, then a vector of the weights' sums and one of their maximum.
+// Softmax state of a tile's rows: `dim` weighted values, a vector of the weights' sums and one of their maximum.
 struct State {
   float* first;
   int64_t dim;
@@ -47,7 +47,7 @@ struct State {
     }
   }
 
-  // Adds the sums of a later piece.
+  // Merges the state of a later piece.
   void merge(const State& piece, int64_t rows) const {
     for (int64_t row = 0; row < rows; row++) {
       const Floats added = load<Floats>(piece.weights(row)), kept = load<Floats>(weights(row));
@@ -68,9 +68,9 @@ struct State {
   }
 };
 
-// ---- a block's keys and values in the layouts that products read: a word is a float, or a pair of bfloat16 ----------
+// ---- layouts of a block's keys and values; a word is a float or a pair of bfloat16 ----------------------------------
 
-// `count` words, LANES of them or fewer, and zeros.
+// Loads up to LANES words, zero-padded.
 KVK_INLINE Words words(const int32_t* from, int64_t count) {
   if (count >= LANES) return load<Words>(from);
   Words out = {};
@@ -78,7 +78,7 @@ KVK_INLINE Words words(const int32_t* from, int64_t count) {
   return out;
 }
 
-// A page's keys [PAGE, dim] to columns of [words, KEYS].
+// Transposes a page's keys [PAGE, dim] to columns of [words, KEYS].
 template <class T, bool PAIRED> void load_key_page(float* to, const T* from, int64_t dim) {
   const int64_t size = dim * sizeof(T) / sizeof(int32_t);
   for (int key = 0; key < PAGE; key += LANES)
@@ -98,7 +98,7 @@ template <class T, bool PAIRED> void load_key_page(float* to, const T* from, int
     }
 }
 
-// A page's values [PAGE, dim] as they are in float32, or to [PAGE / 2, dim] pairs.
+// Widens a page's values [PAGE, dim] to float32, or interleaves them to [PAGE / 2, dim] pairs.
 template <class T, bool PAIRED> void load_value_page(float* to, const T* from, int64_t dim) {
   if constexpr (PAIRED) {
     for (int key = 0; key < PAGE; key += 2, from += 2 * dim, to += dim)
@@ -109,7 +109,7 @@ template <class T, bool PAIRED> void load_value_page(float* to, const T* from, i
   }
 }
 
-// What lies in a page behind the keys that anybody sees may be anything, NaN too: 0 times that is not 0.
+// Zeroes a value that no row attends to: the page may hold NaN there, and 0 * NaN is not 0.
 template <bool PAIRED> void zero_value(float* values, int key, int64_t dim) {
   if constexpr (PAIRED) {
     uint16_t* pairs = (uint16_t*)(values + key / 2 * dim) + key % 2;
@@ -121,8 +121,8 @@ template <bool PAIRED> void zero_value(float* values, int key, int64_t dim) {
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-// Adds four rows of words times `weights [depth, width]` to sums for COUNT vectors of columns. Weights are words, or
-// bfloat16 to be widened.
+// Adds the product of four rows of words and `weights [depth, width]` to the sums, for COUNT vectors of columns.
+// Weights are words, or bfloat16 that is widened.
 template <bool PAIRED, int COUNT, class Weight>
 KVK_INLINE void multiply(Floats (&sums)[ROWS][COUNT], const float* const (&lines)[ROWS], const Weight* weights,
                          int64_t depth, int64_t width) {
@@ -145,16 +145,23 @@ template <class T> class Tile {
 
  public:
   Tile(const AttentionJob& job, float* scratch, const AttentionUnit& unit, int64_t head)
-      : job_(job), batch_(*job.batch), unit_(unit), head_(head), dim_(batch_.dim), num_query_rows_(unit.rows * batch_.group_size) {
-    query_ = scratch, keys_ = query_ + MAX_QUERY_ROWS * dim_, values_ = keys_ + KEYS * dim_, weights_ = values_ + KEYS * dim_;
+      : job_(job),
+        batch_(*job.batch),
+        unit_(unit),
+        head_(head),
+        dim_(batch_.dim),
+        num_query_rows_(unit.rows * batch_.group_size) {
+    query_ = scratch, keys_ = query_ + MAX_QUERY_ROWS * dim_;
+    values_ = keys_ + KEYS * dim_, weights_ = values_ + KEYS * dim_;
     total_ = {weights_ + ROWS * KEYS, dim_}, piece_ = {total_.first + MAX_QUERY_ROWS * state_floats(dim_), dim_};
     const int64_t groups = (num_query_rows_ + ROWS - 1) / ROWS;
     const int64_t* positions = batch_.positions + unit.first_row;
     for (int64_t at = 0; at < groups * ROWS; at++) {
-      const int64_t place = at < num_query_rows_ ? at : num_query_rows_ - 1;  // the last one again where there are no four left
+      const int64_t place = at < num_query_rows_ ? at : num_query_rows_ - 1;  // pads the last group
       const int64_t row = place / batch_.group_size, of_kv = place % batch_.group_size;
       const int64_t element = (((unit.first_row + row) * batch_.kv_heads + head) * batch_.group_size + of_kv) * dim_;
-      query_rows_[at] = {prepared((const T*)batch_.query + element, at), (T*)batch_.out + element, (int32_t)positions[row], of_kv};
+      const float* query = prepared((const T*)batch_.query + element, at);
+      query_rows_[at] = {query, (T*)batch_.out + element, (int32_t)positions[row], of_kv};
     }
     groups_ = groups;
     const int64_t oldest = positions[0] + 1 - job.window;
@@ -178,10 +185,10 @@ template <class T> class Tile {
     const float* query;  // words
     T* out;
     int32_t position;
-    int64_t head;  // of those that share the key head
+    int64_t head;  // within the group that shares the KV head
   };
 
-  // A row and head's query as products read it.
+  // Returns the query of one row and head as words.
   const float* prepared(const T* from, int64_t at) {
     if constexpr (PAIRED || sizeof(T) == sizeof(float)) return (const float*)from;
     float* to = query_ + at * dim_;
@@ -189,10 +196,11 @@ template <class T> class Tile {
     return to;
   }
 
-  // One piece of a split tile; whoever ends the last one merges them all.
+  // Computes one piece of a split tile; the thread that finishes the last piece merges all of them.
   void run_piece() {
     const int64_t size = num_query_rows_ * state_floats(dim_);
-    const int64_t rows_before = unit_.partial * batch_.kv_heads * batch_.group_size + head_ * unit_.pieces * num_query_rows_;
+    const int64_t heads = batch_.kv_heads * batch_.group_size;
+    const int64_t rows_before = unit_.partial * heads + head_ * unit_.pieces * num_query_rows_;
     float* first = batch_.partial + rows_before * state_floats(dim_);
     sum(unit_.piece, piece_);
     memcpy(first + unit_.piece * size, piece_.first, size * sizeof(float));
@@ -204,18 +212,18 @@ template <class T> class Tile {
     finish(total_);
   }
 
-  // A piece's sums, begun anew.
+  // Computes the state of one piece.
   void sum(int64_t piece, const State& state) {
     state.clear(groups_ * ROWS);
     each_block(piece * PIECE, (piece + 1) * PIECE, true, [&](int64_t group) { attend(group, state); });
   }
 
-  // The strongest probability that any row gives each key: a second pass, when the sums are known.
+  // Second pass, once the sums are known: the maximum probability over rows of each key.
   void collect_max_probs() {
     each_block(0, last_ + 1, false, [&](int64_t group) { update_max_probs(group); });
   }
 
-  // `work` for every group of rows that sees a key of the blocks between two keys.
+  // Calls `work` for every row group that attends to a key of a block in [from, to).
   template <class Work> void each_block(int64_t from, int64_t to, bool with_values, Work work) {
     const int64_t oldest_block = oldest_ / KEYS * KEYS;
     const T* keys = (const T*)job_.keys + head_ * batch_.kv_head_stride;
@@ -242,7 +250,7 @@ template <class T> class Tile {
     }
   }
 
-  // In units of log 2; hidden keys far below all others.
+  // Computes base-2 logits; masked keys get a large negative value.
   KVK_INLINE void score(int64_t group, Floats (&scores)[ROWS][SCORES]) {
     const QueryRow* place = query_rows_ + group * ROWS;
     const float* const lines[ROWS] = {place[0].query, place[1].query, place[2].query, place[3].query};
@@ -261,7 +269,7 @@ template <class T> class Tile {
       mask(place, scores);
   }
 
-  // cap * tanh(x), where exp2(scaled) is exp(2 x): 1 - 2 / (exp(2 x) + 1). Far out it is 1 to the last bit.
+  // softcap * tanh(x), where exp2(scaled) is exp(2 x): 1 - 2 / (exp(2 x) + 1). Far out it is 1 to the last bit.
   KVK_INLINE Floats apply_softcap(Floats scaled) {
     const Floats near = smaller(splat(60.f), larger(splat(-60.f), scaled));
     return batch_.softcap * (1.f - 2.f / (exp2(near) + 1.f));
@@ -305,17 +313,18 @@ template <class T> class Tile {
     }
   }
 
-  // Adds the block's values, two pages of them, to the sums of four rows.
+  // Adds the block's weighted values (two pages) to the sums of four rows.
   template <class Value>
   KVK_INLINE void add_values(float* sums, const Floats (&shrink)[ROWS], const Value* page, const Value* other) {
     int64_t d = 0;
-    for (; d + PARTS * LANES <= dim_; d += PARTS * LANES) accumulate_values<PARTS>(sums + d, shrink, page + d, other + d);
+    for (; d + PARTS * LANES <= dim_; d += PARTS * LANES)
+      accumulate_values<PARTS>(sums + d, shrink, page + d, other + d);
     if constexpr (PARTS > 2)
       for (; d + 2 * LANES <= dim_; d += 2 * LANES) accumulate_values<2>(sums + d, shrink, page + d, other + d);
     for (; d < dim_; d += LANES) accumulate_values<1>(sums + d, shrink, page + d, other + d);
   }
 
-  // The same for COUNT vectors of channels.
+  // As add_values, for COUNT vectors of channels.
   template <int COUNT, class Value>
   KVK_INLINE void accumulate_values(float* to, const Floats (&shrink)[ROWS], const Value* page, const Value* other) {
     constexpr int DEPTH = KEYS / WORD, HALF = DEPTH / 2;
@@ -346,7 +355,7 @@ template <class T> class Tile {
     }
   }
 
-  // Divides by the weights' sums, whose inverse stays there, and writes the output.
+  // Divides by the weights' sums, stores their inverse and writes the output.
   void finish(const State& state) {
     for (int64_t row = 0; row < num_query_rows_; row++) {
       const Floats inverse = 1.f / sum_of(load<Floats>(state.weights(row)));
@@ -365,8 +374,8 @@ template <class T> class Tile {
   int64_t groups_, oldest_, last_, first_key_;
   float *query_, *keys_, *values_, *weights_;
   State total_, piece_;
-  const T* value_page_[KEYS / PAGE];  // of the block, in the pool
-  bool in_place_;                     // values are read from there
+  const T* value_page_[KEYS / PAGE];  // the block's pages in the pool
+  bool in_place_;                     // values are read from the pool directly
   QueryRow query_rows_[MAX_QUERY_ROWS];
 };
 
@@ -377,7 +386,7 @@ KVK_JOB(attention_batch, AttentionBatch)
 KVK_EXPORT int64_t kvk_attention_scratch(int64_t dim) { return scratch_floats(dim); }
 KVK_EXPORT int64_t kvk_attention_state(int64_t dim) { return state_floats(dim); }
 
-// For every thread of a team.
+// Called by every thread of the team.
 KVK_EXPORT void kvk_attention(AttentionJob* job) {
   const AttentionBatch& batch = *job->batch;
   float* scratch = batch.scratch + claim_next(&job->joined_threads) * scratch_floats(batch.dim);

@@ -1,8 +1,9 @@
-// Products of few rows with a large bfloat16 weight that oneDNN packed, at the speed of memory, with oneDNN's bits: a
-// sum per block of input features, the blocks' sums added up, then the bias.
+// BF16 GEMV for few rows over a weight packed by oneDNN, at memory bandwidth and with oneDNN's bits.
+//
+// One sum per block of input features, then the sum of the blocks, then the bias.
 #include "jobs.h"
-#include "thread_pool.h"
 #include "simd.h"
+#include "thread_pool.h"
 
 using namespace kvk;
 
@@ -10,7 +11,7 @@ namespace {
 
 constexpr int ROWS = 4, OUTPUTS = 64, VECTORS = OUTPUTS / LANES;
 
-// Four rows times 64 outputs, their sums in registers.
+// Multiplies four rows by 64 outputs; the sums stay in registers.
 void multiply(const Bf16GemvJob& job, int64_t strip, int64_t row) {
   const int64_t words = job.inputs / 2, step = job.block / 2;
   const int32_t* weight = job.weight + strip * OUTPUTS * words;
@@ -46,7 +47,7 @@ void multiply(const Bf16GemvJob& job, int64_t strip, int64_t row) {
 
 KVK_JOB(bf16_gemv, Bf16GemvJob)
 
-// For every thread of a team: each has a stretch of the weight, which it reads from end to end.
+// Called by every thread of the team; each streams one contiguous part of the weight.
 KVK_EXPORT void kvk_bf16_gemv(Bf16GemvJob* job) {
   const int64_t strips = job->outputs / OUTPUTS;
   for (int64_t part; (part = claim_next(&job->next_item)) < job->parts;)

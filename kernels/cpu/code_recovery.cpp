@@ -1,18 +1,19 @@
-// Looks for the codes of weights that were quantized and written out as numbers (kvkernels/cpu/code_recovery.py says how).
+// Recovers quantization codes from dequantized weights (algorithm: kvkernels/cpu/code_recovery.py).
 //
-// All arithmetic is float32 with scales and bases rounded to 16 bits, so that every instruction set finds the same.
+// All arithmetic is float32 with scales and bases rounded to 16 bits, so that every instruction set gives the same
+// codes.
 #include "jobs.h"
-#include "thread_pool.h"
 #include "simd.h"
+#include "thread_pool.h"
 
 using namespace kvk;
 
 namespace {
 
-constexpr int GROUP = 32, OUTPUTS = 32;  // as f32_gemm.cpp reads them
-constexpr float SHIFT = 12582912.f;      // 1.5 * 2 ** 23: adding it rounds to an integer, which its lowest bits then hold
+constexpr int GROUP = 32, OUTPUTS = 32;  // the layout of f32_gemm.cpp
+constexpr float SHIFT = 12582912.f;  // 1.5 * 2 ** 23: adding it rounds to an integer, which its lowest bits then hold
 
-// To the nearest half, of two to the even one, and what it is.
+// Conversions from float to half (round to nearest even) and back.
 #if defined(__aarch64__)
 uint16_t half_of(float x) {
   const __fp16 half = (__fp16)x;
@@ -50,7 +51,7 @@ bool none(Words x) {
   return any == 0;
 }
 
-// Writes the codes of a group; false where a number has none. A NaN is equal to nothing.
+// Writes the codes of a group; false if a value has no code. A NaN never has one.
 bool encode_group(const float* x, GroupParameters line, float largest, uint8_t* codes) {
   const float scale = float_of(line.scale), base = float_of(line.base);
   const Floats wide = splat(scale), start = splat(base), divisor = splat(scale == 0.f ? 1.f : scale);
@@ -66,7 +67,8 @@ bool encode_group(const float* x, GroupParameters line, float largest, uint8_t* 
   return none(wrong);
 }
 
-// Writes the codes, scale and base of the first guess that is right for a group; its number, or that of all.
+// Writes the codes, scale and base of the first candidate that matches a group. Returns the candidate's index, or
+// num_candidates if none matches.
 int64_t find(const CodeRecoveryJob& job, const float* x, uint8_t* codes, GroupParameters& line) {
   Floats lows = load<Floats>(x), highs = lows;
   for (int i = LANES; i < GROUP; i += LANES) {
@@ -82,7 +84,7 @@ int64_t find(const CodeRecoveryJob& job, const float* x, uint8_t* codes, GroupPa
   return n;
 }
 
-// The groups of a strip of outputs over the same inputs.
+// Groups of a strip of outputs over the same inputs.
 struct Tile {
   uint8_t codes[OUTPUTS][GROUP];
   uint16_t scales[OUTPUTS], bases[OUTPUTS];
@@ -105,25 +107,26 @@ uint8_t* write(const Tile& tile, int64_t largest, uint8_t* to) {
 
 KVK_JOB(code_recovery, CodeRecoveryJob)
 
-// For one thread, or every thread of a team. Ends early where a group has no codes.
+// Called by one thread, or by every thread of the team. Stops early when a group has no codes.
 KVK_EXPORT void kvk_code_recovery(CodeRecoveryJob* job) {
-  int64_t* const without = job->match_counts + job->num_candidates;
+  int64_t* const num_unmatched = job->match_counts + job->num_candidates;
   const int64_t strips = (job->outputs + OUTPUTS - 1) / OUTPUTS, groups = job->inputs / GROUP;
-  for (int64_t strip; (strip = claim_next(&job->next_item)) < strips && !__atomic_load_n(without, __ATOMIC_RELAXED);) {
+  for (int64_t strip; (strip = claim_next(&job->next_item)) < strips;) {
+    if (__atomic_load_n(num_unmatched, __ATOMIC_RELAXED)) return;
     const int64_t first = strip * OUTPUTS, left = job->outputs - first, count = left < OUTPUTS ? left : OUTPUTS;
     uint8_t* to = job->data + strip * job->strip_bytes;
-    int64_t right[MAX_CANDIDATES + 1] = {};
+    int64_t matches[MAX_CANDIDATES + 1] = {};
     Tile tile = {};
     for (int64_t group = 0; group < groups; group++) {
       for (int64_t o = 0; o < count; o++) {
         GroupParameters line;
-        right[find(*job, job->weight + (first + o) * job->inputs + group * GROUP, tile.codes[o], line)]++;
+        matches[find(*job, job->weight + (first + o) * job->inputs + group * GROUP, tile.codes[o], line)]++;
         tile.scales[o] = line.scale;
         tile.bases[o] = line.base;
       }
       to = write(tile, job->largest, to);
     }
     for (int64_t n = 0; n <= job->num_candidates; n++)
-      if (right[n]) __atomic_fetch_add(&job->match_counts[n], right[n], __ATOMIC_RELAXED);
+      if (matches[n]) __atomic_fetch_add(&job->match_counts[n], matches[n], __ATOMIC_RELAXED);
   }
 }

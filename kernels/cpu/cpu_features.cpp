@@ -1,4 +1,4 @@
-// Which variants of the kernels this CPU can run. Compiled for any CPU of its architecture.
+// CPU feature detection: the kernel variants that this CPU can run. Compiled for the architecture's baseline.
 #include <stdint.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -9,7 +9,7 @@
 namespace {
 
 #if defined(__x86_64__)
-// Registers whose contents the operating system keeps when it changes threads.
+// Register sets that the operating system saves on a context switch.
 uint64_t kept_registers() {
   uint32_t low, high;
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -19,7 +19,7 @@ uint64_t kept_registers() {
 
 }  // namespace
 
-// Bits by kvkernels/cpu/cpu_build.py's order of variants: what can run.
+// Bit mask of runnable variants, in the order of VARIANTS in kvkernels/cpu/cpu_build.py.
 extern "C" __attribute__((visibility("default"))) int64_t kvk_features() {
 #if defined(__x86_64__)
   uint32_t a, b, c, d;
@@ -37,7 +37,7 @@ extern "C" __attribute__((visibility("default"))) int64_t kvk_features() {
   constexpr unsigned long DOT = 1ul << 20;  // HWCAP_ASIMDDP
   return getauxval(AT_HWCAP) & DOT ? 3 : 1;
 #elif defined(__aarch64__) && defined(__APPLE__)
-  return 3;  // every one of Apple's has it
+  return 3;  // every Apple CPU has it
 #elif defined(__aarch64__)
   return 1;
 #else

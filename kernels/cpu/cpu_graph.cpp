@@ -1,9 +1,8 @@
-// Kernels that follow each other, on one team that is started once: between two small ones, threads would wait longer
-// for being started than they work.
+// CpuGraph: a sequence of kernels on one OpenMP team that is started once.
 //
-// A kernel is done when all that have begun it have left it, for a thread leaves when there is nothing more to take. So
-// nobody waits for a thread that has not begun: one that the system runs late, for others want its core, finds its links
-// closed and takes part again further on.
+// Between small kernels, starting the team takes longer than the kernels themselves. A kernel is done when every thread
+// that entered it has left it, since a thread leaves when there is no more work to claim. No thread waits for one that
+// has not entered: a thread that the system schedules late finds its nodes done and joins at a later node.
 #include "jobs.h"
 #include "thread_pool.h"
 
@@ -18,8 +17,8 @@ void run(GraphNode& node) {
   if (__atomic_fetch_add(&node.running_threads, 1, __ATOMIC_ACQ_REL) < 0) return;
   node.run(node.job);
   if (__atomic_sub_fetch(&node.running_threads, 1, __ATOMIC_ACQ_REL) == 0) {
-    int64_t nobody = 0;  // unless somebody has begun meanwhile, who closes it then
-    __atomic_compare_exchange_n(&node.running_threads, &nobody, DONE, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    int64_t expected = 0;  // if another thread has entered meanwhile, it marks the node as done
+    __atomic_compare_exchange_n(&node.running_threads, &expected, DONE, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   }
   wait_until([&] { return __atomic_load_n(&node.running_threads, __ATOMIC_ACQUIRE) < 0; });
 }
@@ -37,7 +36,7 @@ KVK_EXPORT void kvk_cpu_graph_begin(CpuGraphJob* job) {
   }
 }
 
-// For every thread of a team.
+// Called by every thread of the team.
 KVK_EXPORT void kvk_cpu_graph(CpuGraphJob* job) {
   for (int64_t i = 0; i < job->count; i++) run(job->nodes[i]);
 }

@@ -1,10 +1,12 @@
-// Products of any number of float32 rows with dense weights, at the speed of memory for few rows: weights lie at 16 bits
-// where those hold them exactly, or as codes of 4 or 8 bits, and are widened on the way. A sum per block of inputs, each product fused into it, one
-// input after the other; the blocks' sums added up; then the bias. So a row's bits depend neither on other rows, nor on
-// threads, nor on the instruction set.
+// Float32 GEMM over weights stored in 16 bits or as codes of 4 or 8 bits, for any number of rows.
 //
-// In memory, 32 outputs at a time: [outputs / 32, inputs, 32], zeros behind the last output. Codes lie in groups of 32
-// inputs, two inputs of 4 bits to a byte, behind them a scale and a base of each output as halves: a weight is
+// Weights are stored in 16 bits if those are exact, or as codes, and are widened in registers; few rows run at memory
+// bandwidth. Order of operations: one sum per block of inputs with fused multiply-adds, one input after the other; then
+// the sum of the blocks; then the bias. So a row's bits depend neither on other rows, nor on threads, nor on the
+// instruction set.
+//
+// Memory layout, 32 outputs at a time: [outputs / 32, inputs, 32], zero-padded after the last output. Codes come in
+// groups of 32 inputs, two 4-bit inputs per byte, followed by a scale and a base of each output as halves: a weight is
 // code * scale + base, rounded once.
 #include "int8_dot.h"
 #include "jobs.h"
@@ -15,10 +17,10 @@ using namespace kvk;
 namespace {
 
 constexpr int OUTPUTS = 32;
-constexpr int64_t BLOCK = 128;  // inputs: a strip's, widened, and those of a few rows fit into the first cache
-constexpr int64_t TILE = 192;   // rows that a thread takes
-constexpr int64_t FEW = 96;     // rows for which weights come from memory in their order; with more, rows do
-// Of a tile, sums of so many rows and vectors of outputs are in registers.
+constexpr int64_t BLOCK = 128;  // inputs; a widened strip and a few rows of this length fit into the L1 cache
+constexpr int64_t TILE = 192;   // rows per work item
+constexpr int64_t MAX_STREAMED_ROWS = 96;     // up to this many rows, weights are streamed; above, rows are transposed
+// Rows, and vectors of outputs, whose sums fit into registers.
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS = 12, VECTORS = 2;
 #elif defined(__AVX2__)
@@ -29,7 +31,7 @@ constexpr int MAX_ROWS = 6, VECTORS = 4;
 
 int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Rows as they come, each a line; and turned over, MOST_ROWS side by side.
+// Accessors of input rows: row-major, and transposed with MAX_ROWS rows interleaved.
 struct RowMajorRows {
   static constexpr bool FROM_MEMORY = true;
   const float* x;
@@ -44,10 +46,10 @@ struct TransposedRows {
   TransposedRows from(int64_t row) const { return {x + row}; }
 };
 
-// The weights of some neighbouring outputs, a vector each: `work(i, weights)` for one input after the other.
+// Readers of the weights of neighbouring outputs: `work(i, weights)` for each input, VECTORS vectors of outputs.
 template <class W> struct Plain {
-  static constexpr bool WIDENS_FAST = true;  // so that it is done again for further rows, and memory is read meanwhile
-  static constexpr int64_t STRIDE = OUTPUTS * sizeof(W);  // bytes of an input
+  static constexpr bool WIDENS_FAST = true;  // widening is repeated for further rows and overlaps with memory reads
+  static constexpr int64_t STRIDE = OUTPUTS * sizeof(W);  // bytes per input
   const char* at;
   static Plain of(const void* weight, int64_t strip, int64_t inputs, int64_t input) {
     return {(const char*)weight + (strip * inputs + input) * STRIDE};
@@ -104,9 +106,10 @@ template <int BITS> struct Coded {
   }
 };
 
-// One block of inputs: its sums, added to what the blocks before gave. `y` is the first row's first output.
+// Adds the sums of one block of inputs to those of the blocks before. `y` is the first row's first output.
 template <int ROWS, class Rows, class Weights>
-void multiply(const F32GemmJob& job, Rows rows, Weights weights, int64_t inputs, int64_t column, int64_t block, float* y) {
+void multiply(const F32GemmJob& job, Rows rows, Weights weights, int64_t inputs, int64_t column, int64_t block,
+              float* y) {
   Floats sums[ROWS][VECTORS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
@@ -134,10 +137,11 @@ void multiply(const F32GemmJob& job, Rows rows, Weights weights, int64_t inputs,
   }
 }
 
-// A strip's block times rows, as many at a time as registers hold sums of: but rather twice 8 than 12 and 4, for the sums
-// of 4 rows wait for each other.
+// Multiplies a strip's block by rows, as many at a time as registers hold sums of. 8 + 8 rows are faster than 12 + 4,
+// because the few sums of 4 rows are bound by latency.
 template <class Rows, class Weights>
-void multiply_rows(const F32GemmJob& job, Rows rows, int64_t count, Weights weights, int64_t strip, int64_t block, float* y) {
+void multiply_rows(const F32GemmJob& job, Rows rows, int64_t count, Weights weights, int64_t strip, int64_t block,
+                   float* y) {
   const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
   for (int part = 0; part < OUTPUTS; part += VECTORS * LANES) {
     const int64_t column = strip * OUTPUTS + part;
@@ -155,7 +159,7 @@ void multiply_rows(const F32GemmJob& job, Rows rows, int64_t count, Weights weig
   }
 }
 
-// Inputs of up to MOST_ROWS rows, turned over: to [inputs, MOST_ROWS]. Writes LANES numbers behind them at most.
+// Transposes inputs of up to MAX_ROWS rows to [inputs, MAX_ROWS]. Writes up to LANES values past the end.
 void transpose_rows(const float* from, int64_t line, int64_t rows, int64_t inputs, float* to) {
   int64_t i = 0;
   if constexpr (MAX_ROWS <= LANES)
@@ -165,7 +169,7 @@ void transpose_rows(const float* from, int64_t line, int64_t rows, int64_t input
       for (int r = 0; r < LANES; r++) lines[r] = r < rows ? load<Words>(from + r * line + i) : Words{};
       transpose(lines);
 #pragma GCC unroll 16
-      for (int j = 0; j < LANES; j++) store(to + (i + j) * MAX_ROWS, lines[j]);  // the next one's are over its end
+      for (int j = 0; j < LANES; j++) store(to + (i + j) * MAX_ROWS, lines[j]);  // the next store overwrites the excess
     }
   for (; i < inputs; i++)
     for (int64_t r = 0; r < rows; r++) to[i * MAX_ROWS + r] = from[r * line + i];
@@ -178,8 +182,9 @@ template <class Weights> void widen(Weights weights, int64_t inputs, float* wide
     });
 }
 
-// Many rows: what registers meet together lies together, and a weight is widened once.
-template <class Weights> void multiply_many_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
+// Many rows: transposed for sequential access, and each weight is widened once.
+template <class Weights>
+void multiply_many_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
   alignas(64) float transposed[TILE * BLOCK + LANES], wide[BLOCK * OUTPUTS];
   for (int64_t block = 0; block < job.inputs; block += BLOCK) {
     const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
@@ -195,8 +200,9 @@ template <class Weights> void multiply_many_rows(const F32GemmJob& job, int64_t 
   }
 }
 
-// Few rows, as they come.
-template <class Weights> void multiply_few_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
+// Few rows, row-major.
+template <class Weights>
+void multiply_few_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
   alignas(64) float wide[BLOCK * OUTPUTS];
   for (int64_t s = strip; s < last; s++)
     for (int64_t block = 0; block < job.inputs; block += BLOCK) {
@@ -219,7 +225,7 @@ template <class Weights> void run(F32GemmJob& job) {
     const int64_t tile = unit % tiles, part = unit / tiles;
     const int64_t first = tile * TILE, end = smaller_of(first + TILE, job.rows);
     const int64_t strip = strips * part / job.parts, last = strips * (part + 1) / job.parts;
-    if (end - first > FEW) multiply_many_rows<Weights>(job, first, end, strip, last);
+    if (end - first > MAX_STREAMED_ROWS) multiply_many_rows<Weights>(job, first, end, strip, last);
     else multiply_few_rows<Weights>(job, first, end, strip, last);
   }
 }
@@ -228,7 +234,7 @@ template <class Weights> void run(F32GemmJob& job) {
 
 KVK_JOB(f32_gemm, F32GemmJob)
 
-// For every thread of a team.
+// Called by every thread of the team.
 KVK_EXPORT void kvk_f32_gemm(F32GemmJob* job) {
   switch (job->storage) {
     case STORED_BF16: return run<Plain<bf16>>(*job);

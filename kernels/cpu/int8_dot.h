@@ -1,4 +1,4 @@
-// Products of bytes, summed up in integers: exact, so that all instruction sets give the same bits.
+// Exact int8 dot products with integer accumulation: all instruction sets give the same bits.
 #pragma once
 #include "simd.h"
 
@@ -15,17 +15,17 @@ KVK_INLINE Floats widened(const half* from) {
   return (Floats)_mm256_cvtph_ps((__m128i)load<Halves>(from));
 #elif defined(__aarch64__)
   return (Floats)vcvt_f32_f16((float16x4_t)load<Halves>(from));
-#else  // a product moves the exponent, of numbers below the smallest normal half, too
+#else  // multiplication rebases the exponent, also of subnormal halves
   const Words bits = extended(load<Halves>(from));
   return (Floats)((Words)((Floats)((bits & 0x7FFF) << 13) * splat(0x1p112f)) | (bits & 0x8000) << 16);
 #endif
 }
 
-// Inputs that dot_bytes takes at once: as many as sums of products of 4-bit codes fit into 16 bits.
+// Inputs per call of dot_bytes: as many as sums of products of 4-bit codes fit into 16 bits.
 constexpr int STEP = 32, QUADS = STEP / 4;
 
 #if defined(__aarch64__)
-constexpr int BYTE_SHIFT = 128;  // NEON's bytes are signed: codes of 8 bits are multiplied less so much
+constexpr int BYTE_SHIFT = 128;  // NEON's bytes are signed: this is subtracted from 8-bit codes
 #else
 constexpr int BYTE_SHIFT = 0;
 #endif
@@ -38,7 +38,7 @@ KVK_INLINE Words dot_quad(Words codes, const int8_t* x, Words total) {
   struct __attribute__((packed, may_alias)) Quad {
     int32_t bytes;
   };
-  // GCC would load what is repeated by an instruction of its own.
+  // GCC would broadcast with a separate load instruction.
   __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(total) : "v"(codes), "m"(((const Quad*)x)->bytes));
   return total;
 }
@@ -48,7 +48,7 @@ KVK_INLINE Words dot_quad(Words codes, const int8_t* x, Words total) {
   const int8x16_t a = (int8x16_t)codes, b = (int8x16_t)repeated(x);
 #if defined(__ARM_FEATURE_DOTPROD)
   return (Words)vdotq_s32((int32x4_t)total, a, b);
-#else  // two products stay below 2 ** 15
+#else  // the sum of two products stays below 2 ** 15
   const int16x8_t pairs = vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b));
   return (Words)vpadalq_s16((int32x4_t)total, pairs);
 #endif
@@ -69,11 +69,11 @@ KVK_INLINE Words dot_quad(Words codes, const int8_t* x, Words total) {
 }
 #endif
 
-// In every lane, total + the sum over STEP inputs of codes (unsigned, four to a word; of 8 bits less BYTE_SHIFT) times
-// the signed bytes at x.
+// Returns, in every lane, total + the dot product over STEP inputs of codes (unsigned, four per word; 8-bit codes minus
+// BYTE_SHIFT) and the signed bytes at x.
 template <int BITS> KVK_INLINE Words dot_bytes(const Words (&codes)[QUADS], const int8_t* x, Words total) {
 #if defined(KVK_DOT_QUADS)
-  Words other = Words{};  // two chains: one waits for its own results
+  Words other = Words{};  // two accumulators hide the latency
   for (int i = 0; i < QUADS; i += 2) {
     total = dot_quad(codes[i], x + 4 * i, total);
     other = dot_quad(codes[i + 1], x + 4 * i + 4, other);

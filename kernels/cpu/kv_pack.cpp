@@ -1,18 +1,18 @@
-// Between the pool and a chunk's payload: quantize and pack, or dequantize, turn keys and scatter.
+// KV quantization and packing: pool to payload, and payload to pool with a RoPE shift of keys.
 //
 // The payload is specified in protos/kvsidecar/cache/v1/chunk.proto. Keys are quantized per channel over groups of
 // tokens, values per token (KIVI, arXiv:2402.02750). Every float32 operation is rounded on its own, as torch does, so
 // the bytes equal those of the torch reference.
 #include "jobs.h"
-#include "thread_pool.h"
 #include "simd.h"
+#include "thread_pool.h"
 
 using namespace kvk;
 
 namespace {
 
 constexpr int MAX_DIM = 1024;
-constexpr int64_t BLOCK = 64;  // tokens that a thread takes, where no group of keys says otherwise
+constexpr int64_t BLOCK = 64;  // tokens per work item, unless key groups define it
 
 KVK_INLINE Words extended_bytes(const uint8_t* from) {
 #if defined(__AVX512F__)  // as one instruction, which GCC does not find
@@ -23,7 +23,7 @@ KVK_INLINE Words extended_bytes(const uint8_t* from) {
 #endif
 }
 
-// `dim` codes as bytes; those of 4 bits spread into `bytes`.
+// Returns `dim` codes as bytes; 4-bit codes are expanded into `bytes`.
 const uint8_t* codes_of(const uint8_t* from, int64_t dim, bool four, uint8_t* bytes) {
   if (!four) return from;
   for (int64_t i = 0; i < dim / 2; i++) bytes[2 * i] = from[i] & 15, bytes[2 * i + 1] = from[i] >> 4;
@@ -48,7 +48,7 @@ template <class T> class ChunkCopier {
         groups_(chunk.bits == 16 ? 0 : (chunk.chunk_tokens + chunk.group_tokens - 1) / chunk.group_tokens),
         code_bytes_(job.dim * chunk.bits / 8) {}
 
-  // Tokens `first` to before `end` of the chunk: one group of keys, where they are quantized.
+  // Packs tokens [first, end) of the chunk; these are one group of keys if keys are quantized.
   void pack(int64_t first, int64_t end) const {
     if (c_.bits == 16) return each(first, end, [&](int64_t token, int64_t head) {
       memcpy(whole(c_.keys, token, head), key(token, head), dim_ * sizeof(T));
@@ -89,7 +89,7 @@ template <class T> class ChunkCopier {
       for (int64_t head = 0; head < job_.heads; head++) work(token, head);
   }
 
-  // ---- where things are -----------------------------------------------------------------------------------------
+  // ---- addresses ------------------------------------------------------------------------------------------------
 
   T* in_pool(void* pool, int64_t token, int64_t head) const {
     return (T*)pool + layer_ * job_.layer_stride + head * job_.head_stride + c_.slots[token] * dim_;
@@ -97,7 +97,7 @@ template <class T> class ChunkCopier {
   T* key(int64_t token, int64_t head) const { return in_pool(job_.keys, token, head); }
   T* value(int64_t token, int64_t head) const { return in_pool(job_.values, token, head); }
 
-  // Number of a head's vector in a section [layers, tokens, heads, ..].
+  // Index of a head's vector in a section [layers, tokens, heads, ..].
   int64_t at(int64_t tokens, int64_t token, int64_t head) const {
     return (layer_ * tokens + token) * job_.heads + head;
   }
@@ -116,7 +116,7 @@ template <class T> class ChunkCopier {
 
   float top() const { return four_ ? 15.f : 255.f; }
 
-  // `low` and `high` may be of any order; NaN stays.
+  // Widens the range [low, high] by x; NaN propagates.
   static KVK_INLINE void widen_range(Floats& low, Floats& high, Floats x) {
     low = ((x < low) | (x != x)) ? x : low;
     high = ((x > high) | (x != x)) ? x : high;
@@ -125,7 +125,7 @@ template <class T> class ChunkCopier {
   static KVK_INLINE Floats inverse_of(Floats scale) { return scale > 0.f ? 1.f / scale : Floats{}; }
 
   KVK_INLINE void encode(uint8_t* bytes, Floats x, Floats low, Floats inverse, int64_t count) const {
-    constexpr float SHIFT = 12582912.f;  // adding it rounds to an integer, of two to the even one
+    constexpr float SHIFT = 12582912.f;  // adding it rounds to the nearest even integer
     const Floats near = smaller(splat(top()), larger((x - low) * inverse, Floats{}));
     const Words code = __builtin_convertvector((near + SHIFT) - SHIFT, Words);
     for (int i = 0; i < LANES && i < count; i++) bytes[i] = (uint8_t)code[i];
@@ -138,7 +138,7 @@ template <class T> class ChunkCopier {
   }
 
   void pack_keys(int64_t first, int64_t end, int64_t head) const {
-    // The sequence's first tokens are outliers and stored apart: they must not widen the scale of the rest.
+    // Sink tokens are outliers stored unquantized: they must not widen the scale of the other tokens.
     const int64_t behind = first > c_.sink_tokens ? first : c_.sink_tokens, rest = behind < end ? behind : first;
     const int64_t group = of_group(first / c_.group_tokens, head);
     float lows[MAX_DIM], inverses[MAX_DIM];
@@ -185,7 +185,7 @@ template <class T> class ChunkCopier {
 
   // ---- unpacking --------------------------------------------------------------------------------------------------
 
-  // A key of the pool's type, turned where it has to be.
+  // Stores a key of the pool's dtype, with the RoPE shift if there is one.
   void store_key(const T* from, int64_t token, int64_t head) const {
     if (!c_.cosine) {
       memcpy(key(token, head), from, dim_ * sizeof(T));
@@ -239,10 +239,10 @@ template <class T> class ChunkCopier {
   const int64_t code_bytes_;
 };
 
-// `work(chunk, layer, first token, end)` for what this thread takes: layers in order, some tokens of a chunk at a time.
+// Calls `work(chunk, layer, first token, end)` for each claimed block of tokens; layers in order.
 template <class Work> void each_block(KvPackJob* job, bool by_groups, Work work) {
   auto size_of = [&](const Chunk& chunk) { return by_groups && chunk.group_tokens ? chunk.group_tokens : BLOCK; };
-  int64_t blocks = 0;  // of a layer
+  int64_t blocks = 0;  // per layer
   auto blocks_of = [&](const Chunk& chunk) { return (chunk.tokens + size_of(chunk) - 1) / size_of(chunk); };
   for (int64_t i = 0; i < job->count; i++) blocks += blocks_of(job->chunks[i]);
   for (int64_t item; (item = claim_next(&job->next_item)) < blocks * job->layers;) {
@@ -260,7 +260,7 @@ KVK_JOB(kv_pack, KvPackJob)
 KVK_JOB(kv_unpack, KvPackJob)
 KVK_EXPORT int64_t kvk_chunk_bytes() { return sizeof(Chunk); }
 
-// Both for every thread that takes part.
+// Both are called by every participating thread.
 KVK_EXPORT void kvk_kv_pack(KvPackJob* job) {
   each_block(job, true, [&](const Chunk& chunk, int64_t layer, int64_t first, int64_t end) {
     if (job->of_bf16) ChunkCopier<bf16>(*job, chunk, layer).pack(first, end);

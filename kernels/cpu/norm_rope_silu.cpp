@@ -1,19 +1,19 @@
-// The elementwise parts of a decoder layer, fused: norm, rotation with scatter to the pool, gated activation.
+// Fused elementwise kernels of a decoder layer: RMS norm, RoPE with scatter to the KV pool, SiLU gate.
 //
-// All work row by row, in one order whatever else is in the batch, so that results do not depend on the batch. Rounding
-// follows the eager model: to the element's type after the normalization and after the activation, float32 inside.
+// All kernels process one row at a time in a fixed order, so that results do not depend on the batch. Rounding follows
+// the eager model: to the element type after the normalization and after the activation, float32 inside.
 #include "jobs.h"
-#include "thread_pool.h"
 #include "simd.h"
+#include "thread_pool.h"
 
 using namespace kvk;
 
 namespace {
 
-constexpr int BLOCK = 8;       // rows that a thread takes
+constexpr int BLOCK = 8;       // rows per work item
 constexpr int MAX_DIM = 256;  // of a head
 
-// `work` for every row that this thread takes.
+// Calls `work` for every row that this thread claims.
 template <class Job, class Work> void each_row(Job* job, Work work) {
   for (int64_t first; (first = claim_next(&job->next_item) * BLOCK) < job->rows;)
     for (int64_t row = first; row < first + BLOCK && row < job->rows; row++) work(row);
@@ -42,7 +42,7 @@ template <class T> void norm(const RmsNormJob& job, int64_t row) {
   }
 }
 
-// A head's vector in float32, normalized where there is a weight (Qwen3), and rotated: halves, as Llama pairs channels.
+// Applies RoPE in the rotate-half convention (Llama) to one head, after an RMS norm if there is a weight (Qwen3).
 template <class T>
 void rope_head(T* to, const T* from, const float* weight, const float* cosine, const float* sine, const RopeJob& job) {
   const int64_t dim = job.dim, half = dim / 2;
@@ -82,7 +82,7 @@ template <class T> void rotate(const RopeJob& job, int64_t row) {
   }
 }
 
-// e to the power of x for |x| <= 87, by Cephes' polynomial: 2 ulp. NaN stays.
+// exp(x) for |x| <= 87, by Cephes' polynomial: 2 ulp. NaN propagates.
 Floats exponential(Floats x) {
   constexpr float SHIFT = 12582912.f;  // as in exp2
   constexpr float FACTORS[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
@@ -111,7 +111,7 @@ KVK_JOB(rms_norm, RmsNormJob)
 KVK_JOB(rope, RopeJob)
 KVK_JOB(silu_and_mul, SiluJob)
 
-// Each for one thread, or every thread of a team.
+// Each is called by one thread, or by every thread of the team.
 KVK_EXPORT void kvk_rms_norm(RmsNormJob* job) {
   each_row(job, [&](int64_t row) { job->of_bf16 ? norm<bf16>(*job, row) : norm<float>(*job, row); });
 }

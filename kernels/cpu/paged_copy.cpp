@@ -1,7 +1,7 @@
-// Tokens between another engine's paged cache, of any layout, and an array [layers, tokens, heads, channels].
+// Copies tokens between a paged KV cache of any layout and an array [layers, tokens, heads, channels].
 //
-// Where an element lies in its layer is the sum of its block's, its token's, its head's and its channel's offset. Bits
-// are moved as they are.
+// The offset of an element in its layer is the sum of its block's, its token's, its head's and its channel's offset.
+// Bits are copied unchanged.
 #include "jobs.h"
 #include "thread_pool.h"
 
@@ -9,9 +9,9 @@ using namespace kvk;
 
 namespace {
 
-constexpr int64_t BLOCK = 64;  // tokens that a thread takes
+constexpr int64_t BLOCK = 64;  // tokens per work item
 
-// `work(memory, array)` for every pair of elements of one type that this thread takes.
+// Calls `work(memory, array)` for every pair of elements that this thread claims.
 template <class T, class Work> void each_element(PagedCopyJob* job, Work work) {
   const int64_t blocks = (job->tokens + BLOCK - 1) / BLOCK;
   for (int64_t item; (item = claim_next(&job->next_item)) < blocks * job->layers;) {
@@ -44,7 +44,7 @@ template <class Work> void each(PagedCopyJob* job, Work work) {
 KVK_JOB(paged_gather, PagedCopyJob)
 KVK_JOB(paged_scatter, PagedCopyJob)
 
-// Both for every thread that takes part.
+// Both are called by every participating thread.
 KVK_EXPORT void kvk_paged_gather(PagedCopyJob* job) {
   each(job, [](auto& memory, auto& array) { array = memory; });
 }

@@ -1,11 +1,12 @@
-// Products of any number of rows with weights of 4 or 8 bits, at the speed of memory for few rows. Numbers of the rows
-// become signed bytes, block by block; bytes and codes are multiplied in integers, exactly; and what blocks give is
-// added up in float32, always in the same order. So a row's bits depend neither on other rows, nor on threads, nor on
-// the instruction set.
+// GEMM with 4-bit or 8-bit weights and int8 activations (W4A8, W8A8), for any number of rows.
 //
-// A weight is (code - zero) * scale. In memory, 16 outputs at a time: for each group of inputs its codes, then the
-// outputs' scales and zeros as halves. Codes of 8 bits lie [inputs / 4, 16, 4]; those of 4 bits [inputs / 8, 16, 4],
-// the second four inputs in the upper halves of the first four's bytes.
+// Activations are quantized to signed bytes, block by block; bytes and codes are multiplied in integers, exactly; the
+// blocks' sums are accumulated in float32, always in the same order. So a row's bits depend neither on other rows, nor
+// on threads, nor on the instruction set. Few rows run at memory bandwidth.
+//
+// A weight is (code - zero) * scale. Memory layout, 16 outputs at a time: the codes of each group of inputs, then the
+// outputs' scales and zeros as halves. 8-bit codes are [inputs / 4, 16, 4]; 4-bit codes [inputs / 8, 16, 4], with the
+// second four inputs in the upper halves of the first four's bytes.
 #include "int8_dot.h"
 #include "jobs.h"
 #include "thread_pool.h"
@@ -15,9 +16,9 @@ using namespace kvk;
 namespace {
 
 constexpr int OUTPUTS = 16, VECTORS = OUTPUTS / LANES;
-constexpr int64_t TILE = 64;  // rows that are quantized, and multiplied with some strips, in one go
+constexpr int64_t TILE = 64;  // rows that are quantized, and multiplied by some strips, at a time
 #if defined(__AVX512F__)
-constexpr int MAX_ROWS = 8;  // whose sums registers hold
+constexpr int MAX_ROWS = 8;  // rows whose sums fit into registers
 #else
 constexpr int MAX_ROWS = 4;
 #endif
@@ -26,7 +27,7 @@ int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 int64_t block_of(const QuantizedGemmJob& job) { return job.group < QUANTIZED_BLOCK ? job.group : QUANTIZED_BLOCK; }
 
-// ---- rows to bytes --------------------------------------------------------------------------------------------------
+// ---- quantization of activations ------------------------------------------------------------------------------------
 
 KVK_INLINE Words larger(Words a, Words b) { return a > b ? a : b; }
 
@@ -36,15 +37,15 @@ template <int STEP = LANES / 2, int... I> KVK_INLINE Words maximum_of(Words x, I
   else return x;
 }
 
-// A block's bytes, what they are multiples of, and their sum. Infinite or not a number: so is the multiple, and with it
-// all that comes of the row.
+// Quantizes a block: its bytes, their scale, and their sum. An infinity or NaN becomes the scale, and so propagates to
+// all results of the row.
 template <class T> void quantize(const T* x, int64_t block, int8_t* bytes, float* scale, float* sum) {
   typedef int8_t Bytes __attribute__((vector_size(LANES)));
-  Words bits = Words{};  // as integers they are in order, NaN behind infinity
+  Words bits = Words{};  // the bit patterns are ordered as integers, NaN above infinity
   for (int64_t i = 0; i < block; i += LANES) bits = larger(bits, (Words)widened(x + i) & 0x7FFFFFFF);
   const float most = ((Floats)maximum_of(bits, Lanes()))[0];
   const Floats inverse = splat(most == 0 ? 0.0f : 127.0f / most);
-  const Floats magic = splat(0x1.8p23f);  // added, it leaves whole numbers in the lower bits, rounded to the even one
+  const Floats magic = splat(0x1.8p23f);  // adding it leaves integers, rounded to nearest even, in the low bits
   Words total = Words{};
   for (int64_t i = 0; i < block; i += LANES) {
     const Words whole = (Words)(widened(x + i) * inverse + magic) - (Words)magic;
@@ -64,9 +65,9 @@ template <class T> void quantize_tile(const QuantizedGemmJob& job, int64_t tile)
     }
 }
 
-// ---- bytes times codes ----------------------------------------------------------------------------------------------
+// ---- integer products -----------------------------------------------------------------------------------------------
 
-// STEP inputs' codes of a vector of outputs; `from` is where the strip's first output has its own.
+// Loads the codes of STEP inputs for a vector of outputs; `from` points to those of the strip's first output.
 template <int BITS> KVK_INLINE void read(const uint8_t* from, Words (&codes)[QUADS]) {
   constexpr int LINE = OUTPUTS * 4;
   if constexpr (BITS == 4)
@@ -117,7 +118,7 @@ template <int BITS, int ROWS, class T> void multiply(const QuantizedGemmJob& job
   }
 }
 
-// What zeros give: the bias.
+// Writes the result of an all-zero row: the bias.
 template <class T> void fill(const QuantizedGemmJob& job, int64_t strip, int64_t row) {
   for (int n = 0; n < VECTORS; n++) {
     const int64_t column = strip * OUTPUTS + n * LANES;
@@ -137,7 +138,7 @@ void multiply_tile(const QuantizedGemmJob& job, int64_t strip, int64_t row, int6
 
 // ---- threads --------------------------------------------------------------------------------------------------------
 
-// Rows up to the last that is not all zeros: what fills a batch up costs nothing.
+// Number of rows up to the last nonzero one, so that padding rows cost nothing.
 int64_t live_rows(const QuantizedGemmJob& job) {
   const int64_t blocks = job.inputs / block_of(job);
   int64_t numbers = job.rows * blocks;
@@ -151,7 +152,7 @@ template <class T> void run(QuantizedGemmJob& job) {
     quantize_tile<T>(job, tile);
     __atomic_fetch_add(&job.quantized_tiles, 1, __ATOMIC_RELEASE);
   }
-  // Whoever took a tile is at it.
+  // Every claimed tile is being quantized by the thread that claimed it.
   wait_until([&] { return __atomic_load_n(&job.quantized_tiles, __ATOMIC_ACQUIRE) >= tiles; });
   const int64_t live = live_rows(job);
   for (int64_t unit; (unit = claim_next(&job.next_item)) < tiles * job.parts;) {
@@ -168,5 +169,5 @@ template <class T> void run(QuantizedGemmJob& job) {
 
 KVK_JOB(quantized_gemm, QuantizedGemmJob)
 
-// For every thread of a team.
+// Called by every thread of the team.
 KVK_EXPORT void kvk_quantized_gemm(QuantizedGemmJob* job) { job->of_bf16 ? run<bf16>(*job) : run<float>(*job); }

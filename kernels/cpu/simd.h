@@ -1,8 +1,7 @@
-// Vectors as wide as the instruction set has them that a variant is compiled for, and the few operations that
-// compilers' vector extensions do not name: fused products, maxima, products of pairs of bfloat16.
+// SIMD vectors as wide as the variant's instruction set, and operations missing from the compilers' vector extensions.
 //
-// All variants are compiled with -ffp-contract=off: what is fused is written here, so that a sum has the same bits
-// wherever it is inlined.
+// These are fused multiply-adds, maxima and dot products of bfloat16 pairs. All variants are compiled with
+// -ffp-contract=off: fused operations are explicit, so that a sum has the same bits wherever it is inlined.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -18,7 +17,7 @@
 namespace kvk {
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, PARTS = 4;  // PARTS: vectors of sums that registers hold for each of four rows
+constexpr int LANES = 16, PARTS = 4;  // PARTS: vectors of sums per row that fit into registers, for four rows
 #elif defined(__AVX2__)
 constexpr int LANES = 8, PARTS = 2;
 #else
@@ -34,7 +33,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-// What of a sequence of vectors a pointer of any type and alignment points to.
+// Loads a vector from a pointer of any type and alignment.
 template <class V> KVK_INLINE V load(const void* from) {
   V out;
   memcpy(&out, from, sizeof(V));
@@ -59,7 +58,7 @@ KVK_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Of two numbers the larger, or smaller; a NaN in `b` stays one.
+// Lane-wise maximum and minimum; a NaN in `b` propagates.
 KVK_INLINE Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -80,12 +79,12 @@ KVK_INLINE Floats smaller(Floats a, Floats b) {
 #endif
 }
 
-// A number that the compiler knows.
+// Compile-time integer.
 template <int N> struct Constant {
   static constexpr int count = N;
 };
 
-// The numbers of all lanes, for patterns.
+// Lane indices, for shuffle patterns.
 template <int... I> struct IndexSequence {};
 template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};
 template <int... I> struct Count<0, I...> {
@@ -93,7 +92,7 @@ template <int... I> struct Count<0, I...> {
 };
 typedef Count<LANES>::type Lanes;
 
-// Lanes of two vectors by number, those of `b` behind those of `a`.
+// Shuffles the lanes of two vectors; lanes of `b` follow those of `a`.
 template <int... I> KVK_INLINE Words shuffle(Words a, Words b) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, I...);
@@ -120,7 +119,7 @@ template <int STEP = LANES / 2> KVK_INLINE Floats maximum_of(Floats x) {
   else return x;
 }
 
-// ---- squares of words turned over -----------------------------------------------------------------------------------
+// ---- transposition --------------------------------------------------------------------------------------------------
 
 template <int STEP, bool HIGH, int... I>
 KVK_INLINE Words mixed(Words a, Words b, IndexSequence<I...>) {
@@ -137,10 +136,10 @@ template <int STEP = 1> KVK_INLINE void transpose(Words (&lines)[LANES]) {
   if constexpr (2 * STEP < LANES) transpose<2 * STEP>(lines);
 }
 
-// ---- bfloat16: two in a word, the first in its lower half -----------------------------------------------------------
+// ---- bfloat16: two per word, the first in the lower half ------------------------------------------------------------
 
 #if defined(__AVX512BF16__) || defined(KVK_EMULATE_PAIRS)
-constexpr bool PAIRS = true;  // products of pairs are as fast as those of floats
+constexpr bool PAIRS = true;  // products of bfloat16 pairs are as fast as those of floats
 #else
 constexpr bool PAIRS = false;
 #endif
@@ -158,7 +157,7 @@ KVK_INLINE Floats dot(Words a, Words b, Floats total) {
 }
 
 KVK_INLINE Words extended(Halves x) {
-#if defined(__AVX512F__)  // as one instruction, which GCC does not find
+#if defined(__AVX512F__)  // a single instruction that GCC does not generate
   return (Words)_mm512_cvtepu16_epi32((__m256i)x);
 #else
   return __builtin_convertvector(x, Words);
@@ -176,7 +175,7 @@ KVK_INLINE Words extended(Bytes x) {
 KVK_INLINE Floats widened(const bf16* from) { return lower(extended(load<Halves>(from))); }
 KVK_INLINE Floats widened(const float* from) { return load<Floats>(from); }
 
-// The lower half of every word.
+// Truncates every word to its lower half.
 KVK_INLINE Halves shortened(Words x) {
 #if defined(__AVX512F__)
   return (Halves)_mm512_cvtepi32_epi16((__m512i)x);
@@ -185,7 +184,7 @@ KVK_INLINE Halves shortened(Words x) {
 #endif
 }
 
-// To the nearest bfloat16, of two to the even one: its bits in the upper half, anything in the lower one.
+// Rounds to the nearest even bfloat16: its bits are in the upper half, the lower half is undefined.
 KVK_INLINE Words rounded(Floats x) {
   const Words bits = (Words)x;
   return x == x ? bits + 0x7FFF + (bits >> 16 & 1) : bits | 0x400000;
@@ -194,7 +193,7 @@ KVK_INLINE Words rounded(Floats x) {
 KVK_INLINE void narrow(bf16* to, Floats x) { store(to, shortened(rounded(x) >> 16)); }
 KVK_INLINE void narrow(float* to, Floats x) { store(to, x); }
 
-// The same by the CPU's own instruction, which takes what is below 2 ** -126 for 0.
+// As narrow(), by the CPU's conversion instruction, which flushes subnormals (below 2 ** -126) to 0.
 template <class T> KVK_INLINE void narrow_coarsely(T* to, Floats x) {
 #if defined(__AVX512BF16__)
   if constexpr (sizeof(T) == sizeof(bf16)) return store(to, _mm512_cvtneps_pbh((__m512)x));
@@ -202,10 +201,10 @@ template <class T> KVK_INLINE void narrow_coarsely(T* to, Floats x) {
   narrow(to, x);
 }
 
-// As precise as T is.
+// Rounds to the precision of T.
 template <class T> KVK_INLINE Floats as_precise(Floats x) { return sizeof(T) == sizeof(bf16) ? upper(rounded(x)) : x; }
 
-// ---- ends of rows: of `count` elements at most LANES -----------------------------------------------------------------
+// ---- ends of rows: up to LANES of `count` elements ------------------------------------------------------------------
 
 template <class T> KVK_INLINE Floats widened(const T* from, int64_t count) {
   if (count >= LANES) return widened(from);
@@ -214,13 +213,13 @@ template <class T> KVK_INLINE Floats widened(const T* from, int64_t count) {
   return widened(elements);
 }
 
-// `work(first, count)` for vectors of `length` elements, the last of which may be shorter.
+// Calls `work(first, count)` for each vector of `length` elements; the last may be shorter.
 template <class Work> KVK_INLINE void each_vector(int64_t length, Work work) {
   int64_t first = 0;
   for (; first + LANES <= length; first += LANES) work(first, (int64_t)LANES);
   if (first < length) work(first, length - first);
 }
-// Inlined twice, so that whole vectors ask for nothing.
+// Inlined twice, so that full vectors need no check.
 #define KVK_EACH [&](int64_t d, int64_t n) __attribute__((always_inline))
 
 template <class T> KVK_INLINE void narrow(T* to, Floats x, int64_t count) {
@@ -232,7 +231,7 @@ template <class T> KVK_INLINE void narrow(T* to, Floats x, int64_t count) {
 
 // ---- 2 to the power of x <= 0 ---------------------------------------------------------------------------------------
 
-// Cephes' exp2f: 2 ulp. Below -127 it is 0; NaN stays.
+// Cephes' exp2f: 2 ulp. 0 below -127; NaN propagates.
 KVK_INLINE Floats exp2(Floats x) {
   constexpr float SHIFT = 12582912.f;  // 1.5 * 2 ** 23: adding it rounds to an integer, which its lowest bits then hold
   x = larger(splat(-127.f), x);

@@ -1,21 +1,21 @@
-// How the threads of a team share work: each takes the next item until none is left.
+// Work sharing between threads: each claims the next item until none is left.
 #pragma once
 #include <sched.h>
 #include <stdint.h>
 
 namespace kvk {
 
-// Counts taken items; the first field of every job.
+// Claims the next item; the counter is the first field of every job.
 inline int64_t claim_next(int64_t* next_item) { return __atomic_fetch_add(next_item, 1, __ATOMIC_RELAXED); }
 
-// What is read from memory from end to end is asked for so many bytes before it is needed: the CPU itself looks ahead to
-// the end of a page at most. No function: GCC leaves calls of one out that does nothing else.
+// Prefetches 4 KiB ahead of a sequential read: the hardware prefetcher stops at the end of a page. A macro, because GCC
+// removes calls of a function that does nothing else.
 #define KVK_PREFETCH(at) __builtin_prefetch((const char*)(at) + 4096)
 
-// Waits for what other threads do. Looks for about 50 us, then offers its core to others between looks.
+// Waits for other threads: spins for about 50 us, then yields the core between checks.
 template <class Done> void wait_until(Done done) {
-  for (int looks = 0; !done(); looks++) {
-    if (looks >= 2000) sched_yield();
+  for (int spins = 0; !done(); spins++) {
+    if (spins >= 2000) sched_yield();
 #if defined(__x86_64__)
     else __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -26,6 +26,6 @@ template <class Done> void wait_until(Done done) {
 
 }  // namespace kvk
 
-// Lets Python see whether it describes a job as C++ does.
+// Exports the size of a job, which Python compares with its own definition.
 #define KVK_JOB(name, job) \
   extern "C" __attribute__((visibility("default"))) int64_t kvk_##name##_bytes() { return sizeof(job); }

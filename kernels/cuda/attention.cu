@@ -1,9 +1,10 @@
-// FlashAttention-2 (arXiv:2307.08691) for rows over a cache.
+// FlashAttention-2 (arXiv:2307.08691) over the paged KV pool or quantized chunks.
 //
-// A thread block takes 64 rows of one sequence and one key-value head: the query heads that share it are packed as rows, so
-// each key is read once for all of them. Rows have positions, so prefill, append, decode and scattered repair are one mask:
-// a row sees keys up to its own position. Keys can be split over blocks (flash decoding); the parts are combined by their
-// log-sum-exp, and so are parts from different sources, chunks in the arena and tokens in the pool.
+// A thread block processes 64 rows of one sequence and one KV head: the query heads of its group are packed as rows, so
+// each key is read once for all of them. Rows have positions, so prefill, append, decode and selective recompute share
+// one causal mask: a row attends to keys up to its own position. Keys can be split over blocks (flash decoding); the
+// parts are merged by their log-sum-exp, and so are parts from different sources, chunks in the arena and tokens in the
+// pool.
 #include "attention_params.h"
 #include "kv_source.cuh"
 #include "softmax.cuh"
@@ -31,7 +32,7 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
     return p.positions ? p.positions[first_row + row] : end - rows + row;
   };
 
-  // Keys that any row of the block sees, and of them this split's share, in whole tiles.
+  // Keys visible to any row of the block, and this split's share of them, in whole tiles.
   const int bottom = min(top + Shape::ROWS, packed) - 1;
   const int lowest = position(top), highest = position(bottom);
   const int seen_from = p.sliding_window ? max(0, lowest - p.sliding_window + 1) / KEYS : 0;
@@ -58,7 +59,7 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
   if constexpr (Shape::QUERY_IN_REGISTERS) {
     KVK_UNROLL for (int d = 0; d < D / 16; d++)
       load_matrices(query_in_registers[d], query_tile + (warp_top + a_row) * STRIDE + 16 * d + a_column);
-    sync_block();  // keys come where the query was
+    sync_block();  // keys overwrite the query
   }
 
   const int m_of[2] = {top + warp_top + g, top + warp_top + g + 8};
@@ -76,7 +77,7 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
   for (int tile = tile_from; tile < tile_to; tile++) {
     const int first = tile * KEYS;
     copies_wait<0>();
-    sync_block();  // the keys are here, and nobody reads the last values any more
+    sync_block();  // keys have arrived, and all warps are done with the previous values
     source.values(value_tile, first);
     copies_commit();
 
@@ -94,7 +95,8 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
     }
 
     constexpr float LOG2E = 1.44269504089f;
-    const bool all_visible = first + KEYS <= min(end, lowest + 1) && (!p.sliding_window || first > highest - p.sliding_window);
+    const bool all_in_window = !p.sliding_window || first > highest - p.sliding_window;
+    const bool all_visible = first + KEYS <= min(end, lowest + 1) && all_in_window;
     KVK_UNROLL for (int j = 0; j < KEYS / 16; j++)
       KVK_UNROLL for (int n = 0; n < 2; n++)
         KVK_UNROLL for (int e = 0; e < 4; e++) {
@@ -107,7 +109,7 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
     softmax.template weigh<KEYS>(scores);
 
     copies_wait<0>();
-    sync_block();  // the values are here, and nobody reads the keys any more
+    sync_block();  // values have arrived, and all warps are done with the keys
     if (tile + 1 < tile_to) source.keys(key_tile, first + KEYS);
     copies_commit();
     KVK_UNROLL for (int j = 0; j < KEYS / 16; j++) {
@@ -171,7 +173,7 @@ template <class T> KVK_DEVICE void combine(const CombineParams& p) {
 KVK_KERNEL(combine_f16, 128, CombineParams, combine<f16>)
 KVK_KERNEL(combine_bf16, 128, CombineParams, combine<bf16>)
 ATTENTION(f16, 64)
-#ifndef KVK_FEWEST  // one variant is enough to see whether a test sees a bug
+#ifndef KVK_FEWEST  // one variant is enough to check that a test detects a bug
 ATTENTION(f16, 96)
 ATTENTION(f16, 128)
 ATTENTION(f16, 256)

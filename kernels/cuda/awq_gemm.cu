@@ -1,16 +1,16 @@
-// Products with 4-bit weights (W4A16) for 1 to 16 rows, on tensor cores; and the weights in full for more rows.
+// W4A16 GEMM with AWQ weights for 1 to 16 rows on tensor cores, and dequantization of the weights for more rows.
 //
-// Weights are repacked once (kvkernels/cuda/awq_gemm.py) so that a warp loads the fragments of 16 x 64 weights as 16 bytes per
-// lane: word w of lane (g, t) holds, for n-tiles 2w and 2w+1 of 8 columns, rows 2t, 2t+1 and 2t+8, 2t+9 of column g. A
-// pair of rows lies 16 bits apart, so that one mask takes both, and an exponent put in front makes numbers of them
-// ("Who says elephants can't run", arXiv:2211.10017).
+// Weights are repacked once (kvkernels/cuda/awq_gemm.py) so that a warp loads the fragments of 16 x 64 weights as 16
+// bytes per lane: word w of lane (g, t) holds, for n-tiles 2w and 2w+1 of 8 columns, rows 2t, 2t+1 and 2t+8, 2t+9 of
+// column g. A pair of rows is 16 bits apart, so that one mask extracts both, and a prepended exponent turns them into
+// floats ("Who says elephants can't run", arXiv:2211.10017).
 #include "tensor_core.cuh"
 
 struct AwqParams {
   const void* input;    // [rows, in], at most 16 rows
   const uint32_t* weights;  // [in / 16, out / 64, 32 lanes, 4]
   const void* scales;   // [in / group, out]
-  const void* zeros;    // [in / group, out], as numbers
+  const void* zeros;    // [in / group, out], as floats
   void* output;         // [rows, out]; of awq_dequantize [out, in]
   float* parts;         // [splits, rows, out] when splits > 1
   int rows, in, out, group, splits, reserved;
@@ -18,7 +18,7 @@ struct AwqParams {
 
 namespace {
 
-// 2^10 + q in f16 and 2^7 + q in bf16 are q behind these bits.
+// q in the low mantissa bits below these bits is 2^10 + q in f16 and 2^7 + q in bf16.
 template <class T> struct Number;
 template <> struct Number<f16> {
   static constexpr uint32_t BITS = 0x64006400;
@@ -29,7 +29,7 @@ template <> struct Number<bf16> {
   static constexpr float OFFSET = 128;
 };
 
-// Scale and offset zero of this lane's eight columns, twice in a word each.
+// Scale and offset zero point of this lane's eight columns, each duplicated in a word.
 template <class T> struct Columns {
   uint32_t scale[8], zero[8];
   KVK_DEVICE void load(const AwqParams& p, int group, int first_column) {
@@ -48,7 +48,7 @@ template <class T> struct Columns {
   }
 };
 
-// A block has 64 columns and a share of the input channels, whose 16-row tiles its four warps take in turn.
+// A block computes 64 columns over a share of the input channels; its four warps alternate over the 16-row tiles.
 template <class T> KVK_DEVICE void awq_gemm(const AwqParams& p) {
   if constexpr (!tensor_cores_take<T>()) return;
   KVK_SHARED(shared);
@@ -98,7 +98,7 @@ template <class T> KVK_DEVICE void awq_sum(const AwqParams& p) {
   ((T*)p.output)[at] = from_float<T>(x);
 }
 
-// All weights as [out, in], for a vendor's product with many rows: one warp per 16 x 64 of them.
+// Dequantizes all weights to [out, in], for a vendor's GEMM with many rows: one warp per 16 x 64 weights.
 template <class T> KVK_DEVICE void awq_dequantize(const AwqParams& p) {
   const int g = lane_index() / 4, t = lane_index() % 4, tile = blockIdx.y * 4 + warp_index();
   if (tile >= p.in / 16) return;

@@ -1,8 +1,8 @@
-// Between the pool and a chunk's payload: quantize and pack, or dequantize, rotate and scatter.
+// KV quantization and packing: pool to payload, and payload to pool with a RoPE shift of keys.
 //
-// The payload is specified in protos/kvsidecar/cache/v1/chunk.proto. Keys are quantized per channel over groups of tokens,
-// values per token (KIVI, arXiv:2402.02750). Every float32 operation is rounded on its own, as torch does, so the bytes
-// equal those of the torch reference.
+// The payload is specified in protos/kvsidecar/cache/v1/chunk.proto. Keys are quantized per channel over groups of
+// tokens, values per token (KIVI, arXiv:2402.02750). Every float32 operation is rounded on its own, as torch does, so
+// the bytes equal those of the torch reference.
 #include "platform.cuh"
 
 struct KvPackParams {
@@ -10,16 +10,16 @@ struct KvPackParams {
   void* pool_values;
   const int64_t* slots;  // [tokens], of the pool
   uint8_t* payload;
-  int64_t keys, values, key_scale, key_zero, value_scale, value_zero, sink_keys, sink_values;  // offsets in bytes
+  int64_t keys, values, key_scale, key_zero, value_scale, value_zero, sink_keys, sink_values;  // byte offsets
   int64_t layer_stride, head_stride;                                                           // of the pool, in elements
-  const float* cosine;  // [half] of the angles by which keys are turned further; null: not at all
+  const float* cosine;  // [half] of the RoPE shift of keys; null: no shift
   const float* sine;
   int first_layer;
   int chunk_tokens;  // of the whole chunk
-  int tokens;        // of them, to be moved
+  int tokens;        // of them, to copy
   int heads, dim;
   int group_tokens, sink_tokens;
-  int half;  // of the rotary channels: channel i < half turns with channel i + half
+  int half;  // half of the rotary channels: channel i < half pairs with channel i + half
 };
 
 namespace {
@@ -46,7 +46,7 @@ template <class T, int BITS> KVK_DEVICE void pack_keys(const KvPackParams& p) {
   const int start = group * p.group_tokens, stop = min(start + p.group_tokens, p.chunk_tokens);
   const bool mine = channel < p.dim;
   auto key = [&](int token) { return mine ? to_float(in_pool<T>(p.pool_keys, p, layer, head, token)[channel]) : 0.f; };
-  // The sequence's first tokens are outliers and stored apart: they must not widen the scale of the rest.
+  // Sink tokens are outliers stored unquantized: they must not widen the scale of the other tokens.
   const int rest = max(start, p.sink_tokens) < stop ? max(start, p.sink_tokens) : start;
   float low = key(rest), high = low;
   for (int token = rest + 1; token < stop; token++) {
@@ -74,7 +74,7 @@ template <class T, int BITS> KVK_DEVICE void pack_keys(const KvPackParams& p) {
   }
 }
 
-// One warp per token and head; a lane has neighbouring channels, which share a byte at 4 bits.
+// One warp per token and head; a lane has adjacent channels, which share a byte at 4 bits.
 template <class T, int BITS> KVK_DEVICE void pack_values(const KvPackParams& p) {
   constexpr int PAIRS = 4;  // up to 256 channels
   const int at = blockIdx.x * 4 + warp_index(), token = at / p.heads, head = at % p.heads;
@@ -122,7 +122,7 @@ template <class T> KVK_DEVICE void pack_whole(const KvPackParams& p) {
   }
 }
 
-// Four neighbouring channels of a token, as floats.
+// Loads four adjacent channels of a token as floats.
 template <class T, int BITS>
 KVK_DEVICE void four(float (&out)[4], const uint8_t* section, int64_t element) {
   if constexpr (BITS == 16) {
@@ -142,15 +142,15 @@ template <class T> KVK_DEVICE void store_four(T* to, const float (&x)[4]) {
   ((uint32_t*)to)[1] = pack<T>(x[2], x[3]);
 }
 
-// Every thread has two times four channels that turn together, of one token; a block has several tokens.
+// Each thread has two groups of four channels that rotate together, of one token; a block has several tokens.
 template <class T, int BITS> KVK_DEVICE void unpack(const KvPackParams& p) {
   const int units = p.dim / 8, per_block = 128 / units, unit = threadIdx.x % units;
   const int token = blockIdx.x * per_block + threadIdx.x / units;
   const int head = blockIdx.y, layer = p.first_layer + blockIdx.z;
   if ((int)threadIdx.x >= units * per_block || token >= p.tokens) return;
-  const bool turns = p.cosine && unit < p.half / 4;
-  const int turning = p.cosine ? p.half / 4 : 0;
-  const int a = turns ? 4 * unit : 2 * 4 * turning + 8 * (unit - turning), b = turns ? a + p.half : a + 4;
+  const bool rotates = p.cosine && unit < p.half / 4;
+  const int rotated_units = p.cosine ? p.half / 4 : 0;
+  const int a = rotates ? 4 * unit : 2 * 4 * rotated_units + 8 * (unit - rotated_units), b = rotates ? a + p.half : a + 4;
 
   const int64_t at = in_section(layer, p.chunk_tokens, token, p.heads, head, p.dim);
   float key_a[4], key_b[4], value_a[4], value_b[4];
@@ -177,7 +177,7 @@ template <class T, int BITS> KVK_DEVICE void unpack(const KvPackParams& p) {
     four<T, 16>(key_a, p.payload + p.sink_keys, sink + a), four<T, 16>(key_b, p.payload + p.sink_keys, sink + b);
     four<T, 16>(value_a, p.payload + p.sink_values, sink + a), four<T, 16>(value_b, p.payload + p.sink_values, sink + b);
   }
-  if (turns)
+  if (rotates)
     for (int e = 0; e < 4; e++) {
       const float c = p.cosine[4 * unit + e], s = p.sine[4 * unit + e], x = key_a[e], y = key_b[e];
       key_a[e] = sub(mul(x, c), mul(y, s));

@@ -1,7 +1,8 @@
-// Where keys and values come from: the worker's pool, or quantized chunks as they lie in the arena.
+// KV sources of attention: the worker's paged pool, or quantized chunks in the arena.
 //
-// A source writes tiles of `Tile::KEYS` keys, [key][dim] with padded rows, into shared memory; keys behind the end are zero.
-// Pool tiles arrive asynchronously, so the caller commits and waits; chunk tiles are written by the time of the next barrier.
+// A source writes tiles of `Tile::KEYS` keys, [key][dim] with padded rows, into shared memory; keys past the end are
+// zero. Pool tiles are copied asynchronously, so the caller commits and waits; chunk tiles are complete at the next
+// barrier.
 #pragma once
 #include "async_copy.cuh"
 #include "attention_params.h"
@@ -13,7 +14,7 @@ template <int D> struct Tile {
   static constexpr int KEYS = D > 128 ? 32 : 64;
   static constexpr int STRIDE = D + 8;
   static constexpr int VECTORS = D / 8;  // of 16 bytes in a row
-  // Up to 128 channels the query lives in registers and its rows are staged where keys come later.
+  // Up to 128 channels the query stays in registers; its rows are staged in the memory of the key tile.
   static constexpr bool QUERY_IN_REGISTERS = D <= 128;
 };
 
@@ -49,7 +50,7 @@ template <class T, int D> class PagedKV {
   int first_, shift_, end_;
 };
 
-// Eight codes as floats.
+// Loads eight codes as floats.
 template <int BITS> KVK_DEVICE void eight_codes(float (&out)[8], const uint8_t* from) {
   if (BITS == 8) {
     union { unsigned long long word; uint8_t part[8]; } codes;
@@ -104,7 +105,7 @@ template <class T, int D, int BITS> class ChunkedKV {
   }
 
  private:
-  // This thread's share of a tile: zeros behind the end, `sinks` copied, all other vectors of eight by `dequantize`.
+  // Writes this thread's share of a tile: zeros past the end, copies of `sinks`, `dequantize` for all other vectors.
   template <class Dequantize>
   KVK_DEVICE void each(T* tile, int first, int64_t QuantizedChunk::*sinks, Dequantize dequantize) const {
     using Shape = Tile<D>;
@@ -120,7 +121,7 @@ template <class T, int D, int BITS> class ChunkedKV {
       else dequantize(to, chunk, token, vector);
     }
   }
-  KVK_DEVICE int holding(int key) const {  // the chunk that holds a key, by bisection
+  KVK_DEVICE int holding(int key) const {  // binary search for the chunk that holds a key
     int low = 0, high = count_ - 1;
     while (low < high) {
       const int middle = (low + high + 1) / 2;

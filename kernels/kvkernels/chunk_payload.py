@@ -28,7 +28,7 @@ Payload = memoryview | DeviceBytes
 class ChunkPlacement:
     """First ``len(slots)`` tokens of a chunk and their int64 ``slots`` in the pool (on the CPU).
 
-    ``rotation`` holds the cosines and sines ``[rotary_dim / 2]`` (float32) of a RoPE shift. It is applied to the keys in
+    ``rotation`` holds cosines and sines ``[rotary_dim / 2]`` (float32) of a RoPE shift. It is applied to the keys in
     float32, before they are rounded to the pool's dtype, in the rotate-half convention: channel i pairs with channel
     ``i + rotary_dim / 2``.
     """

@@ -117,8 +117,10 @@ def unpack_chunk(
     rotation: tuple[Array, Array] | None = None,
     layers: range | None = None,
 ) -> None:
-    """Writes one ``Piece`` into the pool, dequantizing: the inverse of ``pack_chunk``. ``layers`` limits the work to
-    some layers. Returns when the pool holds them."""
+    """Dequantize one chunk into the pool: the inverse of ``pack_chunk``.
+
+    ``layers`` restricts the work to some layers. Returns when the pool holds them.
+    """
     chosen = range(header.layers) if layers is None else layers
     for _ in unpack_chunks(keys, values, [ChunkPlacement(header, payload, slots, rotation)], [chosen]):
         pass

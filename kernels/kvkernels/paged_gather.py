@@ -47,8 +47,8 @@ def gather(paged: PagedMemory, slots: Integers, out: Tensor | NDArray[Any]) -> N
     """Copy tokens to ``out [layers, tokens, heads, channels]``, which may have any strides.
 
     ``out`` is a tensor of the cache's dtype on its device, or, for a cache in host memory, an array of elements of that
-    size. ``slots [tokens]`` number the cache's tokens across its blocks; negative slots are skipped. On CUDA enqueues on
-    the current stream.
+    size. ``slots [tokens]`` number the cache's tokens across its blocks; negative slots are skipped. On CUDA enqueues
+    on the current stream.
     """
     if library := _library(paged):
         _copy(library, "paged_gather", paged, slots, out)

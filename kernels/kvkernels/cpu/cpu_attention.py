@@ -254,7 +254,7 @@ class _Work:
         threads: int,
         whole: bool,
     ) -> _Work:
-        """Split sequences into tiles and, if there are too few tiles for the threads and not ``whole``, tiles into pieces.
+        """Split sequences into tiles and, if these are too few for the threads, tiles into pieces unless ``whole``.
 
         The split does not change the result's bits.
         """

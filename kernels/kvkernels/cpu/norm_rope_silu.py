@@ -69,9 +69,9 @@ def _address(tensor: Tensor | None) -> int | None:
 def rms_norm(
     rows: int, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: Tensor
 ) -> KernelCall:
-    """Add ``delta`` (if any) to ``hidden [>= rows, width]`` in place and write its RMS norm times ``weight`` to ``out``.
+    """Add ``delta`` (if any) to ``hidden [>= rows, width]`` in place and write its RMS norm to ``out``.
 
-    ``weight`` is ``[width]``.
+    The norm is multiplied by ``weight [width]``.
     """
     job = _RmsNormJob(
         0,

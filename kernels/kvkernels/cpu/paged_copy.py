@@ -50,10 +50,11 @@ def copy_tokens(
     slots: _Integers,
     array: NDArray[Any],
 ) -> None:
-    """Copy with the kernel ``paged_gather`` or ``paged_scatter``: to or from ``array [layers, tokens, heads, channels]``.
+    """Copy tokens with the kernel ``paged_gather`` or ``paged_scatter``.
 
-    Elements have 2 or 4 bytes. ``addresses [layers]`` of the cache's memory; ``block``: its tokens and its stride;
-    ``offsets`` of a block's tokens, of heads and of channels; strides and offsets in elements. Releases the GIL.
+    To or from ``array [layers, tokens, heads, channels]``, with elements of 2 or 4 bytes. ``addresses [layers]`` of the
+    cache's memory; ``block``: its tokens and its stride; ``offsets`` of a block's tokens, of heads and of channels;
+    strides and offsets in elements. Releases the GIL.
     """
     addresses, token, head, channel, slots = (np.ascontiguousarray(x, np.int64) for x in (addresses, *offsets, slots))
     if array.shape != (len(addresses), len(slots), len(head), len(channel)):

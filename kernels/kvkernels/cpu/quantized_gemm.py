@@ -181,9 +181,9 @@ def gemm_call(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, y: Tensor
 
 
 def gemm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Multiply ``x [rows, inputs]`` (float32 or bfloat16) by the weight and add ``bias [outputs]``: ``[rows, outputs]``.
+    """Multiply ``x [rows, inputs]`` by the weight and add ``bias [outputs]``: ``[rows, outputs]``.
 
-    Bias and result have the dtype of ``x``. Raises RuntimeError without kernels.
+    ``x`` is float32 or bfloat16. Bias and result have the dtype of ``x``. Raises RuntimeError without kernels.
     """
     y = x.new_empty(x.shape[0], weight.outputs)
     gemm_call(x.contiguous(), weight, bias, y).run(torch.get_num_threads())

@@ -33,7 +33,8 @@ class _AwqParams(ctypes.Structure):
 class AwqWeights:
     """Repacked weights of a linear layer.
 
-    ``codes`` int32 ``[in / 16, out / 64, 32, 4]`` (see cuda/awq_gemm.cu), ``scales`` and ``zeros`` ``[in / group, out]``.
+    ``codes`` int32 ``[in / 16, out / 64, 32, 4]`` (see cuda/awq_gemm.cu), ``scales`` and ``zeros``
+    ``[in / group, out]``.
     """
 
     codes: Tensor
@@ -119,7 +120,7 @@ def _params(weights: AwqWeights, **more: object) -> _AwqParams:
 def gemm(kernels: Kernels, x: Tensor, weights: AwqWeights, splits: int | None = None) -> Tensor:
     """Multiply ``x [rows, in]`` by the weights: ``[rows, out]``.
 
-    Up to 16 rows take one pass over the packed weights. For more rows, the weights are dequantized and torch multiplies.
+    Up to 16 rows take one pass over the packed weights. For more rows, weights are dequantized and torch multiplies.
     """
     x = x.contiguous()
     rows = x.shape[0]

@@ -55,8 +55,8 @@ _CHUNK = np.dtype(
 class AttentionRows:
     """Query rows of a call by sequence, all int32 on the device.
 
-    ``qo_indptr [sequences + 1]``, ``kv_lens [sequences]``, ``positions [rows]``; without positions, each sequence's rows
-    are its last. ``max_q_len`` and ``max_kv_len`` bound the grid.
+    ``qo_indptr [sequences + 1]``, ``kv_lens [sequences]``, ``positions [rows]``; without positions, each sequence's
+    rows are its last. ``max_q_len`` and ``max_kv_len`` bound the grid.
     """
 
     qo_indptr: Tensor
@@ -89,7 +89,7 @@ class PagedKV:
 class ChunkedKV:
     """Keys and values of one layer in quantized chunks.
 
-    ``table`` comes from ``chunk_table``; ``start`` is the first chunk of each sequence in it, int32 ``[sequences + 1]``.
+    ``table`` comes from ``chunk_table``; ``start`` is each sequence's first chunk in it, int32 ``[sequences + 1]``.
     """
 
     table: Tensor
