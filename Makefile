@@ -110,7 +110,7 @@ test-peft: setup $(ENGINES)/peft-$(PEFT)  ## Run the tests that hold adapters ag
 	KVSIDECAR_TEST_PEFT=$(ENGINES)/peft-$(PEFT) $(BIN)/python -m pytest -q tests/inference_svc/lora/test_peft.py
 
 test-smg: setup $(ENGINES)/smg-$(SMG)  ## Run the test that puts the router smg before a worker (37 MB, in .engines)
-	KVSIDECAR_TEST_SMG=$(ENGINES)/smg-$(SMG) $(BIN)/python -m pytest -q tests/inference_svc/vllm_grpc/test_smg.py
+	KVSIDECAR_TEST_SMG=$(ENGINES)/smg-$(SMG) $(BIN)/python -m pytest -q tests/inference_svc/server/vllm_grpc/test_smg.py
 
 $(ENGINES)/smg-$(SMG): $(STAMP)
 	$(FETCH) $@ --no-deps smg==$(SMG) setproctitle

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.measured import Measured, Way
+from benchmarks.kernel_comparison import Implementation, KernelComparison
 from inference_svc.models.linear.packed_linear import PackedLinear
 
 # heads, key heads, head dim: Qwen2.5-0.5B and Llama-3-8B
@@ -34,7 +34,7 @@ WEIGHTS = ((9728, 896), (896, 4864), (151936, 896))
 _CACHES = 300 << 20
 
 
-def microseconds(way: Way, repeats: int) -> float:
+def microseconds(way: Implementation, repeats: int) -> float:
     """Median time of a call, in microseconds."""
     way()
     times = []
@@ -62,7 +62,7 @@ def _weight(outputs: int, inputs: int) -> Tensor:
     return (torch.randn(outputs, inputs) * 0.02).bfloat16()
 
 
-def attention(out: Measured) -> None:
+def attention(out: KernelComparison) -> None:
     for model in MODELS:
         for op, rows, keys in (
             ("prefill", 512, 512),
@@ -81,7 +81,7 @@ def _pool(model: str, keys: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _attention(out: Measured, model: str, op: str, rows: int, keys: int) -> None:
+def _attention(out: KernelComparison, model: str, op: str, rows: int, keys: int) -> None:
     heads, _, dim = MODELS[model]
     k, v = _pool(model, keys)
     positions = np.arange(keys - rows, keys)
@@ -103,7 +103,7 @@ def _attention(out: Measured, model: str, op: str, rows: int, keys: int) -> None
     out.add(op, f"{model}: q {rows} k {keys}", run, name, theirs, moved, 4 * seen * heads * dim)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict[str, Way]:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict[str, Implementation]:
     """The ways in which torch can attend to keys up to each row's position."""
     (rows, heads, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     hidden = torch.arange(keys) > torch.from_numpy(positions)[:, None]
@@ -124,16 +124,16 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict
         query = q.transpose(0, 1)[None]
         return F.scaled_dot_product_attention(query, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
-    ways: dict[str, Way] = {"SDPA, mask": masked, "SDPA, mask, heads packed": by_packed_heads}
+    ways: dict[str, Implementation] = {"SDPA, mask": masked, "SDPA, mask, heads packed": by_packed_heads}
     return ways | {"SDPA, causal": causal} if rows == keys else ways
 
 
-def _fastest(ways: dict[str, Way]) -> tuple[str, Way]:
+def _fastest(ways: dict[str, Implementation]) -> tuple[str, Implementation]:
     """Of several ways to do the same, the one that is fastest here."""
     return min(ways.items(), key=lambda way: microseconds(way[1], 3))
 
 
-def _decode(out: Measured, model: str, batch: int, keys: int) -> None:
+def _decode(out: KernelComparison, model: str, batch: int, keys: int) -> None:
     heads, kv_heads, dim = MODELS[model]
     k, v = _pool(model, batch * keys)
     q = torch.randn(batch, heads, dim).bfloat16()
@@ -156,7 +156,7 @@ def _decode(out: Measured, model: str, batch: int, keys: int) -> None:
     out.add("decode", f"{model}: batch {batch} k {keys}", run, "SDPA, heads packed", theirs, 2.0 * k.nbytes)
 
 
-def products(out: Measured) -> None:
+def products(out: KernelComparison) -> None:
     for outputs, inputs in WEIGHTS:
         layers = [PackedLinear(_weight(outputs, inputs), None) for _ in range(-(-_CACHES // (outputs * inputs * 2)))]
         for rows in (4, 8, MAX_ROWS):
@@ -170,13 +170,13 @@ def products(out: Measured) -> None:
             out.add("product", shape, ours, "oneDNN, packed", theirs, moved, rows * moved)
 
 
-def _in_turn(layers: Sequence[Callable[[Tensor], Any]], x: Tensor) -> Way:
+def _in_turn(layers: Sequence[Callable[[Tensor], Any]], x: Tensor) -> Implementation:
     """A way that calls the next layer every time."""
     turns = cycle(layers)
     return lambda: next(turns)(x)
 
 
-def moving(out: Measured) -> None:
+def moving(out: KernelComparison) -> None:
     """Quantize and dequantize: 24 layers of 256 tokens."""
     layers, tokens, (_, kv_heads, dim) = 24, 256, MODELS["0.5b"]
     header = new_header(Geometry(layers, kv_heads, dim, DATA_TYPE_BFLOAT16, 8), list(range(tokens)), 512)
@@ -231,7 +231,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return report.write(options, "cpu_kernels", [], {"measured": False})
     repeats = 5 if options.quick else 20
     with torch.inference_mode():
-        out = Measured(repeats, microseconds, copy_bandwidth(repeats), product_rate(repeats))
+        out = KernelComparison(repeats, microseconds, copy_bandwidth(repeats), product_rate(repeats))
         attention(out)
         products(out)
         moving(out)

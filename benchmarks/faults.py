@@ -20,8 +20,8 @@ from typing import Any
 from kvsidecar.errors import KVSidecarError
 
 from benchmarks import report
-from benchmarks.chaos.kinds import KINDS, PROMPTS, Outcome, Scene, small_disk, until
-from benchmarks.chaos.load import Load
+from benchmarks.chaos.attacks import KINDS, PROMPTS, Outcome, Scene, small_disk, until
+from benchmarks.chaos.victim_load import Load
 from benchmarks.node import Node
 from benchmarks.peer import Peer
 

@@ -31,8 +31,8 @@ from kvsidecar import Completion
 from kvsidecar.errors import ConfigurationError
 
 from benchmarks import report
-from benchmarks.kept import Kept
-from benchmarks.links import LOOPBACK, Link, link, links_of
+from benchmarks.checkpointed_results import CheckpointedResults
+from benchmarks.network_links import LOOPBACK, Link, link, links_of
 from benchmarks.node import Node
 from benchmarks.remote_servers import RedisCluster, S3Server, why_no_s3, why_no_valkey
 
@@ -175,7 +175,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         else:
             tiers.append(tier)
     links, rng = links_of(options.gbit), random.Random(options.seed)
-    kept = Kept(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
+    kept = CheckpointedResults(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
     done = dict(kept.read())
     kept.write(list(done.items()))
     with report.progress() as progress:

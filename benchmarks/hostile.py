@@ -1,9 +1,9 @@
-"""A hostile guest beside a well-behaved client of one daemon: what the client notices, and what the daemon uses.
+"""Isolation under attack: a hostile guest beside a well-behaved client of one daemon.
 
-The guest (``benchmarks.chaos.guest``) attacks from a process of its own with all that a caller at the shared socket can
-do. The client matches prompts that it stored, a hundred a second. ``match_p99_ms`` is wall time at the client;
-``internal`` counts calls that failed inside the daemon; ``above_budgets_mib`` is the most memory that the daemon had
-beyond what it had idle, its arena and one staging for each of the two callers.
+The guest (``benchmarks.chaos.hostile_guest``) attacks from a separate process with everything that a caller at the
+shared socket can send. The client matches prompts that it stored, a hundred per second. ``match_p99_ms`` is wall time
+at the client; ``internal`` counts calls that failed with INTERNAL; ``above_budgets_mib`` is the daemon's peak memory
+above its idle memory, its arena and one staging area for each of the two callers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROMPTS, _CHUNKS, _CHUNK_TOKENS = 8, 4, 64
 _PAUSE_SECONDS, _LOOK_SECONDS = 0.01, 0.1
 
 
-class Client:
+class MeasuredClient:
     """A worker that stores its prompts again when they are gone, and measures its Matches."""
 
     def __init__(self, node: Node) -> None:
@@ -57,7 +57,7 @@ class Client:
             self.failed[known.code().name] += 1
 
 
-class Memory(threading.Thread):
+class MemoryMonitor(threading.Thread):
     """Watches how much the daemon has."""
 
     def __init__(self, process: psutil.Process) -> None:
@@ -74,7 +74,7 @@ class Memory(threading.Thread):
         self.join()
 
 
-def measured(seconds: float, *, hostile: bool) -> dict[str, Any]:
+def measure(seconds: float, *, hostile: bool) -> dict[str, Any]:
     """One daemon, its client and, if asked for, the guest, for so long."""
     with (
         tempfile.TemporaryDirectory(prefix="hostile-") as folder,
@@ -86,10 +86,10 @@ def measured(seconds: float, *, hostile: bool) -> dict[str, Any]:
         ) as node,
     ):
         shared = Path(folder) / "shared.sock"
-        memory = Memory(psutil.Process(node.pid("daemon")))
+        memory = MemoryMonitor(psutil.Process(node.pid("daemon")))
         memory.start()
-        client, told = Client(node), "{}"
-        command = [sys.executable, "-m", "benchmarks.chaos.guest", str(shared)]
+        client, told = MeasuredClient(node), "{}"
+        command = [sys.executable, "-m", "benchmarks.chaos.hostile_guest", str(shared)]
         guest = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) if hostile else None
         try:
             until, number = time.monotonic() + seconds, 0
@@ -119,7 +119,7 @@ def measured(seconds: float, *, hostile: bool) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    rows = [measured(min(options.seconds, 30.0), hostile=False), measured(options.seconds, hostile=True)]
+    rows = [measure(min(options.seconds, 30.0), hostile=False), measure(options.seconds, hostile=True)]
     return report.write(options, "hostile", rows, rows[-1])
 
 

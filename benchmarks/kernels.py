@@ -23,12 +23,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks import report
-from benchmarks.measured import Measured, Way
+from benchmarks.kernel_comparison import Implementation, KernelComparison
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 
 
-def microseconds(way: Way, repeats: int) -> float:
+def microseconds(way: Implementation, repeats: int) -> float:
     """Median time of a call on the device, in microseconds."""
     for _ in range(3):
         way()
@@ -56,7 +56,7 @@ def product_rate(repeats: int) -> float:
     return 2 * 8192**3 / microseconds(lambda: a @ a, repeats) * 1e6
 
 
-def attention(kernels: Kernels, out: Measured) -> None:
+def attention(kernels: Kernels, out: KernelComparison) -> None:
     for rows, keys in ((2048,) * 2, (8192,) * 2, (16384,) * 2, (128, 16384), (128, 65536), (512, 16384), (512, 65536)):
         _attention(kernels, out, "prefill" if rows == keys else "append", rows, keys, scattered=False)
     for keys in (8192, 32768):
@@ -65,7 +65,7 @@ def attention(kernels: Kernels, out: Measured) -> None:
         _decode(kernels, out, batch, 16384)
 
 
-def _attention(kernels: Kernels, out: Measured, op: str, rows: int, keys: int, scattered: bool) -> None:
+def _attention(kernels: Kernels, out: KernelComparison, op: str, rows: int, keys: int, scattered: bool) -> None:
     q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(KV_HEADS, keys, DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     positions = torch.arange(keys - rows, keys, device="cuda")
@@ -99,7 +99,7 @@ def _attention(kernels: Kernels, out: Measured, op: str, rows: int, keys: int, s
     )
 
 
-def _decode(kernels: Kernels, out: Measured, batch: int, keys: int) -> None:
+def _decode(kernels: Kernels, out: KernelComparison, batch: int, keys: int) -> None:
     q = torch.randn(batch, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(KV_HEADS, batch * keys, DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     at = AttentionRows(_int32(*range(batch + 1)), _int32(*[keys] * batch), None, 1, keys)
@@ -115,7 +115,7 @@ def _decode(kernels: Kernels, out: Measured, batch: int, keys: int) -> None:
     )
 
 
-def moving(kernels: Kernels, out: Measured) -> None:
+def moving(kernels: Kernels, out: KernelComparison) -> None:
     """Dequantize, rotate, scatter: 36 layers of 256 tokens."""
     layers, tokens = 36, 256
     header = new_header(Geometry(layers, KV_HEADS, DIM, DATA_TYPE_BFLOAT16, 8), list(range(tokens)), 512)
@@ -143,7 +143,7 @@ def moving(kernels: Kernels, out: Measured) -> None:
     out.add("unpack", f"{layers} layers, {tokens} tokens, 8 bit", ours, "torch reference", theirs, moved)
 
 
-def products(kernels: Kernels, out: Measured) -> None:
+def products(kernels: Kernels, out: KernelComparison) -> None:
     for size in (4096, 8192):
         words, zeros = (
             torch.randint(-(2**31), 2**31, shape, device="cuda").to(torch.int32)
@@ -156,7 +156,7 @@ def products(kernels: Kernels, out: Measured) -> None:
             _product(kernels, out, x, packed, full)
 
 
-def _product(kernels: Kernels, out: Measured, x: Tensor, packed: awq_gemm.AwqWeights, full: Tensor) -> None:
+def _product(kernels: Kernels, out: KernelComparison, x: Tensor, packed: awq_gemm.AwqWeights, full: Tensor) -> None:
     moved = packed.codes.nbytes + packed.scales.nbytes + packed.zeros.nbytes
     shape = f"M {x.shape[0]}, {packed.inputs} x {packed.outputs}"
     out.add("awq_gemm", shape, lambda: awq_gemm.gemm(kernels, x, packed), "fp16 product", lambda: x @ full.t(), moved)
@@ -175,7 +175,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         report.console.print(f"Our kernels cannot be used here: {choice.why}.")
         return report.write(options, "kernels", [], {"measured": False, "reason": choice.why})
     repeats = 5 if options.quick else 20
-    out = Measured(repeats, microseconds, copy_bandwidth(repeats), product_rate(repeats))
+    out = KernelComparison(repeats, microseconds, copy_bandwidth(repeats), product_rate(repeats))
     attention(choice.kernels, out)
     moving(choice.kernels, out)
     products(choice.kernels, out)

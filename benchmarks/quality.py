@@ -24,16 +24,16 @@ from typing import Any
 import torch
 
 from benchmarks import real_quality, report
-from benchmarks.judged import EXACT, RATIOS, REPAIRS, SHUFFLED, Arm, Samples, outcomes
-from benchmarks.kept import Job, Kept
-from benchmarks.tally import Record, Tally
-from inference_svc.context_reuse.reuse_lab import Laboratory
+from benchmarks.checkpointed_results import CheckpointedResults, Job
+from benchmarks.judged_prompts import EXACT, RATIOS, REPAIRS, SHUFFLED, Arm, PromptSampler, arm_outcomes
+from benchmarks.quality_statistics import ArmStatistics, PromptRecord
+from inference_svc.context_reuse.reuse_lab import ReuseLab
 from inference_svc.models.loader import load, quiet_transformers
 from training import tasks
 
 CROSS, CONTROLS = ("alias", "two_hop", "relative"), tasks.CONTROLS
 
-Measured = dict[str, Record]  # by arm
+Measured = dict[str, PromptRecord]  # by arm
 
 
 def arms_of(number: int, options: argparse.Namespace) -> list[Arm]:
@@ -47,16 +47,16 @@ class Measurer:
     def __init__(self, options: argparse.Namespace) -> None:
         quiet_transformers()
         self._options = options
-        self._lab = Laboratory(load(options.model, dtype=options.dtype), 2048)
-        self._samples = Samples(self._lab, options.facts, options.filler)
+        self._lab = ReuseLab(load(options.model, dtype=options.dtype), 2048)
+        self._samples = PromptSampler(self._lab, options.facts, options.filler)
 
     def __call__(self, job: Job) -> Measured:
         name, number = job
         rng = random.Random(f"{self._options.seed} {name} {number}")
         prompt = self._samples.text(rng) if name == "text" else self._samples.task(name, rng)
-        found = outcomes(self._lab, prompt, arms_of(number, self._options), rng)
+        found = arm_outcomes(self._lab, prompt, arms_of(number, self._options), rng)
         _, full = next(found)
-        return {arm: Record.of(prompt.gold, full, outcome) for arm, outcome in found}
+        return {arm: PromptRecord.of(prompt.gold, full, outcome) for arm, outcome in found}
 
 
 _measurer: Measurer  # of a child process
@@ -125,7 +125,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     names = [*tasks.TASKS, "text"]
-    kept = Kept(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
+    kept = CheckpointedResults(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
     found = list(_complete(kept, options))
     kept.write([(job, _plain(arms)) for job, arms in found])
     done = {job for job, _ in found}
@@ -136,10 +136,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             kept.add(job, _plain(arms))
             found.append((job, arms))
             progress.advance(bar)
-    tallies: dict[tuple[str, str], Tally] = {}
+    tallies: dict[tuple[str, str], ArmStatistics] = {}
     for (name, _), arms in sorted(found, key=lambda one: (names.index(one[0][0]), one[0][1])):
         for arm, record in arms.items():
-            tallies.setdefault((name, arm), Tally()).records.append(record)
+            tallies.setdefault((name, arm), ArmStatistics()).records.append(record)
     rows = [tally.row(arm, name) for (name, arm), tally in tallies.items()]
     shown = ("arm", "task", "accuracy", "accuracy_full", "flips", "kl_mean", "top1_agreement", "recomputed_ratio")
     result = report.write(options, "quality", rows, summary(rows), shown)
@@ -147,11 +147,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _complete(kept: Kept, options: argparse.Namespace) -> Iterator[tuple[Job, Measured]]:
+def _complete(kept: CheckpointedResults, options: argparse.Namespace) -> Iterator[tuple[Job, Measured]]:
     """What was measured already, of prompts with all their arms."""
     for (name, number), arms in kept.read():
         if {a.name for a in arms_of(number, options)} == arms.keys() - {"full_pieces"}:
-            yield (name, number), {arm: Record(**record) for arm, record in arms.items()}
+            yield (name, number), {arm: PromptRecord(**record) for arm, record in arms.items()}
 
 
 def _plain(arms: Measured) -> dict[str, dict[str, Any]]:

@@ -32,8 +32,8 @@ from typing import Any
 from kvsidecar.errors import KVSidecarError
 
 from benchmarks import report
-from benchmarks.kept import Kept
-from benchmarks.links import LOOPBACK, impaired, link, why_none
+from benchmarks.checkpointed_results import CheckpointedResults
+from benchmarks.network_links import LOOPBACK, impaired, link, why_none
 from benchmarks.node import Node
 from benchmarks.proxy import Proxy
 from benchmarks.remote_servers import RedisServer, why_no_valkey
@@ -293,7 +293,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if why:
         report.console.print(f"[yellow]not run: {why}[/yellow]")
         return {}
-    kept = Kept(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
+    kept = CheckpointedResults(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
     done = dict(kept.read())
     kept.write(list(done.items()))
     todo = [fault for fault in options.faults if (fault, 0) not in done]

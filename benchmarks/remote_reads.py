@@ -27,14 +27,14 @@ from typing import Any
 from kvsidecar import keys
 from kvsidecar.chunk_layout import new_header
 from kvsidecar.kv_transfer.chunk_writer import linked_groups, write
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 
 from benchmarks import report
-from benchmarks.elsewhere import Door
-from benchmarks.links import LOOPBACK, Link, link, links_of
+from benchmarks.network_links import LOOPBACK, Link, link, links_of
 from benchmarks.node import Node, free_port
 from benchmarks.peer import descriptor
 from benchmarks.remote_shape import CHUNK_TOKENS, GEOMETRY, NAME, TOKEN_BYTES
+from benchmarks.two_hosts import TlsListener
 
 ARMS = ("iperf3", "tls", "read", "write")
 
@@ -71,7 +71,7 @@ class Hosts:
 
     def __init__(self, wire: Link, tokens: int, stack: ExitStack) -> None:
         self._wire, size = wire, tokens * TOKEN_BYTES
-        self.door = Door(Path(stack.enter_context(TemporaryDirectory())), wire.near)
+        self.door = TlsListener(Path(stack.enter_context(TemporaryDirectory())), wire.near)
         flags = {**self.door.daemon_flags, "staging_bytes": "256MiB"}
         room = f"{3 * size + (64 << 20)}"
         self.node = stack.enter_context(Node(workers=0, durable=False, arena_bytes=room, daemon_flags=flags))
@@ -82,7 +82,14 @@ class Hosts:
         for sender in senders:
             stack.callback(sender.close)
         files = self.door.worker_flags
-        command = [*wire.inside, sys.executable, "-m", "benchmarks.far_side", self.door.at, *(s.at for s in senders)]
+        command = [
+            *wire.inside,
+            sys.executable,
+            "-m",
+            "benchmarks.remote_host_program",
+            self.door.at,
+            *(s.at for s in senders),
+        ]
         command += [str(files[name]) for name in ("cache_ca", "cache_cert", "cache_key")] + [str(tokens)]
         self._far = stack.enter_context(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -91,7 +98,7 @@ class Hosts:
         stack.callback(self._far.stdin.close)
 
     def _store(self, tokens: int) -> None:
-        near = DaemonLink(self.door.address, "near", descriptor(NAME, GEOMETRY))
+        near = DaemonConnection(self.door.address, "near", descriptor(NAME, GEOMETRY))
         try:
             if not near.wait(10) or near.session is None:
                 raise TimeoutError("the daemon does not answer")

@@ -25,7 +25,7 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks.authority import Issued
+from benchmarks.certificate_authority import IssuedCertificate
 from benchmarks.node import free_port
 
 _SECONDS = 30.0
@@ -287,7 +287,7 @@ class S3Server:
     port: int = field(default_factory=_port_of_a_cluster)
     host: str = "127.0.0.1"
     inside: tuple[str, ...] = ()
-    issued: Issued | None = None
+    issued: IssuedCertificate | None = None
     secret: ClassVar[str] = "hush-hush"
 
     @property

@@ -22,7 +22,7 @@ import psutil
 from kvsidecar.byte_sizes import parse_size
 
 from benchmarks import report
-from benchmarks.chaos.load import CHUNK_TOKENS, prompt
+from benchmarks.chaos.victim_load import CHUNK_TOKENS, prompt
 from benchmarks.node import Node
 from benchmarks.peer import Peer
 

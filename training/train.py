@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from training import bpe, corpus, elsewhere, tasks
-from training.exporting import export
-from training.rows import FACTS, FILLER, IGNORED, Row, Rows, batch
+from training import bpe, corpus, tasks
+from training import relocated_documents as elsewhere
+from training.export import export
+from training.training_rows import FACTS, FILLER, IGNORED, Row, Rows, batch
 
 
 @dataclass

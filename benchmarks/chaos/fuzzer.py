@@ -21,7 +21,7 @@ from google.rpc import error_details_pb2, status_pb2
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.process.runtime_dir import socket_target
 
-from benchmarks.chaos.messages import Known, Messages
+from benchmarks.chaos.malformed_messages import Known, Messages
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"]
 # Those that this process makes itself, or gRPC for messages beyond its limits; all others are the daemon's own words.

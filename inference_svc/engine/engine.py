@@ -27,7 +27,7 @@ from inference_svc.engine.sequence import Finish, Output, Sequence
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import Resident
 from inference_svc.lora.adapter_weights import AdapterWeights
-from inference_svc.lora.lora_adapter import Adapter
+from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.cuda_graphs import decode_graphs
 from inference_svc.model_runner.decoder import Decoder
@@ -132,12 +132,12 @@ class Engine:
         sequence.cancelled.set()
         self._mail.post(CancelAsked(sequence))
 
-    def adopt(self, weights: AdapterWeights) -> Adapter:
+    def adopt(self, weights: AdapterWeights) -> LoraAdapter:
         """Places an adapter, which no other has the name of, beside the model; requests go on. Blocks, and raises
         Unavailable, or what its first forward does: nobody may name it then."""
         adapter = self.decoder.place(weights)
 
-        def let_in() -> Adapter:
+        def let_in() -> LoraAdapter:
             self.decoder.let_in(adapter)
             self._run_rows(1, 0, adapter)
             self.adapters[adapter.name] = adapter
@@ -145,10 +145,10 @@ class Engine:
 
         return self.between_steps(let_in)
 
-    def drop(self, name: str) -> Adapter:
+    def drop(self, name: str) -> LoraAdapter:
         """Ends an adapter, and its requests. Blocks. Raises UnknownModel, Unavailable."""
 
-        def end() -> Adapter:
+        def end() -> LoraAdapter:
             adapter = self.adapters.pop(name, None)
             if adapter is None:
                 raise UnknownModel(f"there is no adapter {name[:100]!r}", param="name")
@@ -308,7 +308,7 @@ class Engine:
         if adapter is not None and self.adapters.get(adapter.name) is not adapter:
             self._end_all(adapter, _gone(adapter))  # it went while the prompt was being read
 
-    def _end_all(self, adapter: Adapter, error: KVSidecarError) -> None:
+    def _end_all(self, adapter: LoraAdapter, error: KVSidecarError) -> None:
         """Ends all sequences of an adapter that are not finished."""
         loop = self._loop
         for sequence in [s for s in (*loop.running, *loop.waiting) if s.adapter is adapter]:
@@ -332,7 +332,7 @@ class Engine:
             self._run_rows(1, 0)
             self.speculator.costs.calibrate(drafted, once(lambda count: self._run_rows(count, 0), 1))
 
-    def _run_rows(self, count: int, drafted: int, adapter: Adapter | None = None) -> None:
+    def _run_rows(self, count: int, drafted: int, adapter: LoraAdapter | None = None) -> None:
         """Computes so many rows of a sequence that is nobody's, as a step does; nothing when the pool is too small."""
         table = self.pool.allocate(count)
         if table is not None:
@@ -347,5 +347,5 @@ def _shutting_down() -> Unavailable:
     return Unavailable("the worker is shutting down; send the request to another one")
 
 
-def _gone(adapter: Adapter) -> UnknownModel:
+def _gone(adapter: LoraAdapter) -> UnknownModel:
     return UnknownModel(f"the adapter {adapter.name!r} has been unloaded", param="model")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from inference_svc.context_reuse.reuse_plan import Plan
-from inference_svc.context_reuse.reuse_policy import RepairSetting
+from inference_svc.context_reuse.reuse_plan import ReusePlan
+from inference_svc.context_reuse.reuse_policy import RecomputeSetting
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
@@ -24,8 +24,8 @@ class Restored:
 
     tokens: int = 0
     gate: LayerGate | None = None
-    plan: Plan | None = None
-    repair: RepairSetting | None = None
+    plan: ReusePlan | None = None
+    repair: RecomputeSetting | None = None
     stored: StoredPrefix | None = None  # what the cache holds of the prompt; None when it did not say
     table: BlockTable | None = None
     lookup_ms: float = 0.0

@@ -7,7 +7,7 @@ import time
 import structlog
 from kvsidecar.errors import Cancelled, GenerationFailed, KVSidecarError, status_of
 
-from inference_svc.context_reuse.token_provenance import parts_of
+from inference_svc.context_reuse.token_provenance import provenance_spans
 from inference_svc.engine.engine_stats import EngineStats
 from inference_svc.engine.kv_connector import Cache, SaveDone
 from inference_svc.engine.sequence import Finish, Output, Sequence, State, StoredPrefix
@@ -36,7 +36,7 @@ def take_token(sequence: Sequence, drawn: Drawn, longest: int) -> Finish | None:
             timings.restore_ms += sequence.gate.restore_ms
         if sequence.explain:
             exact = sequence.cached_tokens - sequence.approximate_tokens
-            sequence.parts = parts_of(sequence.prompt_tokens, exact, sequence.plan, sequence.repaired)
+            sequence.parts = provenance_spans(sequence.prompt_tokens, exact, sequence.plan, sequence.repaired)
     sequence.sampler.accept(drawn.token)
     sequence.tokens.append(drawn.token)
     ended = drawn.token in sequence.stop_tokens

@@ -14,13 +14,13 @@ from kvsidecar.errors import KVSidecarError
 from kvsidecar.telemetry.tracing import NOT_TRACED, Span
 from numpy.typing import NDArray
 
-from inference_svc.context_reuse.chunking import Marks
-from inference_svc.context_reuse.reuse_plan import Plan, Positions
-from inference_svc.context_reuse.reuse_policy import RepairSetting
-from inference_svc.context_reuse.token_provenance import Part
+from inference_svc.context_reuse.chunking import DocumentMarks
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
+from inference_svc.context_reuse.reuse_policy import RecomputeSetting
+from inference_svc.context_reuse.token_provenance import ProvenanceSpan
 from inference_svc.engine.detokenizer import TextStream
 from inference_svc.kv_pool.block_table import BlockTable
-from inference_svc.lora.lora_adapter import Adapter
+from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner.layerwise_load import LayerGate
 from inference_svc.sampling.sampling_params import Drawn, Sampler, SamplingParams, Scored
 from inference_svc.spec_decode.speculation_mode import Speculation
@@ -55,7 +55,7 @@ class CacheUse:
     write: bool = True
     tenant_salt: bytes = b""
     exact_only: bool = False
-    marks: Marks = field(default_factory=Marks)
+    marks: DocumentMarks = field(default_factory=DocumentMarks)
     ttl_seconds: int = 0
 
 
@@ -124,7 +124,7 @@ class Sequence:
     steering: Steering | None = None  # what keeps the answer to a grammar
     speculation: Speculation = Speculation.OFF  # by whom its tokens are guessed
     branches: int | None = None  # how many ways of going on are guessed at once at most, if that is said
-    adapter: Adapter | None = None  # what is added to the model for it
+    adapter: LoraAdapter | None = None  # what is added to the model for it
     own_stops: frozenset[int] = frozenset()  # of stop_tokens, those that only this request has
     keeps_stop: bool = False  # the text of what ends the answer belongs to it
     prompt_logprobs: int | None = None  # how many alternatives to each token of the prompt are asked for
@@ -140,14 +140,14 @@ class Sequence:
     approximate_tokens: int = 0  # of these, tokens that were read in another context
     expected_cached: int = 0  # what the cache was seen to hold while the sequence waited
     gate: LayerGate | None = None  # while deeper layers are still being loaded
-    plan: Plan | None = None  # when parts of the prompt were read in another context
-    repair: RepairSetting | None = None  # what a plan with such parts is carried out by
+    plan: ReusePlan | None = None  # when parts of the prompt were read in another context
+    repair: RecomputeSetting | None = None  # what a plan with such parts is carried out by
     recomputed_tokens: int = 0
     draft_tokens: int = 0  # guesses that were verified
     accepted_tokens: int = 0  # of these, those that are part of the answer
     repaired: Positions | None = None  # where these stand in the prompt
     explain: bool = False  # whether ``parts`` is asked for
-    parts: tuple[Part, ...] = ()  # how the prompt came about, once the first token is there
+    parts: tuple[ProvenanceSpan, ...] = ()  # how the prompt came about, once the first token is there
     stored: StoredPrefix = field(default_factory=StoredPrefix)
     timings: Timings = field(default_factory=Timings)
     trace: Span = NOT_TRACED  # of the request

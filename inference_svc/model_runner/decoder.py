@@ -13,14 +13,14 @@ from kvsidecar.errors import ModelUnsupported
 from torch import Tensor
 
 from inference_svc.lora.adapter_weights import AdapterWeights
-from inference_svc.lora.lora_adapter import Adapter, placed
+from inference_svc.lora.lora_adapter import LoraAdapter, place_adapter
 from inference_svc.model_runner import fused_layers
 from inference_svc.model_runner.attention import Projected
 from inference_svc.model_runner.forward_batch import Batch
 from inference_svc.model_runner.lora_batch import Hooks
 from inference_svc.models.attention_windows import window_of
-from inference_svc.models.layer_streaming.layer_source import RESIDENT, Held, LayerSource
-from inference_svc.models.linear.dense_linear import DenseLinear, fit_linears
+from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerLease, LayerSource
+from inference_svc.models.linear.dense_linear import DenseLinear, pack_linears
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import LoadedModel
 
@@ -56,7 +56,7 @@ class Decoder:
         elif fused_layers.suits(loaded.model):
             self._fused = fused_layers.FusedLayers(loaded.model)
         if loaded.device.type == "cpu" and loaded.streamed is None:
-            fit_linears(loaded.model)
+            pack_linears(loaded.model)
             self._embed = inner.embed_tokens
         self._head: Any = loaded.model.lm_head
         self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)
@@ -68,17 +68,17 @@ class Decoder:
         return len(self._layers)
 
     @torch.inference_mode()
-    def place(self, weights: AdapterWeights) -> Adapter:
+    def place(self, weights: AdapterWeights) -> LoraAdapter:
         """An adapter that rows of this decoder may name once it was let in. On any thread."""
-        return placed(weights, {} if self._fused is None else fused_layers.TOGETHER, self._dtype, self._device)
+        return place_adapter(weights, {} if self._fused is None else fused_layers.TOGETHER, self._dtype, self._device)
 
-    def adopt(self, weights: AdapterWeights) -> Adapter:
+    def adopt(self, weights: AdapterWeights) -> LoraAdapter:
         """An adapter that rows of this decoder may name. Not while a forward runs."""
         adapter = self.place(weights)
         self.let_in(adapter)
         return adapter
 
-    def let_in(self, adapter: Adapter) -> None:
+    def let_in(self, adapter: LoraAdapter) -> None:
         """Rows may name an adapter from now on. Not while a forward runs."""
         if self._fused is None:
             self._hooks = self._hooks or Hooks(self._layers)
@@ -137,9 +137,9 @@ class Decoder:
             return self._fused.products(layer)
         return [part for part in self._layers[layer].modules() if hasattr(part, "out_features")]
 
-    def held(self, layer: int) -> Held:
+    def held(self, layer: int) -> LayerLease:
         """A context in which a layer's weights are there."""
-        return self._source.holding(layer)
+        return self._source.acquire_layer(layer)
 
     @torch.inference_mode()
     def normalize(self, hidden: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class Decoder:
         angles = self._angles(states, positions, first, end)
         for i, layer in enumerate(self._layers[first:end], first):
             batch.pass_layer(i)
-            with self._source.holding(i):
+            with self._source.acquire_layer(i):
                 out = layer(
                     states,
                     attention_mask=batch,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from inference_svc.kv_pool.block_table import KEY_BLOCK, NOWHERE, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.lora.lora_adapter import Adapter
+from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner.layerwise_load import LayerGate
 from inference_svc.model_runner.lora_batch import AdaptedRows
 
@@ -49,7 +49,7 @@ class Branch:
     first: int
     table: BlockTable
     copied: tuple[tuple[int, int], ...] = ()
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
 
     @property
     def end(self) -> int:
@@ -73,7 +73,7 @@ class Span:
     positions: NDArray[np.int64] | None = None
     gate: LayerGate | None = None  # when keys and values of earlier positions are still being loaded
     drafted: int = 0
-    adapter: Adapter | None = None  # what is added to the model's own products
+    adapter: LoraAdapter | None = None  # what is added to the model's own products
     scored: int = 0
     branches: tuple[Branch, ...] = ()
 
@@ -129,7 +129,7 @@ class Segment:
     first_slot: int | None
     slots: Tensor | None  # [padded] when the keys do not lie in one piece
     left: int = 0  # leading keys that nobody sees, and that are not where they would be
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
 

@@ -25,10 +25,10 @@ from inference_svc.model_runner.decoder_layer import Layer, Product, Widths
 from inference_svc.model_runner.forward_batch import Batch, only_wanted
 from inference_svc.models.attention_windows import window_of
 from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerSource
-from inference_svc.models.linear.dense_linear import DenseLinear, product_of
+from inference_svc.models.linear.dense_linear import DenseLinear, linear_for
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.plain_linear import PlainLinear
-from inference_svc.models.linear.quantized_linear import QuantizedLinear, fit_together, joined
+from inference_svc.models.linear.quantized_linear import QuantizedLinear, can_join, join_linears
 
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 # The last layer is cut to the rows that want logits where they are at most one in so many.
@@ -65,7 +65,7 @@ def alike(layer: Any, config: Any) -> bool:
         and config.hidden_act == "silu"
         and kernel.serves(weight.dtype, _head_dim(config))
         and float(rope.get("partial_rotary_factor", 1.0)) == 1.0
-        and all(fit_together(parts) for parts in _together(layer))
+        and all(can_join(parts) for parts in _together(layer))
     )
 
 
@@ -81,10 +81,10 @@ def _head_dim(config: Any) -> int:
 def _join(parts: list[Any]) -> Joined:
     """One product for several linear layers over the same input; the parts' own weights can go."""
     if isinstance(parts[0], QuantizedLinear):
-        return joined(parts)
+        return join_linears(parts)
     weight = torch.cat([p.weight for p in parts])
     bias = torch.cat([p.bias for p in parts]) if parts[0].bias is not None else None
-    return product_of(weight, bias)
+    return linear_for(weight, bias)
 
 
 def _weight(norm: Any) -> Tensor:
@@ -204,7 +204,7 @@ class FusedLayers:
         if batch.wanted <= batch.real // _FEW and first <= last and batch.observer is None:
             work = _Work(self, hidden, batch)
             delta = self._run(work, first, last)
-            with self._source.holding(last):  # for both of its uses
+            with self._source.acquire_layer(last):  # for both of its uses
                 self._project(work, last, delta)
                 if not batch.wanted:
                     return None
@@ -222,7 +222,7 @@ class FusedLayers:
         delta: Tensor | None = None
         for i in range(first, end):
             layer = self._layers[i]
-            with self._source.holding(i):
+            with self._source.acquire_layer(i):
                 self._project(work, i, delta)
                 work.attend(i, layer)
                 delta = work.product(i, "o", layer.o, work.flat)
@@ -236,7 +236,7 @@ class FusedLayers:
 
     def project(self, hidden: Tensor, batch: Batch, i: int) -> None:
         """Writes keys and values of layer ``i`` to the pool, and no more."""
-        with self._source.holding(i):
+        with self._source.acquire_layer(i):
             self._project(_Work(self, hidden, batch), i, None)
 
     def trace(self, hidden: Tensor, batch: Batch, i: int, see: Callable[[Tensor], None]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference_svc.lora.lora_adapter import Adapter, Place
+from inference_svc.lora.lora_adapter import LoraAdapter, Place
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class AdaptedRows:
     """The rows from ``first`` to ``end``; ``padding`` more make them as many as the kernels want. None where a batch
     has no other rows, and is padded itself."""
 
-    adapter: Adapter
+    adapter: LoraAdapter
     first: int
     end: int
     padding: int | None

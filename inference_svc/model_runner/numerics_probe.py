@@ -38,7 +38,7 @@ from inference_svc.kv_pool.kv_pool import DeviceAttention, KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.attention import attend_rows
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.models.linear.dense_linear import product_of
+from inference_svc.models.linear.dense_linear import linear_for
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.plain_linear import PlainLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
@@ -157,7 +157,7 @@ class NumericsProbe:
         for outputs, inputs, biased in shapes:
             weight, x = _cancelling(outputs, inputs, max(_ROWS), loaded.dtype)
             bias = torch.full((outputs,), 1e-6, dtype=loaded.dtype, device=loaded.device) if biased else None
-            product = product_of(weight.to(loaded.device), bias)
+            product = linear_for(weight.to(loaded.device), bias)
             few, many = (product(x[:count].to(loaded.device)) for count in _ROWS)
             see(few)
             see(many)

@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.context_reuse.reuse_plan import Plan, Positions
-from inference_svc.context_reuse.selectors import Repair, Signals
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
+from inference_svc.context_reuse.selectors import SelectionSignals, TokenSelector
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.lora.lora_adapter import Adapter
+from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.layerwise_load import LayerGate
@@ -73,14 +73,14 @@ class Repairing:
         pool: KVPool,
         tokens: list[int],
         table: BlockTable,
-        plan: Plan,
-        strategy: Repair,
+        plan: ReusePlan,
+        strategy: TokenSelector,
         ratio: float,
         *,
         piece_rows: Callable[[], int] = lambda: 512,
         logits_at: Positions | None = None,
         gate: LayerGate | None = None,
-        adapter: Adapter | None = None,
+        adapter: LoraAdapter | None = None,
     ) -> None:
         self._decoder, self._pool, self._table = decoder, pool, table
         self._tokens = np.asarray(tokens)
@@ -94,27 +94,27 @@ class Repairing:
 
     def steps(self) -> Iterator[int]:
         """Yields the rows of each piece, weighted by the share of layers they ran through."""
-        depth, fresh = min(self._strategy.depth, self._decoder.layers - 1), self._plan.fresh_positions
+        depth, fresh = min(self._strategy.depth, self._decoder.layers - 1), self._plan.uncached_positions
         if not depth:
-            chosen = self._choose(Signals())
+            chosen = self._choose(SelectionSignals())
             yield from self._finish(np.union1d(chosen, fresh), None, 0)
             return
         positions = np.union1d(self._plan.approximate_positions, fresh)
         changed = Deviation()
         parts = []
         for piece in _pieces(positions, self._piece_rows):
-            parts.append(self._measure(piece, depth, changed if self._strategy.wants_deviation else None))
+            parts.append(self._measure(piece, depth, changed if self._strategy.needs_deviation else None))
             yield len(piece) * (depth + 1) // self._decoder.layers
         hidden = torch.cat(parts)
         is_approximate = np.isin(positions, self._plan.approximate_positions)
-        deviation = changed.relative()[is_approximate] if self._strategy.wants_deviation else None
-        attention = self._look() if self._strategy.look else None
-        chosen = self._choose(Signals(deviation, attention))
+        deviation = changed.relative()[is_approximate] if self._strategy.needs_deviation else None
+        attention = self._look() if self._strategy.attention_depth else None
+        chosen = self._choose(SelectionSignals(deviation, attention))
         go_on = np.union1d(chosen, fresh)
         yield from self._finish(go_on, hidden[np.searchsorted(positions, go_on)], depth)
 
-    def _choose(self, signals: Signals) -> Positions:
-        self.chosen = self._strategy.choose(self._plan, self._ratio, signals)
+    def _choose(self, signals: SelectionSignals) -> Positions:
+        self.chosen = self._strategy.select(self._plan, self._ratio, signals)
         return self.chosen
 
     def _batch(self, positions: Positions, logits: bool = False) -> forward_batch.Batch:
@@ -147,10 +147,10 @@ class Repairing:
 
     def _look(self) -> NDArray[np.float32]:
         """Reads the question over the stored keys: its attention, ``[approximate tokens]``."""
-        question = self._plan.fresh_positions[-_QUESTION_TOKENS:]
+        question = self._plan.uncached_positions[-_QUESTION_TOKENS:]
         observer = Observer(torch.zeros(self._plan.tokens, device=self._device))
         batch = replace(self._batch(question), observer=observer)
-        layers = max(1, int(self._decoder.layers * self._strategy.look))
+        layers = max(1, int(self._decoder.layers * self._strategy.attention_depth))
         self._decoder.advance(self._decoder.embed(batch), batch, 0, layers)
         self.row_layers += batch.real * layers
         return observer.mass.cpu().numpy()[self._plan.approximate_positions]
@@ -213,7 +213,7 @@ class Repairs:
             sequence.tokens,
             sequence.table,
             sequence.plan,
-            sequence.repair.repair,
+            sequence.repair.selector,
             sequence.repair.ratio,
             piece_rows=self._piece_rows,
             gate=sequence.gate,

@@ -14,7 +14,7 @@ from pathlib import Path
 SETTING = "MKL_CBWR"
 
 
-def make_reproducible() -> None:
+def make_mkl_deterministic() -> None:
     """Asks MKL for reproducible products, unless the environment has a wish of its own."""
     wanted = wanted_setting()
     if wanted and SETTING not in os.environ:

@@ -40,14 +40,14 @@ def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]
     return [token_logprob(one, text) for one in scored]
 
 
-def copy_end(part: pb.GenerateStreamResponse, answer: pb.GenerateResponse) -> None:
+def copy_stop_reason(part: pb.GenerateStreamResponse, answer: pb.GenerateResponse) -> None:
     """By what of the request's a stream ended, for an answer made of its parts."""
     kind = part.WhichOneof("stopped_by")
     if kind is not None:
         setattr(answer, kind, getattr(part, kind))
 
 
-def tell_end(sequence: Sequence, finish: Finish, answer: pb.GenerateStreamResponse) -> None:
+def set_stop_reason(sequence: Sequence, finish: Finish, answer: pb.GenerateStreamResponse) -> None:
     """Writes into an answer by what of the request's it ended."""
     if finish is not Finish.STOP:
         return

@@ -30,10 +30,10 @@ def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -
     per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
     shape = (loaded.layers, loaded.kv_heads, loaded.head_dim)
     if config.overflow_bytes == "auto":
-        if loaded.device.type != "cpu" or loaded.context_length <= pool_tokens or _moves(loaded):
+        if loaded.device.type != "cpu" or loaded.context_length <= pool_tokens or _reclaims_window(loaded):
             return None
         try:
-            tokens = min(loaded.context_length, _free(config.overflow_dir) // _SHARE_OF_FREE // per_token)
+            tokens = min(loaded.context_length, _free_disk_bytes(config.overflow_dir) // _SHARE_OF_FREE // per_token)
             if tokens <= pool_tokens:
                 raise ConfigurationError(f"the disk of {config.overflow_dir} has too little room")
             found = Overflow(config.overflow_dir, *shape, pool_tokens, tokens, loaded.dtype)
@@ -52,7 +52,7 @@ def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -
                 f"{asked}, which holds {tokens} tokens; the pool itself holds {pool_tokens}: it must be larger than "
                 f"{format_size(pool_tokens * per_token)}, or 0"
             )
-        if loaded.context_length <= pool_tokens or _moves(loaded):
+        if loaded.context_length <= pool_tokens or _reclaims_window(loaded):
             return None
         ensure_private_dir(config.overflow_dir)
         found = Overflow(config.overflow_dir, *shape, pool_tokens, tokens, loaded.dtype)
@@ -60,12 +60,12 @@ def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -
     return found
 
 
-def _moves(loaded: LoadedModel) -> bool:
+def _reclaims_window(loaded: LoadedModel) -> bool:
     """Whether a request's pages move on with its window, so that it never needs many."""
     return bool(loaded.windows) and all(loaded.windows) and cpu_attention.serves(loaded.dtype, loaded.head_dim)
 
 
-def _free(folder: Path) -> int:
+def _free_disk_bytes(folder: Path) -> int:
     """Bytes that are free on a folder's disk. Makes the folder. Raises ConfigurationError, also where it is none."""
     ensure_private_dir(folder)
     at = folder.resolve()

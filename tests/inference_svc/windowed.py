@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import Address
 
 from benchmarks.node import Node
-from inference_svc.context_reuse.chunking import Fixed
+from inference_svc.context_reuse.chunking import FixedChunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.engine.kv_connector import NoCache, SaveDone
 from inference_svc.engine.sequence import CacheUse, Output, Sequence, StoredPrefix
-from inference_svc.kv_client.connector import CacheLink
+from inference_svc.kv_client.connector import DaemonConnector
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.disk_overflow import Overflow
 from inference_svc.kv_pool.kv_pool import KVPool
@@ -41,7 +41,7 @@ class Windowed:
     """An engine, and the pages that were in use whenever a token was there."""
 
     engine: Engine
-    cache: CacheLink | None
+    cache: DaemonConnector | None
 
     def __post_init__(self) -> None:
         self.pages: list[int] = []
@@ -94,8 +94,10 @@ def windowed(
     pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, windows, beyond)
     cache = None
     if node is not None:
-        link = DaemonLink(Address(node.cache_socket), name, loaded.descriptor(16))
-        cache = CacheLink({b"": link}, loaded.geometry(16), ReusePolicy(Fixed(CHUNK), None, None, None), 0.1, 5.0)
+        link = DaemonConnection(Address(node.cache_socket), name, loaded.descriptor(16))
+        cache = DaemonConnector(
+            {b"": link}, loaded.geometry(16), ReusePolicy(FixedChunker(CHUNK), None, None, None), 0.1, 5.0
+        )
         assert link.wait(10)
     return Windowed(Engine(loaded, pool, cache or slow or NoCache(), EngineLimits(**LIMITS | limits)), cache)
 

@@ -13,23 +13,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from inference_svc.context_reuse.reuse_plan import Plan, Positions
-from inference_svc.context_reuse.selectors.selector import Signals, top
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
+from inference_svc.context_reuse.selectors.selector import SelectionSignals, top_positions
 
 
-class Guided:
+class GuidedSelector:
     """Top ``ratio`` by the question's attention after ``depth`` layers."""
 
     # Where the built-in model looks shows well before its last layer.
-    wants_deviation, look = False, 2 / 3
+    needs_deviation, attention_depth = False, 2 / 3
 
     def __init__(self, depth: int = 2) -> None:
         self.depth = depth
         self.name = "guided" if depth == 2 else f"guided_{depth}"
 
-    def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
         assert signals.attention is not None
         score, positions = signals.attention.copy(), plan.approximate_positions
         follows = np.diff(positions) == 1
         score[:-1] = np.maximum(score[:-1], np.where(follows, signals.attention[1:], 0))
-        return top(plan, ratio, score)
+        return top_positions(plan, ratio, score)

@@ -8,7 +8,7 @@ import torch
 from inference_svc.engine.detokenizer import TextStream
 from inference_svc.engine.request_lifecycle import take_token
 from inference_svc.engine.sequence import Finish, Output, Sequence
-from inference_svc.kv_client.load_cost_model import Economy
+from inference_svc.kv_client.load_cost_model import LoadCostModel
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
@@ -52,10 +52,10 @@ def test_a_request_that_stores_nothing_leaves_residents_alone() -> None:
 
 
 def test_a_few_tokens_behind_a_hit_say_nothing_of_what_a_token_costs() -> None:
-    economy = Economy()
+    economy = LoadCostModel()
     assert economy.seconds_per_token(1, 0.032) == pytest.approx(0.001)
-    economy.prefilled(1000, 0.5)
-    economy.prefilled(1, 0.03)
+    economy.record_prefill(1000, 0.5)
+    economy.record_prefill(1, 0.03)
     assert economy.seconds_per_token(1, 0.03) == pytest.approx(0.0005)
     assert economy.seconds_per_token(100, 0.1) == pytest.approx(0.001)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inference_svc.lora.adapter_dir import open_folder
+from inference_svc.lora.adapter_dir import open_adapter_dir
 from inference_svc.lora.adapter_weights import AdapterWeights, Linears, linears_of, read_weights
 from inference_svc.model_runner.attention import ATTENTION
 from inference_svc.models.loader import LoadedModel
@@ -49,7 +49,7 @@ def write(folder: Path, weights: dict[str, Tensor], **settings: Any) -> Path:
 
 def adapter(folder: Path, loaded: LoadedModel, name: str = "a") -> AdapterWeights:
     """Reads a folder for a model."""
-    return read_weights(open_folder(name, folder), linears(loaded), loaded.id)
+    return read_weights(open_adapter_dir(name, folder), linears(loaded), loaded.id)
 
 
 def merge(model: Any, folder: Path, scale: float = ALPHA / RANK) -> Any:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from kvkernels.cpu import quantized_gemm
 
-from inference_svc.context_reuse.reuse_plan import Plan, Stretch
-from inference_svc.context_reuse.selectors import STRATEGIES
+from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
+from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.engine.kv_connector import NoCache
@@ -157,8 +157,8 @@ def test_a_repair_of_everything_is_a_prefill_with_the_adapter(strategy: str, eng
     assert table is not None
     slots = torch.from_numpy(table.slots(0, 120))
     pool.keys[:, :, slots], pool.values[:, :, slots] = 1.0, -1.0  # what was stored is wrong altogether
-    plan = Plan(120, 0, (Stretch(0, 100),))
-    work = Repairing(engine.decoder, pool, ids, table, plan, STRATEGIES[strategy], 1.0, adapter=engine.adapters["a"])
+    plan = ReusePlan(120, 0, (RelocatedSpan(0, 100),))
+    work = Repairing(engine.decoder, pool, ids, table, plan, SELECTORS[strategy], 1.0, adapter=engine.adapters["a"])
     for _ in work.steps():
         pass
     assert int(work.logits[-1][-1].argmax()) == want[0]

@@ -18,8 +18,8 @@ from inference_svc.spec_decode.speculation_mode import Speculation
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.lora.random_adapters import adapter
 from tests.inference_svc.lora.test_engine import ask, engine_of
-from tests.inference_svc.lora.test_live_adapters import wait
 from tests.inference_svc.server.test_load import Request, idle
+from tests.inference_svc.server.test_lora_admin import wait
 
 
 class Slow(NoCache):

@@ -11,10 +11,10 @@ import torch
 from kvkernels.cpu import quantized_gemm
 
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.lora.lora_adapter import Adapter
+from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner import forward_batch, fused_layers
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.models.layer_streaming.residency_plan import Asked
+from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import LoadedModel, load
 from inference_svc.models.supported_architectures import SUPPORTED
@@ -34,7 +34,7 @@ def folders(at: Path, loaded: LoadedModel) -> list[Path]:
 
 
 def run(
-    decoder: Decoder, pool: KVPool, prompts: list[list[int]], adapters: list[Adapter | None]
+    decoder: Decoder, pool: KVPool, prompts: list[list[int]], adapters: list[LoraAdapter | None]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Reads all prompts together, in pieces: of each the logits after each piece, and its keys and values."""
     tables = [pool.allocate(len(prompt)) for prompt in prompts]
@@ -130,7 +130,7 @@ def test_weights_at_any_width_and_streamed_ones_carry_adapters(
     """Streamed or not, the bits are the same. The adapter's part is not quantized: it is as if merged into the weights
     that quantizing leaves, but for the rows, which become bytes on the way."""
 
-    def computed(stream: Asked, one_by_one: bool = False) -> list[torch.Tensor]:
+    def computed(stream: StreamingOptions, one_by_one: bool = False) -> list[torch.Tensor]:
         with monkeypatch.context() as patch:
             if one_by_one:
                 patch.setattr(fused_layers, "suits", lambda model: False)
@@ -145,8 +145,8 @@ def test_weights_at_any_width_and_streamed_ones_carry_adapters(
                 loaded.streamed.close()
             return found
 
-    resident = computed(Asked())
-    streamed = computed(Asked("full_stream", poisoned=True))
+    resident = computed(StreamingOptions())
+    streamed = computed(StreamingOptions("full_stream", poison_freed_slots=True))
     assert all(torch.equal(a, b) for a, b in zip(resident, streamed, strict=True))
     own, low = (load("demo", device="cpu", dtype="float32", weights=width) for width in (16, bits))
     for path, module in low.model.named_modules():
@@ -161,7 +161,7 @@ def test_weights_at_any_width_and_streamed_ones_carry_adapters(
     assert changed > 0.2 * want.norm()
     assert (resident[1][-1] - want).norm() < (1e-3 if bits == 16 else 0.5) * changed
     if bits == 8:
-        assert (computed(Asked(), one_by_one=True)[1] - resident[1]).norm() < 0.05 * resident[1].norm()
+        assert (computed(StreamingOptions(), one_by_one=True)[1] - resident[1]).norm() < 0.05 * resident[1].norm()
 
 
 def test_attention_of_models_with_experts_takes_adapters(tmp_path: Path) -> None:

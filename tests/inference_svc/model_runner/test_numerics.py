@@ -250,12 +250,12 @@ def test_a_product_whose_rows_depend_on_their_batch_brings_the_libraries_into_th
     monkeypatch.setattr(NumericsProbe, "_named", lambda self: shown.append("named") or named(self))
     identified(loaded, decoder, 16)
     assert not shown
-    products_of = numerics_probe.product_of
+    products_of = numerics_probe.linear_for
 
     def uneven(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
         product = products_of(weight, bias)
         return lambda x: product(x) + (len(x) > 4)
 
-    monkeypatch.setattr(numerics_probe, "product_of", uneven)
+    monkeypatch.setattr(numerics_probe, "linear_for", uneven)
     identified(loaded, decoder, 16)
     assert shown == ["named"]

@@ -10,16 +10,16 @@ import torch
 import transformers as t
 from kvsidecar.errors import ModelUnsupported
 
-from inference_svc.context_reuse.rope_shift import refusal, rotary_of
+from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.attention import ATTENTION, register
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.architectures import check_architecture
 from inference_svc.models.loader import LoadedModel
-from inference_svc.models.longrope import settle
+from inference_svc.models.longrope import freeze_longrope
 from inference_svc.models.mixture_of_experts import EXPERTS, register_experts
-from inference_svc.models.supported_architectures import REFUSED, SUPPORTED
+from inference_svc.models.supported_architectures import SUPPORTED, UNSUPPORTED
 
 COMMON = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -76,7 +76,7 @@ def build(
     model = model.eval().to(dtype)
     model.load_state_dict(eager.state_dict())
     model.requires_grad_(False)
-    factors = settle(model, served)
+    factors = freeze_longrope(model, served)
     place = torch.device("cpu")
     loaded = LoadedModel("x", model, None, model.config, name, b"", place, dtype, served, frozenset(), factors)  # type: ignore[arg-type]
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 2048, dtype, loaded.device)
@@ -184,12 +184,12 @@ def test_gemma_3_has_both_bases_in_the_name_of_its_chunks() -> None:
 
 def test_keys_turned_by_different_angles_per_layer_are_not_moved() -> None:
     loaded, _, _ = build("Gemma3ForCausalLM")
-    assert "different rotary embeddings" in refusal(loaded.config)
+    assert "different rotary embeddings" in why_not_shiftable(loaded.config)
     with pytest.raises(ModelUnsupported, match="cannot be moved"):
-        rotary_of(loaded.model)
+        key_rotation_of(loaded.model)
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_refused_architectures_say_why(name: str) -> None:
     for strict in (True, False):
         with pytest.raises(ModelUnsupported, match=name):

@@ -12,7 +12,7 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch, fused_layers
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.linear import quantized_linear
-from inference_svc.models.linear.quantized_linear import QuantizedLinear, pick_width
+from inference_svc.models.linear.quantized_linear import QuantizedLinear, pick_weight_bits
 from inference_svc.models.loader import LoadedModel, load
 
 IDS = list(range(10, 110))
@@ -105,16 +105,16 @@ def test_what_the_kernel_does_not_take_stays_as_it_is() -> None:
 
 def test_what_cannot_be_had_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="weights is 8, but the checkpoint has 4 bits; allowed are auto, 4"):
-        pick_width(8, 4, CPU)
+        pick_weight_bits(8, 4, CPU)
     with pytest.raises(ConfigurationError, match="weights is 4, and device cuda:0 quantizes no weights"):
-        pick_width(4, 16, torch.device("cuda:0"))
-    assert pick_width("auto", 4, torch.device("cuda:0")) == 4
+        pick_weight_bits(4, 16, torch.device("cuda:0"))
+    assert pick_weight_bits("auto", 4, torch.device("cuda:0")) == 4
     monkeypatch.setattr(quantized_gemm, "kernel", lambda: None)
     none = cpu_library.LoadedLibrary(None, "there are no CPU kernels for this machine")
     monkeypatch.setattr(quantized_linear, "loaded_library", lambda: none)
     with pytest.raises(
         ConfigurationError, match="weights is 4, but there are no CPU kernels for this machine; allowed"
     ):
-        pick_width(4, 16, CPU)
-    assert pick_width("auto", 4, CPU) == 16, "written out"
-    assert pick_width("auto", 16, CPU) == 16
+        pick_weight_bits(4, 16, CPU)
+    assert pick_weight_bits("auto", 4, CPU) == 16, "written out"
+    assert pick_weight_bits("auto", 16, CPU) == 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference_svc.quantize.awq_rounding import rounded
+from inference_svc.quantize.awq_rounding import quantize_weight
 
 gemm = pytest.importorskip(
     "awq.modules.linear.gemm",
@@ -16,7 +16,7 @@ gemm = pytest.importorskip(
 
 def test_autoawq_packs_the_same_codes_to_the_same_words() -> None:
     linear = torch.nn.Linear(128, 64)
-    ours = rounded(linear.weight.detach(), 64)
+    ours = quantize_weight(linear.weight.detach(), 64)
     linear.weight.data = ours.dense()
     scales, zeros = ours.scales.float().t().contiguous(), ours.zeros.float().t().contiguous()
     theirs = gemm.WQLinear_GEMM.from_linear(linear, 4, 64, scales=scales, zeros=zeros)

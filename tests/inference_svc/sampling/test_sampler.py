@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from inference_svc.engine.sequence import Sequence
 from inference_svc.models.loader import DEMO_MODEL, load
-from inference_svc.request.request_builder import Prompter
+from inference_svc.request.request_builder import RequestBuilder
 from inference_svc.request.request_options import DEFAULT_MAX_TOKENS
 from inference_svc.sampling.sampler import draw
 from inference_svc.sampling.sampling_params import Counts, Drawn, Sampler, SamplingParams
@@ -272,22 +272,22 @@ def test_what_a_request_leaves_open_is_as_the_models_makers_recommend(tmp_path: 
     stated = json.loads((folder / "generation_config.json").read_text())
     recommended = {"do_sample": True, "temperature": 0.25, "top_k": 7}
     (folder / "generation_config.json").write_text(json.dumps(stated | recommended))
-    prompter = Prompter(load(str(folder)), 100)
+    prompter = RequestBuilder(load(str(folder)), 100)
     assert prompter.sampling(Sampling()) == SamplingParams(temperature=0.25, top_k=7)
     assert prompter.sampling(Sampling(temperature=0.0, top_p=0.5)) == SamplingParams(0.0, 0.5, top_k=7)
     (folder / "generation_config.json").write_text(json.dumps(stated | {"do_sample": False}))
-    greedy = Prompter(load(str(folder)), 100)
+    greedy = RequestBuilder(load(str(folder)), 100)
     assert greedy.sampling(Sampling()) == SamplingParams(temperature=0.0)
     assert greedy.sampling(Sampling(temperature=0.5)) == SamplingParams(temperature=0.5)
 
 
 def test_of_a_prompt_that_is_too_long_the_end_is_read_on_request() -> None:
-    prompter = Prompter(load("demo"), 100)
+    prompter = RequestBuilder(load("demo"), 100)
     ids = [7 + i % 5 for i in range(500)]
 
     def read(most: int) -> Sequence:
         asked = to_request(ids, max_tokens=30, truncate_prompt_tokens=most, segment_ends=[100, 450, 480])
-        return prompter.sequence(asked, lambda _: None, 0.0)
+        return prompter.build(asked, lambda _: None, 0.0)
 
     assert (read(40).tokens, read(40).max_tokens) == (ids[-40:], 30)
     assert read(40).cache.marks.segment_ends == (20,)
@@ -298,23 +298,23 @@ def test_of_a_prompt_that_is_too_long_the_end_is_read_on_request() -> None:
 
 
 def test_what_is_read_of_a_long_prompt_leaves_room_for_the_usual_answer() -> None:
-    longer = Prompter(load("demo"), 300)
+    longer = RequestBuilder(load("demo"), 300)
     asked = to_request([7] * 500, truncate_prompt_tokens=0)
-    found = longer.sequence(asked, lambda _: None, 0.0)
+    found = longer.build(asked, lambda _: None, 0.0)
     assert (len(found.tokens), found.max_tokens) == (300 - DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
-    shorter = Prompter(load("demo"), DEFAULT_MAX_TOKENS)
+    shorter = RequestBuilder(load("demo"), DEFAULT_MAX_TOKENS)
     for answer in ({}, {"max_tokens": 256}, {"max_tokens": 1, "min_tokens": 300}):
         asked = to_request([7] * 500, truncate_prompt_tokens=0, **answer)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="a context of 256 has none for the prompt then") as caught:
-            shorter.sequence(asked, lambda _: None, 0.0)
+            shorter.build(asked, lambda _: None, 0.0)
         assert caught.value.param == "truncate_prompt_tokens"
 
 
 def test_who_asks_for_the_rest_of_the_context_gets_that_and_no_more() -> None:
-    prompter = Prompter(load("demo"), 300)
+    prompter = RequestBuilder(load("demo"), 300)
 
     def read(tokens: int, **options: Any) -> Sequence:
-        return prompter.sequence(to_request([7] * tokens, max_tokens=REST_OF_CONTEXT, **options), lambda _: None, 0.0)
+        return prompter.build(to_request([7] * tokens, max_tokens=REST_OF_CONTEXT, **options), lambda _: None, 0.0)
 
     assert [read(tokens).max_tokens for tokens in (1, 200, 299)] == [299, 100, 1]
     assert read(100, min_tokens=200).max_tokens == 200
@@ -327,19 +327,19 @@ def test_who_asks_for_the_rest_of_the_context_gets_that_and_no_more() -> None:
 
 
 def test_a_text_far_too_long_is_not_read_for_its_end() -> None:
-    prompter = Prompter(load("demo"), 300)
+    prompter = RequestBuilder(load("demo"), 300)
     with pytest.raises(PromptTooLong, match="too many to be read for its end"):
-        prompter.sequence(to_request("a " * 5000, max_tokens=5, truncate_prompt_tokens=10), lambda _: None, 0.0)
+        prompter.build(to_request("a " * 5000, max_tokens=5, truncate_prompt_tokens=10), lambda _: None, 0.0)
 
 
 def test_of_a_prompt_that_is_too_long_beginning_and_end_are_read_on_request() -> None:
-    prompter = Prompter(load("demo"), 100)
+    prompter = RequestBuilder(load("demo"), 100)
     ids = [7 + i % 5 for i in range(500)]
 
     def read(ids: list[int] = ids, **options: Any) -> Sequence:
         marks = [end for end in (10, 100, 480) if end < len(ids)]
         asked = to_request(ids, max_tokens=30, segment_ends=marks, **options)
-        return prompter.sequence(asked, lambda _: None, 0.0)
+        return prompter.build(asked, lambda _: None, 0.0)
 
     both = read(truncate="middle")
     assert (both.tokens, both.max_tokens) == (ids[:35] + ids[-35:], 30), "with room for the answer"
@@ -355,7 +355,7 @@ def test_of_a_prompt_that_is_too_long_beginning_and_end_are_read_on_request() ->
     asked = to_request(ids)
     asked.truncation = 9  # type: ignore[assignment]
     with pytest.raises(InvalidRequest, match="truncation is 9"):
-        prompter.sequence(asked, lambda _: None, 0.0)
+        prompter.build(asked, lambda _: None, 0.0)
 
 
 def test_a_repetition_penalty_makes_no_token_likelier() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.forward_batch import Batch
-from inference_svc.server.runtime import build
+from inference_svc.server.runtime import build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.spec_decode.draft_model_proposer import DraftModel
 from inference_svc.spec_decode.proposer import ROOT, Draft, Wish
@@ -89,10 +89,10 @@ def test_a_draft_beside_a_streamed_model_is_refused(tmp_path: Any, monkeypatch: 
         model="demo", dtype="float32", stream="full_stream", speculate="draft", draft_model="demo", pool_bytes="64MiB"
     )
     with pytest.raises(ConfigurationError, match="draft_model is demo, and demo is streamed"):
-        build(config)
+        build_runtime(config)
     config = config.model_copy(update={"draft_model": "self", "weights": 4})
     with pytest.raises(ConfigurationError, match="draft_model is self, and demo is streamed at 4 bits"):
-        build(config)
+        build_runtime(config)
 
 
 def test_beside_each_guess_stands_the_second_likeliest() -> None:

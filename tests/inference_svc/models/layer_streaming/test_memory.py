@@ -20,15 +20,15 @@ from benchmarks.node import Node
 from inference_svc.model_runner.attention import ATTENTION, register
 from inference_svc.models.layer_streaming.layer_file import WEIGHTS
 from inference_svc.models.loader import DEMO_MODEL
-from inference_svc.models.meta_model import skeleton
+from inference_svc.models.meta_model import build_meta_model
 
 MIB = 1 << 20
 LAYERS = 12
 CHILD = """
     import ctypes, gc, sys
     from inference_svc.freed_memory import keep_freed_memory
-    from inference_svc.model.loader import load
-    from inference_svc.model.streaming.plan import Asked
+    from inference_svc.models.loader import load
+    from inference_svc.models.layer_streaming.residency_plan import Asked
     from tests.inference_svc.streaming.conftest import computed
 
     def most():
@@ -72,7 +72,7 @@ def write_shards(folder: Path) -> int:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, folder / name)
     register()
-    model, _ = skeleton(config, torch.bfloat16, ATTENTION)
+    model, _ = build_meta_model(config, torch.bfloat16, ATTENTION)
     shards: dict[str, dict[str, torch.Tensor]] = {}
     size = 0
     for name, parameter in model.named_parameters():

@@ -15,12 +15,12 @@ from inference_svc.engine.kv_connector import NoCache
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.models.layer_streaming.residency_plan import OFF, Asked
+from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions
 from inference_svc.models.loader import DEMO_MODEL, LoadedModel, load
 from tests.inference_svc.models.test_architectures import build
 from tests.inference_svc.windowed import ALL, LIMITS, PIECE, SOME, WINDOW, Windowed, prompt
 
-FULL = Asked("full_stream", slots=2, poisoned=True)
+FULL = StreamingOptions("full_stream", slots=2, poison_freed_slots=True)
 
 
 @pytest.fixture(scope="module", params=[ALL, SOME, "Gemma2ForCausalLM"])
@@ -34,7 +34,7 @@ def folder(home: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.
     return at
 
 
-def loaded(folder: Path, asked: Asked) -> LoadedModel:
+def loaded(folder: Path, asked: StreamingOptions) -> LoadedModel:
     return load(str(folder), device="cpu", dtype="float32", stream=asked)
 
 

@@ -1,0 +1,53 @@
+"""What a stopped run has measured, so that the next one goes on from there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+
+Job = tuple[str, int]  # task, number of the prompt
+
+
+class CheckpointedResults:
+    """A line per prompt, ``[job, {arm: fields}]``; none without a path. The first line says of what run."""
+
+    def __init__(self, path: Path | None, options: argparse.Namespace) -> None:
+        self._path = path
+        # A run for fewer or more prompts uses what is there.
+        ignored = ("out", "processes", "threads", "quick", "n", "n_exact")
+        self._run = {k: v for k, v in sorted(vars(options).items()) if k not in ignored}
+
+    def read(self) -> Iterator[tuple[Job, dict[str, dict[str, Any]]]]:
+        if self._path is None or not self._path.exists():
+            return
+        with self._path.open(encoding="utf-8") as file:
+            if json.loads(file.readline() or "null") != self._run:
+                report.console.print(f"[dim]{self._path} is of other settings and is written anew[/dim]")
+                return
+            for line in file:
+                if not line.endswith("\n"):  # cut off in the middle
+                    return
+                (name, number), arms = json.loads(line)
+                yield (name, number), arms
+
+    def write(self, found: list[tuple[Job, dict[str, dict[str, Any]]]]) -> None:
+        """Writes all anew: what was read may end in half a line."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self._run) + "\n", encoding="utf-8")
+            for job, arms in found:
+                self.add(job, arms)
+
+    def add(self, job: Job, arms: dict[str, dict[str, Any]]) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([job, arms]) + "\n")
+
+    def forget(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)

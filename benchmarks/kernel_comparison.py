@@ -1,0 +1,64 @@
+"""Kernels against a reference and a bound: the rows of ``kernels`` and ``cpu_kernels``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+Implementation = Callable[[], Any]
+
+
+class KernelComparison:
+    """Collects rows. ``bandwidth`` (bytes/s) and ``products`` (operations/s) are what the device can do."""
+
+    def __init__(
+        self, repeats: int, microseconds: Callable[[Implementation, int], float], bandwidth: float, products: float
+    ) -> None:
+        """``microseconds`` is the median time of a call, so often repeated."""
+        self.repeats, self.rows, self._microseconds = repeats, list[dict[str, Any]](), microseconds
+        self.bandwidth, self.products = bandwidth, products
+
+    def add(
+        self,
+        op: str,
+        shape: str,
+        ours: Implementation,
+        name: str,
+        theirs: Implementation,
+        bytes_moved: float,
+        operations: float = 0.0,
+    ) -> None:
+        """Runs and compares both. ``bytes_moved`` and ``operations`` give the bound."""
+        got, expected = _tensor(ours()).float(), _tensor(theirs()).float()
+        error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
+        ours_us, reference_us = (self._microseconds(way, self.repeats) for way in (ours, theirs))
+        bound = max(bytes_moved / self.bandwidth, operations / self.products) * 1e6
+        self.rows.append(
+            {
+                "op": op,
+                "shape": shape,
+                "ours_us": ours_us,
+                "reference": name,
+                "reference_us": reference_us,
+                "bound_us": round(bound, 2),
+                "max_rel_error": round(error, 6),
+                "over_reference": round(reference_us / ours_us, 3),
+                "of_bound": round(bound / ours_us, 3),
+            }
+        )
+
+    def summary(self) -> dict[str, float]:
+        """What the device can do, and the largest error."""
+        return {
+            "copy_gb_per_s": round(self.bandwidth / 1e9, 1),
+            "product_tflops": round(self.products / 1e12, 3),
+            "max_rel_error": max(row["max_rel_error"] for row in self.rows),
+        }
+
+
+def _tensor(found: Any) -> Tensor:
+    out = found[0] if isinstance(found, tuple) else found
+    assert isinstance(out, Tensor)
+    return out

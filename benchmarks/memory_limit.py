@@ -1,0 +1,75 @@
+"""Real limits on the memory of a process: a control group of its own, made by hand or by systemd."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+_TOP = Path("/sys/fs/cgroup")
+
+
+class MemoryLimitUnavailable(RuntimeError):
+    """This machine lets nobody limit memory here."""
+
+
+class MemoryLimit:
+    """A limit in bytes for the processes that ``launch`` starts; use it as a context manager. Raises NoLimit."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes, self._name = limit_bytes, f"kvsidecar-{uuid.uuid4().hex[:8]}"
+        self._folder: Path | None = None
+        self.kind = ""
+
+    def __enter__(self) -> MemoryLimit:
+        for kind, top, limit in (
+            ("cgroup v1", _TOP / "memory", "memory.limit_in_bytes"),
+            ("cgroup v2", _TOP, "memory.max"),
+        ):
+            folder = top / self._name
+            try:
+                if not (top / "memory.stat").exists() and not (top / "cgroup.controllers").exists():
+                    continue
+                folder.mkdir()
+                (folder / limit).write_text(str(self.limit_bytes))
+            except OSError:
+                if folder.is_dir():
+                    folder.rmdir()
+                continue
+            self.kind, self._folder = kind, folder
+            return self
+        if shutil.which("systemd-run") and Path("/run/systemd/system").is_dir():
+            self.kind = "systemd-run"
+            return self
+        raise MemoryLimitUnavailable("no control group can be made here: run as root, or where systemd runs")
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            self._folder.rmdir()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was taken, cached files included; 0 where nobody says."""
+        for name in ("memory.max_usage_in_bytes", "memory.peak"):
+            if self._folder is not None and (self._folder / name).exists():
+                return int((self._folder / name).read_text())
+        return 0
+
+    def launch(self, command: list[str], environment: dict[str, str], log: int) -> subprocess.Popen[bytes]:
+        """Runs ``python -m`` with these arguments under the limit, from its first byte on."""
+        run = [sys.executable, "-m", *command]
+        if self._folder is None:
+            limit = ["-p", f"MemoryMax={self.limit_bytes}", "-p", "MemorySwapMax=0"]
+            run = ["systemd-run", "--scope", "--quiet", "--unit", self._name, *limit, *run]
+            return subprocess.Popen(run, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL)
+        with (self._folder / "cgroup.procs").open("wb", buffering=0) as members:
+            return subprocess.Popen(
+                run,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=lambda: members.write(b"0"),
+            )

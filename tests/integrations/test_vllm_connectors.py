@@ -1,0 +1,382 @@
+"""Both halves of the vLLM connector over a real daemon, told by hand what vLLM's scheduler tells them."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvsidecar.integrations.vllm import scheduler_connector
+from kvsidecar.kv_transfer.block_copier import BlockCopier
+from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup
+from kvsidecar.kv_transfer.transport import NoTransport
+
+from benchmarks.node import Node
+from tests.integrations.connector_pair import PROMPT, WHOLE, Request, Status, Vllm
+from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with Node(workers=0, arena_bytes="8MiB", daemon_flags={"heartbeat_ms": 1000}) as running:
+        yield running
+
+
+@pytest.fixture
+def engines() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(stack: ExitStack, node: Node, name: str, **options: Any) -> Vllm:
+    found = Vllm(node, name, **options)
+    stack.callback(found.close)
+    return found
+
+
+def until_no_lease(node: Node) -> None:
+    deadline = time.monotonic() + 5
+    while node.cache_stats().leases:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def goes_on(engine: Vllm, request: Request) -> bool:
+    """Whether a lookup, once it is answered, lets the request go on."""
+    engine.scheduler.get_num_new_matched_tokens(request, 0)
+    lookup = engine.scheduler.tracked_request(request).lookup
+    assert lookup is not None
+    lookup.answer.result(10)
+    return engine.scheduler.get_num_new_matched_tokens(request, 0)[0] is not None
+
+
+def test_a_prompt_that_one_engine_computed_another_loads(node: Node, engines: ExitStack) -> None:
+    one, two = start(engines, node, "pair"), start(engines, node, "pair", transposed=True)
+    first = Request("a", PROMPT)
+    assert one.matched(first) == (0, False)
+    one.compute(first, [0, 1, 2, 3, 4])
+    again = Request("b", PROMPT)
+    assert two.matched(again) == (WHOLE, True)
+    two.allocated(again, [4, 2, 0, 3, 1], WHOLE)
+    step = two.step()
+    assert [load.blocks for load in step.loads] == [[4, 2, 0, 3]]
+    two.wait(set(), {"b"})
+    assert two.workers[0].get_block_ids_with_load_errors() == set()
+    assert two.payload(0, [4, 2, 0, 3]) == one.payload(0, [0, 1, 2, 3])
+    # It is stored already: nothing more is, and nothing is waited for.
+    two.allocated(again, [4, 2, 0, 3, 1], 0)
+    again.num_computed_tokens = WHOLE
+    assert not two.step({"b": (again, 3, [4, 2, 0, 3, 1])}).stores
+    again.status = Status.FINISHED_STOPPED
+    assert not two.scheduler.request_finished(again, [4, 2, 0, 3, 1])
+
+
+def test_what_vllm_has_of_its_own_is_not_loaded(node: Node, engines: ExitStack) -> None:
+    one = start(engines, node, "own")
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    again = Request("b", PROMPT)
+    assert one.matched(again, 2 * BLOCK_TOKENS) == (2 * BLOCK_TOKENS, True)
+    one.allocated(again, [0, 1, 2, 3], 2 * BLOCK_TOKENS)
+    (load,) = one.step().loads
+    assert (load.first, len(load.tokens)) == (2 * BLOCK_TOKENS, WHOLE)
+    one.wait(set(), {"b"})
+    assert one.matched(Request("c", PROMPT), WHOLE) == (0, False)
+
+
+def test_what_is_being_loaded_for_one_request_is_waited_for_by_others(node: Node, engines: ExitStack) -> None:
+    one = start(engines, node, "together")
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    branch = PROMPT[: 2 * BLOCK_TOKENS] + [7] * (2 * BLOCK_TOKENS + 1)
+    less = PROMPT[:BLOCK_TOKENS] + [8] * (3 * BLOCK_TOKENS + 1)
+    for name, ids in (("b", branch), ("c", less)):
+        one.compute(Request(name, ids), [0, 1, 2, 3, 4])
+    two, alone = start(engines, node, "together"), start(engines, node, "together", shares=False)
+    first = Request("d", PROMPT)
+    for engine in (two, alone):
+        assert engine.matched(first) == (WHOLE, True)
+        engine.allocated(first, [0, 1, 2, 3], WHOLE)
+    assert two.matched(Request("other", less)) == (WHOLE, True), "three of its four blocks are another's"
+    waiting, same, stranger = Request("e", branch), Request("f", PROMPT), Request("g", PROMPT, cache_salt="other")
+    assert alone.matched(waiting) == (WHOLE, True)
+    for request in (waiting, same):
+        assert not goes_on(two, request), "it is waited for"
+    assert two.matched(stranger) == (0, False)
+    two.step()
+    two.wait(set(), {"d"})
+    assert two.matched(waiting, 2 * BLOCK_TOKENS) == (2 * BLOCK_TOKENS, True)
+    assert two.matched(same, WHOLE) == (0, False)
+
+
+def test_a_producer_loads_nothing_and_a_consumer_stores_nothing(node: Node, engines: ExitStack) -> None:
+    consumer = start(engines, node, "roles", stores=False)
+    consumer.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    producer = start(engines, node, "roles", loads=False)
+    first = Request("b", PROMPT)
+    assert producer.matched(first) == (0, False)
+    producer.compute(first, [0, 1, 2, 3, 4])
+    assert producer.workers[0].stats.take()["stored_chunks"] == 4, "the consumer had stored some of it"
+    assert producer.matched(Request("c", PROMPT)) == (0, False)
+    assert consumer.matched(Request("d", PROMPT)) == (WHOLE, True)
+
+
+def test_ranks_hit_only_where_all_have_it(node: Node, engines: ExitStack) -> None:
+    both = start(engines, node, "ranks", ranks=2)
+    alone = both.workers.pop()  # the second rank stores nothing
+    both.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    both.workers.append(alone)
+    assert both.matched(Request("b", PROMPT)) == (0, False)
+    both.compute(Request("c", PROMPT), [0, 1, 2, 3, 4])
+    again = Request("d", PROMPT)
+    assert both.matched(again) == (WHOLE, True)
+    expected = [both.payload(rank, [0, 1, 2, 3]) for rank in range(2)]
+    assert expected[0] != expected[1]
+    both.allocated(again, [4, 3, 2, 1], WHOLE)
+    both.step()
+    both.wait(set(), {"d"})
+    assert [both.payload(rank, [4, 3, 2, 1]) for rank in range(2)] == expected
+
+
+def test_blocks_of_a_preempted_request_are_not_read_any_more(node: Node, engines: ExitStack) -> None:
+    one = start(engines, node, "preempted")
+    request = Request("a", PROMPT)
+    assert one.matched(request) == (0, False)
+    one.allocated(request, [0, 1, 2, 3, 4], 0)
+    one.step({"a": (request, len(PROMPT), [0, 1, 2, 3, 4])})
+    one.step(preempted=("a",))
+    reads = []
+    pack = BlockCopier.pack
+
+    def watched(self: BlockCopier, *arguments: Any) -> None:
+        reads.append(arguments)
+        pack(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockCopier, "pack", watched)
+        one.wait(set(), set())
+        one.workers[0]._stores.submit(lambda: None).result(10)  # behind what was queued
+    assert not reads
+    # It comes back and is stored then.
+    request.num_computed_tokens = 0
+    one.matched(request)
+    one.allocated(request, [4, 3, 2, 1, 0], 0)
+    one.step({"a": (request, len(PROMPT), [4, 3, 2, 1, 0])})
+    request.status = Status.FINISHED_STOPPED
+    assert one.scheduler.request_finished(request, [4, 3, 2, 1, 0])
+    one.step()
+    one.wait({"a"}, set())
+    assert one.matched(Request("b", PROMPT)) == (WHOLE, True)
+
+
+def test_stores_that_wait_keep_no_more_than_a_quarter_of_the_blocks(
+    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, go, pack = start(engines, node, "pinned"), threading.Event(), BlockCopier.pack
+
+    def late(*arguments: Any) -> None:
+        assert go.wait(10)
+        pack(*arguments)
+
+    def run(name: str, blocks: list[int], first: int) -> bool:
+        request = Request(name, list(range(first, first + 2 * BLOCK_TOKENS + 1)))
+        one.matched(request)
+        one.allocated(request, blocks, 0)
+        one.step({name: (request, request.num_tokens, blocks)})
+        request.status = Status.FINISHED_STOPPED
+        return one.scheduler.request_finished(request, blocks)
+
+    monkeypatch.setattr(BlockCopier, "pack", late)
+    try:
+        assert run("a", [0, 1, 2], 7000), "one alone may be larger"
+        assert not run("b", [3, 4], 8000)
+        assert one.step().dropped == {"b"}
+    finally:
+        go.set()
+    one.wait({"a"}, set())
+    assert one.workers[0].stats.take()["dropped_stores"] == 1
+    assert one.matched(Request("c", list(range(8000, 8000 + 3 * BLOCK_TOKENS)))) == (0, False)
+    assert run("d", [3, 4, 0], 8000)
+    one.step()
+    one.wait({"d"}, set())
+    assert one.matched(Request("e", list(range(8000, 8000 + 3 * BLOCK_TOKENS)))) == (2 * BLOCK_TOKENS, True)
+
+
+def test_a_load_that_breaks_off_names_its_blocks(node: Node, engines: ExitStack) -> None:
+    one = start(engines, node, "breaks")
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    again = Request("b", PROMPT)
+    assert one.matched(again) == (WHOLE, True)
+    one.allocated(again, [4, 3, 2, 1], WHOLE)
+
+    def fails(*_: Any) -> None:
+        raise ConnectionError("planted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockCopier, "unpack", fails)
+        one.step()
+        one.wait(set(), {"b"})
+    assert one.workers[0].get_block_ids_with_load_errors() == {4, 3, 2, 1}
+    assert one.workers[0].get_block_ids_with_load_errors() == set(), "told once"
+    assert one.workers[0].stats.take()["failed_loads"] == 1
+    assert one.scheduler.get_num_new_matched_tokens(again, 0) == (0, False), "not tried again"
+
+
+def test_without_a_daemon_there_are_misses_and_nothing_waits(engines: ExitStack) -> None:
+    with Node(workers=0, arena_bytes="8MiB", daemon_flags={"heartbeat_ms": 1000}) as short:
+        one = start(engines, short, "away")
+        one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+        short.kill("daemon")
+        while any(link.session is not None for link in one.links):
+            time.sleep(0.005)
+        request = Request("b", PROMPT)
+        assert one.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        one.allocated(request, [0, 1, 2, 3, 4], 0)
+        assert not one.step({"b": (request, len(PROMPT), [0, 1, 2, 3, 4])}).stores
+        request.status = Status.FINISHED_STOPPED
+        assert not one.scheduler.request_finished(request, [0, 1, 2, 3, 4])
+
+
+def test_a_daemon_that_hangs_is_not_waited_for(engines: ExitStack) -> None:
+    with Node(workers=0, arena_bytes="8MiB", daemon_flags={"heartbeat_ms": 200}) as short:
+        one = start(engines, short, "hangs")
+        one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+        short.kill("daemon", signal.SIGSTOP)
+        try:
+            assert one.matched(Request("b", PROMPT)) == (0, False)
+        finally:
+            short.kill("daemon", signal.SIGCONT)
+
+
+def test_a_request_that_goes_while_it_loads_leaves_no_lease(node: Node, engines: ExitStack) -> None:
+    one = start(engines, node, "goes")
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    again = Request("b", PROMPT)
+    assert one.matched(again) == (WHOLE, True)
+    one.allocated(again, [4, 3, 2, 1], WHOLE)
+    one.step()
+    again.status = Status.FINISHED_ABORTED
+    assert not one.scheduler.request_finished(again, [4, 3, 2, 1]), "vLLM keeps the blocks by itself"
+    one.wait(set(), {"b"})
+    assert "b" not in one.scheduler._requests
+    until_no_lease(node)
+
+
+def test_after_a_reset_nothing_of_before_is_found_nor_by_others(node: Node, engines: ExitStack) -> None:
+    """vLLM resets when its weights were changed in place."""
+    one, other = start(engines, node, "reset"), start(engines, node, "reset")
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    one.scheduler.reset_cache()
+    assert one.matched(Request("b", PROMPT)) == (0, False)
+    longer = [*PROMPT, *PROMPT]
+    one.compute(Request("c", longer[: 2 * BLOCK_TOKENS + 1]), [0, 1, 2])
+    assert one.matched(Request("d", longer)) == (2 * BLOCK_TOKENS, True)
+    assert other.matched(Request("e", longer)) == (WHOLE, True), "of before, which is right for it"
+
+
+def test_a_request_that_failed_stores_no_answer(node: Node, engines: ExitStack) -> None:
+    one = start(engines, node, "failed")
+    request = Request("a", PROMPT)
+    one.matched(request)
+    one.allocated(request, [0, 1, 2, 3, 4], 0)
+    request.num_computed_tokens, request.status = WHOLE, Status.FINISHED_ERROR
+    assert not one.scheduler.request_finished(request, [0, 1, 2, 3, 4])
+
+
+def test_the_scheduler_maps_no_payloads(node: Node, engines: ExitStack) -> None:
+    one = start(engines, node, "maps")
+    (session,) = one.scheduler._sessions()
+    assert session is not None
+    assert session.summary is not None
+    assert isinstance(session.transport, NoTransport)
+
+
+def test_a_lookup_that_fails_finds_nothing(
+    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = start(engines, node, "fails")
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(one.scheduler, "_match", fails)
+    request = Request("b", PROMPT)
+    with caplog.at_level(logging.WARNING):
+        assert one.matched(request) == (0, False)
+    assert "looking a prompt up failed, computing instead: planted" in caplog.text
+    one.allocated(request, [0, 1, 2, 3, 4], 0)
+
+
+def test_the_lookups_of_a_step_are_waited_for_together(
+    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start(engines, node, "waits")
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    real, patience, go = scheduler_connector.wait, [], threading.Event()
+
+    def waiting(futures: Any, seconds: float) -> None:
+        patience.append(seconds)
+        real(futures, seconds)
+
+    monkeypatch.setattr(scheduler_connector, "wait", waiting)
+    monkeypatch.setattr(one.scheduler, "_match", lambda *_: go.wait(10) and None)
+    try:
+        for name in "bcd":
+            one.scheduler.get_num_new_matched_tokens(Request(name, PROMPT), 0)
+        one.step()
+        one.scheduler.get_num_new_matched_tokens(Request("e", PROMPT), 0)
+    finally:
+        go.set()
+    assert patience[0] == patience[3] == scheduler_connector._MAX_LOOKUP_SECONDS
+    assert max(patience[1:3]) < patience[0] / 2
+
+
+def test_a_request_without_blocks_gives_its_leases_back_after_a_while_and_looks_again(
+    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start(engines, node, "holds")
+    one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
+    until_no_lease(node)
+    clock, real = 0.0, time.monotonic
+    monkeypatch.setattr(scheduler_connector, "time", SimpleNamespace(monotonic=lambda: real() + clock))
+    go, match = threading.Event(), PrefixLookup.match
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        assert go.wait(10)
+        return match(*arguments, **options)
+
+    monkeypatch.setattr(PrefixLookup, "match", late)
+    waiting = Request("b", PROMPT)
+    assert one.scheduler.get_num_new_matched_tokens(waiting, 0) == (None, False)
+    clock = 60.0  # a disk that took its time
+    go.set()
+    assert one.matched(waiting) == (WHOLE, True)
+    held = one.scheduler._requests["b"].lookup
+    one.step()
+    assert one.scheduler._requests["b"].lookup is held, "the hold begins with the answer"
+    assert node.cache_stats().leases == 1
+    clock = 120.0
+    one.step()
+    until_no_lease(node)
+    assert one.matched(waiting) == (WHOLE, True)
+    one.allocated(waiting, [4, 3, 2, 1], WHOLE)
+    clock = 180.0
+    one.scheduler.build_connector_meta(SimpleNamespace(preempted_req_ids=(), num_scheduled_tokens={}))
+    assert node.cache_stats().leases == 1, "what is loading is kept"
+
+
+def test_an_adapter_that_cannot_be_identified_is_said_once(
+    node: Node, engines: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = start(engines, node, "adapter")
+    lora = SimpleNamespace(lora_name="l", lora_int_id=1, lora_path=str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        for name in "ab":
+            assert one.matched(Request(name, PROMPT, lora_request=lora)) == (0, False)
+    assert caplog.text.count("the LoRA adapter l has no weights at") == 1
