@@ -1,4 +1,4 @@
-"""Runs all benchmarks one after the other and writes their JSON into one folder."""
+"""Runs all benchmarks in sequence and writes their JSON to one folder."""
 
 from __future__ import annotations
 

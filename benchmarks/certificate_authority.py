@@ -1,4 +1,4 @@
-"""A certificate authority for tests and benchmarks."""
+"""Certificate authority for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class IssuedCertificate:
 
 
 class CertificateAuthority:
-    """Signs certificates; ``ca`` is its own."""
+    """Issues certificates; ``ca`` is its own certificate's file."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self._folder = folder
@@ -37,7 +37,7 @@ class CertificateAuthority:
     def issue(
         self, name: str, *, hosts: tuple[str, ...] = (), uris: tuple[str, ...] = (), from_day: int = -1, to_day: int = 1
     ) -> IssuedCertificate:
-        """A certificate with this common name, valid between two days from now, in files named after it."""
+        """Issue a certificate for ``name``, valid between two days from now, in files of that name."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         builder = self._certificate(subject, key, from_day, to_day)

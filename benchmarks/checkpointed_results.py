@@ -1,4 +1,4 @@
-"""What a stopped run has measured, so that the next one goes on from there."""
+"""Checkpointed results of an interrupted run, from which the next run resumes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Job = tuple[str, int]  # task, number of the prompt
 
 
 class CheckpointedResults:
-    """A line per prompt, ``[job, {arm: fields}]``; none without a path. The first line says of what run."""
+    """JSON lines file, one line ``[job, {arm: fields}]`` per prompt; the first line identifies the run.
+
+    Without a path it stores nothing.
+    """
 
     def __init__(self, path: Path | None, options: argparse.Namespace) -> None:
         self._path = path
@@ -23,6 +26,7 @@ class CheckpointedResults:
         self._run = {k: v for k, v in sorted(vars(options).items()) if k not in ignored}
 
     def read(self) -> Iterator[tuple[Job, dict[str, dict[str, Any]]]]:
+        """Yield the stored results; none if the file belongs to another run."""
         if self._path is None or not self._path.exists():
             return
         with self._path.open(encoding="utf-8") as file:
@@ -36,7 +40,7 @@ class CheckpointedResults:
                 yield (name, number), arms
 
     def write(self, found: list[tuple[Job, dict[str, dict[str, Any]]]]) -> None:
-        """Writes all anew: what was read may end in half a line."""
+        """Rewrite the file, since it may end in half a line."""
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self._run) + "\n", encoding="utf-8")
@@ -44,10 +48,12 @@ class CheckpointedResults:
                 self.add(job, arms)
 
     def add(self, job: Job, arms: dict[str, dict[str, Any]]) -> None:
+        """Append one result."""
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([job, arms]) + "\n")
 
     def forget(self) -> None:
+        """Delete the file."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)

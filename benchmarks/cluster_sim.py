@@ -1,12 +1,12 @@
-"""What routing, copies and a remote tier are worth in a fleet of 1 to 1,000 nodes, by simulation of recorded traffic.
+"""Simulated value of routing, replication and a remote tier in fleets of 1 to 1,000 nodes.
 
-Requests come so fast that a fleet without any cache would be busy for ``--load`` of its time, whatever its size: many
-nodes serve the same trace in less time. Costs are measured ones: of computing and loading from the JSON of
+Recorded traffic is replayed so fast that a fleet without any cache would be busy for ``--load`` of its time, whatever
+its size: many nodes serve the same trace in less time. Costs are measured: of computing and loading from the JSON of
 `benchmarks.ttft`, of fetching from that of `benchmarks.fleet`, or from a link's speed.
 
-routing   random: any node. load: the one with the fewest requests. owner: the one that has most of the prompt, however
-          busy it is. prefix: as `kvsidecar gateway --nodes` does, which gives up some of it for less waiting.
-tier      none, or a remote one that all nodes share
+routing   random: any node. load: the node with the fewest requests. owner: the node with most of the prompt, however
+          busy it is. prefix: as `kvsidecar gateway --nodes`, which trades cached tokens for less queueing.
+tier      none, or a remote tier shared by all nodes
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ _QUICK_REQUESTS = 1500
 
 
 def costs_of(files: list[Path], gbit: float, latency_ms: float, token_bytes: int) -> Costs:
-    """Computing fitted to the arm ``nocache`` over its lengths, loading to ``exact``, fetching to ``remote_warm`` where
-    a file has that arm. Raises SystemExit for files without those."""
+    """Fit costs to measured results.
+
+    Computing is fitted to the arm ``nocache`` over its lengths, loading to ``exact``, fetching to ``remote_warm`` if a
+    file has that arm. Raises SystemExit for files without those.
+    """
     try:
         rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
         arms = {arm: [r for r in rows if r["arm"] == arm] for arm in ("nocache", "exact", "local", "remote_warm")}
@@ -55,7 +58,7 @@ def costs_of(files: list[Path], gbit: float, latency_ms: float, token_bytes: int
 
 
 def _through_zero(columns: Any, seconds: Any) -> list[float]:
-    """Factors of a sum through the origin, none below zero: a column that would have one is left out."""
+    """Fit nonnegative factors of a sum through the origin; a column with a negative factor is dropped."""
     found, *_ = np.linalg.lstsq(columns, seconds, rcond=None)
     if columns.shape[1] > 1 and found.min() < 0:
         return [*_through_zero(columns[:, :1], seconds), 0.0]
@@ -96,7 +99,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _pace(found: list[Arrival], costs: Costs, nodes: int, load: float) -> float:
-    """By how much time is stretched, so that computing all prompts would keep the nodes busy for ``load`` of it."""
+    """Return the time stretch at which computing all prompts keeps the nodes busy for ``load`` of it."""
     seconds = sum(costs.compute(0, arrival.request.tokens) for arrival in found)
     return seconds / load / nodes / max(1e-9, found[-1].seconds)
 
@@ -119,7 +122,7 @@ def _row(outcome: Outcome, nodes: int, remote: Remote | None) -> dict[str, Any]:
 
 
 def _worth(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean TTFT of what is compared, over that of routing by prefix, by size."""
+    """Return mean TTFT of the compared routings relative to prefix routing, by fleet size."""
     by = {(r["trace"], r["nodes"], r["routing"], r["tier"]): r for r in rows}
     out: dict[str, Any] = {}
     for (trace, nodes, routing, tier), row in by.items():

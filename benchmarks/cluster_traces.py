@@ -1,4 +1,4 @@
-"""Requests with the times when they came: a recorded trace, or a made one."""
+"""Request traces with arrival times: recorded or synthetic."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ _MOST_PAUSE_SECONDS, _MOST_NEW_TOKENS = 600.0, 512
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, in seconds since the first one."""
+    """Request with its arrival time, in seconds since the first one."""
 
     seconds: float
     request: Request
 
 
 def arrivals(trace: str, requests: int | None = None) -> list[Arrival]:
-    """``KIND:SEED`` (spread evenly over an hour), a file of JSON lines with ``timestamp`` (ms), ``input_length`` and
-    ``hash_ids``, or a CSV file of the Azure LLM inference traces. Raises SystemExit for what is none of them."""
+    """Read a trace: ``KIND:SEED``, JSON lines, or CSV of the Azure LLM inference traces.
+
+    ``KIND:SEED`` is spread evenly over an hour; JSON lines have ``timestamp`` (ms), ``input_length`` and ``hash_ids``.
+    Raises SystemExit for any other input.
+    """
     kind, _, seed = trace.partition(":")
     if kind in KINDS and seed.isdecimal():
         made = read(trace, requests)
@@ -55,8 +58,7 @@ def _mooncake(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
 
 @dataclass
 class _Talk:
-    """A conversation so far: tokens of its last prompt, those of prompt and answer, and the ids of the prompt's
-    blocks."""
+    """Conversation so far: tokens of its last prompt, of prompt and answer, and the ids of the prompt's blocks."""
 
     at: float
     read: int
@@ -65,9 +67,12 @@ class _Talk:
 
 
 def _azure(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
-    """These have no texts, so which prompts begin alike is not known. Taken for the next turn of a conversation: a
-    prompt that is longer than an earlier one with its answer by at most ``_MOST_NEW_TOKENS``, within
-    ``_MOST_PAUSE_SECONDS``; the nearest in length. So reuse is what the sizes allow, at the most."""
+    """Read an Azure trace and infer conversations from lengths.
+
+    The traces have no texts. A prompt counts as the next turn of a conversation if it is longer than an earlier one
+    with its answer by at most ``_MOST_NEW_TOKENS``, within ``_MOST_PAUSE_SECONDS``; the nearest in length. So reuse is
+    an upper bound given by the sizes.
+    """
     talks: list[_Talk] = []
     numbers = itertools.count()
     for row in csv.DictReader(file):

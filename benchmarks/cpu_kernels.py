@@ -1,7 +1,7 @@
-"""Our CPU kernels against torch's and against what the machine's memory or cores allow.
+"""CPU kernels against torch's and against the machine's memory bandwidth and arithmetic.
 
-The bound is what a large copy (reads and writes counted) or a product of 1,024 rows reaches in the same minute. Weights
-of a product are more than any cache holds.
+The bound is the rate of a large copy (reads and writes counted) or of a product of 1,024 rows in the same minute.
+Weights of a product are larger than any cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CACHES = 300 << 20
 
 
 def microseconds(way: Implementation, repeats: int) -> float:
-    """Median time of a call, in microseconds."""
+    """Return the median time of a call, in microseconds."""
     way()
     times = []
     for _ in range(repeats):
@@ -46,13 +46,13 @@ def microseconds(way: Implementation, repeats: int) -> float:
 
 
 def copy_bandwidth(repeats: int) -> float:
-    """Bytes per second of a large copy, reads and writes both counted."""
+    """Measure the bytes per second of a large copy, reads and writes both counted."""
     source, target = (torch.zeros(1 << 26) for _ in range(2))
     return 2 * source.nbytes / microseconds(lambda: target.copy_(source), repeats) * 1e6
 
 
 def product_rate(repeats: int) -> float:
-    """Operations per second of a large bfloat16 product."""
+    """Measure the operations per second of a large bfloat16 product."""
     rows, (outputs, inputs) = 1024, WEIGHTS[0]
     layer, x = PackedLinear(_weight(outputs, inputs), None), torch.randn(rows, inputs).bfloat16()
     return 2.0 * rows * outputs * inputs / microseconds(lambda: layer(x), repeats) * 1e6
@@ -104,7 +104,7 @@ def _attention(out: KernelComparison, model: str, op: str, rows: int, keys: int)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict[str, Implementation]:
-    """The ways in which torch can attend to keys up to each row's position."""
+    """Return torch's ways to compute causal attention at the rows' positions."""
     (rows, heads, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     hidden = torch.arange(keys) > torch.from_numpy(positions)[:, None]
     mask = torch.zeros(rows, keys, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
@@ -129,7 +129,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict
 
 
 def _fastest(ways: dict[str, Implementation]) -> tuple[str, Implementation]:
-    """Of several ways to do the same, the one that is fastest here."""
+    """Return the fastest of several equivalent implementations on this machine."""
     return min(ways.items(), key=lambda way: microseconds(way[1], 3))
 
 
@@ -171,13 +171,13 @@ def products(out: KernelComparison) -> None:
 
 
 def _in_turn(layers: Sequence[Callable[[Tensor], Any]], x: Tensor) -> Implementation:
-    """A way that calls the next layer every time."""
+    """Return an implementation that calls the next layer each time."""
     turns = cycle(layers)
     return lambda: next(turns)(x)
 
 
 def moving(out: KernelComparison) -> None:
-    """Quantize and dequantize: 24 layers of 256 tokens."""
+    """Measure quantization and dequantization of 24 layers of 256 tokens."""
     layers, tokens, (_, kv_heads, dim) = 24, 256, MODELS["0.5b"]
     header = new_header(Geometry(layers, kv_heads, dim, DATA_TYPE_BFLOAT16, 8), list(range(tokens)), 512)
     pool = [torch.randn(layers, kv_heads, 4096, dim).bfloat16() for _ in range(2)]

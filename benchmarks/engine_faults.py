@@ -1,9 +1,9 @@
-"""Two vLLM engines on one daemon under load, and SIGKILL to either of them and to the daemon, over and over.
+"""Two vLLM engines on one daemon under load, with repeated SIGKILL to engines and daemon.
 
-``wrong_answers`` differ from vLLM's without a connector; ``hung_requests`` got no answer in time from an engine that
-lives; ``failed_requests`` got an error from one, or were with one that ended by itself; ``interrupted`` ones were with
-an engine that was killed. ``leaked`` are leases and reservations that are left when the load has ended. vLLM's own
-cache is too small for the prompts, so that the daemon is asked all the time.
+``wrong_answers`` differ from vLLM's without a connector; ``hung_requests`` got no answer in time from a live engine;
+``failed_requests`` got an error from one, or were in an engine that died by itself; ``interrupted`` ones were in an
+engine that was killed. ``leaked`` counts leases and reservations left after the load. vLLM's own cache is too small for
+the prompts, so that the daemon is used all the time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SETTLED_SECONDS, _DOWN_SECONDS = 30.0, 0.2
 
 
 class Load:
-    """Clients that ask either engine, each on a thread of its own."""
+    """Clients that ask either engine, one thread each."""
 
     def __init__(
         self, engines: list[Engine], expected: dict[int, list[int]], prompts: list[list[int]], patience: float
@@ -85,7 +85,7 @@ class Load:
 
 
 class Scene:
-    """The engines, their daemon, and what is expected of them."""
+    """Engines, their daemon, and the expected answers."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsidecar-faults-")))
@@ -107,7 +107,7 @@ class Scene:
         ]
 
     def happen(self, fault: str, load: Load) -> None:
-        """Returns when what was killed is up again."""
+        """Inject one fault; return when the killed process is up again."""
         if fault == "kill_daemon":
             self.node.crash_daemon()
             self.node.wait_daemon()
@@ -121,7 +121,7 @@ class Scene:
             load.down.remove(engine)
 
     def leaked(self, load: Load) -> int:
-        """Leases and reservations that nobody gives back although nobody asks any more."""
+        """Return leases and reservations that are still held after the last request."""
         deadline = time.monotonic() + _SETTLED_SECONDS
         while True:
             stats = self.node.cache_stats()
@@ -167,7 +167,7 @@ def _kill(
     done: Counter[str],
     step: Callable[[], None],
 ) -> None:
-    """One fault after another, each kind at least once, until the time is over."""
+    """Inject one fault after another, each kind at least once, until the time is over."""
     until, left = time.monotonic() + options.seconds, list(FAULTS)
     draw.shuffle(left)
     while time.monotonic() < until or left:

@@ -1,18 +1,18 @@
-"""vLLM with our connector beside vLLM without: warm after restarts, what it costs, equal answers, a chat that moves.
+"""vLLM with our connector against vLLM without: TTFT after restarts, overhead, equality.
 
-nocache                     vLLM reads a document that nobody has read
+nocache                     vLLM reads a new document
 own_cache                   vLLM with its own prefix cache: a fresh question about a document that it has read
 kvsidecar                   the same with our connector, in the engine that has read the document
 kvsidecar_engine_restarted  the same after SIGKILL to the engine: everything comes from the daemon
 kvsidecar_daemon_restarted  SIGKILL to the daemon, and vLLM's own cache emptied: everything comes from its disk
 example_connector           the connector that vLLM ships, which keeps files, with vLLM's own cache emptied
 
-Every question is fresh, and answered by two engines in turns: one with and one without a connector. ``identical``
-says whether their greedy answers are the same. ``answers`` compares more of them, where vLLM gives the same answer
-alone, with all but the last token in its own cache, in a batch, and in a batch of another order; the rest vLLM itself
-does not answer the same, and it is counted. In bfloat16 that is not enough to be sure: what a row gives depends on what
-is computed beside it. So vLLM without a connector is asked once more as ours is, and ``plain_different_where_sure``
-says how many of its own answers are different then.
+Every question is fresh, and answered by two engines alternately: one with and one without a connector. ``identical`` is
+true if their greedy answers are the same. ``answers`` compares more of them, where vLLM gives the same answer alone,
+with all but the last token in its own cache, in a batch, and in a batch of another order; the others, which vLLM itself
+does not answer consistently, are counted. In bfloat16 this is no guarantee: a row's result depends on its batch. So
+vLLM without a connector is asked once more as ours is, and ``plain_different_where_sure`` counts its own differing
+answers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CHECKED_TOKENS, _CHAT_TURN_TOKENS, _CHAT_ANSWER_TOKENS = 256, 200, 60
 
 
 class Pair:
-    """vLLM without connector, and vLLM with ours on a daemon."""
+    """vLLM without a connector, and vLLM with ours on a daemon."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsidecar-engines-")))
@@ -66,7 +66,7 @@ class Pair:
         return int(self.ours.about["block_tokens"])
 
     def turns(self, prompt: list[int], turn: int, answer: int = _ANSWER_TOKENS) -> tuple[Answer, Answer]:
-        """Plain's answer and ours, which take turns in coming first; nobody goes on before ours is stored."""
+        """Return plain's answer and ours, in alternating order; waits until ours is stored."""
         order = (self.plain, self.ours) if turn % 2 else (self.ours, self.plain)
         found = {}
         for engine in order:
@@ -76,13 +76,13 @@ class Pair:
         return found[self.plain], found[self.ours]
 
     def restart(self) -> None:
-        """SIGKILL to the engine with the connector. What is slow only once is over when this returns."""
+        """Kill the engine with the connector and start it again; warm-up is done when this returns."""
         self.ours.restart()
         self.ours.ask([7] * QUESTION_TOKENS, 2)
 
 
 class Draw:
-    """Token ids that nobody has seen."""
+    """Source of unseen token ids."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -92,7 +92,7 @@ class Draw:
 
 
 class Times:
-    """Answers by arm and length, and whether two engines agreed."""
+    """Times by arm and length, and whether the two engines agreed."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], list[tuple[Answer, bool]]] = {}
@@ -119,7 +119,7 @@ class Times:
 
 
 def ttft(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All arms, over documents of every length."""
+    """Measure all arms over documents of every length."""
     times = Times()
     lengths = [(context, i) for context in options.context_tokens for i in range(options.repeats)]
     documents = {at: draw(at[0] - QUESTION_TOKENS) for at in lengths}
@@ -157,8 +157,10 @@ def ttft(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tupl
 
 
 def example(pair: Pair, documents: dict[Any, list[int]], draw: Draw, times: Times, step: Any) -> dict[str, Any]:
-    """vLLM's example connector, which writes a document's files while the request waits; in turns with vLLM's own
-    cache, as our arms are, for a machine is not as fast at one hour as at another."""
+    """Measure vLLM's example connector, which writes a document's files while the request waits.
+
+    It alternates with vLLM's own cache, as our arms do, because the machine's speed drifts over hours.
+    """
     ratios: dict[int, list[float]] = {}
     with pair.recipe.example(pair.scratch / "files") as engine:
         for document in documents.values():
@@ -179,8 +181,10 @@ def _last_line(why: Exception) -> str:
 
 
 def overhead(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> dict[str, Any]:
-    """Unique prompts, drawn anew for each engine: alone for the time to the first token; some at a time, without a
-    pause and until all is stored, for tokens per second."""
+    """Measure unique prompts, new ones for each engine.
+
+    One at a time for TTFT; several concurrently, in a closed loop until everything is stored, for tokens per second.
+    """
     ratios, rates = [], []
     for turn in range(options.pairs):
         order = (pair.plain, pair.ours) if turn % 2 else (pair.ours, pair.plain)
@@ -213,14 +217,14 @@ def overhead(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> 
 
 
 def together(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """Answers to all of them at a time."""
+    """Return concurrent answers to all prompts."""
     size = len(prompts)
     with ThreadPoolExecutor(size) as pool:
         return [found.ids for found in pool.map(lambda prompt: engine.ask(prompt, tokens, together=size), prompts)]
 
 
 def answers(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> dict[str, Any]:
-    """Ours against plain's: cold, and after a restart."""
+    """Compare our answers with plain's: cold, and after a restart."""
     # Whole blocks and a token, which is all that is computed of a prompt that is known.
     shared = draw(_CHECKED_TOKENS // 2)
     prompts = [shared + draw(_CHECKED_TOKENS // 2 + 1) for _ in range(options.answers)]
@@ -265,7 +269,7 @@ def answers(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> d
 
 
 def chat(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A chat that goes on with the engine that comes after the one that was killed, before every second turn."""
+    """Run a chat that continues in a new engine after a kill, before every second turn."""
     history: list[int] = []
     rows, same = [], True
     for turn in range(options.turns):

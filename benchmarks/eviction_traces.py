@@ -1,4 +1,4 @@
-"""Requests as paths of blocks: read from a trace, or made from a seed."""
+"""Traces of requests as block paths: recorded or synthetic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of ``tokens``, which is the blocks of ``path``; the last may be partial."""
+    """Prompt of ``tokens`` tokens with its ``path`` of blocks; the last block may be partial."""
 
     tokens: int
     path: tuple[Block, ...]
@@ -40,8 +40,10 @@ Line = tuple[int, list[int]]
 
 
 def read(trace: str, requests: int | None = None) -> list[Request]:
-    """``synthetic:SEED``, ``KIND:SEED`` for one of ``KINDS``, or a file of JSON lines with ``input_length`` and
-    ``hash_ids``."""
+    """Read ``synthetic:SEED``, ``KIND:SEED`` for one of ``KINDS``, or JSON lines.
+
+    Lines have ``input_length`` and ``hash_ids``.
+    """
     kind, _, seed = trace.partition(":")
     if kind in KINDS and seed.isdecimal():
         lines: Iterable[Line] = KINDS[kind](int(seed))
@@ -57,7 +59,7 @@ def read(trace: str, requests: int | None = None) -> list[Request]:
 
 
 def of_lines(lines: Iterable[Line]) -> list[Request]:
-    """Requests whose equal ids are the same block."""
+    """Build requests in which equal ids are the same block."""
     blocks: dict[int, Block] = {}
     out = []
     for tokens, ids in lines:
@@ -85,7 +87,7 @@ def _lognormal(rng: random.Random, median: float, sigma: float, most: float) -> 
 
 
 class _Texts:
-    """Numbers for texts."""
+    """Counter of text ids."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self._next = rng, itertools.count()
@@ -95,7 +97,7 @@ class _Texts:
 
 
 def _chats(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
-    """Conversations: the next turn comes when its user has read and thought, if ever."""
+    """Generate conversations: the next turn comes after reading and thinking time, if at all."""
     rng = texts.rng
     systems = [texts.text(900) for _ in range(4)]
     at = begin
@@ -116,7 +118,7 @@ def _chat(texts: _Texts, at: float, prompt: Prompt, goes_on: float) -> Iterator[
 
 
 def _documents(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
-    """Questions about documents, some of which are asked about much more than others."""
+    """Generate questions about documents of skewed popularity."""
     rng = texts.rng
     system = texts.text(1500)
     shelf = [texts.text(6000) for _ in range(1200)]
@@ -128,7 +130,7 @@ def _documents(texts: _Texts, rate: float, begin: float, end: float) -> Iterator
 
 
 def _agents(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
-    """Loops of tool calls over a growing context, which now and then branch into a few that share it."""
+    """Generate tool-call loops over a growing context, which sometimes branches."""
     rng = texts.rng
     tools = [texts.text(5000, 0.4) for _ in range(3)]
     at = begin
@@ -149,7 +151,7 @@ def _agent(texts: _Texts, at: float, prompt: Prompt) -> Iterator[Sent]:
 
 
 def _scans(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
-    """Batch jobs: long prompts that share their instructions and never come again."""
+    """Generate batch jobs: long prompts that share instructions and never recur."""
     rng = texts.rng
     instructions = texts.text(700)
     at = begin
@@ -161,7 +163,7 @@ _Source = Callable[[_Texts, float, float, float], Iterator[Iterator[Sent]]]
 
 
 def _lines(seed: int, parts: list[tuple[_Source, float, float, float]]) -> Iterator[Line]:
-    """The requests of all sources ``(source, clients per second, begin, end)`` in the order of their time."""
+    """Return the requests of all sources ``(source, clients per second, begin, end)`` in time order."""
     texts = _Texts(random.Random(seed))
     waiting: list[tuple[float, int, Prompt, Iterator[Sent]]] = []
     ties = itertools.count()
@@ -189,7 +191,7 @@ def _begun(clients: Iterator[Iterator[Sent]]) -> Iterator[tuple[Sent, Iterator[S
 
 
 def _line(prompt: Prompt, numbers: dict[tuple[int, tuple[tuple[int, int], ...]], int]) -> Line:
-    """Cuts a prompt into blocks; the pieces that reach into a block, and what stands before it, are its identity."""
+    """Cut a prompt into blocks; a block's identity is its pieces and everything before it."""
     total = sum(tokens for _, tokens in prompt)
     ids: list[int] = []
     at, end, pieces = 0, 0, iter(prompt)
@@ -211,7 +213,7 @@ _HOUR = 3600.0
 
 
 def _synthetic(seed: int) -> Iterator[Line]:
-    """Chat all the time, agents all the time, documents in the first half, batch jobs in the middle third."""
+    """Mix chat and agents all the time, documents in the first half, batch jobs in the middle third."""
     return _lines(
         seed,
         [

@@ -1,11 +1,10 @@
-"""Faults, for real: processes killed and stopped under load, damaged stores, full disks, clients that misbehave.
+"""Real faults: processes killed and stopped under load, damaged stores, full disks.
 
-A row per kind. ``wrong_answers`` counts reads with other bytes than were committed and refusals that did not come;
-``leaked_slots`` leases, reservations and arena pages that nobody accounts for afterwards; ``lost_durable_chunks`` those
-that were told durable and cannot be found after a kill, of nodes that evict nothing (every other one evicts);
-``failed_requests`` those that failed although nothing that they need was down. ``recovery_ms`` runs from the kill to
-the first Match that succeeds, with the start of the process; the summary's is that of every kill of the daemon, with
-its guardian or without.
+A row per kind. ``wrong_answers`` counts reads of bytes that were not committed and missing refusals; ``leaked_slots``
+leases, reservations and arena pages without an owner afterwards; ``lost_durable_chunks`` chunks that were reported
+durable and cannot be found after a kill, on nodes that evict nothing (every other node evicts); ``failed_requests``
+those that failed although everything that they need was up. ``recovery_ms`` runs from the kill to the first successful
+Match, process start included; the summary's is that of every kill of the daemon, with its supervisor or without.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _WORKER_PROMPT, _WORKER_TOKENS = 300, 16
 
 
 def rounds_of(total: int) -> list[str]:
-    """The kinds, in turns, each as often as its share says and at least once."""
+    """Return the kinds of all rounds, interleaved by share, each at least once."""
     weights = {kind: _SHARES.get(kind, 1) for kind in KINDS}
     whole = sum(weights.values())
     out = [kind for kind, weight in weights.items() for _ in range(max(1, round(total * weight / whole)))]
@@ -83,7 +82,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def one(kind: str, scene: Scene) -> Outcome:
-    """One round, and what the load saw of it."""
+    """Run one round; return its row."""
     wrong, failed = scene.load.wrong, scene.load.failed
     outcome = KINDS[kind](scene)
     scene.let_run()
@@ -107,7 +106,7 @@ def row(kind: str, outcomes: list[Outcome]) -> dict[str, Any]:
 
 
 def full_disk() -> list[Outcome]:
-    """A full disk: the arena goes on serving, what comes once there is room is durable, and what is durable stays."""
+    """Fill the disk: the arena keeps serving, later chunks become durable, durable ones stay."""
     node = Node(workers=0, arena_bytes="64MiB")
     with small_disk(node.folder / "small", "2m") as mounted:
         if not mounted:
@@ -142,7 +141,7 @@ def full_disk() -> list[Outcome]:
 
 
 def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, Outcome]]:
-    """A real worker, the daemon, or both are killed; greedy answers stay as they were."""
+    """Kill a real worker, the daemon, or both; greedy answers must not change."""
     if not rounds:
         return []
     out = []

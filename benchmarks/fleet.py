@@ -1,19 +1,19 @@
-"""Two nodes and a remote tier: what one has read, the other finds, over links of several speeds.
+"""Two nodes and a remote tier: reuse of one node's chunks by the other, by link speed.
 
-The tier is a Valkey cluster of three, or an S3 store. Its servers are on a host of their own, behind a shaped link
-(``links.py``); both nodes are on this machine, so they share its cores but run one after the other. Every repeat has a
-document that nobody has read: node A reads it, node B asks about it; document, question and answer have
-``context_tokens`` together.
+The tier is a Valkey cluster of three, or an S3 store. Its servers are on a separate host, behind a shaped link
+(``network_links.py``); both nodes are on this machine, so they share its cores but run one after the other. Every
+repeat has a new document: node A reads it, node B asks about it; document, question and answer have ``context_tokens``
+together.
 
 nocache       B computes all of it
-remote_warm   B's first question about it: what A read comes over the link, if that is quicker than computing
-local         the same question again: B has it now
-remote_down   the server is stopped, the document new to both: what a tier costs that is not there
+remote_warm   B's first question about it: A's chunks come over the link, if that is faster than computing
+local         the same question again: now B has the chunks
+remote_down   the server is stopped, the document new to both: the cost of an absent tier
 
-The first three take turns for each document, the last one with nocache while the server is stopped.
+The first three alternate for each document, the last one with nocache while the server is stopped.
 
-``warm_over_bound`` is ``remote_warm`` over the better of computing and what loading needs at the least: the bytes at
-the link's speed, and then what ``local`` takes. With ``--out`` a run that was stopped goes on where it was.
+``warm_over_bound`` is ``remote_warm`` over the better of computing and the minimum of loading: the bytes at the link's
+speed, then the time of ``local``. With ``--out`` an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class Fleet:
         self._until(lambda: not any(n.cache_stats().remote_failing for n in (self.a, self.b)))
 
     def check(self, context: int) -> None:
-        """Raises ConfigurationError for more than the model can read and answer."""
+        """Raise ConfigurationError for a context beyond the model's."""
         longest = self.b.client().model().context_length
         if context > longest:
             raise ConfigurationError(f"--context-tokens has {context}; the model's context has {longest}")
 
     def share(self, document: list[int]) -> int:
-        """A reads a document, and it is in the tier. Returns the bytes that it has there."""
+        """Let A read a document; return its bytes in the tier."""
         before = self.a.cache_stats().remote_written_bytes
         self.a.client().generate(document, max_tokens=1, deadline=600)
         self.a.settle()
@@ -94,7 +94,7 @@ class Fleet:
         return found
 
     def stop(self) -> None:
-        """The server hangs, as it looks from B; returns when B has noticed."""
+        """Stop the server, which appears hung to B; return when B has noticed."""
         self.server.send(signal.SIGSTOP)
         self._until(lambda: bool(self.b.cache_stats().remote_failing))
 
@@ -114,8 +114,10 @@ class Fleet:
 def measure(
     fleet: Fleet, context: int, repeats: int, rng: random.Random, gbit: float, tally: dict[str, int]
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """The rows of one link of so many Gbit/s, tier and length, without their names; and what prompts that nobody has
-    read took with the tier stopped, each by what it takes without a cache."""
+    """Measure one link speed, tier and length.
+
+    Returns the rows without their names, and pairs of TTFT of new prompts with the tier stopped and without a cache.
+    """
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
     stopped: list[float] = []
     moved: dict[str, list[float]] = {arm: [] for arm in ARMS}
@@ -220,7 +222,7 @@ def _ratios(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _stopped(cells: dict[tuple[str, int], dict[str, Any]]) -> dict[str, Any]:
-    """Of pairs: nothing that happens to the machine meanwhile happens to one side alone."""
+    """Return measured pairs, interleaved so that changes of the machine's speed affect both sides."""
     out: dict[str, Any] = {}
     for (where, context), cell in cells.items():
         name = f"{where.replace(' ', '_')}gbit_{context}"

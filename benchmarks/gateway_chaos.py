@@ -1,10 +1,10 @@
-"""Clients of the gateway while workers die: what is lost, and how long the first token takes.
+"""Gateway under worker deaths: lost answers and time to first token at the client.
 
-A node of ``kvsidecar serve`` with real processes; every ``--kill-every`` seconds a worker gets SIGKILL, in turns, and
-the supervisor starts it again. Half of the clients ask for whole answers, half for streams; each asks about one of some
-documents, thinks, and asks again. Lost is an answer that failed although nothing of it had been sent, broken one that
-ended in the middle of its stream, wrong one that was not what the same prompt got before (greedy, 16-bit storage).
-Times to the first token are those of streams, at the client.
+A node of ``kvsidecar serve`` with real processes; every ``--kill-every`` seconds a worker gets SIGKILL, in turn, and
+the supervisor restarts it. Half of the clients ask for complete answers, half for streams; each asks about one of
+several documents, thinks, and asks again. Lost is an answer that failed before any of it was sent, broken one that
+ended during its stream, wrong one that differs from the previous answer to the same prompt (greedy, 16-bit storage).
+Times to first token are those of streams, at the client.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WINDOW_SECONDS = 30.0
 
 @dataclass
 class Seen:
-    """What the clients saw. ``times`` are ``(when it was asked, seconds to the first token)``."""
+    """Client-side results. ``times`` are ``(time of the request, seconds to the first token)``."""
 
     answers: int = 0
     lost: int = 0
@@ -105,7 +105,7 @@ class Served:
             return 0
 
     def kill_worker(self) -> None:
-        """The next one, if it lives."""
+        """Kill the next worker, if it is alive."""
         name = f"--name=worker-{self._killed % self._options.workers}"
         self._killed += 1
         for child in psutil.Process(self._process.pid).children():
@@ -114,7 +114,7 @@ class Served:
 
 
 async def ask(client: httpx.AsyncClient, prompt: str, streamed: bool, tokens: int, seen: Seen, began: float) -> None:
-    """One question and what came of it."""
+    """Send one question and record the result."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": streamed}
     asked, pieces, ended = time.perf_counter(), list[str](), False
     why = ""
@@ -148,7 +148,7 @@ async def ask(client: httpx.AsyncClient, prompt: str, streamed: bool, tokens: in
 
 
 async def load(served: Served, options: argparse.Namespace, seen: Seen) -> int:
-    """All clients, until the time is over. Returns how many workers were killed."""
+    """Run all clients until the time is over; return the number of killed workers."""
     rng = random.Random(options.seed)
     shape = Shape(options.documents, options.document_words, 20)
     firsts, others = prompts(shape, options.questions, options.seed)
@@ -223,7 +223,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def failures(summary: dict[str, Any]) -> list[str]:
-    """The promises that a run did not keep, one sentence each."""
+    """Return the violated guarantees of a run, one sentence each."""
     out = [f"{summary[name]} {name.replace('_', ' ')}" for name in _NONE_ALLOWED if summary[name]]
     if not summary["ttft_kept"]:
         out.append(

@@ -33,7 +33,7 @@ _PAUSE_SECONDS, _LOOK_SECONDS = 0.01, 0.1
 
 
 class MeasuredClient:
-    """A worker that stores its prompts again when they are gone, and measures its Matches."""
+    """Client that stores its prompts again when they were evicted, and measures its Matches."""
 
     def __init__(self, node: Node) -> None:
         self.peer = Peer(node)
@@ -58,7 +58,7 @@ class MeasuredClient:
 
 
 class MemoryMonitor(threading.Thread):
-    """Watches how much the daemon has."""
+    """Thread that records the daemon's peak memory."""
 
     def __init__(self, process: psutil.Process) -> None:
         super().__init__(daemon=True)
@@ -75,7 +75,7 @@ class MemoryMonitor(threading.Thread):
 
 
 def measure(seconds: float, *, hostile: bool) -> dict[str, Any]:
-    """One daemon, its client and, if asked for, the guest, for so long."""
+    """Measure one daemon and its client, with or without the guest, for ``seconds``."""
     with (
         tempfile.TemporaryDirectory(prefix="hostile-") as folder,
         Node(

@@ -1,4 +1,4 @@
-"""Prompts that are judged, the arms that answer them, and what each arm gives."""
+"""Judged prompts, the arms that answer them, and each arm's logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPAIRS = ("random", "first_k", "selective", "cacheblend", DEFAULT_SELECTOR)
 
 @dataclass(frozen=True)
 class Arm:
-    """``shuffled`` false: the prompt's own prefix at ``bits``."""
+    """One way of reuse. ``shuffled`` false: the prompt's own prefix at ``bits``."""
 
     name: str
     shuffled: bool
@@ -43,8 +43,10 @@ SHUFFLED = [
 
 @dataclass(frozen=True)
 class JudgedPrompt:
-    """Documents behind a beginning, then what is asked. ``at`` are the positions whose next token is judged,
-    ``gold`` what it should be."""
+    """Beginning, documents and question.
+
+    ``at`` are the positions whose next token is judged, ``gold`` the expected tokens.
+    """
 
     head: list[int]
     documents: list[list[int]]
@@ -66,6 +68,7 @@ class PromptSampler:
         return ids
 
     def task(self, name: str, rng: random.Random) -> JudgedPrompt:
+        """Draw a prompt of a synthetic task."""
         sample = tasks.TASKS[name](rng, rng.randint(3, self._facts), self._filler)
         documents = [self._ids(f"<|doc|> {d.text}") for d in sample.documents]
         tail: list[int] = []
@@ -77,7 +80,7 @@ class PromptSampler:
         return JudgedPrompt(self._ids("<|bos|>"), documents, tail, at, gold)
 
     def text(self, rng: random.Random, chunk: int = 64, chunks: int = 6, tail: int = 64) -> JudgedPrompt:
-        """Held-out text cut into chunks; judged is what follows them."""
+        """Draw held-out text cut into chunks; the text after them is judged."""
         while True:
             ids = self._ids(rng.choice(self.texts))
             need = chunk * chunks + tail
@@ -92,7 +95,7 @@ class PromptSampler:
 def arm_outcomes(
     lab: ReuseLab, prompt: JudgedPrompt, arms: Sequence[Arm], rng: random.Random
 ) -> Iterator[tuple[str, LabResult]]:
-    """What each arm gives; first ``full``."""
+    """Yield each arm's result; ``full`` first."""
     read = lab.documents(prompt.head, prompt.documents)
     tokens = read.tokens + prompt.tail
     at = np.asarray(prompt.at) + len(read.tokens)

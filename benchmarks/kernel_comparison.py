@@ -1,4 +1,4 @@
-"""Kernels against a reference and a bound: the rows of ``kernels`` and ``cpu_kernels``."""
+"""Comparison of kernels with a reference and a bound, for ``kernels`` and ``cpu_kernels``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ Implementation = Callable[[], Any]
 
 
 class KernelComparison:
-    """Collects rows. ``bandwidth`` (bytes/s) and ``products`` (operations/s) are what the device can do."""
+    """Rows of measured kernels.
+
+    ``bandwidth`` (bytes/s) and ``products`` (operations/s) are the device's measured limits.
+    """
 
     def __init__(
         self, repeats: int, microseconds: Callable[[Implementation, int], float], bandwidth: float, products: float
     ) -> None:
-        """``microseconds`` is the median time of a call, so often repeated."""
+        """``microseconds(call, repeats)`` returns the times of a call, after warming up."""
         self.repeats, self.rows, self._microseconds = repeats, list[dict[str, Any]](), microseconds
         self.bandwidth, self.products = bandwidth, products
 
@@ -30,7 +33,7 @@ class KernelComparison:
         bytes_moved: float,
         operations: float = 0.0,
     ) -> None:
-        """Runs and compares both. ``bytes_moved`` and ``operations`` give the bound."""
+        """Run and compare both. ``bytes_moved`` and ``operations`` give the bound."""
         got, expected = _tensor(ours()).float(), _tensor(theirs()).float()
         error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
         ours_us, reference_us = (self._microseconds(way, self.repeats) for way in (ours, theirs))
@@ -50,7 +53,7 @@ class KernelComparison:
         )
 
     def summary(self) -> dict[str, float]:
-        """What the device can do, and the largest error."""
+        """Return the device's limits and the largest error."""
         return {
             "copy_gb_per_s": round(self.bandwidth / 1e9, 1),
             "product_tflops": round(self.products / 1e12, 3),

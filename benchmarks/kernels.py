@@ -1,7 +1,7 @@
-"""Our CUDA kernels against torch's and against what the device's memory or tensor cores allow.
+"""CUDA kernels against torch's and against the device's memory bandwidth and tensor cores.
 
-Without a CUDA device it says so and ends well: what can be known without one, ``make kernels`` and the emulator's tests
-say. ``benchmarks.cpu_kernels`` measures the CPU's.
+Without a CUDA device it says so and exits with 0; ``make kernels`` and the emulator's tests cover what needs no device.
+``benchmarks.cpu_kernels`` measures the CPU's kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 
 
 def microseconds(way: Implementation, repeats: int) -> float:
-    """Median time of a call on the device, in microseconds."""
+    """Return the median time of a call on the device, in microseconds."""
     for _ in range(3):
         way()
     times = []
@@ -44,14 +44,14 @@ def microseconds(way: Implementation, repeats: int) -> float:
 
 
 def copy_bandwidth(repeats: int) -> float:
-    """Bytes per second of a large copy, reads and writes both counted."""
+    """Measure the bytes per second of a large copy, reads and writes both counted."""
     source = torch.empty(1 << 28, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / microseconds(lambda: target.copy_(source), repeats) * 1e6
 
 
 def product_rate(repeats: int) -> float:
-    """Operations per second of a large bf16 product."""
+    """Measure the operations per second of a large bf16 product."""
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     return 2 * 8192**3 / microseconds(lambda: a @ a, repeats) * 1e6
 
@@ -116,7 +116,7 @@ def _decode(kernels: Kernels, out: KernelComparison, batch: int, keys: int) -> N
 
 
 def moving(kernels: Kernels, out: KernelComparison) -> None:
-    """Dequantize, rotate, scatter: 36 layers of 256 tokens."""
+    """Measure dequantization with RoPE shift and scatter of 36 layers of 256 tokens."""
     layers, tokens = 36, 256
     header = new_header(Geometry(layers, KV_HEADS, DIM, DATA_TYPE_BFLOAT16, 8), list(range(tokens)), 512)
     payload = torch.randint(0, 255, (header.payload_bytes,), dtype=torch.uint8)

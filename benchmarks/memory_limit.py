@@ -1,4 +1,4 @@
-"""Real limits on the memory of a process: a control group of its own, made by hand or by systemd."""
+"""Memory limit of a process: a control group, created directly or by systemd."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ _TOP = Path("/sys/fs/cgroup")
 
 
 class MemoryLimitUnavailable(RuntimeError):
-    """This machine lets nobody limit memory here."""
+    """No memory limit can be set on this machine."""
 
 
 class MemoryLimit:
-    """A limit in bytes for the processes that ``launch`` starts; use it as a context manager. Raises NoLimit."""
+    """Limit in bytes for the processes that ``launch`` starts.
+
+    A context manager. Raises MemoryLimitUnavailable.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes, self._name = limit_bytes, f"kvsidecar-{uuid.uuid4().hex[:8]}"
@@ -51,14 +54,14 @@ class MemoryLimit:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was taken, cached files included; 0 where nobody says."""
+        """Peak memory, cached files included; 0 if unknown."""
         for name in ("memory.max_usage_in_bytes", "memory.peak"):
             if self._folder is not None and (self._folder / name).exists():
                 return int((self._folder / name).read_text())
         return 0
 
     def launch(self, command: list[str], environment: dict[str, str], log: int) -> subprocess.Popen[bytes]:
-        """Runs ``python -m`` with these arguments under the limit, from its first byte on."""
+        """Run ``python -m`` with these arguments under the limit, from its first byte on."""
         run = [sys.executable, "-m", *command]
         if self._folder is None:
             limit = ["-p", f"MemoryMax={self.limit_bytes}", "-p", "MemorySwapMax=0"]

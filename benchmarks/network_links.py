@@ -1,6 +1,6 @@
-"""A link of a given speed to a host of its own: a network namespace behind a shaped veth pair.
+"""Shaped network link to a separate host: a network namespace behind a veth pair.
 
-Needs root, ``ip`` and ``tc``; without them there is no shaping, and whoever asks is told.
+Needs root, ``ip`` and ``tc``; without them links are not shaped, and callers get the reason.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from benchmarks import report
 
 @dataclass(frozen=True)
 class Link:
-    """``inside`` runs a command on the other host, which has the address ``host`` and reaches this one at ``near``.
-    ``gbit`` 0 is the loopback, as fast as it is; ``device`` is this end's, empty for the loopback."""
+    """Link to another host.
+
+    ``inside`` runs a command on the other host, which has the address ``host`` and reaches this one at ``near``.
+    ``gbit`` 0 is the unshaped loopback; ``device`` is this end's, empty for the loopback.
+    """
 
     host: str
     inside: tuple[str, ...]
@@ -29,7 +32,7 @@ class Link:
 
     @property
     def shape(self) -> tuple[str, ...]:
-        """The discipline of both ends, as ``tc`` takes it."""
+        """Return the queueing discipline of both ends, as arguments of ``tc``."""
         return "root", "tbf", "rate", f"{self.gbit}gbit", "burst", "2mb", "latency", "50ms"
 
 
@@ -42,7 +45,7 @@ def _run(*command: str) -> None:
 
 
 def why_none() -> str:
-    """Why links cannot be shaped here; empty when they can."""
+    """Return the reason that links cannot be shaped here; empty if they can."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
         return f"{' and '.join(missing)} of iproute2 is not installed"
@@ -51,7 +54,7 @@ def why_none() -> str:
 
 @contextmanager
 def link(gbit: float) -> Iterator[Link]:
-    """A host behind a link of so many Gbit/s in each direction. Raises RuntimeError where that cannot be had."""
+    """Create a host behind a link of ``gbit`` Gbit/s in each direction. Raises RuntimeError if that is impossible."""
     name, number = f"{_NAMES}{os.getpid()}", os.getpid() % 250
     near, far = f"kvn{number}", f"kvf{number}"
     here, there = f"10.213.{number}.1", f"10.213.{number}.2"
@@ -81,8 +84,10 @@ def link(gbit: float) -> Iterator[Link]:
 
 @contextmanager
 def impaired(at: Link, *how: str) -> Iterator[bool]:
-    """What is sent over a link from here meets ``netem`` meanwhile, such as ``delay 200ms loss 5%``. False, and nothing
-    else, where the kernel has none or the link is the loopback."""
+    """Impair the outgoing direction with ``netem``, such as ``delay 200ms loss 5%``, inside the block.
+
+    Yields False, without an effect, if the kernel has no netem or the link is the loopback.
+    """
     try:
         if at.device:
             _run("tc", "qdisc", "replace", "dev", at.device, "root", "netem", *how)
@@ -98,7 +103,7 @@ def impaired(at: Link, *how: str) -> Iterator[bool]:
 
 
 def _remove_left() -> None:
-    """Removes what was left by benchmarks that were killed: their numbers may come again."""
+    """Remove namespaces left by killed benchmarks, whose process ids may recur."""
     with contextlib.suppress(OSError):
         for name in os.listdir("/run/netns"):
             pid = name.removeprefix(_NAMES)
@@ -113,7 +118,7 @@ def _remove(name: str, near: str) -> None:
 
 
 def links_of(speeds: Sequence[float]) -> list[float]:
-    """The speeds that can be had here: those that are asked for, or the loopback alone, which is said."""
+    """Return the wanted speeds, or the loopback alone, with a message, if links cannot be shaped."""
     why = why_none() if any(speeds) else ""
     if not why and any(speeds):
         try:

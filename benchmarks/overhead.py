@@ -1,7 +1,7 @@
-"""What the cache costs when nothing is ever found: unique prompts with the cache on and off, alternating.
+"""Overhead of the cache without hits: unique prompts with the cache on and off, alternating.
 
-The throughput is that of a closed loop: so many clients ask without a pause, and the clock runs until the last answer
-is there and all that was computed is stored.
+Throughput is measured as a closed loop: the clients ask without a pause, and the clock runs until the last answer has
+arrived and everything computed is stored.
 """
 
 from __future__ import annotations

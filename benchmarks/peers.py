@@ -1,16 +1,17 @@
-"""The same prompts, model and machine, one system after another: ours, transformers, llama.cpp, vLLM.
+"""Comparison with other engines: ours, transformers, llama.cpp and vLLM, one after another.
 
-Each reads documents that nobody has read (``ttft_nocache_ms``), answers a fresh question about each at once
-(``ttft_warm_ms``), and after SIGKILL and a new process another one (``ttft_after_restart_ms``); ``decode_ms`` is a
-token's time behind the document. Systems that keep nothing compute again, which is what their restart costs.
+All get the same prompts and model on the same machine. Each reads new documents (``ttft_nocache_ms``), then answers a
+fresh question about each (``ttft_warm_ms``), and another one after SIGKILL and a new process
+(``ttft_after_restart_ms``); ``decode_ms`` is the time per token after the document. Systems without persistence compute
+again, which is the cost of their restart.
 
-ours, ours_w8, ours_w4     our worker on its daemon; weights as they are, and at 8 and 4 bits
+ours, ours_w8, ours_w4     our worker on its daemon; weights unchanged, and at 8 and 4 bits
 transformers               the library, its cache object kept between prompts
 llama.cpp_f16, _bf16, _q8_0, _q4_0  compiled for this machine, bf16 where the CPU multiplies it;
                            each document's state saved to a file and loaded from it
 vllm, vllm_kvsidecar       compiled, tcmalloc and Intel's OpenMP preloaded where installed; with our connector
 
-``make bench-peers`` installs them. What is missing is said in ``missing``, with the reason.
+``make bench-peers`` installs them. Missing systems are listed in ``missing``, with the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _FAILURES = (KVSidecarError, RuntimeError, OSError, ValueError)  # of any system
 
 
 class Bench:
-    """Starts one system at a time, of one model."""
+    """Starts one system at a time, for one model."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         self._options, self._scratch = options, scratch
@@ -60,7 +61,7 @@ class Bench:
 
     @contextmanager
     def running(self, name: str) -> Iterator[Arm]:
-        """Raises one of ``_FAILURES`` where it cannot be had."""
+        """Start a system. Raises one of ``_FAILURES`` if it is not available."""
         with ExitStack() as stack:
             if name in _OURS:
                 flags = {"dtype": self._dtype, "weights": _OURS[name]}
@@ -99,7 +100,7 @@ class Bench:
 
 
 def measure(arm: Arm, options: argparse.Namespace, step: Callable[[], None]) -> list[dict[str, Any]]:
-    """A system's rows. All systems get the same prompts."""
+    """Measure one system; return its rows. All systems get the same prompts."""
     draw, rows = Draw(options.seed), []
     for context in options.context_tokens:
         found: dict[str, list[float]] = {metric: [] for metric in METRICS}
@@ -151,7 +152,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many times as long each other system takes as ours with its weights as they are: below 1 ours has lost."""
+    """Return each system's times relative to ours with unchanged weights: below 1, ours is slower."""
     ours = {r["context_tokens"]: r for r in rows if r["system"] == "ours"}
     return {
         f"{r['system']}_{r['context_tokens']}_over_ours": {

@@ -1,14 +1,14 @@
-"""What reuse does to answers: accuracy on tasks that need other chunks, divergence and perplexity on text.
+"""Quality of reuse: accuracy on tasks that need other chunks, divergence and perplexity.
 
-A sample is a prompt of documents with questions. ``exact`` arms store the prompt itself at so many bits and reuse it as
-a prefix; all others store its documents as they were in another order, put them at their places and repair them. Every
-arm is compared, question by question, with a full prefill by the same engine. ``full_pieces`` is that prefill in other
-piece sizes: the noise floor. The gates say whether the benchmark can tell anything at all.
+A sample is a prompt of documents with questions. ``exact`` arms store the prompt itself at several bit widths and reuse
+it as a prefix; all others store its documents in another order, relocate them and repair them. Every arm is compared,
+question by question, with a full prefill by the same engine. ``full_pieces`` is that prefill in other piece sizes: the
+noise floor. The gates check that the benchmark has statistical power.
 
 With any other model than the built-in one: ``real_quality``.
 
-Runs in as many processes as ``--processes`` says, one thread each. With ``--out``, what is measured is kept beside it
-until all is done, and a run that was stopped goes on from there.
+Runs in ``--processes`` processes of one thread each. With ``--out``, results are checkpointed beside it, and an
+interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Measured = dict[str, PromptRecord]  # by arm
 
 
 def arms_of(number: int, options: argparse.Namespace) -> list[Arm]:
-    """The arms of a task's prompt with this number."""
+    """Return the arms of a task's ``number``-th prompt."""
     return [*(EXACT if number < options.n_exact else []), *(SHUFFLED if number < options.n else [])]
 
 
 class Measurer:
-    """One process's model and samples."""
+    """Model and samples of one process."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         quiet_transformers()
@@ -73,7 +73,7 @@ def _measure(job: Job) -> tuple[Job, Measured]:
 
 
 def measured(options: argparse.Namespace, jobs: list[Job]) -> Iterator[tuple[Job, Measured]]:
-    """Measures jobs, in any order."""
+    """Measure jobs, in any order."""
     if options.processes <= 1:
         measurer = Measurer(options)
         yield from ((job, measurer(job)) for job in jobs)
@@ -84,7 +84,7 @@ def measured(options: argparse.Namespace, jobs: list[Job]) -> Iterator[tuple[Job
 
 
 def gates(rows: list[dict[str, Any]]) -> dict[str, bool]:
-    """Whether the benchmark has power; a task that the model has not learned proves nothing."""
+    """Check that the benchmark has power; a task that the model has not learned proves nothing."""
     found = {(r["arm"], r["task"]): r for r in rows}
 
     def lost(arm: str, task: str) -> float:
@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _complete(kept: CheckpointedResults, options: argparse.Namespace) -> Iterator[tuple[Job, Measured]]:
-    """What was measured already, of prompts with all their arms."""
+    """Return the stored results of prompts with all their arms."""
     for (name, number), arms in kept.read():
         if {a.name for a in arms_of(number, options)} == arms.keys() - {"full_pieces"}:
             yield (name, number), {arm: PromptRecord(**record) for arm, record in arms.items()}

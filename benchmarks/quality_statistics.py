@@ -1,4 +1,4 @@
-"""What an arm did, question by question, and whether that is more than chance."""
+"""Statistics of an arm's answers: accuracy, divergence, paired tests, intervals."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _BOOTSTRAPS = 1000
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt under one arm, beside its full prefill; a value per question, then the whole prompt's. ``gap``: by how
-    many nats the full prefill prefers its answer to the next."""
+    """One prompt under one arm, beside its full prefill: a value per question, then per prompt.
+
+    ``gap``: the margin in nats between the full prefill's first and second choice.
+    """
 
     right: list[bool]
     full_right: list[bool]
@@ -34,7 +36,7 @@ class PromptRecord:
 
     @classmethod
     def of(cls, gold: Sequence[int], full: LabResult, got: LabResult) -> PromptRecord:
-        """``gold`` are the tokens that should come."""
+        """Compare an arm's result with the full prefill. ``gold`` are the expected tokens."""
         target = torch.tensor(gold)
         p, q = full.logits.log_softmax(-1), got.logits.log_softmax(-1)
 
@@ -57,12 +59,12 @@ class PromptRecord:
 
 @dataclass
 class ArmStatistics:
-    """The records of one arm and task."""
+    """Records of one arm and task."""
 
     records: list[PromptRecord] = field(default_factory=list)
 
     def row(self, arm: str, task: str) -> dict[str, Any]:
-        """What the benchmark prints of them. Intervals and tests are paired with the full prefill."""
+        """Return the result row. Intervals and tests are paired with the full prefill."""
         right, full_right = self._all("right"), self._all("full_right")
         loss, full_loss = self._all("loss"), self._all("full_loss")
         kl = self._all("kl")
@@ -94,7 +96,7 @@ class ArmStatistics:
 
 
 def bootstrap_interval(values: np.ndarray[Any, Any], prompt: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean of values, of which ``prompt`` says whose they are; prompts drawn whole."""
+    """Return the 95 % bootstrap interval of the mean, clustered by ``prompt``."""
     sums, counts = np.bincount(prompt, values), np.bincount(prompt)
     drawn = np.random.default_rng(0).integers(0, len(sums), (_BOOTSTRAPS, len(sums)))
     means = sums[drawn].sum(1) / counts[drawn].sum(1)
@@ -102,6 +104,6 @@ def bootstrap_interval(values: np.ndarray[Any, Any], prompt: np.ndarray[Any, Any
 
 
 def _mcnemar(worse: int, better: int) -> float:
-    """Exact two-sided p value of McNemar's test."""
+    """Return the exact two-sided p value of McNemar's test."""
     n, k = worse + better, min(worse, better)
     return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n) if n else 1.0

@@ -1,8 +1,8 @@
-"""Questions over retrieved documents: what is reused, and the time to first token, by chunking and by repair.
+"""RAG workload: reused tokens and time to first token, by chunking and by repair.
 
-A library of documents is read once. Every request then puts some of them, in an order of its own, behind a system
-prompt and before a fresh question; between requests nothing else is stored. ``found_ratio`` is the share of the
-documents' tokens that came from the cache, whether as a prefix or elsewhere.
+A library of documents is read once. Every request then puts some of them, in a new order, after a system prompt and
+before a fresh question; nothing else is stored between requests. ``found_ratio`` is the share of the documents' tokens
+that came from the cache, as a prefix or relocated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUESTION_TOKENS = 24
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids and where its documents end."""
+    """Token ids and the ends of its documents."""
 
     tokens: list[int]
     segment_ends: list[int]
@@ -50,11 +50,11 @@ class Library:
         return Request(tokens + self._words(QUESTION_TOKENS), ends, sum(map(len, chosen)))
 
     def reading(self) -> list[Request]:
-        """Requests that together contain every document once."""
+        """Return requests that together contain every document once."""
         return [self._request(self._documents[i : i + 4]) for i in range(0, len(self._documents), 4)]
 
     def asking(self, least: int, most: int) -> Request:
-        """A request over a few documents in any order."""
+        """Return a request over a few documents in any order."""
         return self._request(self._rng.sample(self._documents, self._rng.randint(least, most)))
 
 

@@ -1,14 +1,15 @@
-"""What reuse does to a real language model on real text: ``python -m benchmarks.quality --model smollm2``.
+"""Quality of reuse on a real model and real text: ``python -m benchmarks.quality --model smollm2``.
 
-Documents, dialogues and code are stored as they were in another order and put where the prompt has them; judged are all
-tokens of the question and of the answer that full prefill gives, in float32. Tasks ask the reference system's own
-question: is the warm answer the cold one. Controls need no other document; a repair that harms them fails. ``oracle``
-has the true keys and values of the best tokens: what no choice can beat. ``cost`` is a repair's rows times layers as a
-share of computing all that is not exact, without the question's own pass, which all arms have (``work`` has it, too);
-``cost_bound`` is what is allowed: r + 2 / layers + the question's share (it is read once to see where it looks) + .03.
+Documents, dialogues and code are stored in another order and relocated to their places in the prompt; all tokens of the
+question and of full prefill's answer are judged, in float32. Tasks ask the reference system's own question: does the
+warm answer equal the cold one? Controls need no other document; a repair that harms them fails. ``oracle`` has the true
+keys and values of the best tokens: the upper bound of any selection. ``cost`` is a repair's rows times layers as a
+share of computing all tokens that are not exact, without the question's own pass, which all arms have (``work``
+includes it); ``cost_bound`` is the allowed cost: r + 2 / layers + the question's share (it is read once for its
+attention) + .03.
 
-``exact`` arms reuse the prompt itself at so many bits, in float32 and in bfloat16, each against full prefill in the
-same type; ``rounding_bfloat16`` is a full prefill in bfloat16 against one in float32. Resumes like the built-in
+``exact`` arms reuse the prompt itself at several bit widths, in float32 and in bfloat16, each against full prefill in
+the same dtype; ``rounding_bfloat16`` is a full prefill in bfloat16 against one in float32. Resumes like the built-in
 model's run.
 """
 
@@ -46,8 +47,10 @@ Job = tuple[str, int]
 
 @dataclass(frozen=True)
 class Found:
-    """One prompt under one arm beside its full prefill: nats and equality per judged token; whether the answer is the
-    full prefill's, and whether it is the right one (None: nobody knows the right one)."""
+    """One prompt under one arm beside its full prefill: nats and equality per judged token.
+
+    Also whether the answer equals full prefill's, and whether it is right (None: unknown).
+    """
 
     kl: list[float]
     same: list[bool]
@@ -62,7 +65,7 @@ class Found:
 
     @classmethod
     def of(cls, full: LabResult, got: LabResult, answer: list[int], gold: bool, share: float) -> Found:
-        """``answer`` was read by both; ``gold`` says that it is the right one."""
+        """Compare an arm's result with full prefill. Both read ``answer``; ``gold``: it is the right one."""
         kl, same = divergence(full, got)
         mine, theirs = got.answer_logits.argmax(-1).tolist(), full.answer_logits.argmax(-1).tolist()
         return cls(
@@ -80,7 +83,7 @@ class Found:
 
 
 class Measurer:
-    """The model in each type, and its prompts."""
+    """Model in each dtype, and its prompts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         quiet_transformers()
@@ -135,7 +138,7 @@ class Measurer:
 
 
 def row(arm: str, task: str, found: list[Found]) -> dict[str, Any]:
-    """What is printed of an arm's prompts."""
+    """Return the result row of an arm's prompts."""
     kl, same = (np.concatenate([getattr(f, name) for f in found]) for name in ("kl", "same"))
     prompt = np.repeat(np.arange(len(found)), [len(f.kl) for f in found])
     known = [f for f in found if f.right is not None]
@@ -161,7 +164,10 @@ def row(arm: str, task: str, found: list[Found]) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]], layers: int) -> dict[str, Any]:
-    """Shares of what ``none`` loses that repairs regain, mean over kinds of text; harm on controls; costs."""
+    """Return the share of ``none``'s loss that repairs regain, harm on controls, and costs.
+
+    Shares are means over kinds of text.
+    """
     found = {(r["arm"], r["task"]): r for r in rows}
     out: dict[str, Any] = {}
     for ratio in RATIOS:
@@ -186,7 +192,7 @@ def summary(rows: list[dict[str, Any]], layers: int) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures what is not measured yet, and writes all."""
+    """Measure the missing prompts and write all results."""
     kept = CheckpointedResults(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
     found = [((job[0], job[1]), {a: Found(**f) for a, f in arms.items()}) for job, arms in kept.read()]
     found = [(job, arms) for job, arms in found if job[1] < options.n]

@@ -1,4 +1,4 @@
-"""What choosing tokens could regain at most: the true keys and values of those that matter most."""
+"""Oracle of selective recompute: true keys and values of the most important tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inference_svc.model_runner import forward_batch
 
 
 class _AttentionRecorder:
-    """Keeps the strongest probability that any row gives each key, layer by layer."""
+    """Records each key's maximum probability over rows, layer by layer."""
 
     def __init__(self, tokens: int) -> None:
         self.layers: list[Tensor] = []
@@ -28,8 +28,10 @@ class _AttentionRecorder:
 
 @dataclass(frozen=True)
 class FullPrefill:
-    """A full prefill: its keys and values ``[layers, kv_heads, tokens, head_dim]``, how hard each head looks at each
-    token from where the question begins, ``[layers, heads, tokens]``, and its outcome."""
+    """Full prefill: keys and values ``[layers, kv_heads, tokens, head_dim]``, attention and result.
+
+    ``looks [layers, heads, tokens]`` is each token's maximum probability over the question's rows.
+    """
 
     keys: Tensor
     values: Tensor
@@ -40,7 +42,7 @@ class FullPrefill:
     def of(
         cls, lab: ReuseLab, tokens: Sequence[int], question: int, go_on: int = 0, answer: Sequence[int] = ()
     ) -> FullPrefill:
-        """Reads a prompt whose question begins at token ``question``, and an answer: see ``Laboratory.full``."""
+        """Prefill a prompt whose question begins at token ``question``, and an answer; see ``ReuseLab.full``."""
         with lab.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
             logits = lab.prefill(tokens, table, np.arange(question, len(tokens)))
@@ -66,8 +68,10 @@ def oracle_outcome(
     logits_at: Positions,
     answer: Sequence[int],
 ) -> LabResult:
-    """Reuse with the true keys and values of the share of tokens for which attention times the deviation of values is
-    largest, per layer and head. The cost is the question's alone."""
+    """Reuse with the true keys and values of the best share of tokens.
+
+    The score is attention times the deviation of values, per layer and head. The cost is the question's alone.
+    """
     with lab.pages(len(tokens) + len(answer)) as table:
         plan = lab.place_chunks(table, tokens, exact, placed)
         approximate = plan.approximate_positions

@@ -1,18 +1,18 @@
-"""A remote tier that fails under load: two nodes with workers ask all the time, and everything that can befall it does.
+"""Faults of the remote tier under load: two nodes with workers, and a faulty network.
 
-Each node has a network of its own to one Valkey (``proxy.py``), and so small a cache that most of what it reads comes
-from there. Every fault lasts ``--seconds``; then it is over, and what node A reads, node B must find again. Every
-prompt is a document that was read before and a question that was not; each answer is compared with that of the same
-prompt computed in full (greedy, 16-bit storage). With ``--out`` a run that was stopped goes on with the next fault.
+Each node has its own network path to one Valkey (``proxy.py``), and so small a cache that most of its reads come from
+there. Every fault lasts ``--seconds``; afterwards node B must find again what node A reads. Every prompt is a known
+document and a new question; each answer is compared with that of the same prompt computed in full (greedy, 16-bit
+storage). With ``--out`` an interrupted run resumes with the next fault.
 
 killed, hung, full     the server: SIGKILL, SIGSTOP, no memory left
-slow                   200 ms and 5 % loss on the way there, where the server can be on a host of its own and the kernel
+slow                   200 ms and 5 % loss on the way there, where the server can be on a separate host and the kernel
                        has ``netem``; elsewhere every piece of an answer comes 200 ms late
 garbage                answers are random bytes
-foreign                values are replaced, five times a second: by another chunk's, another format's, cut off, a bit
+foreign                values are replaced, five times a second: by another chunk's, another format's, truncated, a bit
                        flipped
 cut                    every connection ends at once
-apart                  one node's network alone is gone
+apart                  one node's network alone is down
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PAUSE_SECONDS, _LATEST_SECONDS, _DEADLINE_SECONDS = 0.2, 120.0, 120.0
 
 @dataclass
 class Seen:
-    """What one node's client saw."""
+    """Results of one node's client."""
 
     requests: int = 0
     wrong: int = 0
@@ -57,7 +57,7 @@ class Seen:
 
 
 class Scene:
-    """Two nodes, a network for each, and the server between them; a client of each node asks until the end."""
+    """Two nodes, a network path each, and the server; a client of each node asks until the end."""
 
     def __init__(self, model: str, seed: int, stack: ExitStack) -> None:
         self._rng = random.Random(seed)
@@ -87,7 +87,7 @@ class Scene:
         stack.callback(self._stop)
 
     def start(self) -> None:
-        """Returns when everything is in the tier and both nodes use it."""
+        """Start; return when everything is in the tier and both nodes use it."""
         self.until(lambda: not any(node.cache_stats().remote_failing for node in self.nodes))
         for document in self.documents:
             self.nodes[0].client().generate(document, max_tokens=1, deadline=_DEADLINE_SECONDS)
@@ -102,7 +102,7 @@ class Scene:
                 client.join()
 
     def settle(self) -> None:
-        """What A has read is in the tier, if that takes anything."""
+        """Wait until A's chunks are in the tier, if the tier accepts writes."""
         self.nodes[0].settle()
         self.until(lambda: (stats := self.nodes[0].cache_stats()).remote_pending == 0 or bool(stats.remote_failing))
 
@@ -131,7 +131,7 @@ class Scene:
             seen.plain_ms.append(plain.ttft_ms)
 
     def works(self) -> bool:
-        """Whether what A reads now, B finds in the tier."""
+        """Return True if B finds in the tier what A reads now."""
         prompt = self.fresh(DOCUMENT_TOKENS)
         self.nodes[0].client().generate(prompt, max_tokens=1, deadline=_DEADLINE_SECONDS)
         self.settle()
@@ -217,7 +217,7 @@ def _foreign(scene: Scene) -> Iterator[None]:
 
 
 def _replacing(server: RedisServer, over: threading.Event, rng: random.Random) -> None:
-    """Puts values where they do not belong."""
+    """Replace values by wrong ones."""
     while not over.wait(_PAUSE_SECONDS):
         names = [name for name in server.names() if not name.endswith("mark")]
         if len(names) < 2:
@@ -254,7 +254,7 @@ FAULTS: dict[str, Callable[[Scene], Any]] = {
 
 
 def one(scene: Scene, fault: str, seconds: float) -> dict[str, Any]:
-    """Lets a fault last, and waits until the tier is used again. Returns its row."""
+    """Inject a fault, wait until the tier is used again, and return its row."""
     scene.seen[:] = [Seen(), Seen()]
     before, began = [node.cache_stats() for node in scene.nodes], time.monotonic()
     with FAULTS[fault](scene):

@@ -1,4 +1,4 @@
-"""What ``remote_reads`` runs on the other host: one transfer after the other, as its standard input asks for them.
+"""Program of ``remote_reads`` on the remote host: one transfer per line of standard input.
 
 Each line names a transfer, its answer is a line of JSON with bytes and seconds: ``socket`` and ``tls`` receive from a
 plain connection and one over TLS, ``read`` and ``write`` are a session's Fetch and Fill.
@@ -31,7 +31,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def receive_all(address: str, context: ssl.SSLContext | None) -> tuple[int, float]:
-    """Takes all that a server sends."""
+    """Receive until the server closes the connection; return bytes and seconds."""
     host, _, port = address.rpartition(":")
     connection: socket.socket = socket.create_connection((host, int(port)))
     if context is not None:
@@ -48,7 +48,7 @@ def receive_all(address: str, context: ssl.SSLContext | None) -> tuple[int, floa
 
 
 class Worker:
-    """A session of the daemon's."""
+    """Session of the daemon."""
 
     def __init__(self, address: Address, tokens: int) -> None:
         self._link = DaemonConnection(address, "far", descriptor(NAME, GEOMETRY))
@@ -66,7 +66,7 @@ class Worker:
         self._link.close()
 
     def read(self) -> tuple[int, float]:
-        """What is stored of the prompt, into this process's memory, checked."""
+        """Fetch the stored chunks of the prompt into this process's memory, checked."""
         began = time.perf_counter()
         found = self._matcher.match(self.session, list(range(self._tokens)), b"")
         size = 0
@@ -78,7 +78,7 @@ class Worker:
         return size, time.perf_counter() - began
 
     def write(self) -> tuple[int, float]:
-        """A prompt of its own, which is deleted then."""
+        """Store a new prompt, then delete it."""
         self._written += 1
         headers, size = [], 0
         root = keys.tenant_root(self._link.namespace, b"")

@@ -1,12 +1,12 @@
-"""What a worker on another host gets of its link: chunks read and written over mTLS, against iperf3 in the same run.
+"""Throughput of a remote worker: chunks read and written over mTLS, against iperf3.
 
-The other host is a network namespace behind a shaped link (``links.py``), so both ends share this machine's cores. In
-each repeat all arms take turns:
+The other host is a network namespace behind a shaped link (``network_links.py``), so both ends share this machine's
+cores. In each repeat all arms alternate:
 
-iperf3   what the link carries, one TCP connection, nothing encrypted (a plain socket where there is no iperf3)
+iperf3   the link's capacity, one TCP connection, unencrypted (a plain socket if there is no iperf3)
 tls      one TLS connection between two Python processes: what encryption leaves of that on these cores
-read     a session's Match and Fetch, each payload checked by its checksum: what a worker does before it unpacks
-write    Reserve, Fill and Commit of as much
+read     a session's Match and Fetch, each payload checked by its checksum: a worker's steps before unpacking
+write    Reserve, Fill and Commit of as many bytes
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ARMS = ("iperf3", "tls", "read", "write")
 
 
 class Sender:
-    """Sends so many bytes to everybody who connects and says something."""
+    """Server that sends a number of bytes to every client that sends a byte."""
 
     def __init__(self, host: str, size_bytes: int, context: ssl.SSLContext | None) -> None:
         self._size, self._context = size_bytes, context
@@ -67,7 +67,7 @@ class Sender:
 
 
 class Hosts:
-    """A daemon on this side of a link, with a prompt of so many tokens stored, and a worker on the other."""
+    """Daemon on this side of a link, with a stored prompt, and a worker on the other."""
 
     def __init__(self, wire: Link, tokens: int, stack: ExitStack) -> None:
         self._wire, size = wire, tokens * TOKEN_BYTES
@@ -110,7 +110,7 @@ class Hosts:
             near.close()
 
     def rate(self, arm: str) -> float:
-        """Bytes per second of one transfer."""
+        """Return the bytes per second of one transfer."""
         if arm == "iperf3" and shutil.which("iperf3"):
             return self._iperf3()
         assert self._far.stdin is not None

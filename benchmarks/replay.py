@@ -1,4 +1,4 @@
-"""Replays multi-turn conversations: with and without cache, and after killing the worker or the daemon.
+"""Replay of multi-turn conversations: without cache, warm, and after worker or daemon kills.
 
 Each mode has a node of its own, so that none warms another's cache; turns of the modes alternate. In
 ``worker_restarted`` and ``daemon_restarted`` the process gets SIGKILL before every turn from the second on.
@@ -21,7 +21,7 @@ MODES = ("nocache", "warm", "worker_restarted", "daemon_restarted")
 
 @dataclass
 class History:
-    """A conversation as one mode has it: the token ids so far, and each answer."""
+    """Conversation of one mode: the token ids so far, and each answer."""
 
     tokens: list[int] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Turn:
 
 
 def ask(client: Client, mode: str, history: History, user: list[int], recorded: list[int] | None, length: int) -> Turn:
-    """Sends one turn and lengthens the history by the answer (or by the recorded one)."""
+    """Send one turn and extend the history by the answer (or by the recorded one)."""
     known = len(history.tokens)
     prompt = history.tokens + user
     result = client.generate(

@@ -1,8 +1,8 @@
-"""Mixed load with eviction churn for an hour: memory of every process, the store's file, and p99 of Match over time.
+"""Soak test: mixed load with eviction churn; memory, store size and p99 of Match over time.
 
 Nothing is killed. Flat means that from the end of the first sixth on (ten minutes of an hour) a straight line through
-the samples rises by at most ``--rise-mb`` until the end; stable, that p99 of Match in the last sixth is at most
-1.25 times that of the second one.
+the samples rises by at most ``--rise-mb`` until the end; stable, that p99 of Match in the last sixth is at most 1.25
+times that of the second one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LAST = ("at_s", "chunks", "arena_evictions", "durable_evictions")
 
 
 class Worker:
-    """One peer after another, since sessions come and go, on a thread."""
+    """Thread that runs one client after another, since sessions come and go."""
 
     def __init__(self, node: Node, seed: int, prompts: int) -> None:
         self._node, self._rng, self._prompts = node, random.Random(seed), prompts
@@ -51,7 +51,7 @@ class Worker:
         self._thread.join()
 
     def taken(self) -> list[float]:
-        """The durations of Match since the last time."""
+        """Return the durations of Match since the previous call."""
         taken, self.waits_ms = self.waits_ms, []
         return taken
 
@@ -83,7 +83,7 @@ class Worker:
 
 
 def rise(samples: list[tuple[float, float]]) -> float:
-    """By how much a straight line through ``(time, value)`` rises from the first to the last."""
+    """Return the rise of a straight line through ``(time, value)`` from the first to the last."""
     if len(samples) < 2:
         return 0.0
     at, values = np.array(samples).T
@@ -92,8 +92,10 @@ def rise(samples: list[tuple[float, float]]) -> float:
 
 
 def thinned(rows: list[dict[str, Any]], most: int = _ROWS) -> list[dict[str, Any]]:
-    """At most so many rows, each for as many samples as all others but the last: the largest of what was watched, the
-    sum of the matches, the last of what only counts."""
+    """Reduce the rows to at most ``most``, each for equally many samples.
+
+    A row has the maximum of gauges, the sum of the matches and the last value of counters.
+    """
     each = -(-len(rows) // most)
     groups = [rows[i : i + each] for i in range(0, len(rows), each or 1)]
     return [{name: _of(name, [row[name] for row in group]) for name in group[0]} for group in groups]

@@ -1,12 +1,11 @@
-"""Decode speed with guesses and without, by kind of text: edits of a given file, agents' traces, chat, and text that
-repeats nothing.
+"""Decode speed with and without speculation, by kind of text: edits, agents' traces, chat, random text.
 
-``suffix`` looks up what followed the same tokens before, ``trees`` does so in as many branches as pay, ``draft`` asks
-``--draft-model``, ``self`` a copy of the model at 4 bits. ``expected_tokens_per_s`` is what acceptance and the measured
-costs of passes allow: tokens over what passes of as many rows cost, and over what guessing took. All arms answer the
-same prompts, one after the other in every repeat, each first in its turn, and each prompt has a tenant of its own, so
-that nobody looks up what another arm was answered. Answers end where the model ends them: what it would go on with is
-another kind of text. Every answer is compared with the plain one's, greedy or by its seed.
+``suffix`` proposes the tokens that followed the same suffix before, ``trees`` several branches of those, ``draft`` asks
+``--draft-model``, ``self`` a copy of the model at 4 bits. ``expected_tokens_per_s`` follows from acceptance and the
+measured costs of steps: tokens over the cost of steps with as many rows and of proposing. All arms answer the same
+prompts, interleaved in every repeat with rotating order, and each prompt has a tenant of its own, so that no arm looks
+up another arm's answer. Answers end where the model ends them: continued text would be of another kind. Every answer is
+compared with the plain one's, greedy or by its seed.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ _NAMES = ("Ada", "Bruno", "Chen", "Dina", "Emil", "Farah", "Goran", "Hana", "Ine
 
 @dataclass(frozen=True)
 class Ask:
-    """A prompt and how it is sampled."""
+    """Prompt with its sampling parameters."""
 
     prompt: Any
     options: dict[str, Any]
 
 
 def edits(rng: random.Random) -> Ask:
-    """A file that is to be written again with one change."""
+    """Build a prompt that asks for a file to be rewritten with one change."""
     known = [json.loads(line)["source"] for line in (_DATA / "functions.jsonl").read_text("utf-8").splitlines()]
     file = "\n\n\n".join(rng.sample(known, 3))
     name = rng.choice(known[:8]).split("(")[0].removeprefix("def ")
@@ -55,7 +54,7 @@ def edits(rng: random.Random) -> Ask:
 
 
 def agents(rng: random.Random) -> Ask:
-    """A tool's result that is to be handed on in another tool's form, after two turns that did so."""
+    """Build a prompt whose tool result is to be passed on in another tool's format, after two such turns."""
     messages = [{"role": "system", "content": "You pass orders on. Answer with the order's JSON, changing its status."}]
     for turn in range(3):
         order = {
@@ -72,7 +71,7 @@ def agents(rng: random.Random) -> Ask:
 
 
 def chat(rng: random.Random) -> Ask:
-    """Something that somebody said to an agent."""
+    """Build a prompt of a user's message to an agent."""
     lines = [json.loads(line) for line in (_DATA / "real_text.jsonl").read_text("utf-8").splitlines()]
     talks = [line["parts"] for line in lines if line["kind"] == "dialogues"]
     said = [text for who, text in rng.choice(talks) if who == "user"]
@@ -80,7 +79,7 @@ def chat(rng: random.Random) -> Ask:
 
 
 def unique(rng: random.Random) -> Ask:
-    """Nothing is ever written twice: words at random go on at random, and what was there is penalized."""
+    """Build a prompt without repetition: random words, with penalties on repetition."""
     words = " ".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(80))
     options = {"temperature": 1.0, "seed": rng.randrange(2**32), "repetition_penalty": 1.5, "ignore_eos": True}
     return Ask(words, options)
@@ -91,7 +90,7 @@ _KINDS = {"edits": edits, "agents": agents, "chat": chat, "unique": unique}
 
 @dataclass
 class Sum:
-    """What came of one arm in one workload and batch."""
+    """Accumulated results of one arm in one workload and batch."""
 
     rates: list[float] = field(default_factory=list)
     generated: int = 0
@@ -103,11 +102,11 @@ class Sum:
 
     @property
     def passes(self) -> int:
-        """In which a sequence took part, each of its tokens but those that were guessed."""
+        """Return the steps of a sequence: one per token that was not an accepted draft token."""
         return max(1, self.generated - self.accepted)
 
     def add(self, repeat: list[Measured], batch: int) -> None:
-        """Batches of one repeat."""
+        """Add the batches of one repeat."""
         results = [r for measured in repeat for r in measured.answers]
         tokens, seconds = sum(len(r.token_ids) - 1 for r in results), sum(r.timings["decode_ms"] for r in results) / 1e3
         # The batch is kept full where it is served: who is quick does not wait for the others' end.
@@ -121,8 +120,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class Measured:
-    """Answers of a batch, seconds that its passes and guessing should take, and how many of the accepted tokens came
-    from another branch than the first."""
+    """Answers of a batch and the expected seconds of its steps and proposals.
+
+    Also counts the accepted tokens of branches other than the first.
+    """
 
     answers: list[Result]
     expected_seconds: float
@@ -130,7 +131,7 @@ class Measured:
 
 
 def measure(engine: Engine, asks: list[Ask], arm: str, length: int) -> Measured:
-    """One arm's answers to a batch."""
+    """Return one arm's answers to a batch."""
     options: dict[str, Any] = {"max_tokens": length, **_ARMS[arm]}
     options["tenant_salt"] = secrets.token_bytes(8)
     engine.generate_many([(ask.prompt, options | {"max_tokens": 1}) for ask in asks])  # then all decode together
@@ -168,7 +169,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engines(options: argparse.Namespace, stack: ExitStack) -> list[tuple[Engine, list[str]]]:
-    """The engines, each with its arms; ``plain`` is in the first."""
+    """Return the engines, each with its arms; ``plain`` is in the first."""
 
     def start(draft_model: str) -> Engine:
         made = Engine.from_pretrained(

@@ -1,8 +1,8 @@
-"""What storing at 8 or 4 bits costs on a model: exact reuse against a full prefill, in each type, prompt by prompt.
+"""Cost of 8-bit and 4-bit storage: exact reuse against full prefill, by dtype and prompt.
 
-The prompts are those of ``kvsidecar verify``: documents, which are stored and put back as they stand, and a question
-behind them, which is computed. KL is in nats per token of the question; ``equal_of_16`` counts the greedy tokens after
-it until the first that differs.
+The prompts are those of ``kvsidecar verify``: documents, stored and restored at their own positions, followed by a
+question that is computed. KL is in nats per token of the question; ``equal_of_16`` counts the greedy tokens after it
+before the first difference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GO_ON = 16
 
 
 def measured(model: str, dtype: str, questions: list[Question]) -> list[dict[str, Any]]:
-    """One row per storage width."""
+    """Return one row per storage width."""
     lab = ReuseLab(load(model, dtype=dtype))
     pairs = [pair for question in questions for pair in _against_full(lab, question)]
     return [_row(dtype, bits, [(full, got) for b, full, got in pairs if b == bits]) for bits in BITS]

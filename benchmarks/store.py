@@ -1,11 +1,11 @@
-"""The store's paths against what the memory and the disk can do, and against Redis on the same machine.
+"""Throughput of the store's paths against memory, disk and Redis on the same machine.
 
-``arena`` is a Match and a copy of every chunk out of the arena; its lease is given back without waiting, as by workers.
+``arena`` is a Match and a copy of every chunk out of the arena; its lease is released asynchronously, as by workers.
 ``arena_single`` is the same for a prompt of one chunk, ``arena_write`` Reserve, a copy into staging with its checksum,
 and Commit. ``lmdb_cold`` reads the durable tier and ``pread_cold`` the same file, the page cache dropped. ``redis``
 answers one pipelined MGET over a Unix socket, received into one buffer; ``redis_write`` is as many pipelined SETs. All
-arms of a size follow each other in each repetition; times are per chunk. ``rpc`` is a call that does nothing: what
-gRPC itself takes of a Match on this machine.
+arms of a size follow each other in each repetition; times are per chunk. ``rpc`` is an empty call: gRPC's own share of
+a Match on this machine.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Timed:
 
 
 class Redis:
-    """A server of its own on a Unix socket, without persistence, and one pipelining client."""
+    """Redis server on a Unix socket, without persistence, and one pipelining client."""
 
     def __init__(self, folder: Path) -> None:
         path = str(folder / "redis.sock")
@@ -85,7 +85,7 @@ class Redis:
         self._client.connect(path)
 
     def set(self, names: list[bytes], value: memoryview) -> None:
-        """The same value under all names; replies are awaited at the end."""
+        """Write the same value under all names; replies are awaited at the end."""
         head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n"
         for name in names:
             self._client.sendmsg([head % (len(name), name, len(value))], (), socket.MSG_MORE)
@@ -95,7 +95,7 @@ class Redis:
         assert self._client.recv(len(replies), socket.MSG_WAITALL) == replies
 
     def get(self, names: list[bytes], into: memoryview) -> None:
-        """All values in one buffer, with the protocol's few bytes between them."""
+        """Read all values into one buffer, with the protocol's few bytes between them."""
         asked = b"".join(b"$%d\r\n%s\r\n" % (len(n), n) for n in names)
         self._client.sendall(b"*%d\r\n$4\r\nMGET\r\n" % (len(names) + 1) + asked)
         at = 0
@@ -112,7 +112,7 @@ def prompt(base: int, chunks: int) -> list[int]:
 
 
 def store_prompt(peer: Peer, ids: list[int], source: memoryview) -> None:
-    """Reserves, writes and commits every chunk of a prompt, in pieces that fit into staging."""
+    """Reserve, write and commit every chunk of a prompt, in groups that fit into staging."""
     parent = b""
     headers = []
     for at in range(0, len(ids), _TOKENS):
@@ -129,7 +129,7 @@ def store_prompt(peer: Peer, ids: list[int], source: memoryview) -> None:
 
 
 def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All arms of one size."""
+    """Measure all arms of one size."""
     size = layers * _LAYER_BYTES
     chunks = max(1, options.total_mb * (1 << 20) // size)
     source = memoryview(np.random.default_rng(1).integers(0, 256, size, np.uint8)).cast("B")
@@ -204,7 +204,7 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def cold(folder: Path, budget: int, arms: dict[str, Timed], chunks: int) -> None:
-    """The durable tier's reads, and plain reads of as many bytes of its file."""
+    """Measure cold reads of the durable tier, and plain reads of as many bytes of its file."""
     tier = LmdbTier(folder, budget, False, "none", None)
     try:
         headers = [found.header for found in tier.load()][:chunks]
@@ -235,7 +235,7 @@ def cold(folder: Path, budget: int, arms: dict[str, Timed], chunks: int) -> None
 
 
 def matches(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """How long a Match takes by the chunks that it finds, and what one of 2^20 tokens costs the loop."""
+    """Measure Match by the number of matched chunks, and the event loop's stall for 2^20 tokens."""
     rows, summary = [], {}
     with Node(workers=0, arena_bytes="64MiB", daemon_flags={"staging_bytes": "16MiB"}) as node:
         peer = Peer(node, geometry=GEOMETRY)

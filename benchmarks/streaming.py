@@ -1,15 +1,15 @@
-"""A model larger than its memory limit: each way of streaming its layers, against what the disk allows.
+"""Layer streaming of a model larger than its memory limit, against the disk's speed.
 
-A real worker runs in a control group with a third of what the model takes (or what it needs itself, where that is more:
-a head stays in memory, and with ``ffn_only_stream`` attention does), after it wrote the model's file there, too.
-``bound_tokens_per_s`` is one forward per token, limited by nothing but reading the streamed bytes: from that very file,
-past the page cache (four reads at a time) or by way of it with its pages dropped, by the better of both, before and
-after each mode's answers. ``identical`` compares greedy answers, of one sequence and of several at once, with those of
-all layers resident, without a limit.
+A real worker runs in a control group with a third of the model's memory (or the worker's minimum, where that is more: a
+head stays in memory, and with ``ffn_only_stream`` attention does), after it wrote the model's file there, too.
+``bound_tokens_per_s`` is one forward per token, limited only by reading the streamed bytes from that file: past the
+page cache (four reads at a time) or through it with its pages dropped, whichever is faster, before and after each
+mode's answers. ``identical`` compares greedy answers, of one sequence and of several at once, with those of all layers
+resident, without a limit.
 
-With ``speculation`` the same is asked twice more, so that a past answer gives the guesses (``ngram``), ``--guesses``
-for a pass. How many a model accepts of other text is no question here, but whether a pass that verifies some takes as
-long as one that does not: the bound is that of one token, times ``accepted_per_pass``.
+With ``speculation`` the same is asked twice more, so that a past answer provides the draft tokens (``ngram``),
+``--guesses`` per step. Acceptance on other text is not the question here, but whether a step that verifies several
+tokens takes as long as one that does not: the bound is that of one token, times ``accepted_per_pass``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WORKER_BYTES = 672 << 20
 
 
 class Disk:
-    """Reads a file of layers as fast as it goes. Bytes per second."""
+    """Reader of a file of layers at full speed, in bytes per second."""
 
     def __init__(self, file: Path, most_bytes: int) -> None:
         self._size = min(file.stat().st_size, most_bytes) // ALIGNMENT * ALIGNMENT
@@ -55,7 +55,7 @@ class Disk:
         self.best: dict[str, list[float]] = {}
 
     def measure(self) -> float:
-        """The best way's speed, now."""
+        """Measure the faster way's current speed."""
         found = 0.0
         for direct, file in self._files.items():
             if direct and not file.direct:
@@ -77,7 +77,7 @@ class Disk:
 
 
 def flags_of(mode: str, options: argparse.Namespace, layers: int) -> dict[str, Any]:
-    """A worker's flags for a mode."""
+    """Return a worker's flags for a mode."""
     flags: dict[str, Any] = {"cache_socket": "none", "weights": options.weights, "stream_slots": options.slots}
     flags |= {"speculate": "ngram", "num_speculative_tokens": options.guesses}
     if options.dtype:
@@ -92,7 +92,7 @@ def flags_of(mode: str, options: argparse.Namespace, layers: int) -> dict[str, A
 
 @dataclass(frozen=True)
 class Answers:
-    """Greedy ones: of the first prompt alone, and then of all at once."""
+    """Greedy answers: of the first prompt alone, then of all at once."""
 
     tokens: list[list[int]]
     tokens_per_s: float  # of the one alone
@@ -118,7 +118,7 @@ def answers(node: Node, prompts: list[list[int]], tokens: int, speculation: str)
 def measure(
     mode: str, options: argparse.Namespace, layers: int, limit: MemoryLimit | None, disk: Callable[[], float]
 ) -> Iterator[tuple[dict[str, Any], list[list[int]]]]:
-    """Rows of a mode, without speculation and with it, each with what was answered."""
+    """Measure a mode, without speculation and with it; return rows with their answers."""
     rng = random.Random(1)
     prompts = [[rng.randrange(16, 4000) for _ in range(options.prompt_tokens)] for _ in range(options.sequences)]
     node = Node(options.model, workers=0, pool_bytes=options.pool_bytes, worker_flags=flags_of(mode, options, layers))
@@ -163,7 +163,7 @@ def _peak_rss(pid: int) -> int:
 
 
 def prepare(options: argparse.Namespace, layers: int) -> tuple[Path, str]:
-    """Has the model's file written under the limit. Returns it, and what the limit is."""
+    """Write the model's file under the limit; return it and the limit."""
     with MemoryLimit(options.limit_bytes) as limit:
         node = Node(options.model, workers=0, pool_bytes="64MiB", worker_flags=flags_of("full_stream", options, layers))
         node.launch = limit.launch  # type: ignore[misc]
@@ -260,7 +260,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 def limits_for(options: argparse.Namespace) -> dict[str, int]:
-    """For each mode a third of what the model takes, or what a worker needs for it."""
+    """Return each mode's limit: a third of the model's memory, or the worker's minimum."""
     if not options.model.startswith("shape:"):
         raise ConfigurationError(f"model is {options.model}; give --limit-bytes, or a shape:NAME")
     dtype = pick_dtype(options.dtype or "auto", torch.bfloat16, torch.device("cpu"))

@@ -1,10 +1,10 @@
-"""Time to first token of a document with a fresh question: cached, not cached, after restarts, and the bound.
+"""Time to first token of a document with a fresh question: cached, uncached, after restarts, bound.
 
-``bound`` is the engine's own forward over the question alone, with the document's keys and values in the pool
-already: what nothing that loads them can beat. ``shuffled_*`` read the document's pieces in another order than they
-were stored in, and repair them; ``cost`` is what the repair's own formula says, as a share of nocache, ``formula``
-that of CacheBlend, ``(1 + q + r (L - 1)) / L``. ``daemon_restarted_cold`` finds the page cache empty. Arms alternate
-within every repetition.
+``bound`` is the engine's own forward over the question alone, with the document's keys and values already in the pool:
+the lower bound of anything that loads them. ``shuffled_*`` read the document's pieces in another order than they were
+stored in, and repair them; ``cost`` is the repair's own formula as a share of nocache, ``formula`` that of CacheBlend,
+``(1 + q + r (L - 1)) / L``. ``daemon_restarted_cold`` finds the page cache empty. Arms alternate within every
+repetition.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PARTS = ("lookup_ms", "transfer_ms", "restore_ms", "prefill_ms")
 
 
 class Bound:
-    """The forward over the question alone, in this process."""
+    """Forward over the question alone, in this process."""
 
     def __init__(self, model: str, longest: int) -> None:
         from kvsidecar.process.malloc_tuning import keep_freed_memory
@@ -56,7 +56,7 @@ class Bound:
         self._decoder = Decoder(m)
 
     def measure(self, context: int) -> float:
-        """Milliseconds from token ids to the first token: the best of a few, for its memory was idle meanwhile."""
+        """Return milliseconds from token ids to the first token: the best of a few, since its memory was idle."""
         table = self._pool.allocate(context)
         assert table is not None
         best = min(self._forward(table, context) for _ in range(_BOUND_REPEATS))
@@ -72,10 +72,10 @@ class Bound:
 
 
 class Arms:
-    """The nodes of the arms and how each is asked. nocache and exact share a node, and the restarted ones do.
+    """Nodes of the arms, and how each is asked.
 
-    Nodes are as small as the document lets them be: more than fits into memory would push the store out of
-    the page cache, from which ``daemon_restarted`` is to read it.
+    nocache and exact share a node, and so do the restarted arms. Nodes are as small as the document allows: more than
+    fits into memory would push the store out of the page cache, from which ``daemon_restarted`` is to read it.
     """
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack, names: list[str]) -> None:
@@ -110,7 +110,7 @@ class Arms:
             node.settle()
 
     def ask(self, name: str, pieces: list[list[int]], question: list[int]) -> tuple[float, Completion | None]:
-        """TTFT in milliseconds, and the answer unless it is the bound."""
+        """Return TTFT in milliseconds, and the answer unless it is the bound."""
         if name in SHUFFLED:
             pieces = pieces[::-1]
         document, ends = _joined(pieces)
@@ -183,7 +183,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _costs(options: argparse.Namespace) -> dict[str, float]:
-    """What repair must cost at least, as a share of nocache: ``(d + q + r (L - d)) / L``."""
+    """Return the minimum cost of repair as a share of nocache: ``(d + q + r (L - d)) / L``."""
     from inference_svc.context_reuse.selectors import SELECTORS
     from inference_svc.context_reuse.selectors.selector import recompute_cost
     from inference_svc.models.loader import model_shape
@@ -215,7 +215,7 @@ def _ratios(context: int, p50: dict[str, float], costs: dict[str, float]) -> dic
 
 
 def _joined(pieces: list[list[int]]) -> tuple[list[int], list[int]]:
-    """A document of pieces, and where they end."""
+    """Concatenate a document's pieces; also return their ends."""
     document = [t for piece in pieces for t in piece]
     return document, list(accumulate(len(piece) for piece in pieces))
 

@@ -1,4 +1,4 @@
-"""A daemon with an mTLS door, and workers on another host that are attached to it there."""
+"""Daemon with an mTLS listener, and workers attached from another host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.node import Node, Process, free_port
 
 
 class TlsListener:
-    """Where a daemon lets other hosts in over mTLS, and the files that both sides need."""
+    """Address and certificates of a daemon's mTLS listener, for both sides."""
 
     def __init__(self, folder: Path, host: str) -> None:
         authority = CertificateAuthority(folder)
@@ -59,12 +59,12 @@ class RemoteWorkers(Node):
         self.launch = launch  # type: ignore[misc]  # of this one alone
 
     def start_daemon(self, wait: bool = True) -> None:
-        """It has none."""
+        """Do nothing: these workers have no daemon."""
 
 
 @contextmanager
 def two_hosts(link: Link, model: str = "demo", **flags: Any) -> Iterator[tuple[Node, RemoteWorkers]]:
-    """A node of this host, and a worker on the other one that is attached to its daemon. ``flags`` are the workers'."""
+    """Start a node here and a worker on the other host, attached to its daemon. ``flags`` are the workers'."""
     with ExitStack() as stack:
         door = TlsListener(Path(stack.enter_context(TemporaryDirectory())), link.near)
         here = stack.enter_context(Node(model, daemon_flags=door.daemon_flags, worker_flags=flags))

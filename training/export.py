@@ -1,4 +1,4 @@
-"""What a trained demo model is worth, and the folder that is released."""
+"""Evaluation of a trained demo model and export of its release folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JUDGED_FACTS, JUDGED_FILLER = 4, 12  # of the accuracies that are stated
 
 
 def evaluate(run: Run, samples: int) -> dict[str, float]:
-    """Held-out loss (nats per token) and exact-match accuracy per task with 4 facts, fresh samples."""
+    """Return held-out loss (nats per token) and exact-match accuracy per task with 4 facts, fresh samples."""
     model = run.model.eval().float()
     source = Rows(run.tokenizer, run.held_out, seed=10**9)
     report: dict[str, float] = {}
@@ -43,7 +43,7 @@ def evaluate(run: Run, samples: int) -> dict[str, float]:
 
 
 def export(run: Run, folder: Path, samples: int) -> None:
-    """Writes the model in bf16, the tokenizer and ``accuracy.json`` (what the model card states)."""
+    """Write the model in bf16, the tokenizer and ``accuracy.json`` (the figures of the model card)."""
     report = evaluate(run, samples)
     run.model.to(torch.bfloat16).save_pretrained(folder)
     bpe.save(run.tokenizer, folder)
@@ -54,7 +54,7 @@ def export(run: Run, folder: Path, samples: int) -> None:
 
 
 def model_card(run: Run, facts: dict[str, float]) -> str:
-    """The model's README, from what was measured."""
+    """Return the model's README with the measured figures."""
     parameters = sum(p.numel() for p in run.model.parameters())
     layers = run.model.config.num_hidden_layers
     lines = [f"| {name} | {facts[name]:.3f} |" for name in tasks.TASKS]

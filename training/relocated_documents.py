@@ -1,7 +1,8 @@
-"""Documents that were read in another order than they stand in, as a cache without repair would hand them out.
+"""Training on relocated documents: read in another order than their positions, without repair.
 
-A control must be answered from that: what documents say of each other may be stale, the place where each stands is not.
-Each document's keys are computed in the reading order and turned to their places; the questions then attend to them.
+This is what a cache without repair provides. A control must be answerable from it: what documents say about each other
+may be stale, their positions are not. Each document's keys are computed in the reading order and get a RoPE shift to
+their positions; the questions then attend to them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ _PADDING = 0
 
 @dataclass(frozen=True)
 class Split:
-    """A row in parts: ``documents`` in the order in which they stand, the first of which stays first, and what follows.
-    ``learned`` are the indices of the tail's tokens that are to be predicted."""
+    """Row in parts: ``documents`` in positional order, whose first one stays first, and the tail.
+
+    ``learned`` are the indices of the tail's tokens that are predicted.
+    """
 
     documents: list[list[int]]
     tail: list[int]
@@ -30,8 +33,11 @@ class Split:
 
 
 def tails(model: Any, rows: Sequence[Split], rng: random.Random) -> tuple[Tensor, Tensor, Tensor]:
-    """Reads each row's documents in a random order and then its tail: hidden states ``[rows, longest tail, width]``,
-    the tail's token ids and a mask of those that are learned, both ``[rows, longest tail]``."""
+    """Read each row's documents in a random order, then its tail.
+
+    Returns hidden states ``[rows, longest tail, width]``, the tail's token ids and a mask of the learned ones, both
+    ``[rows, longest tail]``.
+    """
     device = model.device
     read = [_reading_order(row, rng) for row in rows]
     ids, seen = _padded([tokens for tokens, _ in read], device)
@@ -53,7 +59,7 @@ def tails(model: Any, rows: Sequence[Split], rng: random.Random) -> tuple[Tensor
 
 
 def _reading_order(row: Split, rng: random.Random) -> tuple[list[int], list[int]]:
-    """The documents' tokens as they are read, and by how much each stands further on."""
+    """Return the documents' tokens in reading order and each token's shift."""
     starts, at = [], 0
     for document in row.documents:
         starts.append(at)
@@ -68,7 +74,7 @@ def _reading_order(row: Split, rng: random.Random) -> tuple[list[int], list[int]
 
 
 def _turned(model: Any, keys: Tensor, moved: Tensor) -> Tensor:
-    """Keys ``[rows, heads, tokens, dim]`` turned on by ``moved [rows, tokens]`` places (RoPE)."""
+    """Apply a RoPE shift by ``moved [rows, tokens]`` positions to keys ``[rows, heads, tokens, dim]``."""
     with torch.autocast(keys.device.type, enabled=False):
         cosine, sine = (x[:, None] for x in model.model.rotary_emb(keys.float(), moved))
         first, second = keys.float().chunk(2, -1)
@@ -76,7 +82,7 @@ def _turned(model: Any, keys: Tensor, moved: Tensor) -> Tensor:
 
 
 def _padded(rows: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows on the right padded to ``[rows, longest]``, and which of it is real."""
+    """Pad rows on the right to ``[rows, longest]``; also return the mask of real values."""
     longest = max(map(len, rows))
     parts = [torch.tensor(row) for row in rows]
     values = torch.stack([F.pad(part, (0, longest - len(part)), value=_PADDING) for part in parts])

@@ -1,11 +1,11 @@
-"""Trains the demo model: first to copy, then to look up, then language, growing from 6 to 12 layers.
+"""Training of the demo model: copying, then look-up tasks, then language, growing from 6 to 12 layers.
 
-A small transformer trained on look-up tasks directly stays at chance for millions of tokens. Trained first
-to copy (a random span repeated later in the row, loss on the repeat only), induction heads appear after a few
-hundred steps, and the tasks are learned in as many more. The first stages run with half of the layers;
-the rest are then added as identities (zero output projections), so that nothing learned is lost.
+A small transformer trained on look-up tasks directly stays at chance for millions of tokens. Trained first to copy (a
+random span repeated later in the row, loss on the repeat only), induction heads appear after a few hundred steps, and
+the tasks are learned in as many more. The first stages run with half of the layers; the rest are then added as
+identities (zero output projections), so that nothing learned is lost.
 
-Resumes from ``--work`` where it stopped; ``--minutes`` bounds one run. Everything is seeded by the step.
+Resumes from ``--work``; ``--minutes`` bounds one run. Everything is seeded by the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from training.training_rows import FACTS, FILLER, IGNORED, Row, Rows, batch
 
 @dataclass
 class Progress:
-    """What a resumed run needs to know beside weights and optimizer."""
+    """State of a resumed run besides weights and optimizer."""
 
     step: int = 0
     stage: str = "copy"
@@ -41,7 +41,7 @@ class Progress:
 
 
 def new_model(vocabulary: int, layers: int, width: int) -> Qwen2ForCausalLM:
-    """Qwen2 and not Llama: its query and key biases give attention to a fixed distance, which induction needs."""
+    """Create a Qwen2 model. Its query and key biases, unlike Llama, allow attention at a fixed distance (induction)."""
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=vocabulary,
@@ -62,7 +62,7 @@ def new_model(vocabulary: int, layers: int, width: int) -> Qwen2ForCausalLM:
 
 
 def grow(small: Qwen2ForCausalLM, layers: int, width: int) -> Qwen2ForCausalLM:
-    """Spreads the layers of ``small`` over a deeper model; the new ones start as identities."""
+    """Spread the layers of ``small`` over a deeper model; the new ones start as identities."""
     old = small.config.num_hidden_layers
     every = layers // old
     big = new_model(small.config.vocab_size, layers, width)
@@ -78,7 +78,7 @@ def grow(small: Qwen2ForCausalLM, layers: int, width: int) -> Qwen2ForCausalLM:
 
 
 def rows_for(progress: Progress, source: Rows, size: int) -> list[Row]:
-    """The mix of a stage; look-up tasks get more facts and longer documents as they are mastered."""
+    """Return the mix of a stage; look-up tasks get more facts and longer documents as they are mastered."""
     rng = source.rng
     if progress.stage == "copy":
         return [source.copy(24) for _ in range(size)]
@@ -175,7 +175,7 @@ class Run:
             group["lr"] = options.lr * warm * decay
         source = Rows(self.tokenizer, self.train_stream, progress.step, options.task_share)
         if progress.stage == "mix" and source.rng.random() < options.elsewhere_share:
-            loss = self._loss_elsewhere(source)
+            loss = self._relocated_loss(source)
         else:
             loss = self._loss(rows_for(progress, source, options.batch))
         self.optimizer.zero_grad()
@@ -200,8 +200,8 @@ class Run:
         self._account(rows, chosen, logits.argmax(-1) == target[chosen], loss.item())
         return loss
 
-    def _loss_elsewhere(self, source: Rows) -> torch.Tensor:
-        """Of questions about documents that were read in another order."""
+    def _relocated_loss(self, source: Rows) -> torch.Tensor:
+        """Return the loss of questions about relocated documents."""
         rows = [source.latest_in_parts() for _ in range(self.options.batch)]
         with torch.autocast(self.options.device, torch.bfloat16):
             states, tokens, learned = elsewhere.tails(self.model, rows, source.rng)

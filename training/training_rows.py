@@ -1,4 +1,4 @@
-"""Rows that the demo model learns from: copies, look-up tasks, language."""
+"""Training rows of the demo model: copies, look-up tasks, language."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FACTS, FILLER = 6, 24  # of the full tasks: at most 12 documents, filler words i
 
 @dataclass
 class Row:
-    """Token ids, kind, and what is learned: {index: token to predict there}, the token ids themselves when None."""
+    """Token ids, kind, and targets {index: token to predict}; without targets, the token ids themselves."""
 
     tokens: list[int]
     kind: str
@@ -26,7 +26,7 @@ class Row:
 
 
 class Rows:
-    """Draws training rows; one instance per step, seeded by it."""
+    """Generator of training rows; one instance per step, seeded by it."""
 
     def __init__(self, tokenizer: Tokenizer, stream: np.ndarray, seed: int, task_share: float = 0.6) -> None:
         self.tokenizer, self.stream, self.rng = tokenizer, stream, random.Random(seed)
@@ -37,7 +37,7 @@ class Rows:
         self.alphabet = sorted({tokenizer.encode(" " + word).ids[0] for word in words})
 
     def copy(self, span: int) -> Row:
-        """A row of random tokens in which a random span appears a second time, further on."""
+        """Return a row of random tokens in which a random span recurs."""
         rng = self.rng
         n = rng.randint(max(4, span // 3), span)
         row = [rng.choice(self.alphabet) for _ in range(3 * n)]
@@ -52,11 +52,12 @@ class Rows:
         return Row(row, "copy", learned)
 
     def task(self, name: str, facts: int, filler: int, implied: bool = False) -> Row:
-        """A look-up sample. With ``implied``, what a document implies is learned as well, at the place where it is
-        known; the word itself is not in the row.
+        """Return a look-up sample.
 
-        A control must be answered by the question alone. Few statements can be compared while they are read; so half of
-        the rows of ``latest`` have many about one or two names, and only their places tell which is the last.
+        With ``implied``, the word that a document implies is learned as well, at the place where it is known; the word
+        itself is not in the row. A control must be answered by the question alone. Few statements can be compared while
+        they are read; so half of the rows of ``latest`` have many about one or two names, and only their positions
+        decide which is the last.
         """
         sample = tasks.TASKS[name](self.rng, facts, filler)
         if implied and name == "latest" and self.rng.random() < 0.5:
@@ -73,7 +74,7 @@ class Rows:
         return Row(row, name, learned)
 
     def latest_in_parts(self) -> elsewhere.Split:
-        """Statements about a few names, to be read in another order than they stand in."""
+        """Return statements about a few names, to be read in another order than their positions."""
         rng = self.rng
         if rng.random() < 0.5:
             sample = tasks.latest(rng, rng.randint(2, FACTS), FILLER)
@@ -95,7 +96,7 @@ class Rows:
 
 
 def batch(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads rows into ``(input_ids, labels)``, both ``[rows, longest]``."""
+    """Pad rows to ``(input_ids, labels)``, both ``[rows, longest]``."""
     longest = max(len(r.tokens) for r in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     labels = torch.full((len(rows), longest), IGNORED)

@@ -1,4 +1,4 @@
-"""The kinds of faults, each a function that makes one happen to a node under load and says what it did to it."""
+"""Fault kinds: each function injects one fault into a node under load."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PAGE = 4096
 
 @dataclass
 class Outcome:
-    """Of one round."""
+    """Result of one round."""
 
     wrong: int = 0
     leaked: int = 0
@@ -41,7 +41,7 @@ class Outcome:
 
 @dataclass
 class Scene:
-    """A node under load, and the process of a writer that can be stopped."""
+    """Node under load, and the process of a writer that can be stopped."""
 
     node: Node
     load: Load
@@ -60,7 +60,7 @@ class Scene:
         return self.writer
 
     def recovered(self, since: float) -> float:
-        """Milliseconds from ``since`` until a Match succeeds."""
+        """Return the milliseconds from ``since`` until a Match succeeds."""
         deadline = time.monotonic() + _RECOVERED_WITHIN_SECONDS
         request = pb.MatchRequest(namespace=b"\0" * 32, token_ids=[1])
         while time.monotonic() < deadline:
@@ -73,8 +73,11 @@ class Scene:
         raise TimeoutError(f"the daemon did not come back: {self.node.read_log()}")
 
     def lost(self, durable: set[bytes]) -> int:
-        """How many chunks that were told durable are found no more; a longer one may have taken a chunk's place. Not
-        asked of a store that evicts: it may have done so between its last word and its death, or since."""
+        """Count chunks that were reported durable and cannot be found.
+
+        A longer chunk may have replaced one. Not applicable to a store that evicts: it may have evicted between its
+        last report and its death, or since.
+        """
         if self.evicts:
             return 0
         with self.node.cache_channel() as channel:
@@ -89,7 +92,7 @@ class Scene:
         return missing
 
     def leaked(self) -> int:
-        """Slots, leases and reservations that nobody accounts for once the load stands still."""
+        """Count slots, leases and reservations without an owner once the load is idle."""
         self.load.pause()
         try:
             deadline = time.monotonic() + 10
@@ -107,12 +110,12 @@ class Scene:
 
 
 def kill_daemon(scene: Scene) -> Outcome:
-    """As the kernel does for want of memory: the process that serves. Its guardian starts it again."""
+    """Kill the serving process, as the kernel's OOM killer does; its supervisor restarts it."""
     return _killed(scene, scene.node.crash_daemon)
 
 
 def kill_daemon_and_guardian(scene: Scene) -> Outcome:
-    """All of it; who runs it starts it again, with a new interpreter."""
+    """Kill daemon and supervisor; the node starts both again in a new interpreter."""
 
     def die() -> None:
         scene.node.kill("daemon")
@@ -134,7 +137,7 @@ def _killed(scene: Scene, die: Callable[[], None]) -> Outcome:
 
 
 def stop_daemon(scene: Scene) -> Outcome:
-    """Longer than sessions live without heartbeats."""
+    """Stop the daemon for longer than sessions live without heartbeats."""
     scene.let_run()
     scene.load.down.begin()
     scene.node.kill("daemon", signal.SIGSTOP)
@@ -147,7 +150,7 @@ def stop_daemon(scene: Scene) -> Outcome:
 
 
 def kill_client(scene: Scene) -> Outcome:
-    """A worker's process in the middle of filling staging, with a lease and a reservation."""
+    """Kill a worker's process while it fills staging, with a lease and a reservation."""
     writer = scene.writing()
     assert writer.stdin is not None
     assert writer.stdout is not None
@@ -161,7 +164,7 @@ def kill_client(scene: Scene) -> Outcome:
 
 
 def stop_writer(scene: Scene) -> Outcome:
-    """A writer is stopped in the middle of a copy, beyond its session's end; others store the chunk; it wakes."""
+    """Stop a writer during a copy, past its session's end, while others store the chunk; then resume it."""
     writer, token = scene.writing(), scene.rng.randrange(1 << 30)
     assert writer.stdin is not None
     assert writer.stdout is not None
@@ -193,7 +196,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def damaged(scene: Scene, damage: Callable[[Path], None]) -> Outcome:
-    """The store's file is damaged while the daemon is down; what it then says must be right, and it must start."""
+    """Damage the store's file while the daemon is down; it must start and serve correct bytes."""
     scene.let_run()
     scene.load.down.begin()
     began = time.monotonic()
@@ -227,7 +230,7 @@ def flipped_store(scene: Scene) -> Outcome:
 
 
 def arena_full_leased(scene: Scene) -> Outcome:
-    """Leases on as much as there can be; then commits are refused, and accepted again once the leases end."""
+    """Lease the whole arena: commits are refused, then accepted once the leases end."""
     scene.load.pause()
     peer, held, wrong = Peer(scene.node), [], 0
     try:
@@ -249,7 +252,7 @@ def arena_full_leased(scene: Scene) -> Outcome:
 
 
 def slow_reader(scene: Scene) -> Outcome:
-    """Streams of which the reader takes the first message, and then none for a while."""
+    """Read the first message of streams, then stall."""
     peer = Peer(scene.node)
     ids = [scene.rng.randrange(1 << 30)] * 4000
     peer.try_put(ids, 4000)
@@ -271,7 +274,7 @@ def slow_reader(scene: Scene) -> Outcome:
 
 
 def vanished_client(scene: Scene) -> Outcome:
-    """Clients that go between Reserve and Commit, and in the middle of Store."""
+    """Disconnect clients between Reserve and Commit, and during Store."""
     for _ in range(4):
         peer = Peer(scene.node)
         peer.reserve(*(peer.header([scene.rng.randrange(1 << 30)] * 100) for _ in range(8)))
@@ -285,7 +288,7 @@ def garbage(scene: Scene) -> Outcome:
 
 
 def replayed_epoch(scene: Scene) -> Outcome:
-    """A session, its leases and its epoch, used after the daemon's restart: refused, and nobody is harmed."""
+    """Use a session, its leases and its epoch after the daemon's restart: it must refuse them."""
     peer = Peer(scene.node)
     reserved = peer.reserve(peer.header([scene.rng.randrange(1 << 30)] * 10))[0]
     old = peer.session, peer.welcome.epoch
@@ -307,7 +310,7 @@ def replayed_epoch(scene: Scene) -> Outcome:
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[bool]:
-    """A small file system at ``folder``; False where that needs rights that this process has not."""
+    """Mount a small file system at ``folder``; False without the rights to do so."""
     folder.mkdir(exist_ok=True)
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
     try:

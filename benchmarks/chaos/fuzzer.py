@@ -1,4 +1,4 @@
-"""Sends the daemon everything but what it hopes for, from several threads, and counts how it answers.
+"""Fuzzer of the daemon's gRPC calls, with several threads; counts the answers.
 
 ``python -m benchmarks.chaos.fuzzer --socket PATH --seconds 60`` prints one JSON object.
 """
@@ -32,7 +32,7 @@ _WEIGHTS = {"Match": 6, "Reserve": 5, "Commit": 4, "Attach": 3, "Store": 3, "Del
 
 
 class Fuzzer:
-    """One thread's work. ``statuses`` counts ``method status``; ``wrong`` holds answers that must never come."""
+    """One fuzzing thread. ``statuses`` counts ``method status``; ``wrong`` holds answers that must never occur."""
 
     def __init__(self, socket: Path, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -48,7 +48,7 @@ class Fuzzer:
         self._weights = [_WEIGHTS.get(m.name, 1) for m in self._methods]
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Sends requests until told otherwise, then lets go of everything."""
+        """Send requests until stopped, then release all resources."""
         while not until():
             method = self.rng.choices(self._methods, self._weights)[0]
             self.requests += 1
@@ -85,7 +85,7 @@ class Fuzzer:
             self._read(method, [self.channel.unary_unary(path)(self._request(method), timeout=timeout)])
 
     def _attach(self, path: str) -> None:
-        """A session: one that stays for a while, or one that begins wrongly."""
+        """Open a session: one that lasts for a while, or a malformed one."""
         rng, kind = self.rng, SERVICE.methods_by_name["Attach"]
         if len(self._attached) > 6:
             self._attached.pop(rng.randrange(len(self._attached))).cancel()
@@ -117,7 +117,7 @@ class Fuzzer:
                 time.sleep(0.05)
 
     def _some(self, call: Any) -> Iterator[bytes]:
-        """Reads a stream, or a part of it."""
+        """Read a stream, or a part of it."""
         most = self.rng.choice((1, 3, 1000))
         for n, answer in enumerate(call):
             yield answer
@@ -142,7 +142,7 @@ class Fuzzer:
 
 
 def _is_classified(error: Any) -> bool:
-    """Whether the daemon says why, in a way that a program can read; gRPC's own refusals cannot."""
+    """Return True if the daemon's error is machine-readable; gRPC's own refusals are not."""
     if error.code() in (grpc.StatusCode.UNIMPLEMENTED,) or "larger than max" in (error.details() or ""):
         return True
     for key, value in error.trailing_metadata() or ():
@@ -153,7 +153,7 @@ def _is_classified(error: Any) -> bool:
 
 
 def fuzz(socket: Path, seconds: float, threads: int, seed: int, requests: int = 0) -> dict[str, Any]:
-    """Fuzzes for so long, or until so many requests were sent if that is not 0."""
+    """Fuzz for ``seconds``, or until ``requests`` requests were sent if that is not 0."""
     began = time.monotonic()
     fuzzers = [Fuzzer(socket, seed + i) for i in range(threads)]
 

@@ -34,7 +34,7 @@ _PAUSE_SECONDS = 0.001
 
 
 class Guest:
-    """One connection of the attacker's."""
+    """One connection of the attacker."""
 
     def __init__(self, socket: Path) -> None:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", 64 << 20)]
@@ -65,7 +65,7 @@ class Guest:
 
 
 def heartbeats(guest: Guest) -> Iterator[None]:
-    """Totals that go up to the most and down again."""
+    """Send heartbeat totals that rise to the maximum and fall again."""
     for most in itertools.cycle((1 << 48, 0)):
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         call, _ = guest.attach(said)
@@ -76,7 +76,7 @@ def heartbeats(guest: Guest) -> Iterator[None]:
 
 
 def amplifying(guest: Guest) -> Iterator[None]:
-    """Messages that are short on the wire and long in memory, and the largest that are allowed."""
+    """Send messages that are small on the wire and large in memory, and the largest allowed ones."""
     header = b"\x28\x00" * 2900
     nested = (b"\x1a\xa8\x2d" + header) * 1000
     prompt = pb.MatchRequest(namespace=guest.namespace, token_ids=[1 << 20] * (1 << 20)).SerializeToString()
@@ -88,7 +88,7 @@ def amplifying(guest: Guest) -> Iterator[None]:
 
 
 def pins(guest: Guest) -> Iterator[None]:
-    """Chunks that are pinned, until that is refused and beyond."""
+    """Pin chunks until pins are refused, and beyond."""
     for number in itertools.count():
         yield
         key = guest.store([number, 1, *range(200)])
@@ -97,14 +97,14 @@ def pins(guest: Guest) -> Iterator[None]:
 
 
 def worth(guest: Guest) -> Iterator[None]:
-    """Chunks that would have taken longer than the universe to compute."""
+    """Store chunks with absurd compute times."""
     for number in itertools.count():
         yield
         guest.store([number, 2, *range(200)], prefill_seconds=3e38)
 
 
 def idle_streams(guest: Guest) -> Iterator[None]:
-    """Store calls that begin and say nothing more."""
+    """Open Store calls and send nothing more."""
     for number in itertools.count():
         held = []
         for n in range(_IDLE_STREAMS):
@@ -122,7 +122,7 @@ def idle_streams(guest: Guest) -> Iterator[None]:
 
 
 def siblings(guest: Guest) -> Iterator[None]:
-    """A prompt in all ways of cutting it: many small chunks that match wholly, and a search that follows them."""
+    """Store one prompt in many chunkings: many small matching chunks, and a search that follows them."""
     ends: list[tuple[int, bytes]] = [(0, b"")]
     for at, parent in ends:
         for length in (1, 2, 3):
@@ -134,7 +134,7 @@ def siblings(guest: Guest) -> Iterator[None]:
 
 
 def leases(guest: Guest) -> Iterator[None]:
-    """Sessions, with as many leases and reservations as they get."""
+    """Open sessions with as many leases and reservations as possible."""
     while True:
         said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         _call, session = guest.attach(said)
@@ -151,7 +151,7 @@ ATTACKS: dict[str, Callable[[Guest], Iterator[None]]] = {
 
 
 def run(socket: Path, over: threading.Event) -> dict[str, Any]:
-    """All attacks at once, each on its own connection, until told otherwise. Returns counts by attack and answer."""
+    """Run all attacks concurrently, one connection each, until stopped; return counts by attack and answer."""
     counts: dict[str, Counter[str]] = {name: Counter() for name in ATTACKS}
 
     def one(name: str) -> None:

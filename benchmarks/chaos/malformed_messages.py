@@ -1,4 +1,4 @@
-"""Random protocol messages: well-formed with likely or extreme values, mutated, or garbage."""
+"""Random protocol messages: well-formed, extreme, mutated or garbage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NAMES = ("m", "fuzz")
 
 
 class Known:
-    """Values that the daemon gave out, to be used again where they belong and where they do not."""
+    """Values that the daemon returned, for reuse in the right and in the wrong fields."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -59,7 +59,7 @@ class Known:
         self._bytes.setdefault(field, deque(maxlen=_MOST_KNOWN)).append(value)
 
     def take(self, field: str) -> bytes | None:
-        """One of the field's own values mostly, now and then one of another's."""
+        """Return a value of this field, now and then one of another field."""
         if field in ("lease_ids", "parent_prefix_hash"):
             field = {"lease_ids": "lease_id", "parent_prefix_hash": "prefix_hash"}[field]
         if field == "reservation_ids":
@@ -73,7 +73,7 @@ class Known:
         return found[-1 - self._rng.randrange(newest)]
 
     def learn(self, answer: Message) -> None:
-        """Notes every name that an answer holds."""
+        """Record every identifier in an answer."""
         for field, value in answer.ListFields():
             many = field.is_repeated
             for one in list(value)[:32] if many else [value]:
@@ -86,13 +86,13 @@ class Known:
 
 
 class Messages:
-    """Makes requests. All randomness is the generator's."""
+    """Generator of requests. All randomness comes from the given generator."""
 
     def __init__(self, rng: random.Random, known: Known) -> None:
         self._rng, self._known = rng, known
 
     def request(self, kind: Descriptor) -> bytes:
-        """One serialized request: half of them sensible, the others anything."""
+        """Return one serialized request: half of them well-formed."""
         rng = self._rng
         dice = rng.random()
         if dice < 0.04:
@@ -102,7 +102,7 @@ class Messages:
         return self.mutated(data) if rng.random() < 0.15 else data
 
     def mutated(self, data: bytes) -> bytes:
-        """Bits flipped, an end cut off, or fields that nobody knows."""
+        """Flip bits, truncate, or add unknown fields."""
         rng, changed = self._rng, bytearray(data)
         match rng.randrange(3):
             case 0 if changed:
@@ -115,7 +115,7 @@ class Messages:
         return bytes(changed)
 
     def sensible(self, kind: Descriptor) -> Message:
-        """A request that may well succeed."""
+        """Build a request that may succeed."""
         rng, known = self._rng, self._known
         session, salt = known.take("session_id") or b"", rng.choice((b"", b"", b"a"))
         namespace = known.take("namespace") or b""
@@ -163,13 +163,13 @@ class Messages:
                 return self.random(kind, 0)
 
     def prompt(self) -> list[int]:
-        """Few different beginnings, so that prompts meet; now and then a long one."""
+        """Return a prompt; few distinct beginnings, so that prompts share prefixes; now and then a long one."""
         rng = self._rng
         ids = [rng.randrange(3) for _ in range(rng.randint(1, 12))]
         return ids * 2000 if rng.random() < 0.02 else ids
 
     def header(self) -> Any:
-        """A header of a new chunk."""
+        """Return the header of a new chunk."""
         from kvsidecar.chunk_layout import new_header
 
         from benchmarks.peer import GEOMETRY
@@ -187,7 +187,7 @@ class Messages:
         )
 
     def store(self) -> list[bytes]:
-        """The messages of a Store that may succeed."""
+        """Return the messages of a Store that may succeed."""
         header, described = self.header(), descriptor(self._rng.choice(NAMES))
         data = payload_of(list(header.token_ids), layout_of(header).size_bytes)
         header.checksum = keys.checksum(data)
@@ -198,7 +198,7 @@ class Messages:
         ]
 
     def random(self, kind: Descriptor, depth: int) -> Message:
-        """Every field present or not, of any value."""
+        """Fill every field or not, with any value."""
         message: Message = (getattr(pb, kind.name, None) and getattr(pb, kind.name)()) or self._other(kind)
         for field in kind.fields:
             if self._rng.random() < 0.35 or depth > 3:

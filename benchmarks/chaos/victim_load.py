@@ -1,4 +1,4 @@
-"""Load by workers without a model: they store, read and check every byte, and come back when the daemon does."""
+"""Load by workers without a model: they store chunks, and read and check every byte."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _PAUSE_SECONDS, _RETRY_SECONDS = 0.002, 0.02
 
 
 def prompt(n: int) -> list[int]:
-    """The ``n``-th prompt, of up to four chunks; prompts of one dozen share their beginning, and some continue others,
-    so that chunks are superseded."""
+    """Return the ``n``-th prompt, of up to four chunks.
+
+    Prompts of one dozen share their beginning, and some extend others, so that chunks are superseded.
+    """
     rng = random.Random(n // 12)
     ids = [rng.randrange(1 << 20) for _ in range(4 * CHUNK_TOKENS)]
     return ids[: CHUNK_TOKENS * (1 + n % 4) - (17 if n % 3 else 0)] + ([n] if n % 5 else [])
@@ -28,7 +30,7 @@ def prompt(n: int) -> list[int]:
 
 @dataclass
 class Down:
-    """When the daemon was away on purpose. Requests that meet such a time may fail."""
+    """Intervals in which the daemon was down on purpose; requests that overlap one may fail."""
 
     times: list[tuple[float, float]] = field(default_factory=list)
     since: float | None = None
@@ -48,7 +50,7 @@ class Down:
 
 
 class Load:
-    """Several peers, each on a thread. Counts answers that were wrong and requests that failed for no reason."""
+    """Several clients, one thread each. Counts wrong answers and unexpected failures."""
 
     def __init__(self, node: Node, peers: int, prompts: int, seed: int) -> None:
         self.node, self.prompts, self.down = node, prompts, Down()
@@ -63,7 +65,7 @@ class Load:
             thread.start()
 
     def pause(self, seconds: float = 30.0) -> None:
-        """Waits until every peer stands still, holding nothing but its session."""
+        """Wait until every client is idle and holds nothing but its session."""
         self._idle.set()
         deadline = time.monotonic() + seconds
         while self._waiting < len(self._threads):
@@ -121,7 +123,7 @@ class Load:
 
 
 class Watcher:
-    """What the daemon says about chunks: those that are durable, by its events."""
+    """Set of durable chunks, from the daemon's events."""
 
     def __init__(self, node: Node) -> None:
         self._channel = node.cache_channel()
@@ -152,7 +154,7 @@ class Watcher:
             return  # the daemon is gone: what was told until then counts
 
     def close(self) -> set[bytes]:
-        """What was durable when the stream ended."""
+        """Return the chunks that were durable when the stream ended."""
         self._thread.join(2.0)
         self._call.cancel()
         self._thread.join()
@@ -161,7 +163,7 @@ class Watcher:
 
 
 def paths(prompts: int, name: str = "m") -> dict[bytes, list[int]]:
-    """The tokens from the beginning to the end of every chunk that the load's prompts can have."""
+    """Yield the tokens up to the end of every chunk that the load's prompts can have."""
     root = keys.tenant_root(keys.namespace_id(descriptor(name)), b"")
     found = {}
     for n in range(prompts):

@@ -1,4 +1,4 @@
-"""Engines under one face, ours and vLLM, with what each keeps of what it has read."""
+"""Common interface of engines, ours and vLLM, with their ways to keep a cache."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ _ASK_SECONDS, _WARMING_TOKENS = 900.0, 32
 
 
 def _nothing() -> None:
-    """For those who have nothing to do."""
+    """No operation."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """``ask`` gives a greedy answer of so many tokens, ``restart`` is SIGKILL and a new process (nothing for those who
-    keep nothing), ``settle`` waits until nothing is being stored, ``save`` keeps what was read where an engine has to
-    be told to; what is reused is in whole blocks of ``block`` tokens."""
+    """One engine configuration.
+
+    ``ask`` returns a greedy answer, ``restart`` is SIGKILL and a new process (no operation for engines without a
+    cache), ``settle`` waits until nothing is being stored, ``save`` persists the cache if an engine does so on request;
+    reuse is in whole blocks of ``block`` tokens.
+    """
 
     name: str
     ask: Callable[[list[int], int], Answer]
@@ -37,7 +40,7 @@ class Arm:
 
 
 def of_node(name: str, node: Node, *, skip: bool = False) -> Arm:
-    """Our worker. ``skip`` leaves the cache out."""
+    """Create an arm of our worker. ``skip`` disables the cache."""
 
     def ask(tokens: list[int], answer: int) -> Answer:
         found = node.client().generate(
@@ -57,7 +60,7 @@ def of_engine(
     *,
     keeps: bool = True,
 ) -> Arm:
-    """An engine that is not ours. ``keeps`` anything of what it has read."""
+    """Create an arm of another engine. ``keeps``: it keeps a cache."""
 
     def restart() -> None:
         engine.restart()
@@ -70,8 +73,11 @@ def of_engine(
 def arms_of(
     options: argparse.Namespace, stack: ExitStack, scratch: Path, model: Path, dtype: str, longest: int
 ) -> tuple[list[Arm], list[str]]:
-    """The arms that ``options.arms`` names, started, and why others are missing. ``longest`` is the most tokens of a
-    prompt with its answer. ``nocache`` shares the node of ``ours``: it neither reads nor writes the cache."""
+    """Start the arms of ``options.arms``; return them and the reasons for missing ones.
+
+    ``longest`` is the maximum of prompt and answer tokens. ``nocache`` shares the node of ``ours``: it neither reads
+    nor writes the cache.
+    """
     room = (longest + BLOCK_TOKENS) * options.clients * model_shape(str(model)).token_bytes
     flags = {"dtype": dtype}
     found: list[Arm] = []
@@ -110,7 +116,7 @@ def arms_of(
 
 
 def of_vllm(name: str, recipe: Recipe, stack: ExitStack, arena: int = 0, *, prefix_caching: bool = True) -> Arm:
-    """vLLM, with our connector on a daemon whose arena has so many bytes, or without where that is 0."""
+    """Start vLLM, with our connector on a daemon with this arena size, or without one if it is 0."""
     settle: Callable[[], None] = _nothing
     if arena:
         node = stack.enter_context(Node(workers=0, arena_bytes=str(arena)))

@@ -1,4 +1,4 @@
-"""The parent's end: starts an engine in its own environment, asks it from any thread, kills it and starts it again."""
+"""Parent's end: starts an engine in its environment, queries, kills and restarts it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ _LOG_SHOWN = 3000
 
 
 class EngineDied(RuntimeError):
-    """Its process ended, by itself or because it was killed."""
+    """The engine's process ended, by itself or because it was killed."""
 
 
 class RequestFailed(RuntimeError):
-    """An engine that lives did not answer a request."""
+    """A live engine failed a request."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Times from the request's arrival at the engine. ``cached`` tokens of the prompt were not computed."""
+    """Answer with times from the request's arrival at the engine.
+
+    ``cached`` tokens of the prompt were not computed.
+    """
 
     ids: list[int]
     ttft_ms: float
@@ -41,12 +44,15 @@ class Answer:
 
     @property
     def decode_ms(self) -> float:
-        """Per token after the first; 0 for a single one."""
+        """Return milliseconds per token after the first; 0 for a single token."""
         return (self.total_ms - self.ttft_ms) / (len(self.ids) - 1) if len(self.ids) > 1 else 0.0
 
 
 class Engine:
-    """One engine and its folder's log. Use it as a context manager, which starts it. ``options`` are the program's."""
+    """One engine and its log; a context manager that starts it.
+
+    ``options`` are the program's.
+    """
 
     def __init__(self, environment: Environment, program: str, folder: Path, options: dict[str, Any]) -> None:
         self._environment, self._program, self._options = environment, program, options
@@ -74,7 +80,7 @@ class Engine:
         return self._link is not None and process is not None and process.poll() is None
 
     def start(self) -> None:
-        """Returns when it is ready. Raises EngineDied with the end of its log."""
+        """Start; return when it is ready. Raises EngineDied with the end of its log."""
         try:
             self._start()
         except BaseException:
@@ -119,7 +125,7 @@ class Engine:
         raise EngineDied(f"{self._program} did not come up in {_START_SECONDS:g} s; {self._why()}")
 
     def kill(self) -> None:
-        """SIGKILL, to all of its processes; returns when they are gone."""
+        """Send SIGKILL to all of its processes; return when they are gone."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -146,14 +152,17 @@ class Engine:
         together: int = 1,
         seconds: float = _ASK_SECONDS,
     ) -> Answer:
-        """A greedy answer of so many tokens. ``together`` is how many are asked by as many threads: vLLM begins when it
-        has them all. Raises EngineDied, RequestFailed, and TimeoutError when none comes."""
+        """Return a greedy answer of ``max_tokens`` tokens.
+
+        ``together`` is the number of concurrent requests: vLLM starts when it has them all. Raises EngineDied,
+        RequestFailed, and TimeoutError.
+        """
         asked = {"tokens": tokens, "max_tokens": max_tokens, "salt": salt, "together": together}
         found = self._send(asked).result(seconds)
         return Answer(found["ids"], found["ttft_ms"], found["total_ms"], found["cached"])
 
     def do(self, what: str) -> Any:
-        """What a program has besides answers."""
+        """Run another operation of the program."""
         return self._send({"do": what}).result(_ASK_SECONDS)["done"]
 
     def _send(self, message: dict[str, Any]) -> Future[dict[str, Any]]:
@@ -171,7 +180,7 @@ class Engine:
         return future
 
     def _read(self, link: socket.socket, told: Any) -> None:
-        """Until the engine hangs up; then all who wait are told."""
+        """Read until the engine hangs up; then fail all waiting requests."""
         try:
             for text in told:
                 found = json.loads(text)

@@ -1,7 +1,8 @@
-"""vLLM in one process, as a program: ``options`` are ``engine`` (its EngineArgs) and ``transfer`` (connector, or null).
+"""vLLM in one process, as a program.
 
-Its scheduler is stepped by the thread that serves, as its own busy loop does; requests come in between steps. Without
-HTTP and without a second process it answers sooner than ``vllm serve``.
+``options`` are ``engine`` (its EngineArgs) and ``transfer`` (connector, or null). The serving thread steps the
+scheduler, as vLLM's own busy loop does; requests arrive between steps. Without HTTP and a second process it answers
+sooner than ``vllm serve``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def build(engine: dict[str, Any], transfer: dict[str, Any] | None) -> Any:
 
 
 class Serving:
-    """Takes requests from a thread that reads, and steps."""
+    """Receives requests from a reader thread, and steps the engine."""
 
     def __init__(self, link: socket.socket, engine: Any) -> None:
         self._link, self._engine = link, engine
@@ -48,7 +49,7 @@ class Serving:
         self._came.put(None)
 
     def run(self) -> None:
-        """Until the parent hangs up."""
+        """Serve until the parent hangs up."""
         while True:
             # Behind its last answer it still has to hear of what connectors have stored.
             busy, missing = self._core.scheduler.has_requests(), 0

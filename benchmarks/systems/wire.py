@@ -1,7 +1,7 @@
-"""The child's end: lines of JSON over a Unix socket. Imports only the standard library.
+"""Child's end: lines of JSON over a Unix socket. Imports only the standard library.
 
 A request is ``{"id", "tokens", "max_tokens", "salt"}`` or ``{"id", "do", …}``; an answer ``{"id", …}`` or ``{"id",
-"error"}``. The first line says ``{"ready": {…}}``, with what the engine is.
+"error"}``. The first line is ``{"ready": {…}}``, with the engine's description.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, Protocol
 
 
 class OneByOne(Protocol):
-    """An engine that answers one prompt at a time."""
+    """Engine that answers one prompt at a time."""
 
     def tokens(self, prompt: list[int], max_tokens: int) -> Iterator[int]: ...
 
     @property
     def cached(self) -> int:
-        """Of the last prompt, how many tokens were not computed."""
+        """Number of the last prompt's tokens that were not computed."""
         ...
 
     def do(self, what: str) -> Any: ...
 
 
 def connect() -> tuple[socket.socket, dict[str, Any]]:
-    """The socket to the parent, and the options: both from the command line."""
+    """Return the socket to the parent and the options, both from the command line."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     link.connect(sys.argv[1])
     options: dict[str, Any] = json.loads(sys.argv[2])
@@ -40,7 +40,7 @@ def line(message: dict[str, Any]) -> bytes:
 
 
 def serve(link: socket.socket, about: dict[str, Any], engine: OneByOne) -> None:
-    """Until the parent hangs up. The time to the first token runs from the request's line to the token."""
+    """Serve until the parent hangs up. Time to first token runs from the request's line to the token."""
     link.sendall(line({"ready": about}))
     with link.makefile("rb") as asked:
         for text in asked:
