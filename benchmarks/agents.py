@@ -75,7 +75,7 @@ class Read:
 
 def _common(a: list[int], b: list[int]) -> int:
     low, high = 0, min(len(a), len(b))
-    while low < high:  # equal up to a point, so halving finds it
+    while low < high:  # binary search for the end of the common prefix
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:
             low = middle
@@ -147,8 +147,7 @@ class Side:
             "step": kind,
             "requests": len(asked),
             "context_tokens": tokens // len(asked),
-            "ttft_ms_p50": report.median(times),
-            "spread": report.spread(times),
+            **report.figure(times, "ttft_ms_p50"),
             "reused_ratio": round(sum(one.answer.cached for one in asked) / tokens, 4),
             "ideal_reused_ratio": round(sum(one.ideal for one in asked) / tokens, 4),
             "tokens_per_s": round(sum(len(one.answer.ids) for one in asked) / sum(s.seconds for s in steps), 2),
@@ -218,19 +217,21 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("agents", (__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", default="auto", help="of vLLM and of ours")
+    parser.add_argument("--dtype", default="auto", help="dtype of vLLM and of ours")
     parser.add_argument("--workload", default="synthetic:1", help="synthetic:SEED or a JSONL file")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, help="all of them, in the small size without vllm_nocache")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all; with --quick without vllm_nocache")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=4, help="in which histories grow")
+    parser.add_argument("--turns", type=int, default=4, help="turns in which histories grow")
     parser.add_argument("--branches", type=int, default=2)
-    parser.add_argument("--branch-back", type=int, default=2, help="turns that a branch goes back")
-    parser.add_argument("--kept-turns", type=int, default=2, help="that compacting leaves as they are")
-    parser.add_argument("--turns-after", type=int, default=2, help="after compacting, and after the restart")
-    parser.add_argument("--tools-words", type=int, default=1000, help="words that all begin with, about a token each")
+    parser.add_argument("--branch-back", type=int, default=2, help="turns that a branch drops")
+    parser.add_argument("--kept-turns", type=int, default=2, help="last turns kept by compaction")
+    parser.add_argument("--turns-after", type=int, default=2, help="turns after compaction, and after the restart")
+    parser.add_argument(
+        "--tools-words", type=int, default=1000, help="words of the shared beginning, about a token each"
+    )
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
-    parser.add_argument("--eager", action="store_true", help="vLLM without its compiler")
+    parser.add_argument("--eager", action="store_true", help="run vLLM without its compiler")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import report
 
-Job = tuple[str, int]  # task, number of the prompt
+Job = tuple[str, int]  # task, prompt number
 
 
 class CheckpointedResults:
@@ -21,7 +21,7 @@ class CheckpointedResults:
 
     def __init__(self, path: Path | None, options: argparse.Namespace) -> None:
         self._path = path
-        # A run for fewer or more prompts uses what is there.
+        # A run with another number of prompts reuses the stored results.
         ignored = ("out", "processes", "threads", "quick", "n", "n_exact")
         self._run = {k: v for k, v in sorted(vars(options).items()) if k not in ignored}
 
@@ -31,10 +31,10 @@ class CheckpointedResults:
             return
         with self._path.open(encoding="utf-8") as file:
             if json.loads(file.readline() or "null") != self._run:
-                report.console.print(f"[dim]{self._path} is of other settings and is written anew[/dim]")
+                report.console.print(f"[dim]{self._path} belongs to other settings and is rewritten[/dim]")
                 return
             for line in file:
-                if not line.endswith("\n"):  # cut off in the middle
+                if not line.endswith("\n"):  # truncated line
                     return
                 (name, number), arms = json.loads(line)
                 yield (name, number), arms

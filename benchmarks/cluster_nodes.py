@@ -30,8 +30,8 @@ class Costs:
 
     token_seconds: float
     pair_seconds: float
-    load_seconds: float  # of a token that the node has
-    fetch_seconds: float  # of a token that the remote tier has
+    load_seconds: float  # per token cached on the node
+    fetch_seconds: float  # per token cached in the remote tier
     round_trip_seconds: float
     token_bytes: int
 
@@ -97,7 +97,7 @@ class Fleet:
         self._tiers = [Tier(POLICIES[DEFAULT](), capacity_blocks) for _ in range(nodes)]
         self._free_at = [0.0] * nodes
         self._standings = [Standing(str(i), 0.0) for i in range(nodes)]
-        self._ends: list[tuple[float, int]] = []  # requests that a node has now
+        self._ends: list[tuple[float, int]] = []  # current requests of a node
         self._ring = Ring(standing.name for standing in self._standings)
         self._random, self._outcome = random.Random(seed), Outcome()
 

@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     costs = costs_of(options.costs, options.gbit, options.latency_ms, options.token_bytes)
     first = min(options.requests or _QUICK_REQUESTS, _QUICK_REQUESTS) if options.quick else options.requests
     traces = {trace: arrivals(trace, first or None) for trace in options.trace}
-    # Where the files lie is nobody's business.
+    # The paths of the files are not recorded.
     options.costs, options.trace = [file.name for file in options.costs], [Path(trace).name for trace in traces]
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {"costs": {name: float(f"{value:.4g}") for name, value in vars(costs).items()}}
@@ -140,21 +140,19 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("cluster_sim", __doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--trace", nargs="+", default=["synthetic:1"], help="files, or KIND:SEED as benchmarks.eviction has them"
+        "--trace", nargs="+", default=["synthetic:1"], help="files, or KIND:SEED as in benchmarks.eviction"
     )
-    parser.add_argument("--requests", type=int, default=0, help="only so many of each trace, the first ones; 0 for all")
+    parser.add_argument("--requests", type=int, default=0, help="first requests of each trace; 0: all")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["load", "owner", "prefix"])
-    parser.add_argument("--capacity-blocks", type=int, default=3000, help="of 512 tokens, in each node")
-    parser.add_argument("--load", type=float, default=0.7, help="share of its time that a fleet without cache is busy")
+    parser.add_argument("--capacity-blocks", type=int, default=3000, help="blocks of 512 tokens per node")
+    parser.add_argument("--load", type=float, default=0.7, help="utilization of a fleet without cache")
     parser.add_argument(
         "--costs", type=Path, nargs="+", default=list(_MEASURED), help="JSON of benchmarks.ttft, .fleet"
     )
-    parser.add_argument(
-        "--gbit", type=float, default=10.0, help="of the link to the tier, where --costs has no arm of it"
-    )
-    parser.add_argument("--latency-ms", type=float, default=1.0, help="of a look-up in the tier")
-    parser.add_argument("--token-bytes", type=int, default=12288, help="keys and values of a token, as they are sent")
+    parser.add_argument("--gbit", type=float, default=10.0, help="link to the tier, if --costs has no remote arm")
+    parser.add_argument("--latency-ms", type=float, default=1.0, help="latency of a remote lookup")
+    parser.add_argument("--token-bytes", type=int, default=12288, help="bytes of a token's keys and values on the wire")
     parser.add_argument("--remote-write", choices=["second-use", "all", "never"], default="second-use")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.eviction_traces import BLOCK_TOKENS, KINDS, Line, Request, of_lines, read
 
-# A user reads, thinks and writes; who has not gone on by then does not.
+# Longest time to read, think and write; later requests count as new conversations.
 _MOST_PAUSE_SECONDS, _MOST_NEW_TOKENS = 600.0, 512
 
 
@@ -81,7 +81,7 @@ def _azure(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
         talks = [talk for talk in talks if at - talk.at <= _MOST_PAUSE_SECONDS]
         near = [talk for talk in talks if 0 < tokens - talk.tokens <= _MOST_NEW_TOKENS]
         talk = min(near, key=lambda one: tokens - one.tokens, default=None)
-        # What was read whole is the same; the block that the earlier prompt ended in goes on differently.
+        # Whole blocks are shared; the partial last block of the earlier prompt differs.
         ids = talk.ids[: talk.read // BLOCK_TOKENS] if talk is not None else []
         ids = ids + [next(numbers) for _ in range(-(-tokens // BLOCK_TOKENS) - len(ids))]
         if talk is not None:

@@ -34,28 +34,28 @@ WEIGHTS = ((9728, 896), (896, 4864), (151936, 896))
 _CACHES = 300 << 20
 
 
-def microseconds(way: Implementation, repeats: int) -> float:
-    """Return the median time of a call, in microseconds."""
+def times_us(way: Implementation, repeats: int) -> list[float]:
+    """Return the times of calls after a warm-up call, in microseconds."""
     way()
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
         way()
         times.append((time.perf_counter() - began) * 1e6)
-    return report.median(times)
+    return times
 
 
 def copy_bandwidth(repeats: int) -> float:
     """Measure the bytes per second of a large copy, reads and writes both counted."""
     source, target = (torch.zeros(1 << 26) for _ in range(2))
-    return 2 * source.nbytes / microseconds(lambda: target.copy_(source), repeats) * 1e6
+    return 2 * source.nbytes / report.median(times_us(lambda: target.copy_(source), repeats)) * 1e6
 
 
 def product_rate(repeats: int) -> float:
     """Measure the operations per second of a large bfloat16 product."""
     rows, (outputs, inputs) = 1024, WEIGHTS[0]
     layer, x = PackedLinear(_weight(outputs, inputs), None), torch.randn(rows, inputs).bfloat16()
-    return 2.0 * rows * outputs * inputs / microseconds(lambda: layer(x), repeats) * 1e6
+    return 2.0 * rows * outputs * inputs / report.median(times_us(lambda: layer(x), repeats)) * 1e6
 
 
 def _weight(outputs: int, inputs: int) -> Tensor:
@@ -109,7 +109,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict
     hidden = torch.arange(keys) > torch.from_numpy(positions)[:, None]
     mask = torch.zeros(rows, keys, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
     per_kv = heads // kv_heads
-    # The heads of a key head as rows, which is how torch reads keys once.
+    # Query heads of a KV head as rows, so that torch reads keys once.
     packed = q.view(rows, kv_heads, per_kv, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, per_kv * rows, dim)
     repeated = mask.repeat(per_kv, 1)
 
@@ -130,7 +130,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict
 
 def _fastest(ways: dict[str, Implementation]) -> tuple[str, Implementation]:
     """Return the fastest of several equivalent implementations on this machine."""
-    return min(ways.items(), key=lambda way: microseconds(way[1], 3))
+    return min(ways.items(), key=lambda way: report.median(times_us(way[1], 3)))
 
 
 def _decode(out: KernelComparison, model: str, batch: int, keys: int) -> None:
@@ -146,7 +146,7 @@ def _decode(out: KernelComparison, model: str, batch: int, keys: int) -> None:
         ours(0, dim**-0.5, None)
         return found
 
-    # The heads of a key head as rows, which is how torch reads keys once.
+    # Query heads of a KV head as rows, so that torch reads keys once.
     packed = q.view(batch, kv_heads, heads // kv_heads, dim)
     whole_k, whole_v = (x[0].view(kv_heads, batch, keys, dim).transpose(0, 1) for x in (k, v))
 
@@ -161,7 +161,7 @@ def products(out: KernelComparison) -> None:
         layers = [PackedLinear(_weight(outputs, inputs), None) for _ in range(-(-_CACHES // (outputs * inputs * 2)))]
         for rows in (4, 8, MAX_ROWS):
             x = torch.randn(rows, inputs).bfloat16()
-            for layer in layers:  # the first call chooses the kernel
+            for layer in layers:  # the first call selects the kernel
                 layer(x)
 
             moved = 2.0 * outputs * inputs
@@ -207,7 +207,7 @@ def moving(out: KernelComparison) -> None:
     out.add("pack", shape, pack, "torch reference", pack_reference, moved)
     out.add("unpack", shape, unpack, "torch reference", unpack_reference, moved)
 
-    # A prompt's chunks in one call, as they are restored.
+    # All chunks of a prompt in one call, as in a restore.
     count = 16
     pieces = [ChunkPlacement(header, memory, torch.arange(n * tokens, (n + 1) * tokens)) for n in range(count)]
 
@@ -231,7 +231,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return report.write(options, "cpu_kernels", [], {"measured": False})
     repeats = 5 if options.quick else 20
     with torch.inference_mode():
-        out = KernelComparison(repeats, microseconds, copy_bandwidth(repeats), product_rate(repeats))
+        out = KernelComparison(repeats, times_us, copy_bandwidth(repeats), product_rate(repeats))
         attention(out)
         products(out)
         moving(out)

@@ -29,7 +29,7 @@ _READ_BYTES, _PRODUCT = 256 << 20, 1024
 def read_bandwidth(device: torch.device) -> float:
     """Measure the bytes per second of reading uncached memory on all cores; the best of several runs."""
     source = torch.ones(_READ_BYTES // 8, dtype=torch.int64, device=device)
-    return _READ_BYTES / _best_seconds(device, source.sum)  # integers are added up as fast as they come
+    return _READ_BYTES / _best_seconds(device, source.sum)  # integer sums run at memory bandwidth
 
 
 def peak_arithmetic(device: torch.device, dtype: torch.dtype) -> float:
@@ -145,9 +145,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         {
             "arm": arm,
             "batch": batch,
-            "tokens_per_s": report.median(times[arm, batch]),
-            "spread": report.spread(times[arm, batch]),
-            "n": len(times[arm, batch]),
+            **report.figure(times[arm, batch], "tokens_per_s"),
         }
         for batch in options.batches
         for arm in (*(OURS[bits] for bits in options.weights), "transformers", "bound")
@@ -175,7 +173,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--answer-tokens", type=int, default=64)
-    parser.add_argument("--weights", type=int, choices=OURS, nargs="+", default=[16, 4], help="bits; 16 is among them")
+    parser.add_argument(
+        "--weights", type=int, choices=OURS, nargs="+", default=[16, 4], help="weight bits, including 16"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--transformers-repeats", type=int, default=3)
     options = parser.parse_args(arguments)

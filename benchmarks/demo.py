@@ -177,11 +177,11 @@ def with_built_in_model(turns: list[str], answer_tokens: int, shape: str) -> boo
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
-    parser.add_argument("--model", choices=["auto", DEFAULT, "demo"], default="auto", help="auto: smollm2 if it can be")
+    parser.add_argument("--model", choices=["auto", DEFAULT, "demo"], default="auto", help="auto: smollm2 if available")
     parser.add_argument(
-        "--shape", default="shape:qwen2.5-0.5b", help="size of the built-in model's second part, or none"
+        "--shape", default="shape:qwen2.5-0.5b", help="shape of the second part's random model, or none"
     )
-    parser.add_argument("--answer-tokens", type=int, default=96, help="of the built-in model")
+    parser.add_argument("--answer-tokens", type=int, default=96, help="answer length of the built-in model")
     options = parser.parse_args()
     began = time.monotonic()
     text = "\n\n".join(" ".join(part.split()) for part in (__doc__ or "").split("\n\n"))

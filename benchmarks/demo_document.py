@@ -18,7 +18,7 @@ from benchmarks import report
 from benchmarks.node import Node
 
 DOCUMENT = Path(__file__).parent / "data" / "governance.md"
-# A small model answers better when all of it is one message, and the question comes last.
+# A small model answers better with one message that ends in the question.
 _BEFORE, _BEHIND = "Read this text:\n\n", "\n\nUsing the text, answer in one short sentence. "
 QUESTIONS = (
     "How many people are on the steering council?",

@@ -98,7 +98,7 @@ class Scene:
         with recipe.plain(prefix_caching=False, block_size=_BLOCK) as plain:
             alone = [plain.ask(prompt, _ANSWER_TOKENS).ids for prompt in self.prompts]
             batched = together(plain, self.prompts, _ANSWER_TOKENS)
-        # Where two tokens are as likely vLLM itself answers differently in another batch.
+        # At ties, vLLM itself answers differently in another batch.
         self.expected = {n: a for n, (a, b) in enumerate(zip(alone, batched, strict=True)) if a == b}
         flags = {"heartbeat_ms": 2000}
         self.node = stack.enter_context(Node(workers=0, arena_bytes="256MiB", daemon_flags=flags))
@@ -182,11 +182,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("engine_faults", __doc__ or "")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--every", type=float, default=6.0, help="most seconds between two faults")
+    parser.add_argument("--every", type=float, default=6.0, help="maximum seconds between two faults")
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=48)
-    parser.add_argument("--kv-bytes", type=int, default=16 << 20, help="vLLM's own cache, in each engine")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds after which a request hangs")
+    parser.add_argument("--kv-bytes", type=int, default=16 << 20, help="vLLM's own KV cache, per engine")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds after which a request counts as hung")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

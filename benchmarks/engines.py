@@ -109,8 +109,7 @@ class Times:
                 "engine": "vllm",
                 "arm": arm,
                 "context_tokens": context,
-                "ttft_ms_p50": report.median([a.ttft_ms for a, _ in found]),
-                "spread": report.spread([a.ttft_ms for a, _ in found]),
+                **report.figure([a.ttft_ms for a, _ in found], "ttft_ms_p50"),
                 "cached_tokens": found[-1][0].cached,
                 "identical": all(same for _, same in found),
             }
@@ -144,7 +143,7 @@ def ttft(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tupl
     if options.example:
         try:
             summary |= example(pair, documents, draw, times, step)
-        except (EngineDied, RequestFailed) as why:  # the rest is worth having
+        except (EngineDied, RequestFailed) as why:  # the other results are still useful
             summary["missing"] = {"example_connector": _last_line(why)}
     for context in options.context_tokens:
         restarted = report.median(times.ttft("kvsidecar_engine_restarted", context))
@@ -209,10 +208,8 @@ def overhead(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> 
         rates.append(rate[pair.ours] / rate[pair.plain])
         step()
     return {
-        "overhead_ttft_ratio": report.median(ratios),
-        "overhead_ttft_spread": report.spread(ratios),
-        "overhead_throughput_ratio": report.median(rates),
-        "overhead_throughput_spread": report.spread(rates),
+        **report.figure(ratios, "overhead_ttft_ratio", "overhead_ttft"),
+        **report.figure(rates, "overhead_throughput_ratio", "overhead_throughput"),
     }
 
 
@@ -225,7 +222,7 @@ def together(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list
 
 def answers(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> dict[str, Any]:
     """Compare our answers with plain's: cold, and after a restart."""
-    # Whole blocks and a token, which is all that is computed of a prompt that is known.
+    # Whole blocks and a token: only that token is computed of a cached prompt.
     shared = draw(_CHECKED_TOKENS // 2)
     prompts = [shared + draw(_CHECKED_TOKENS // 2 + 1) for _ in range(options.answers)]
     size = pair.recipe.sequences
@@ -278,7 +275,7 @@ def chat(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tupl
         known, prompt = max(0, len(history) - 1), history + draw(_CHAT_TURN_TOKENS)
         plain, ours = pair.turns(prompt, turn, _CHAT_ANSWER_TOKENS)
         same = same and plain.ids == ours.ids
-        # Whole blocks, and at least a token is computed; the last of an answer was never read.
+        # Whole blocks; at least one token is computed, and an answer's last token has no keys.
         ideal = min(known, len(prompt) - 1) // pair.block * pair.block
         rows.append(
             {
@@ -343,16 +340,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("engines", (__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto", help="auto (bfloat16 where the CPU has it), float32 or bfloat16")
-    parser.add_argument("--context-tokens", type=int, nargs="+", help="1024 and 4096 where the model has the room")
+    parser.add_argument("--context-tokens", type=int, nargs="+", help="default: 1024 and 4096 if they fit the context")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=5, help="documents of each length")
     parser.add_argument("--pairs", type=int, default=24, help="unique prompts for the overhead")
     parser.add_argument("--rounds", type=int, default=8, help="batches for the throughput")
     parser.add_argument("--answers", type=int, default=200, help="prompts whose answers are compared")
-    parser.add_argument("--turns", type=int, default=8, help="of the chat")
+    parser.add_argument("--turns", type=int, default=8, help="turns of the chat")
     parser.add_argument("--arena-bytes", default="2GiB")
-    parser.add_argument("--eager", action="store_true", help="vLLM without its compiler")
-    parser.add_argument("--no-example", dest="example", action="store_false", help="leave out vLLM's own connector")
+    parser.add_argument("--eager", action="store_true", help="run vLLM without its compiler")
+    parser.add_argument("--no-example", dest="example", action="store_false", help="skip vLLM's example connector")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

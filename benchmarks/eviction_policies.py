@@ -184,7 +184,7 @@ class S3Fifo:
                 self._ghosts.popitem(last=False)
 
     def victims(self) -> Iterator[Entry]:
-        # Second chances are given now; each was paid for by a use.
+        # Second chances: each use grants one.
         small_bytes = _SMALL_SHARE * (self._small.size_bytes + self._main.size_bytes)
         while self._small.shown and (self._small.size_bytes > small_bytes or not self._main.shown):
             entry = self._small.shown.peekitem(0)[1]

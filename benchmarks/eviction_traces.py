@@ -23,7 +23,7 @@ class Block:
     def __init__(self, number: int, parent: Block | None, start_position: int, tokens: int) -> None:
         self.key = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
         self.parent, self.start_position, self.tokens = parent, start_position, tokens
-        self.size_bytes = BLOCK_TOKENS  # a tier of so many blocks has room for partial ones as for whole ones
+        self.size_bytes = BLOCK_TOKENS  # partial blocks count as whole blocks of the capacity
         self.prefill_seconds = float(tokens)
 
 
@@ -35,7 +35,7 @@ class Request:
     path: tuple[Block, ...]
 
 
-# A line of a trace: prompt tokens, and an id for each of its blocks in its context.
+# A trace line: prompt tokens, and an id for each block in its context.
 Line = tuple[int, list[int]]
 
 
@@ -75,9 +75,9 @@ def of_lines(lines: Iterable[Line]) -> list[Request]:
     return out
 
 
-# ---- made ones ------------------------------------------------------------------------------------------------------
+# ---- synthetic traces ------------------------------------------------------------------------------------------------
 
-# What a client sends next: when, and the prompt as ``(text, tokens)`` pieces; a text is the same wherever it stands.
+# A client's next request: its time, and the prompt as ``(text, tokens)`` pieces; equal ids are equal texts.
 Prompt = list[tuple[int, int]]
 Sent = tuple[float, Prompt]
 

@@ -24,7 +24,7 @@ from benchmarks.chaos.victim_load import Load
 from benchmarks.node import Node
 from benchmarks.peer import Peer
 
-# Kills are what most can go wrong with.
+# Kills have the most ways to fail.
 _SHARES = {"kill_daemon": 10, "kill_daemon_and_guardian": 4, "stop_writer": 4, "kill_client": 3, "stop_daemon": 3}
 _ROUNDS_OF_A_NODE = 40
 _WORKER_PROMPT, _WORKER_TOKENS = 300, 16
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with report.progress() as progress:
         task = progress.add_task("rounds", total=len(todo) + 1 + options.worker_rounds)
         for begin in range(0, len(todo), _ROUNDS_OF_A_NODE):
-            # An evicting node has a store that is smaller than what the load stores; the other one loses nothing.
+            # An evicting node's store is smaller than the load; the other node evicts nothing.
             evicting = begin // _ROUNDS_OF_A_NODE % 2 == 1
             flags = {"heartbeat_ms": 200, "store_bytes": "4MiB" if evicting else "256MiB", "staging_bytes": "4MiB"}
             with Node(workers=0, arena_bytes="6MiB", daemon_flags=flags) as node:
@@ -162,7 +162,7 @@ def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, Outcome]]:
             if kind != "kill_worker":
                 node.kill("daemon")
             try:
-                if kind == "kill_daemon_of_worker":  # the cache is never a reason to fail
+                if kind == "kill_daemon_of_worker":  # the cache must never fail a request
                     outcome.wrong += answers() != expected
                 if kind != "kill_worker":
                     node.start_daemon()
@@ -183,7 +183,7 @@ def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, Outcome]]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("faults", __doc__ or "")
     parser.add_argument("--rounds", type=int, default=500)
-    parser.add_argument("--worker-rounds", type=int, default=12, help="of these, with real workers beside them")
+    parser.add_argument("--worker-rounds", type=int, default=12, help="rounds with real workers")
     parser.add_argument("--peers", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)

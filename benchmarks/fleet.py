@@ -38,7 +38,7 @@ from benchmarks.remote_servers import RedisCluster, S3Server, why_no_s3, why_no_
 
 QUESTION_TOKENS, ANSWER_TOKENS = 32, 8
 ARMS = ("nocache", "remote_warm", "local", "remote_down")
-# Of a document's tokens, this share at least is in chunks that do not depend on what follows.
+# Minimum share of a document's tokens in chunks that do not depend on the following text.
 _SHARED = 0.75
 _TALLY = ("wrong", "lost", "bypassed")
 
@@ -66,7 +66,7 @@ class Fleet:
                     options.model,
                     storage_bits=options.storage_bits,
                     daemon_flags=flags,
-                    # Nothing stays in the pool: what is measured comes from the daemon.
+                    # No prefix cache in the pool: all measured reuse comes from the daemon.
                     worker_flags={"resident_sequences": 0},
                 )
             )
@@ -158,8 +158,7 @@ def measure(
         {
             "arm": arm,
             "context_tokens": context,
-            "ttft_ms_p50": report.median(times[arm]),
-            "spread": report.spread(times[arm]),
+            **report.figure(times[arm], "ttft_ms_p50"),
             "bytes": int(report.median(moved[arm])),
             "link_ms": round(report.median(sizes) * 8 / (gbit * 1e6), 2) if gbit else 0.0,
         }
@@ -193,7 +192,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     at = stack.enter_context(link(gbit)) if gbit else LOOPBACK
                     fleet = Fleet(options, tier, at, stack)
                     fleet.check(max(lengths))
-                    measure(fleet, 256, 1, rng, gbit, dict.fromkeys(_TALLY, 0))  # what is slow only once
+                    measure(fleet, 256, 1, rng, gbit, dict.fromkeys(_TALLY, 0))  # warm-up
                     for context in lengths:
                         tally = dict.fromkeys(_TALLY, 0)
                         found, stopped = measure(fleet, context, options.repeats, rng, gbit, tally)
@@ -228,6 +227,7 @@ def _stopped(cells: dict[tuple[str, int], dict[str, Any]]) -> dict[str, Any]:
         name = f"{where.replace(' ', '_')}gbit_{context}"
         out[f"down_over_nocache_{name}"] = report.median(cell["stopped"])
         out[f"down_over_nocache_spread_{name}"] = report.spread(cell["stopped"])
+        out[f"down_over_nocache_n_{name}"] = len(cell["stopped"])
     return out
 
 
@@ -236,7 +236,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--context-tokens", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--tiers", nargs="+", choices=["valkey", "s3"], default=["valkey", "s3"])
-    parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0], help="speeds of the link")
+    parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0], help="link speeds")
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)

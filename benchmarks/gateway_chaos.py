@@ -155,7 +155,7 @@ async def load(served: Served, options: argparse.Namespace, seen: Seen) -> int:
     limits = httpx.Limits(max_connections=options.clients)
     timeout = httpx.Timeout(120.0)
     async with httpx.AsyncClient(base_url=served.url, timeout=timeout, limits=limits) as client:
-        for prompt in firsts:  # every document has been read when the clock starts
+        for prompt in firsts:  # every document is cached when the clock starts
             await ask(client, prompt.text, False, options.max_tokens, Seen(), 0.0)
         began = time.perf_counter()
         end = began + options.minutes * 60
@@ -197,7 +197,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         {
             "from_s": int(n * _WINDOW_SECONDS),
             "streams": len(times),
-            "ttft_ms_p50": report.median(times),
+            **report.figure(times, "ttft_ms_p50"),
             "ttft_ms_p99": round(report.p99(times), 1),
         }
         for n, times in sorted(windows.items())
@@ -238,11 +238,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--kill-every", type=float, default=30.0, help="seconds")
-    parser.add_argument("--think-seconds", type=float, default=3.0, help="between a client's questions, on average")
+    parser.add_argument("--kill-every", type=float, default=30.0, help="seconds between kills")
+    parser.add_argument("--think-seconds", type=float, default=3.0, help="mean pause between a client's questions")
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--document-words", type=int, default=300)
-    parser.add_argument("--questions", type=int, default=400, help="different ones that there are")
+    parser.add_argument("--questions", type=int, default=400, help="number of distinct questions")
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)

@@ -51,7 +51,7 @@ class JudgedPrompt:
     head: list[int]
     documents: list[list[int]]
     tail: list[int]
-    at: list[int]  # relative to the tail's start
+    at: list[int]  # relative to the start of the tail
     gold: list[int]
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks import report
+
 Implementation = Callable[[], Any]
 
 
@@ -17,10 +19,10 @@ class KernelComparison:
     """
 
     def __init__(
-        self, repeats: int, microseconds: Callable[[Implementation, int], float], bandwidth: float, products: float
+        self, repeats: int, times_us: Callable[[Implementation, int], list[float]], bandwidth: float, products: float
     ) -> None:
-        """``microseconds(call, repeats)`` returns the times of a call, after warming up."""
-        self.repeats, self.rows, self._microseconds = repeats, list[dict[str, Any]](), microseconds
+        """``times_us(call, repeats)`` returns the times of a call, after warming up."""
+        self.repeats, self.rows, self._times_us = repeats, list[dict[str, Any]](), times_us
         self.bandwidth, self.products = bandwidth, products
 
     def add(
@@ -36,15 +38,16 @@ class KernelComparison:
         """Run and compare both. ``bytes_moved`` and ``operations`` give the bound."""
         got, expected = _tensor(ours()).float(), _tensor(theirs()).float()
         error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
-        ours_us, reference_us = (self._microseconds(way, self.repeats) for way in (ours, theirs))
+        ours_times, reference_times = (self._times_us(way, self.repeats) for way in (ours, theirs))
+        ours_us, reference_us = report.median(ours_times), report.median(reference_times)
         bound = max(bytes_moved / self.bandwidth, operations / self.products) * 1e6
         self.rows.append(
             {
                 "op": op,
                 "shape": shape,
-                "ours_us": ours_us,
+                **report.figure(ours_times, "ours_us", "ours"),
                 "reference": name,
-                "reference_us": reference_us,
+                **report.figure(reference_times, "reference_us", "reference"),
                 "bound_us": round(bound, 2),
                 "max_rel_error": round(error, 6),
                 "over_reference": round(reference_us / ours_us, 3),

@@ -28,8 +28,8 @@ from benchmarks.kernel_comparison import Implementation, KernelComparison
 HEADS, KV_HEADS, DIM = 32, 8, 128
 
 
-def microseconds(way: Implementation, repeats: int) -> float:
-    """Return the median time of a call on the device, in microseconds."""
+def times_us(way: Implementation, repeats: int) -> list[float]:
+    """Return the device times of calls after three warm-up calls, in microseconds."""
     for _ in range(3):
         way()
     times = []
@@ -40,20 +40,20 @@ def microseconds(way: Implementation, repeats: int) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000)
-    return report.median(times)
+    return times
 
 
 def copy_bandwidth(repeats: int) -> float:
     """Measure the bytes per second of a large copy, reads and writes both counted."""
     source = torch.empty(1 << 28, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / microseconds(lambda: target.copy_(source), repeats) * 1e6
+    return 2 * source.nbytes / report.median(times_us(lambda: target.copy_(source), repeats)) * 1e6
 
 
 def product_rate(repeats: int) -> float:
     """Measure the operations per second of a large bf16 product."""
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    return 2 * 8192**3 / microseconds(lambda: a @ a, repeats) * 1e6
+    return 2 * 8192**3 / report.median(times_us(lambda: a @ a, repeats)) * 1e6
 
 
 def attention(kernels: Kernels, out: KernelComparison) -> None:
@@ -175,7 +175,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         report.console.print(f"Our kernels cannot be used here: {choice.why}.")
         return report.write(options, "kernels", [], {"measured": False, "reason": choice.why})
     repeats = 5 if options.quick else 20
-    out = KernelComparison(repeats, microseconds, copy_bandwidth(repeats), product_rate(repeats))
+    out = KernelComparison(repeats, times_us, copy_bandwidth(repeats), product_rate(repeats))
     attention(choice.kernels, out)
     moving(choice.kernels, out)
     products(choice.kernels, out)

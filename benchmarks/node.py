@@ -101,7 +101,7 @@ class Node:
                 self.start_worker(i, wait=False)
             for i in range(self.workers):
                 self.wait_worker(i)
-        except BaseException:  # Ctrl-C as well: what has started must not be left
+        except BaseException:  # also on Ctrl-C: no process may be left behind
             self.__exit__()
             raise
         return self
@@ -196,7 +196,7 @@ class Node:
             return self._processes[name].pid
         guardian, deadline = self._processes["a-daemon"].pid, time.monotonic() + 5
         while not (children := psutil.Process(guardian).children()):
-            self._check("a-daemon", deadline)  # between two of them
+            self._check("a-daemon", deadline)  # between two polls
         return children[0].pid
 
     def restart_worker(self, i: int) -> None:

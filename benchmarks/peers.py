@@ -43,7 +43,7 @@ _LLAMA = {"llama.cpp_f16": "f16", "llama.cpp_bf16": "bf16", "llama.cpp_q8_0": "q
 SYSTEMS = (*_OURS, "transformers", *_LLAMA, "vllm", "vllm_kvsidecar")
 _SPARE_TOKENS = 16
 METRICS = ("ttft_nocache_ms", "ttft_warm_ms", "ttft_after_restart_ms", "decode_ms")
-_FAILURES = (KVSidecarError, RuntimeError, OSError, ValueError)  # of any system; the others are measured all the same
+_FAILURES = (KVSidecarError, RuntimeError, OSError, ValueError)  # errors of one system; the others are still measured
 
 
 class Bench:
@@ -105,7 +105,7 @@ def measure(arm: Arm, options: argparse.Namespace, step: Callable[[], None]) -> 
     for context in options.context_tokens:
         found: dict[str, list[float]] = {metric: [] for metric in METRICS}
         documents = [draw(context - QUESTION_TOKENS) for _ in range(options.repeats)]
-        arm.ask(draw(QUESTION_TOKENS), 2)  # what is slow only once
+        arm.ask(draw(QUESTION_TOKENS), 2)  # warm-up
         for document in documents:
             cold = arm.ask(document + draw(QUESTION_TOKENS), 1)
             arm.settle()
@@ -123,8 +123,8 @@ def measure(arm: Arm, options: argparse.Namespace, step: Callable[[], None]) -> 
             found["ttft_after_restart_ms"].append(after.ttft_ms)
             step()
         row: dict[str, Any] = {"system": arm.name, "context_tokens": context}
-        row |= {metric: report.median(times) for metric, times in found.items()}
-        row |= {f"{metric.removesuffix('_ms')}_spread": report.spread(times) for metric, times in found.items()}
+        for metric, times in found.items():
+            row |= report.figure(times, metric, metric.removesuffix("_ms"))
         rows.append(row | {"reused_after_restart": after.cached})
     return rows
 
@@ -168,10 +168,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto", help="auto (bfloat16 where the CPU has it), float32 or bfloat16")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--context-tokens", type=int, nargs="+", help="1024 and 4096 where the model has the room")
+    parser.add_argument("--context-tokens", type=int, nargs="+", help="default: 1024 and 4096 if they fit the context")
     parser.add_argument("--repeats", type=int, default=3, help="documents of each length")
     parser.add_argument("--answer-tokens", type=int, default=32)
-    parser.add_argument("--eager", action="store_true", help="vLLM without its compiler")
+    parser.add_argument("--eager", action="store_true", help="run vLLM without its compiler")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

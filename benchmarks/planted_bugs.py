@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-# Functions, each with the number of the line that is replaced (from 1), and by what.
+# Functions, each with the number of the replaced line (from 1) and its replacement.
 _FUNCTIONS = Path(__file__).parent / "data" / "functions.jsonl"
 
 

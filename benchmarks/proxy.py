@@ -18,8 +18,8 @@ class Proxy:
 
     target: int
     port: int = field(init=False)
-    delay_seconds: float = 0.0  # of every piece of an answer
-    garbage: bool = False  # answers are random bytes
+    delay_seconds: float = 0.0  # delay of every piece of an answer
+    garbage: bool = False  # replace answers by random bytes
     host: str = "127.0.0.1"
     _open: set[socket.socket] = field(default_factory=set)
     _flowing: threading.Event = field(default_factory=threading.Event)

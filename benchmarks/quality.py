@@ -59,7 +59,7 @@ class Measurer:
         return {arm: PromptRecord.of(prompt.gold, full, outcome) for arm, outcome in found}
 
 
-_measurer: Measurer  # of a child process
+_measurer: Measurer  # state of a child process
 
 
 def _begin(options: argparse.Namespace) -> None:
@@ -163,16 +163,18 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--model",
         default="demo",
-        help="demo: tasks that it was trained for; any other trained model, such as smollm2: real text",
+        help="demo: its trained tasks; any other trained model, such as smollm2: real text",
     )
-    parser.add_argument("--dtype", default="float32", help="float32 shows what reuse does, not what rounding does")
+    parser.add_argument("--dtype", default="float32", help="float32 isolates the effect of reuse from rounding")
     parser.add_argument("--n", type=int, help="prompts per task for the shuffled arms; 1000, or 100 of real text")
     parser.add_argument("--n-exact", type=int, help="prompts per task for the exact arms; likewise, or 30")
-    parser.add_argument("--facts", type=int, default=4, help="most facts per prompt; two documents each")
-    parser.add_argument("--filler", type=int, default=12, help="most filler words per document")
+    parser.add_argument("--facts", type=int, default=4, help="maximum facts per prompt; two documents each")
+    parser.add_argument("--filler", type=int, default=12, help="maximum filler words per document")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of real text's one process")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="threads of the single process for real text"
+    )
     options = parser.parse_args(arguments)
     real = options.model != "demo"
     usual_sizes = (100, 30) if real else (1000, 1000)

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with report.progress() as progress:
         bar = progress.add_task("measuring", total=len(arms) * (len(asked) + 1))
         for arm, flags in arms.items():
-            # One node at a time: several models would not fit beside each other.
+            # One node at a time: several models would not fit into memory.
             with Node(
                 options.model,
                 storage_bits=options.storage_bits,
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "chunking": str(flags.get("chunking", "content_defined")),
             "repair": str(flags.get("repair", "")),
             "requests": len(asked),
-            "ttft_ms_p50": report.median(times[arm]),
+            **report.figure(times[arm], "ttft_ms_p50"),
             "ttft_ratio": round(report.median(times[arm]) / report.median(times["nocache"]), 3),
             "found_ratio": round(sum(found[arm]) / len(asked), 4),
             "recomputed_ratio": round(sum(recomputed[arm]) / len(asked), 4),
@@ -121,7 +121,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--documents", type=int, default=24, help="documents in the library")
     parser.add_argument("--document-tokens", type=int, default=200, help="mean length of a document")
-    parser.add_argument("--retrieved", type=int, nargs=2, default=[3, 6], help="fewest and most documents of a request")
+    parser.add_argument(
+        "--retrieved", type=int, nargs=2, default=[3, 6], help="minimum and maximum documents per request"
+    )
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--chunk-tokens", type=int, default=64)
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)

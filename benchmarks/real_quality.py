@@ -39,7 +39,7 @@ RATIOS = (0.15, 0.3)
 REPAIRS = ("cacheblend", "guided", "salient")
 _ANSWER_TOKENS = 16
 _EXACT_BITS = {"float32": (16, 8, 4), "bfloat16": (16, 8)}
-# Where a repair may be worse than no repair on controls, in nats: what verify allows.
+# Allowed harm of a repair on controls, in nats, as in verify.
 _HARM = 0.01
 
 Job = tuple[str, int]

@@ -227,10 +227,10 @@ def _replacing(server: RedisServer, over: threading.Event, rng: random.Random) -
         if not value:
             continue
         kind = rng.randrange(4)
-        if kind == 0:  # another chunk's, as another tenant's would be: its name is not in it
+        if kind == 0:  # another chunk's value, which does not contain its own name
             value = bytearray(server.command("GET", other) or b"x")
         elif kind == 1:
-            value[4] ^= 0xFF  # a record's version
+            value[4] ^= 0xFF  # wrong record version
         elif kind == 2:
             del value[len(value) // 2 :]
         else:
@@ -258,7 +258,7 @@ def one(scene: Scene, fault: str, seconds: float) -> dict[str, Any]:
     scene.seen[:] = [Seen(), Seen()]
     before, began = [node.cache_stats() for node in scene.nodes], time.monotonic()
     with FAULTS[fault](scene):
-        # Both have asked at least once meanwhile, however slow the machine is.
+        # Both clients sent at least one request in the meantime, on a machine of any speed.
         scene.until(lambda: time.monotonic() - began >= seconds and all(s.requests + s.failed for s in scene.seen),
                     seconds + _LATEST_SECONDS)  # fmt: skip
         during = list(scene.seen)
@@ -321,7 +321,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("remote_faults", __doc__ or "")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
-    parser.add_argument("--seconds", type=float, default=600.0, help="how long each fault lasts")
+    parser.add_argument("--seconds", type=float, default=600.0, help="duration of each fault")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -39,7 +39,7 @@ def receive_all(address: str, context: ssl.SSLContext | None) -> tuple[int, floa
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     with connection:
         connection.sendall(b"?")
-        connection.recv_into(buffer)  # it flows
+        connection.recv_into(buffer)  # data arrives
         began = time.perf_counter()
         taken = 0
         while count := connection.recv_into(buffer):

@@ -123,14 +123,14 @@ class Hosts:
 
     def _iperf3(self) -> float:
         said = ""
-        for _ in range(5):  # one that ends without a result, because the other was not ready, is begun again
+        for _ in range(5):  # retried if the server was not ready
             port = str(free_port())
             server = subprocess.Popen(
                 ["iperf3", "-s", "-1", "-B", self._wire.near, "-p", port], stdout=subprocess.DEVNULL
             )
             command = [*self._wire.inside, "iperf3", "-c", self._wire.near, "-p", port, "-R", "-t", "1", "-J"]
             try:
-                for _ in range(50):  # until it listens
+                for _ in range(50):  # until the server listens
                     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
                     found = json.loads(done.stdout or "{}")
                     if "sum_received" in found.get("end", {}):
@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for repeat in range(options.repeats + 1):
                 for arm in ARMS:
                     found = hosts.rate(arm)
-                    if repeat:  # the first one is for what is slow only once
+                    if repeat:  # the first repeat is a warm-up
                         rates[arm].append(found)
             stats = hosts.node.cache_stats()
             if stats.leases or stats.reservations:
@@ -164,9 +164,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             {
                 "link_gbit": gbit,
                 "arm": arm,
-                "megabytes_per_second": round(report.median(rates[arm]) / 1e6, 1),
+                **report.figure([rate / 1e6 for rate in rates[arm]], "megabytes_per_second"),
                 "of_iperf3": round(report.median(rates[arm]) / report.median(rates["iperf3"]), 3),
-                "spread": report.spread(rates[arm]),
             }
             for arm in ARMS
         ]
@@ -179,8 +178,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("remote_reads", __doc__ or "")
-    parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0], help="speeds of the link; 0: loopback")
-    parser.add_argument("--mebibytes", type=int, default=128, help="moved by each transfer")
+    parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0], help="link speeds; 0: loopback")
+    parser.add_argument("--mebibytes", type=int, default=128, help="size of each transfer")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -30,7 +30,7 @@ from benchmarks.certificate_authority import IssuedCertificate
 from benchmarks.node import free_port
 
 _SECONDS = 30.0
-# Whether somebody is there is asked, not who.
+# Only the connection is checked, not the identity.
 _UNCHECKED = ssl._create_unverified_context()
 _TOOLS = Path("build/tools/usr/bin")
 
@@ -230,7 +230,7 @@ class AzureServer:
     folder: Path
     port: int = field(default_factory=free_port)
     account: ClassVar[str] = "devstoreaccount1"
-    # The emulator's own, which everybody knows.
+    # The emulator's well-known key.
     secret: ClassVar[str] = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
     @property
@@ -332,7 +332,7 @@ class S3Server:
         self._log = (self.folder / "log").open("wb")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         try:
-            # Folders of the filer are buckets; the part that speaks S3 comes last.
+            # Buckets are folders of the filer; the S3 server starts last.
             self._until(f"http://{self.host}:{ports['-filer.port']}/buckets/chunks/", "POST")
             self._until(f"{self.endpoint}/chunks/none", "GET")
         except BaseException:

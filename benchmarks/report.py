@@ -27,7 +27,7 @@ _VERSIONS = ("kvsidecar", "torch", "transformers", "grpcio", "lmdb", "numpy")
 def parser(name: str, text: str) -> argparse.ArgumentParser:
     """Create a parser with the arguments of all benchmarks."""
     out = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=text)
-    out.add_argument("--quick", action="store_true", help="the small size")
+    out.add_argument("--quick", action="store_true", help="run the small size")
     out.add_argument("--out", type=Path, help="write the results to this JSON file")
     return out
 
@@ -36,7 +36,7 @@ def end_in_order() -> None:
     """Handle SIGTERM like Ctrl-C, so that started processes are stopped and removed."""
 
     def stop(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore further signals
         raise SystemExit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, stop)
@@ -141,7 +141,9 @@ def _by_lines(value: Any) -> str:
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Format rows of equal keys as a table; dictionaries are left out."""
     out = Table()
-    names = list(dict.fromkeys(k for row in rows for k in row))
+    names = [
+        k for k in dict.fromkeys(k for row in rows for k in row) if not any(isinstance(r.get(k), dict) for r in rows)
+    ]
     for name in names:
         out.add_column(name, justify="right" if rows and isinstance(rows[0].get(name), (int, float)) else "left")
     for row in rows:
@@ -160,9 +162,10 @@ def median(values: Sequence[float]) -> float:
     return round(statistics.median(values), 4)
 
 
-def figure(values: Sequence[float]) -> dict[str, float | int]:
-    """Return median, spread and number of the values."""
-    return {"median": median(values), "spread": spread(values), "n": len(values)}
+def figure(values: Sequence[float], name: str = "median", prefix: str = "") -> dict[str, float | int]:
+    """Return median, spread and number of the values, as fields ``name``, ``[prefix_]spread`` and ``[prefix_]n``."""
+    prefix = f"{prefix}_" if prefix else ""
+    return {name: median(values), f"{prefix}spread": spread(values), f"{prefix}n": len(values)}
 
 
 def p99(values: Sequence[float]) -> float:

@@ -29,7 +29,7 @@ from benchmarks.peer import Peer
 _ALLOWED_P99, _ALLOWED_FILE = 1.25, 1.5
 _SESSION_SECONDS = 60.0
 _PARTS = 6
-# Rows that are written; of an hour's samples each stands for a minute.
+# Maximum number of rows; for an hour each covers a minute.
 _ROWS = 60
 _LAST = ("at_s", "chunks", "arena_evictions", "durable_evictions")
 
@@ -67,7 +67,7 @@ class Worker:
             peer.close()
 
     def _work(self, peer: Peer) -> None:
-        # Some prompts come again and again, others once.
+        # Some prompts recur, others occur once.
         n = int(self._rng.paretovariate(0.6)) % self._prompts
         salt = self._rng.choice((b"", b"", b"tenant"))
         ids = prompt(n)
@@ -107,7 +107,7 @@ def _of(name: str, values: list[Any]) -> Any:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     seconds, rows = options.minutes * 60.0, []
-    waits = [array("f") for _ in range(_PARTS)]  # small ones: the load's own memory is watched, too
+    waits = [array("f") for _ in range(_PARTS)]  # small: the load's own memory is measured, too
     flags = {"staging_bytes": "8MiB"}
     budget = parse_size(options.store_bytes)
     with (
@@ -170,7 +170,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("soak", __doc__ or "")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=50_000, help="different ones that there are")
+    parser.add_argument("--prompts", type=int, default=50_000, help="number of distinct prompts")
     parser.add_argument("--arena-bytes", default="8MiB")
     parser.add_argument("--store-bytes", default="32MiB")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between samples")

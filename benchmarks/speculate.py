@@ -32,7 +32,7 @@ _ARMS: dict[str, dict[str, Any]] = {
     "draft": {"speculation": "draft"},
     "self": {"speculation": "draft"},
 }
-_FEWEST = 4  # prompts in a repeat, in batches
+_FEWEST = 4  # prompts per repeat, in batches
 _NAMES = ("Ada", "Bruno", "Chen", "Dina", "Emil", "Farah", "Goran", "Hana", "Ines", "Jonas")
 
 
@@ -109,7 +109,7 @@ class Sum:
         """Add the batches of one repeat."""
         results = [r for measured in repeat for r in measured.answers]
         tokens, seconds = sum(len(r.token_ids) - 1 for r in results), sum(r.timings["decode_ms"] for r in results) / 1e3
-        # The batch is kept full where it is served: who is quick does not wait for the others' end.
+        # Continuous batching: finished sequences are replaced at once.
         self.rates.append(batch * tokens / seconds)
         self.generated += tokens
         self.drafted += sum(r.draft_tokens for r in results)
@@ -134,7 +134,7 @@ def measure(engine: Engine, asks: list[Ask], arm: str, length: int) -> Measured:
     """Return one arm's answers to a batch."""
     options: dict[str, Any] = {"max_tokens": length, **_ARMS[arm]}
     options["tenant_salt"] = secrets.token_bytes(8)
-    engine.generate_many([(ask.prompt, options | {"max_tokens": 1}) for ask in asks])  # then all decode together
+    engine.generate_many([(ask.prompt, options | {"max_tokens": 1}) for ask in asks])  # all decode together afterwards
     speculator = engine._runtime.engine.speculator
     before = replace(speculator.stats, rows=speculator.stats.rows.copy())
     found = engine.generate_many([(ask.prompt, ask.options | options) for ask in asks])
@@ -156,7 +156,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 for batch in options.batches:
                     batches = [[_KINDS[workload](rng) for _ in range(batch)] for _ in range(-(-_FEWEST // batch))]
                     answers: dict[str, list[list[int]]] = {}
-                    arms, first = list(engines.items()), repeat % len(engines)  # nobody is always the first
+                    arms, first = list(engines.items()), repeat % len(engines)  # the order rotates
                     for arm, engine in arms[first:] + arms[:first]:
                         measured = [measure(engine, asks, arm, options.answer_tokens) for asks in batches]
                         answers[arm] = [r.token_ids for one in measured for r in one.answers]
@@ -190,8 +190,7 @@ def _row(arm: str, workload: str, batch: int, sums: Sum) -> dict[str, Any]:
         "arm": arm,
         "workload": workload,
         "batch": batch,
-        "tokens_per_s": report.median(sums.rates),
-        "spread": report.spread(sums.rates),
+        **report.figure(sums.rates, "tokens_per_s"),
         "answer_tokens": sums.generated,
         "accepted_per_pass": round(sums.generated / sums.passes, 3),
         "accepted_in_branches": round(sums.branched / max(1, sums.accepted), 3),
@@ -215,9 +214,11 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("speculate", __doc__ or "")
     parser.add_argument("--model", default="smollm2", help="smollm2, demo, shape:NAME or a folder")
-    parser.add_argument("--draft-model", default="", help="a smaller model with the same tokenizer, for the arm draft")
-    parser.add_argument("--self", action="store_true", help="the arm self as well")
-    parser.add_argument("--branches", type=int, default=2, help="most of a tree, for all arms but suffix")
+    parser.add_argument("--draft-model", default="", help="smaller model with the same tokenizer, for the arm draft")
+    parser.add_argument("--self", action="store_true", help="also run the arm self")
+    parser.add_argument(
+        "--branches", type=int, default=2, help="maximum branches of a draft tree, for all arms except suffix"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])

@@ -62,14 +62,13 @@ class Timed:
 
     def row(self) -> dict[str, Any]:
         ordered = sorted(self.seconds)
-        middle = report.median([s * 1e6 for s in ordered])
+        figure = report.figure([s * 1e6 for s in ordered], "p50_us")
         return {
             "path": self.path,
             "size_bytes": self.size_bytes,
-            "gb_per_s": round(self.size_bytes / middle / 1e3, 3),
-            "p50_us": middle,
+            "gb_per_s": round(self.size_bytes / figure["p50_us"] / 1e3, 3),
+            **figure,
             "p99_us": round(report.p99(ordered) * 1e6, 1),
-            "repeats": len(ordered),
         }
 
 
@@ -80,7 +79,7 @@ class Redis:
         path = str(folder / "redis.sock")
         self._server = RedisServer(folder, ("--unixsocket", path))
         self._server.start()
-        assert self._server.command("PING") == "PONG"  # it listens everywhere by now
+        assert self._server.command("PING") == "PONG"  # it listens on all addresses now
         self._client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._client.connect(path)
 
@@ -140,14 +139,17 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     flags = {"staging_bytes": f"{2 * options.total_mb}MiB", "compression": "none"}
     with Node(workers=0, arena_bytes=arena, store_bytes=budget, daemon_flags=flags) as node:
         peer = Peer(node, geometry=geometry)
-        kept, plain = prompt(0, chunks), np.tile(np.frombuffer(source, np.uint8), chunks)  # pages of its own, not zeros
+        kept, plain = (
+            prompt(0, chunks),
+            np.tile(np.frombuffer(source, np.uint8), chunks),
+        )  # private pages, not the zero page
         store_prompt(peer, kept, source)
         node.settle()
         redis = Redis(node.folder) if shutil.which("redis-server") else None
         names = [b"chunk-%d" % n for n in range(chunks)]
         if redis is not None:
             redis.set(names, source)
-        # One value and its frame are known to the byte, so that the client has nothing to look for.
+        # Sizes of values and frames are known, so that the client does not parse.
         frame = len(b"$%d\r\n\r\n" % size)
         received = memoryview(bytearray(len(b"*%d\r\n" % chunks) + chunks * (size + frame)))
 
@@ -175,7 +177,7 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
         hashes = peer.stub.Match(pb.MatchRequest(namespace=peer.namespace, token_ids=kept)).matches[:4]
         for n in range(options.repeats + 1):
-            if n == 1:  # the first one maps pages
+            if n == 1:  # the first pass maps pages
                 for arm in arms.values():
                     arm.seconds.clear()
             arms["memcpy"].measure(copy_plain, chunks)
@@ -305,8 +307,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("store", __doc__ or "")
-    parser.add_argument("--layers", type=int, nargs="*", default=[5, 16, 64, 256], help="chunks of 64 KiB times these")
-    parser.add_argument("--total-mb", type=int, default=64, help="size of a prompt's payload")
+    parser.add_argument(
+        "--layers", type=int, nargs="*", default=[5, 16, 64, 256], help="chunk sizes in units of 64 KiB"
+    )
+    parser.add_argument("--total-mb", type=int, default=64, help="payload size of a prompt")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--cold-repeats", type=int, default=5)
     parser.add_argument("--matches", type=int, default=1000)

@@ -41,7 +41,7 @@ from inference_svc.models.layer_streaming.size_estimate import estimate_sizes
 from inference_svc.models.loader import model_shape, pick_dtype, recipe_of_shape
 
 _RESIDENT = "full_resident"
-# What a worker takes beside weights: interpreter, libraries, its pool, and what it keeps to compute in.
+# A worker's memory besides weights: interpreter, libraries, KV pool, buffers.
 _WORKER_BYTES = 672 << 20
 
 
@@ -82,7 +82,7 @@ def flags_of(mode: str, options: argparse.Namespace, layers: int) -> dict[str, A
     flags |= {"speculate": "ngram", "num_speculative_tokens": options.guesses}
     if options.dtype:
         flags["dtype"] = options.dtype
-    if mode == _RESIDENT:  # by way of the file, which holds it as it is in memory
+    if mode == _RESIDENT:  # from the file, which has the layout in memory
         return flags | {"stream": "partial_resident", "keep_first": layers}
     flags["stream"] = mode
     if mode == "partial_resident":
@@ -95,8 +95,8 @@ class Answers:
     """Greedy answers: of the first prompt alone, then of all at once."""
 
     tokens: list[list[int]]
-    tokens_per_s: float  # of the one alone
-    per_pass: float  # of its tokens
+    tokens_per_s: float  # of the single sequence
+    per_pass: float  # per token
 
 
 def answers(node: Node, prompts: list[list[int]], tokens: int, speculation: str) -> Answers:
@@ -126,7 +126,7 @@ def measure(
     try:
         node.start_worker(0)
         for speculation in ("off", "ngram"):
-            if speculation != "off":  # what was answered without it is not learnt from
+            if speculation != "off":  # earlier answers are not used as drafts
                 answers(node, prompts[:1], options.answer_tokens, speculation)
             before, start = disk(), node.client().stats().streaming
             said = answers(node, prompts, options.answer_tokens, speculation)
@@ -227,19 +227,19 @@ def _least(rows: list[dict[str, Any]], speculation: str) -> float:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("streaming", __doc__ or "")
     parser.add_argument("--model", default="shape:qwen2.5-3b")
-    parser.add_argument("--weights", type=int, choices=(16, 8, 4), default=8, help="bits")
-    parser.add_argument("--dtype", default="", help="as the worker's; the machine's own by default")
-    parser.add_argument("--limit-bytes", type=parse_size, default=0, help="a third of the model by default")
+    parser.add_argument("--weights", type=int, choices=(16, 8, 4), default=8, help="weight bits")
+    parser.add_argument("--dtype", default="", help="the worker's dtype; default: the machine's native one")
+    parser.add_argument("--limit-bytes", type=parse_size, default=0, help="memory limit; default: a third of the model")
     parser.add_argument("--pool-bytes", default="64MiB")
     parser.add_argument("--slots", type=int, default=3)
-    parser.add_argument("--keep-first", type=int, default=0, help="with partial_resident; as many as fit by default")
+    parser.add_argument("--keep-first", type=int, default=0, help="for partial_resident; default: as many as fit")
     parser.add_argument("--keep-last", type=int, default=0)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--answer-tokens", type=int, default=12)
     parser.add_argument("--sequences", type=int, default=4)
-    parser.add_argument("--guesses", type=int, default=4, help="for a pass, with speculation")
-    parser.add_argument("--disk-bytes", type=parse_size, default=1 << 30, help="read to measure the disk")
-    parser.add_argument("--folder", type=Path, help="keeps the model's file here for the next run")
+    parser.add_argument("--guesses", type=int, default=4, help="draft tokens per step, with speculation")
+    parser.add_argument("--disk-bytes", type=parse_size, default=1 << 30, help="bytes read to measure the disk")
+    parser.add_argument("--folder", type=Path, help="keep the model's file here for the next run")
     parser.add_argument(
         "--modes",
         nargs="+",
@@ -253,7 +253,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options.limits = dict.fromkeys(options.modes, stated) if stated else limits_for(options)
     options.limit_bytes = min(options.limits.values())
     with tempfile.TemporaryDirectory() if options.folder is None else nullcontext(options.folder) as folder:
-        # Of each model and width a file of its own.
+        # One file per model and width.
         kind = f"{options.model}-{options.weights}-{options.dtype or 'auto'}".replace("/", "-").replace(":", "-")
         os.environ["XDG_DATA_HOME"] = str(Path(folder).absolute() / kind)
         return run(options)

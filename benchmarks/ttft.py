@@ -26,11 +26,11 @@ SHUFFLED = tuple(f"shuffled_{repair}" for repair in REPAIRS)
 _COLD = "daemon_restarted_cold"
 ARMS = ("nocache", "exact", "worker_restarted", "daemon_restarted", _COLD, *SHUFFLED, "bound")
 _BOUND_REPEATS = 3
-# Arms that ask another one's node.
+# Arms that share another arm's node.
 _SHARED = {"exact": "nocache", "daemon_restarted": "worker_restarted", _COLD: "worker_restarted"}
-# Room for more than a document: questions that were stored.
+# Capacity for a document and the stored questions.
 _SPARE_TOKENS = 1024
-# Documents of the shuffled arms.
+# Documents per prompt of the shuffled arms.
 _DOCUMENT_TOKENS = 256
 QUESTION_TOKENS = 32
 _PARTS = ("lookup_ms", "transfer_ms", "restore_ms", "prefill_ms")
@@ -87,7 +87,7 @@ class Arms:
             if name == "bound":
                 continue
             partner = self._nodes.get(_SHARED.get(name, ""))
-            # Nothing stays in the pool: what is measured comes from the daemon.
+            # No prefix cache in the pool: all measured reuse comes from the daemon.
             flags = {"resident_sequences": 0, "chunking": "document"}
             if name in SHUFFLED:
                 repair = name.removeprefix("shuffled_")
@@ -172,8 +172,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 row = {
                     "arm": name,
                     "context_tokens": context,
-                    "ttft_ms_p50": report.median(times[name]),
-                    "spread": report.spread(times[name]),
+                    **report.figure(times[name], "ttft_ms_p50"),
                     "cached_tokens": cached.get(name, context - QUESTION_TOKENS),
                     "recomputed_tokens": recomputed.get(name, 0),
                 }
@@ -226,9 +225,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--context-tokens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
-    parser.add_argument("--ratio", type=float, default=0.15, help="share of tokens that shuffled arms compute again")
+    parser.add_argument("--ratio", type=float, default=0.15, help="share of tokens that shuffled arms recompute")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--nocache-repeats", type=int, default=3, help="a prefill is long and varies little")
+    parser.add_argument(
+        "--nocache-repeats", type=int, default=3, help="few suffice: a prefill is long and varies little"
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -14,7 +14,7 @@ _WORDS = (
     "train ticket movie music city area price good number people date name order coffee drink size large small hot "
     "what where when which how much is there in on at to of a"
 ).split()
-# A user's turn of a synthetic conversation; with 96 tokens of answer, eight turns make some 1,100 tokens.
+# Words of a synthetic user turn; with 96 answer tokens, eight turns have about 1,100 tokens.
 _SYNTHETIC_WORDS = 48
 
 

@@ -16,7 +16,7 @@ from training.training_rows import Rows
 if TYPE_CHECKING:
     from training.train import Run
 
-JUDGED_FACTS, JUDGED_FILLER = 4, 12  # of the accuracies that are stated
+JUDGED_FACTS, JUDGED_FILLER = 4, 12  # of the stated accuracies
 
 
 def evaluate(run: Run, samples: int) -> dict[str, float]:

@@ -85,8 +85,8 @@ def rows_for(progress: Progress, source: Rows, size: int) -> list[Row]:
     names = list(tasks.TASKS)
     weights = [1.1 - progress.accuracy.get(n, 0.0) for n in names]
     if progress.stage == "tasks":
-        # With few facts, naming any place of the context is right often enough to end there; and without copying
-        # beside them, the tasks unlearn it before they use it. What is implied teaches the inner step of the others.
+        # With few facts, naming any place of the context is right often enough to get stuck there; and without copying
+        # beside them, the tasks unlearn it before they use it. Implied words teach the inner step of the other tasks.
         learned = progress.accuracy.get("passkey", 0.0) > 0.8
         rows = [source.copy(24) for _ in range(size // (8 if learned else 3))]
         for name in rng.choices(names, weights if learned else [1, 1, 1, 2, 2], k=size - len(rows)):
@@ -216,7 +216,7 @@ class Run:
             return
         row_of, at = chosen.nonzero().unbind(1)
         for i, row in enumerate(rows):
-            # What is implied stands before the questions.
+            # Implied words come before the questions.
             asked = row.tokens.index(self.source_ids["<|ask|>"]) if self.source_ids["<|ask|>"] in row.tokens else 0
             self._count(row.kind, right[(row_of == i) & (at >= asked)])
             if asked and bool(((row_of == i) & (at < asked)).any()):
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--dialogues", type=Path, nargs="+", required=True, help="JSONL files with a 'turns' list")
     parser.add_argument("--documents", type=Path, nargs="+", required=True, help="tar archives of .rst and .md files")
     parser.add_argument("--work", default="build/demo_model", help="checkpoint and token cache")
-    parser.add_argument("--start-from", type=Path, help="an exported model to go on from when there is no checkpoint")
+    parser.add_argument("--start-from", type=Path, help="exported model to continue from if there is no checkpoint")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--grow-at", type=int, default=8000, help="step at which the model gets its full depth")

@@ -13,7 +13,7 @@ from training import bpe, tasks
 from training import relocated_documents as elsewhere
 
 IGNORED = -100
-FACTS, FILLER = 6, 24  # of the full tasks: at most 12 documents, filler words in each
+FACTS, FILLER = 6, 24  # full tasks: at most 12 documents, filler words in each
 
 
 @dataclass

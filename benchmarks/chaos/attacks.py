@@ -48,7 +48,7 @@ class Scene:
     rng: random.Random
     chunk_paths: dict[bytes, list[int]] = field(default_factory=lambda: paths(PROMPTS))
     writer: subprocess.Popen[str] | None = None
-    evicts: bool = False  # from its durable tier, also while nobody hears of it
+    evicts: bool = False  # from its durable tier, also without a subscriber
 
     def let_run(self) -> None:
         time.sleep(self.rng.uniform(0.02, 0.3))
@@ -177,7 +177,7 @@ def stop_writer(scene: Scene) -> Outcome:
     stored = peer.try_put(ids, 4000)
     writer.send_signal(signal.SIGCONT)
     wrong = 0
-    for _ in range(20):  # while the writer goes on
+    for _ in range(20):  # while the writer continues
         found = peer.match(ids)
         wrong += not peer.is_right(ids, found) or found.matched_tokens != 4000 * stored
         peer.release(found)

@@ -24,7 +24,7 @@ from kvsidecar.process.runtime_dir import socket_target
 from benchmarks.chaos.malformed_messages import Known, Messages
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"]
-# Those that this process makes itself, or gRPC for messages beyond its limits; all others are the daemon's own words.
+# Statuses created by this process, or by gRPC for oversized messages; all others come from the daemon.
 _NOT_THE_DAEMONS = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 _NEVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
 _STREAMS_IN, _STREAMS_OUT = ("Attach", "Store"), ("Attach", "Fetch", "Watch")
@@ -99,7 +99,7 @@ class Fuzzer:
         def sent() -> Iterator[bytes]:
             yield first
             yield from beats
-            if hold:  # half open: nothing more is said
+            if hold:  # half open: no further message
                 stop.wait(rng.choice((0.2, 2.0)))
 
         call = self.channel.stream_stream(path)(sent(), timeout=10.0)
@@ -184,7 +184,7 @@ def main() -> None:
     )
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--requests", type=int, default=0, help="stop after so many instead")
+    parser.add_argument("--requests", type=int, default=0, help="stop after this many requests instead")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -36,7 +36,7 @@ _WIDTH = {
     FieldDescriptor.CPPTYPE_UINT32: 32, FieldDescriptor.CPPTYPE_INT32: 31,
     FieldDescriptor.CPPTYPE_UINT64: 64, FieldDescriptor.CPPTYPE_INT64: 63,
 }  # fmt: skip
-# Sessions end soon: those that began last are probably open.
+# Sessions are short: the most recent ones are probably open.
 _MOST_KNOWN, _NEWEST = 64, 4
 NAMES = ("m", "fuzz")
 

@@ -40,7 +40,7 @@ class Down:
 
     def end(self) -> None:
         assert self.since is not None
-        self.times.append((self.since, time.monotonic() + 0.5))  # a session may learn of it a little later
+        self.times.append((self.since, time.monotonic() + 0.5))  # a session may notice a little later
         self.since = None
 
     def meets(self, began: float, ended: float) -> bool:
@@ -114,7 +114,7 @@ class Load:
         found = peer.match(ids)
         right = peer.is_right(ids, found)
         if rng.random() < 0.2:
-            time.sleep(0.01)  # a lease that is held for a while
+            time.sleep(0.01)  # holds a lease for a while
             right = right and peer.is_right(ids, found)
         peer.release(found)
         self.reads += 1
@@ -151,7 +151,7 @@ class Watcher:
                 elif event.type in (pb.EVENT_TYPE_EVICTED, pb.EVENT_TYPE_DELETED, pb.EVENT_TYPE_UNPERSISTED):
                     self.durable.discard(event.chunk.prefix_hash)
         except grpc.RpcError:
-            return  # the daemon is gone: what was told until then counts
+            return  # the daemon is down: the events received so far count
 
     def close(self) -> set[bytes]:
         """Return the chunks that were durable when the stream ended."""

@@ -14,7 +14,7 @@ from benchmarks.systems.environments import Missing
 from benchmarks.systems.vllm_engines import Recipe, environment
 from inference_svc.models.loader import model_shape
 
-BLOCK_TOKENS = 128  # the longest that vLLM has: caches are as much larger for every sequence
+BLOCK_TOKENS = 128  # vLLM's largest block: caches grow by one block per sequence
 _ASK_SECONDS, _WARMING_TOKENS = 900.0, 32
 
 
@@ -64,7 +64,7 @@ def of_engine(
 
     def restart() -> None:
         engine.restart()
-        engine.ask([7] * _WARMING_TOKENS, 2)  # what is slow only once
+        engine.ask([7] * _WARMING_TOKENS, 2)  # warm-up
 
     block = int(engine.about.get("block_tokens", 1))
     return Arm(name, engine.ask, restart if keeps else _nothing, settle, save, block)

@@ -76,7 +76,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        process = self._process  # another thread may kill it just now
+        process = self._process  # another thread may kill it concurrently
         return self._link is not None and process is not None and process.poll() is None
 
     def start(self) -> None:
@@ -100,7 +100,7 @@ class Engine:
                 stderr=log,
                 cwd=ROOT,
                 env=self._environment.variables(),
-                start_new_session=True,  # so that a kill reaches what it starts itself
+                start_new_session=True,  # so that a kill reaches its child processes
             )
             link = self._accept(listening)
         link.settimeout(_START_SECONDS)
@@ -134,7 +134,7 @@ class Engine:
         with self._lock:
             link, self._link, self._process = self._link, None, None
         if link is not None:
-            with contextlib.suppress(OSError):  # the thread that reads may have closed it just now
+            with contextlib.suppress(OSError):  # the reader thread may have closed it
                 link.shutdown(socket.SHUT_RDWR)
 
     def restart(self) -> None:
@@ -190,7 +190,7 @@ class Engine:
                     future.set_exception(RequestFailed(found["error"]))
                 else:
                     future.set_result(found)
-        except (OSError, ValueError):  # cut off in the middle of a line
+        except (OSError, ValueError):  # truncated line
             pass
         finally:
             link.close()

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-# What each is imported as, and where the Makefile puts it.
+# Module name, and the Makefile's folder.
 _ENGINES = {"vllm": ("vllm", ".venv-vllm"), "llama_cpp": ("llama_cpp", ".venv-llama")}
-# Allocators and OpenMP runtimes that vLLM's manual tells to preload, in the order in which they are looked for.
+# Allocators and OpenMP runtimes that vLLM's manual recommends to preload, in search order.
 _PRELOADS = (("libtcmalloc_minimal.so*", "libtcmalloc.so*"), ("libiomp5.so",))
 
 

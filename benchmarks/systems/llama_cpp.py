@@ -73,7 +73,7 @@ class LlamaCpp:
         """Compute tokens after the cached ones; return the likeliest next token."""
         for begin in range(0, len(tokens), _BATCH):
             piece = tokens[begin : begin + _BATCH]
-            there = (llama_cpp.llama_token * len(piece))(*piece)  # the batch points to it
+            there = (llama_cpp.llama_token * len(piece))(*piece)  # keeps the batch's memory alive
             if llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(there, len(piece))) != 0:
                 raise RuntimeError("llama.cpp cannot go on: its context is full")
             self._there += piece

@@ -27,7 +27,7 @@ def build(engine: dict[str, Any], transfer: dict[str, Any] | None) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     given = None if transfer is None else KVTransferConfig(**transfer)
-    # Without statistics it does not say what it found in its cache.
+    # Cached tokens are reported only with statistics.
     arguments = EngineArgs(skip_tokenizer_init=True, disable_log_stats=False, kv_transfer_config=given, **engine)
     return LLMEngine.from_engine_args(arguments)
 
@@ -51,7 +51,7 @@ class Serving:
     def run(self) -> None:
         """Serve until the parent hangs up."""
         while True:
-            # Behind its last answer it still has to hear of what connectors have stored.
+            # After the last answer the scheduler still has to process finished stores.
             busy, missing = self._core.scheduler.has_requests(), 0
             while True:
                 try:
@@ -60,7 +60,7 @@ class Serving:
                     break
                 if item is None:
                     return
-                # A batch is the same batch for every engine, or its throughput is a matter of who comes when.
+                # The same batch for every engine; otherwise throughput depends on arrival order.
                 missing = (missing or item[1].get("together", 1)) - 1
                 self._take(*item)
                 busy = True
@@ -94,7 +94,7 @@ class Serving:
             self._tell(name, {"error": f"{type(error).__name__}: {error}"})
 
     def _do(self, what: str) -> Any:
-        if what == "reset":  # its own cache, and not what its connector keeps
+        if what == "reset":  # vLLM's own cache, not the connector's
             return bool(self._engine.reset_prefix_cache())
         raise ValueError(f"{what!r} is not known; known is reset")
 
@@ -135,7 +135,7 @@ def main() -> None:
     }
     link.sendall(wire.line({"ready": about}))
     Serving(link, engine).run()
-    os._exit(0)  # its threads may wait for what will not come
+    os._exit(0)  # its threads may wait forever
 
 
 if __name__ == "__main__":

@@ -59,5 +59,5 @@ def _answer(engine: OneByOne, request: dict[str, Any], began: float) -> dict[str
             ids.append(int(token))
         ttft, total = first - began, time.perf_counter() - began
         return {"ids": ids, "ttft_ms": ttft * 1e3, "total_ms": total * 1e3, "cached": engine.cached}
-    except Exception as error:  # the parent decides what it means
+    except Exception as error:  # the parent handles the error
         return {"error": f"{type(error).__name__}: {error}"}
