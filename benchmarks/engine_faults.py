@@ -27,7 +27,7 @@ from benchmarks.systems.engine import Engine, EngineDied, RequestFailed
 from benchmarks.systems.environments import Missing
 from benchmarks.systems.vllm_engines import Recipe, environment
 
-FAULTS = ("kill_engine_0", "kill_engine_1", "kill_daemon", "kill_daemon_and_guardian")
+FAULTS = ("kill_engine_0", "kill_engine_1", "kill_daemon", "kill_daemon_and_supervisor")
 _CONTEXT, _ANSWER_TOKENS, _BLOCK = 512, 12, 32
 _SHARED, _OWN = 160, 160
 _SETTLED_SECONDS, _DOWN_SECONDS = 30.0, 0.2
@@ -111,7 +111,7 @@ class Scene:
         if fault == "kill_daemon":
             self.node.crash_daemon()
             self.node.wait_daemon()
-        elif fault == "kill_daemon_and_guardian":
+        elif fault == "kill_daemon_and_supervisor":
             self.node.kill("daemon")
             self.node.start_daemon()
         else:

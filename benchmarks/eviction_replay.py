@@ -122,7 +122,7 @@ def belady(requests: Sequence[Request], capacity_blocks: int, served: Callable[[
     def offer(block: Block) -> None:
         heapq.heappush(leaves, (-next_use[block], next(ties), block))
 
-    def make_room(block: Block) -> bool:
+    def make_entry_space(block: Block) -> bool:
         while len(tier.blocks) >= capacity_blocks:
             farthest, _, victim = leaves[0]
             if tier.blocks.get(victim) == 0 and next_use[victim] == -farthest:
@@ -141,7 +141,7 @@ def belady(requests: Sequence[Request], capacity_blocks: int, served: Callable[[
             if not tier.blocks[block]:
                 offer(block)
         for block in request.path[found:]:
-            if not make_room(block):
+            if not make_entry_space(block):
                 break
             tier.add(block)
             offer(block)

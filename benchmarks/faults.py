@@ -25,7 +25,7 @@ from benchmarks.node import Node
 from benchmarks.peer import Peer
 
 # Kills have the most ways to fail.
-_SHARES = {"kill_daemon": 10, "kill_daemon_and_guardian": 4, "stop_writer": 4, "kill_client": 3, "stop_daemon": 3}
+_SHARES = {"kill_daemon": 10, "kill_daemon_and_supervisor": 4, "stop_writer": 4, "kill_client": 3, "stop_daemon": 3}
 _ROUNDS_OF_A_NODE = 40
 _WORKER_PROMPT, _WORKER_TOKENS = 300, 16
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         name: sum(r[name] for r in rows)
         for name in ("rounds", "wrong_answers", "leaked_slots", "lost_durable_chunks", "failed_requests")
     }
-    kinds = ("kill_daemon", "kill_daemon_and_guardian")
+    kinds = ("kill_daemon", "kill_daemon_and_supervisor")
     kills = [o.recovery_ms for kind in kinds for o in found[kind] if o.recovery_ms is not None]
     summary["recovery_ms_p50"] = report.median(kills)
     summary["recovery_ms_p99"] = round(report.p99(kills), 1)

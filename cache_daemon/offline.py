@@ -29,7 +29,7 @@ from cache_daemon.durable.encryption import key_from_environment, key_from_file
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.scrub import scrub
 from cache_daemon.remote.address import Credentials, credentials_of
-from cache_daemon.remote.archive_objects import SCHEME, downloaded, uploaded
+from cache_daemon.remote.archive_objects import SCHEME, downloaded_archive, upload_on_exit
 
 SOUND, DAMAGED, FAILED = 0, 1, 2
 _KEY_VARIABLE, _SECRET_VARIABLE = "KVSIDECAR_CACHE_STORE_KEY", "KVSIDECAR_CACHE_REMOTE_SECRET"
@@ -132,7 +132,7 @@ def export(
         raise InvalidRequest("say what to export: --namespace (with --salt), --root, or --all")
     folder = _folder(store)
     with (
-        _archive(file, uploaded, secret_file, ca, staging) as path,
+        _archive(file, upload_on_exit, secret_file, ca, staging) as path,
         _opened(folder, (folder / "data.mdb").stat().st_size, key_file) as tier,
         _progress("chunks") as heard,
     ):
@@ -164,7 +164,7 @@ def import_(
     except ValueError as error:
         raise ConfigurationError(f"--store-bytes: {error}") from error
     with (
-        _archive(file, downloaded, secret_file, ca, staging) as path,
+        _archive(file, downloaded_archive, secret_file, ca, staging) as path,
         _opened(folder, budget, key_file) as tier,
         _progress("bytes") as heard,
     ):
@@ -187,7 +187,7 @@ def _archive(
         secret = os.environ.get(_SECRET_VARIABLE, "")
         with carried(name, lambda: credentials_of(secret, secret_file, ca), staging) as path:
             yield path
-    elif carried is downloaded and not Path(name).is_file():
+    elif carried is downloaded_archive and not Path(name).is_file():
         raise InvalidRequest(f"there is no archive {name}")
     else:
         yield Path(name)

@@ -42,17 +42,17 @@ from cache_daemon.observability.otel import Telemetry, telemetry
 from cache_daemon.observability.stats_snapshot import Snapshots
 from cache_daemon.observability.traffic_trace import recording
 from cache_daemon.prefork_supervisor import hear_reloads, note_serving
-from cache_daemon.remote.address import credentials_of, new_engine, parse_remote
+from cache_daemon.remote.address import credentials_of, new_backend, parse_remote
 from cache_daemon.remote.coordinator import RemoteSettings
-from cache_daemon.remote.key_schema import Names
+from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.rpc.cache_service import CacheService
 from cache_daemon.rpc.call_wrapper import Calls
 from cache_daemon.rpc.request_decoder import add_to_server
 from cache_daemon.rpc.servicer_base import Shared
-from cache_daemon.store.bloom_filter import SUMMARY_BYTES, SummaryWriter
+from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk_store import ChunkStore
-from cache_daemon.store.tenant_usage import Accounts
+from cache_daemon.store.tenant_usage import TenantAccounts
 
 GRACE_SECONDS = 3.0
 # Not all that was queued is on disk.
@@ -101,11 +101,13 @@ async def _store(
         config.store_bytes if tier is not None else 0,
         POLICIES[config.eviction],
         staging_bytes=config.staging_bytes,
-        accounts=Accounts(lambda account: tenants().limits_of(account), lambda tenant: tenants().account_of(tenant)),
+        accounts=TenantAccounts(
+            lambda account: tenants().limits_of(account), lambda tenant: tenants().account_of(tenant)
+        ),
         remote=_remote(config),
         # Without a summary workers ask for every prompt, which is what a trace is of.
-        summary=SummaryWriter(summary.memory) if config.trace is None else None,
-        around=telling.work_span,
+        bloom_filter=CountingBloomFilter(summary.memory) if config.trace is None else None,
+        span=telling.work_span,
     )
     try:
         await store.start()
@@ -137,11 +139,11 @@ def _remote(config: DaemonConfig) -> RemoteSettings | None:
         return None
     address = parse_remote(config.remote)
     tier = RemoteTier(
-        new_engine(
+        new_backend(
             address,
             credentials_of(config.remote_secret.get_secret_value(), config.remote_secret_file, config.remote_ca),
         ),
-        Names(address.prefix),
+        KeySchema(address.prefix),
         seal_of(_key(config)),
     )
     ttl = None if config.remote_ttl == "none" else parse_duration(config.remote_ttl)
@@ -160,7 +162,7 @@ def _metrics(shared: Shared, config: DaemonConfig) -> Iterator[None]:
         yield
 
 
-def _reload(tenants: CurrentTenants, accounts: Accounts) -> None:
+def _reload(tenants: CurrentTenants, accounts: TenantAccounts) -> None:
     if tenants.reload():
         accounts.reload()
 

@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from training import bpe, corpus, tasks
-from training import relocated_documents as elsewhere
+from training import bpe, corpus, relocated_documents, tasks
 from training.export import export
 from training.training_rows import FACTS, FILLER, IGNORED, Row, Rows, batch
 
@@ -204,7 +203,7 @@ class Run:
         """Return the loss of questions about relocated documents."""
         rows = [source.latest_in_parts() for _ in range(self.options.batch)]
         with torch.autocast(self.options.device, torch.bfloat16):
-            states, tokens, learned = elsewhere.tails(self.model, rows, source.rng)
+            states, tokens, learned = relocated_documents.tails(self.model, rows, source.rng)
             target = tokens[learned]
             logits = self.model.lm_head(states[:, :-1][learned[:, 1:]])
         self._count("latest elsewhere", logits.argmax(-1) == target)

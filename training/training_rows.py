@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from training import bpe, tasks
-from training import relocated_documents as elsewhere
+from training import bpe, relocated_documents, tasks
 
 IGNORED = -100
 FACTS, FILLER = 6, 24  # full tasks: at most 12 documents, filler words in each
@@ -73,7 +72,7 @@ class Rows:
             learned[len(row) - 1] = row[-1]
         return Row(row, name, learned)
 
-    def latest_in_parts(self) -> elsewhere.Split:
+    def latest_in_parts(self) -> relocated_documents.Split:
         """Return statements about a few names, to be read in another order than their positions."""
         rng = self.rng
         if rng.random() < 0.5:
@@ -85,7 +84,7 @@ class Rows:
         for question, answer in zip(sample.questions, sample.answers, strict=True):
             tail += [self.ids["<|ask|>"], *self._encode(" " + question), *self._encode(" " + answer)]
             learned.append(len(tail) - 1)
-        return elsewhere.Split([[self.ids["<|bos|>"]], *documents], tail, learned)
+        return relocated_documents.Split([[self.ids["<|bos|>"]], *documents], tail, learned)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text).ids)

@@ -114,7 +114,7 @@ def kill_daemon(scene: Scene) -> Outcome:
     return _killed(scene, scene.node.crash_daemon)
 
 
-def kill_daemon_and_guardian(scene: Scene) -> Outcome:
+def kill_daemon_and_supervisor(scene: Scene) -> Outcome:
     """Kill daemon and supervisor; the node starts both again in a new interpreter."""
 
     def die() -> None:
@@ -322,7 +322,7 @@ def small_disk(folder: Path, size: str) -> Iterator[bool]:
 
 KINDS: dict[str, Callable[[Scene], Outcome]] = {
     "kill_daemon": kill_daemon,
-    "kill_daemon_and_guardian": kill_daemon_and_guardian,
+    "kill_daemon_and_supervisor": kill_daemon_and_supervisor,
     "stop_daemon": stop_daemon,
     "kill_client": kill_client,
     "stop_writer": stop_writer,

@@ -57,13 +57,13 @@ class Keeping(AtDoor):
             raise FailedPrecondition("this daemon has no remote tier; start it with --remote")
         with self.stream(context, "Carry", caller_budgets.CARRIERS):
             if request.direction == pb.CARRY_DIRECTION_TO_REMOTE:
-                steps = remote.carrying.push([chunk async for chunk in self.store.walks.all_of(root)])
+                steps = remote.transfer.push([chunk async for chunk in self.store.bulk.iter_chunks(root)])
             elif request.direction == pb.CARRY_DIRECTION_FROM_REMOTE:
                 request_validation.check_descriptor(request.descriptor)
                 if keys.namespace_id(request.descriptor) != request.namespace:
                     raise InvalidRequest("the descriptor is not the namespace's; send that of one of its workers")
                 tenant = keys.tenant_id(request.tenant_salt)
-                steps = remote.carrying.pull(root, tenant, Geometry.of(request.descriptor))
+                steps = remote.transfer.pull(root, tenant, Geometry.of(request.descriptor))
             else:
                 raise InvalidRequest("direction is not set; it must be TO_REMOTE or FROM_REMOTE")
             async with aclosing(steps) as told:  # type: ignore[type-var]
@@ -88,7 +88,7 @@ class Keeping(AtDoor):
             root = b""
         if len(request.page_token) not in (0, 2 * HASH_BYTES):
             raise InvalidRequest(f"page_token has {len(request.page_token)} bytes; use that of the previous answer")
-        chunks = self.store.walks.page(root, request.page_token, size + 1)
+        chunks = self.store.bulk.page(root, request.page_token, size + 1)
         if request.with_tokens:
             ends = accumulate(c.tokens for c in chunks)
             size = min(size, max(1, sum(end <= _LISTED_TOKENS for end in ends)))

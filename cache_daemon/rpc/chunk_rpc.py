@@ -13,11 +13,11 @@ from kvsidecar.errors import Context, UnknownSession
 from cache_daemon.rpc import request_validation
 from cache_daemon.rpc.call_wrapper import cancelled_later, unary
 from cache_daemon.rpc.servicer_base import AtDoor
-from cache_daemon.store.commit import Reserved
+from cache_daemon.store.commit import ReserveResult
 from cache_daemon.store.lookup import MatchResult
-from cache_daemon.store.prefix_index import Found
-from cache_daemon.store.sessions import named
-from cache_daemon.store.yield_timer import Turns
+from cache_daemon.store.prefix_index import MatchedChunk
+from cache_daemon.store.sessions import rename_handle
+from cache_daemon.store.yield_timer import YieldTimer
 
 # Long answers are put together in slices, between which others have their turn.
 _SLICE, _HEADERS = 512, 16
@@ -41,7 +41,7 @@ class Chunks(AtDoor):
             answer = pb.MatchResponse(matched_tokens=sum(n for _, n in found), epoch=self.store.epoch)
             for at in range(0, len(found), _SLICE):
                 await asyncio.sleep(0)
-                answer.matches.extend(c.match(n, 0) for c, n in found[at : at + _SLICE])
+                answer.matches.extend(c.to_match(n, 0) for c, n in found[at : at + _SLICE])
             return answer
         session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
         probes = request_validation.stretches_of(request.contents, len(request.token_ids))
@@ -58,14 +58,14 @@ class Chunks(AtDoor):
         brought, window, until = (
             None,
             request.window,
-            self.store.terms.until(request_validation.ttl_of(request.ttl_seconds)),
+            self.store.ttl.deadline_of(request_validation.ttl_of(request.ttl_seconds)),
         )
         if cuts and self.store.remote is not None:
             window = 0
-            brought = await self.store.remote.bring(session, salt, ids, cuts, price, _patience(context), until)
+            brought = await self.store.remote.fetch(session, salt, ids, cuts, price, _patience(context), until)
         result = await self.store.match(session, salt, ids, probes, window, until)
         if result.lease_id:
-            result = replace(result, lease_id=named(session.leases, result.lease_id, name))
+            result = replace(result, lease_id=rename_handle(session.leases, result.lease_id, name))
             cancelled_later(context, lambda: self.store.release(session, [result.lease_id]))
         answer = await self._matched(result, with_offsets=session.shares_memory)
         if brought is not None:
@@ -82,23 +82,23 @@ class Chunks(AtDoor):
         session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
         request_validation.check_headers(request.headers)
         names = request_validation.reservations_of(request.reservation_ids, len(request.headers))
-        until = self.store.terms.until(request_validation.ttl_of(request.ttl_seconds))
+        until = self.store.ttl.deadline_of(request_validation.ttl_of(request.ttl_seconds))
         request_validation.room_for(
             "reservations of this session", len(session.reservations), request_validation.MAX_RESERVATIONS
         )
-        reserved: list[Reserved] = []
+        reserved: list[ReserveResult] = []
 
         def give_back() -> None:
             self.store.abort(session, [r.reservation_id for r in reserved if r.reservation_id])
 
-        turns = Turns()
+        turns = YieldTimer()
         try:
             for at in range(0, len(request.headers), _HEADERS):
                 headers = request.headers[at : at + _HEADERS]
                 for made, name in zip(self.store.reserve(session, salt, headers, until), names[at:], strict=False):
-                    reservation_id = named(session.reservations, made.reservation_id, name)
+                    reservation_id = rename_handle(session.reservations, made.reservation_id, name)
                     reserved.append(replace(made, reservation_id=reservation_id))
-                await turns.give_way()
+                await turns.maybe_yield()
                 if session.closed:
                     raise UnknownSession("the session ended while its request was served; call Attach again")
         except BaseException:
@@ -137,14 +137,14 @@ class Chunks(AtDoor):
                 await asyncio.sleep(0)
             # A message of Python's for each chunk would take longer than finding it.
             if with_offsets:
-                out.MergeFromString(b"".join([m.chunk.only_match() for m in whole[at : at + _SLICE]]))
+                out.MergeFromString(b"".join([m.chunk.encoded_match() for m in whole[at : at + _SLICE]]))
             else:
-                out.matches.extend(m.chunk.match(m.tokens, 0) for m in whole[at : at + _SLICE])
+                out.matches.extend(m.chunk.to_match(m.tokens, 0) for m in whole[at : at + _SLICE])
         place = _offset if with_offsets else _nowhere
         if last is not None:
-            out.matches.append(last.chunk.match(last.tokens, place(last)))
+            out.matches.append(last.chunk.to_match(last.tokens, place(last)))
         out.contents.extend(
-            pb.ContentMatch(start=start, match=m.chunk.match(m.tokens, place(m))) for start, m in result.contents
+            pb.ContentMatch(start=start, match=m.chunk.to_match(m.tokens, place(m))) for start, m in result.contents
         )
         return out
 
@@ -155,17 +155,17 @@ def _patience(context: Context) -> float:
     return _NO_HURRY_SECONDS if left is None else max(0.0, left * _SHARE_OF_PATIENCE)
 
 
-def _offset(match: Found) -> int:
+def _offset(match: MatchedChunk) -> int:
     slot = match.chunk.slot
     assert slot is not None, "a leased chunk has a slot"
     return slot.offset
 
 
-def _nowhere(_: Found) -> int:
+def _nowhere(_: MatchedChunk) -> int:
     return 0
 
 
-def _reservation(reserved: Reserved) -> pb.Reservation:
+def _reservation(reserved: ReserveResult) -> pb.Reservation:
     out = pb.Reservation(
         outcome=reserved.outcome, prefix_hash=reserved.prefix_hash, reservation_id=reserved.reservation_id
     )

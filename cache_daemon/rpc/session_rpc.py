@@ -47,7 +47,9 @@ class Attaching(AtDoor):
                     return
                 if self.principal_of(context) != session.owner:  # as a token that was revoked ends the session
                     raise PermissionDenied("what the caller may do has changed; call Attach again")
-                self.store.report(session, request_validation.check_beat(message.heartbeat, session.reported))
+                self.store.record_heartbeat(
+                    session, request_validation.check_beat(message.heartbeat, session.heartbeat_totals)
+                )
                 verdict = self.store.verdicts.get(session.namespace)
                 yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
         except TimeoutError:
@@ -95,8 +97,8 @@ class Attaching(AtDoor):
         if session.shares_memory:
             welcome.memory_socket = self.memory_socket
             welcome.arena.CopyFrom(self.store.arena.describe())
-            if self.store.summary is not None:
-                welcome.summary.CopyFrom(self.store.summary.describe())
+            if self.store.bloom_filter is not None:
+                welcome.summary.CopyFrom(self.store.bloom_filter.describe())
         return welcome
 
     @unary

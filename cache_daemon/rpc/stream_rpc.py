@@ -27,7 +27,7 @@ from cache_daemon.rpc import caller_budgets, request_validation
 from cache_daemon.rpc.call_wrapper import streaming, unary
 from cache_daemon.rpc.request_decoder import decoded
 from cache_daemon.rpc.servicer_base import AtDoor
-from cache_daemon.store.sessions import Hold, Session
+from cache_daemon.store.sessions import LeaseGuard, Session
 
 # A stream that stands still so long gives back what it holds.
 STALL_SECONDS = 10.0
@@ -48,8 +48,8 @@ class Streams(AtDoor):
         root = self.root(context, request.namespace, request.tenant_salt)
         chunk = self.store.find(root, request_validation.hash_of("prefix_hash", request.prefix_hash))
         with self.stream(context, "Fetch", caller_budgets.STREAMS):
-            async with self.store.reading(chunk) as payload:
-                await _send(context, chunk.whole_header(), payload)
+            async with self.store.open_chunk(chunk) as payload:
+                await _send(context, chunk.full_header(), payload)
         return
         yield  # what makes it a generator: answers are written with a deadline
 
@@ -58,11 +58,11 @@ class Streams(AtDoor):
         request_validation.at_most(
             "the number of prefix_hashes", len(request.prefix_hashes), request_validation.MAX_ITEMS
         )
-        chunks = session.leased(request.lease_id, request.prefix_hashes)
-        with self.stream(context, "Fetch", caller_budgets.STREAMS), Hold(chunks, self.store.tiers.unused):
+        chunks = session.leased_chunks(request.lease_id, request.prefix_hashes)
+        with self.stream(context, "Fetch", caller_budgets.STREAMS), LeaseGuard(chunks, self.store.tiers.on_released):
             for chunk in chunks:
                 self.session(context, request.session_id)  # one that has ended, or may no longer, is sent no more
-                await _send(context, chunk.header, await self.store.read(chunk))
+                await _send(context, chunk.header, await self.store.read_leased(chunk))
 
     @unary
     async def Store(self, request_iterator: AsyncIterator[pb.StoreRequest], context: Context) -> pb.StoreResponse:
@@ -71,7 +71,7 @@ class Streams(AtDoor):
         salt = self.salt(context, start.tenant_salt)
         request_validation.check_descriptor(start.descriptor)
         request_validation.check_headers([start.header])
-        until = self.store.terms.until(request_validation.ttl_of(start.ttl_seconds))
+        until = self.store.ttl.deadline_of(request_validation.ttl_of(start.ttl_seconds))
         with self.stream(context, "Store", caller_budgets.STREAMS):
             session = self.store.open_session(
                 "store", start.descriptor, keys.namespace_id(start.descriptor),
@@ -85,7 +85,7 @@ class Streams(AtDoor):
     async def _store(
         self, session: Session, salt: bytes, header: Any, until: float, messages: AsyncIterator[pb.StoreRequest]
     ) -> pb.StoreResponse:
-        with self.store.staged(session, salt, header, until) as reserved:
+        with self.store.scoped_reservation(session, salt, header, until) as reserved:
             if reserved.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED:
                 return pb.StoreResponse(prefix_hash=reserved.prefix_hash, already_stored=True)
             if reserved.staged is None:

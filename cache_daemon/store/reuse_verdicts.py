@@ -16,7 +16,7 @@ NOTE_PREFIX = b"verdict:"
 _WRITTEN_SECONDS = 10.0
 
 
-class Verdicts:
+class ReuseVerdicts:
     """Kept in memory, so that a heartbeat asks no disk, and as notes in the durable tier, if there is one."""
 
     def __init__(self, writer: DurableWriter | None) -> None:

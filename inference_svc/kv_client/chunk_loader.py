@@ -24,15 +24,15 @@ from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
 from inference_svc.context_reuse.reuse_policy import RecomputeSetting, ReusePolicy
 from inference_svc.context_reuse.rope_shift import Rotation
 from inference_svc.context_reuse.selectors.selector import recompute_cost
-from inference_svc.engine.kv_connector import Restored
+from inference_svc.engine.kv_connector import LoadResult
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.kv_client.cache_stats import CacheStats
 from inference_svc.kv_client.load_cost_model import LoadCostModel
 from inference_svc.kv_client.sequence_load import SequenceLoad
 from inference_svc.kv_client.window_plan import WindowPlan, load_layers, plan_window
-from inference_svc.kv_pool.block_table import NOWHERE
+from inference_svc.kv_pool.block_table import UNMAPPED
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
-from inference_svc.model_runner.layerwise_load import LayerGate
+from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 
 # Shorter chunks are not worth a seam.
 _MIN_RELOCATED_TOKENS = 8
@@ -67,7 +67,7 @@ class LoadPlan:
 
     lease_id: bytes
     copies: tuple[ChunkCopy, ...]
-    restored: Restored
+    restored: LoadResult
     lookup_seconds: float
 
 
@@ -163,7 +163,7 @@ class ChunkLoader:
             else ([], [])
         )
         parts += placed
-        restored = Restored(
+        restored = LoadResult(
             tokens=use.tokens,
             table=use.table,
             plan=ReusePlan(len(sequence.tokens), exact, tuple(stretches)) if stretches else None,
@@ -187,7 +187,7 @@ class ChunkLoader:
             if not load.wanted:
                 return
             if copied >= _MIN_LAYERWISE_TOKENS and session.transport.zero_copy:
-                gate = LayerGate(layers)
+                gate = LayerReadyEvent(layers)
                 load.report(replace(found.restored, gate=gate))
             group = _LAYER_GROUP if gate else layers
             groups = [range(first, min(first + group, layers)) for first in range(0, layers, group)]
@@ -258,7 +258,7 @@ class ChunkLoader:
                 slots = torch.from_numpy(use.table.slots(start, end))
                 # What the pool has already stays as it is; others may be reading it.
                 slots[: max(0, sequence.computed - start)] = pool.padding_slot
-                slots[slots == NOWHERE] = pool.padding_slot
+                slots[slots == UNMAPPED] = pool.padding_slot
                 out.append(ChunkCopy(match, slots, global_layers_only=not whole))
         return out
 

@@ -31,8 +31,8 @@ from kvsidecar.kv_transfer.error_policy import REFUSED_CODES
 from kvsidecar.kv_transfer.session import Session
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
-from inference_svc.engine.kv_connector import LoadDone, ProbeDone, Restored, SaveDone
-from inference_svc.engine.sequence import Sequence, State, StoredPrefix
+from inference_svc.engine.kv_connector import LoadCallback, LoadResult, ProbeCallback, SaveCallback
+from inference_svc.engine.sequence import Sequence, SequenceState, StoredPrefix
 from inference_svc.kv_client.cache_stats import CacheStats
 from inference_svc.kv_client.chunk_loader import ChunkLoader, LoadPlan
 from inference_svc.kv_client.chunk_saver import ChunkSaver, PartialSave
@@ -127,7 +127,7 @@ class DaemonConnector:
 
     # ---- loading --------------------------------------------------------------------------------------------
 
-    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
         # Of few missing tokens, fewer still would be found: the question alone costs as much as they do.
         least = 2 if not sequence.computed else _MIN_UNCACHED_TOKENS
         found = self._session(sequence)
@@ -182,7 +182,7 @@ class DaemonConnector:
                 self.stats.corrupt_chunks += deleted
                 log.error("a chunk was not finite and is deleted", request=sequence.id, chunk=prefix_hash.hex()[:16])
 
-    def probe(self, sequence: Sequence, done: ProbeDone) -> None:
+    def probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         found = self._session(sequence)
         if found is None or not sequence.cache.read:
             return
@@ -190,11 +190,11 @@ class DaemonConnector:
         if session.may_contain(root, sequence.tokens):
             self._probe_thread.submit(self._probe, sequence, done)
 
-    def _probe(self, sequence: Sequence, done: ProbeDone) -> None:
+    def _probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         """A Match without a session: nothing is leased. A failure is left to the load that follows."""
         daemon = self._daemons.get(sequence.realm.adapter)
         session = None if daemon is None else daemon.session
-        if daemon is None or session is None or sequence.state is not State.WAITING:
+        if daemon is None or session is None or sequence.state is not SequenceState.WAITING:
             return
         request = pb.MatchRequest(
             tenant_salt=sequence.cache.tenant_salt, token_ids=sequence.tokens, namespace=daemon.namespace
@@ -204,7 +204,7 @@ class DaemonConnector:
 
     # ---- storing --------------------------------------------------------------------------------------------
 
-    def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
+    def save(self, sequence: Sequence, pool: KVPool, done: SaveCallback) -> bool:
         if sequence.plan is None:
             computed = sequence.prompt_tokens - sequence.cached_tokens
             self._cost_model.record_prefill(computed, sequence.timings.prefill_ms / 1e3)
@@ -214,7 +214,7 @@ class DaemonConnector:
         tokens = sequence.reusable - sequence.stored.covered
         return self._queue_save(found[0], sequence, tokens, partial(self._save, sequence, pool, done))
 
-    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
+    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveCallback) -> bool:
         found = self._session(sequence)
         if found is None:
             return False
@@ -262,18 +262,18 @@ class DaemonConnector:
         self._finish_load(load)
 
     def _finish_load(self, load: SequenceLoad) -> None:
-        load.report(Restored())  # without effect where it was told more
+        load.report(LoadResult())  # without effect where it was told more
         self._loads.discard(load)
         load.finished.set()
 
-    def _save(self, sequence: Sequence, pool: KVPool, done: SaveDone, job: Job) -> None:
+    def _save(self, sequence: Sequence, pool: KVPool, done: SaveCallback, job: Job) -> None:
         stored: StoredPrefix | None = None
         with self._guard(sequence) as found:
             if found is not None:
                 stored = self._saver.save(*found, sequence, pool, partial(self._yield_to_loads, job))
         done(sequence, stored)
 
-    def _save_part(self, sequence: Sequence, part: PartialSave, done: SaveDone, job: Job) -> None:
+    def _save_part(self, sequence: Sequence, part: PartialSave, done: SaveCallback, job: Job) -> None:
         stored: StoredPrefix | None = None
         with self._guard(sequence) as found:
             if found is not None:

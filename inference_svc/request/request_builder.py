@@ -12,27 +12,27 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT
 
 from inference_svc.context_reuse.chunking import DocumentMarks
-from inference_svc.engine.detokenizer import TextStream
-from inference_svc.engine.sequence import Output, Sequence
+from inference_svc.engine.detokenizer import IncrementalDetokenizer
+from inference_svc.engine.sequence import Sequence, SequenceOutput
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request import request_options
 from inference_svc.sampling.sampling_params import SamplingParams
-from inference_svc.scheduling.pool_capacity import Room
-from inference_svc.spec_decode.speculation_mode import MOST_BRANCHES, Speculation
-from inference_svc.structured_output.grammar_compiler import Grammars
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.scheduling.pool_capacity import PoolCapacity
+from inference_svc.spec_decode.speculation_mode import MAX_BRANCHES, SpeculationMode
+from inference_svc.structured_output.grammar_compiler import GrammarCompiler
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.conversations import Conversations
-from inference_svc.tool_calls.prompt_messages import texts_of
-from inference_svc.tool_calls.tool_call_parser import CallParser
+from inference_svc.tool_calls.prompt_messages import chat_texts
+from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
 # A text with more characters for each token than this is unusual.
 _USUAL_CHARACTERS_PER_TOKEN, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
 _MODES = {
-    pb.SPECULATION_OFF: Speculation.OFF,
-    pb.SPECULATION_NGRAM: Speculation.NGRAM,
-    pb.SPECULATION_DRAFT: Speculation.DRAFT,
-    pb.SPECULATION_AUTO: Speculation.AUTO,
+    pb.SPECULATION_OFF: SpeculationMode.OFF,
+    pb.SPECULATION_NGRAM: SpeculationMode.NGRAM,
+    pb.SPECULATION_DRAFT: SpeculationMode.DRAFT,
+    pb.SPECULATION_AUTO: SpeculationMode.AUTO,
 }
 _MAX_ID, _MAX_SEPARATOR = 128, 64
 # A prompt that is cut to its end may be so many times what the context holds.
@@ -51,25 +51,25 @@ class RequestBuilder:
         speculate: str = "off",
         has_draft_model: bool = False,
         adapters: Mapping[str, LoraAdapter] | None = None,
-        room: Room | None = None,
+        room: PoolCapacity | None = None,
     ) -> None:
         """``speculate`` is what requests get that do not say; ``adapters`` can be asked for by name. ``room`` tells why
         the context is no longer, where it is not the model's."""
         self._adapters = adapters if adapters is not None else {}  # others come while requests run
-        self._room = room or Room(context_length, context_length, 0)
-        self._speculate, self._has_draft_model = Speculation(speculate), has_draft_model
+        self._room = room or PoolCapacity(context_length, context_length, 0)
+        self._speculate, self._has_draft_model = SpeculationMode(speculate), has_draft_model
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._context = context_length
         self._separator = document_separator
         self._vocabulary = int(loaded.config.vocab_size)
-        self._grammar_compiler = Grammars(self._tokenizer, self._vocabulary, loaded.stop_tokens)
+        self._grammar_compiler = GrammarCompiler(self._tokenizer, self._vocabulary, loaded.stop_tokens)
         self._conversations = Conversations(loaded.id, self._tokenizer, self._grammar_compiler, tool_call_parser)
         # No text of more characters than this fits: each token stands for at most as many as the longest one.
         self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def warm_up(self) -> None:
         """Does before the first request what would hold the GIL for seconds in the first one with a grammar."""
-        self._grammar_compiler.prepare()
+        self._grammar_compiler.warm_up()
 
     def checked_tokens(
         self,
@@ -202,18 +202,18 @@ class RequestBuilder:
         known = len(self._tokenizer)
         return str(self._tokenizer.decode([i for i in ids if i < known]))
 
-    def build(self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float) -> Sequence:
+    def build(self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float) -> Sequence:
         """A sequence ready to be submitted. Raises UnknownModel, PromptTooLong, InvalidRequest."""
         return self.tokenize(request, sink, arrived)(self.grammar_state(request))
 
-    def grammar_state(self, request: pb.GenerateRequest) -> Steering | None:
+    def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
         """Compiles what keeps the answer to a grammar, which may take seconds; None where nothing does. Raises
         InvalidRequest."""
-        return self._conversations.steering(request)
+        return self._conversations.grammar_state(request)
 
     def tokenize(
-        self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float
-    ) -> Callable[[Steering | None], Sequence]:
+        self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float
+    ) -> Callable[[GrammarState | None], Sequence]:
         """Tokenizes a request: returns what makes a sequence of it, given its ``steering``. Raises UnknownModel,
         PromptTooLong, InvalidRequest."""
         adapter = self.adapter(request.model)
@@ -235,7 +235,7 @@ class RequestBuilder:
         params = self.sampling(request.sampling, request.min_tokens)
         params.check(self._vocabulary)
         shown = request.show_special_tokens
-        text = TextStream(
+        text = IncrementalDetokenizer(
             self._tokenizer,
             strings,
             frozenset() if shown else ends,
@@ -299,7 +299,7 @@ class RequestBuilder:
             )
         return self._context - answer
 
-    def call_parser(self, request: pb.GenerateRequest) -> CallParser | None:
+    def call_parser(self, request: pb.GenerateRequest) -> ToolCallParser | None:
         """What reads calls of tools out of the answer's text; None where none is asked for."""
         return self._conversations.parser(request)
 
@@ -313,7 +313,7 @@ class RequestBuilder:
             sent["allowed_tokens"] = frozenset(given.allowed_tokens)
         return SamplingParams(**(self._loaded.sampling | sent), min_tokens=min_tokens)
 
-    def speculation(self, given: pb.Speculation.ValueType) -> Speculation:
+    def speculation(self, given: pb.Speculation.ValueType) -> SpeculationMode:
         """Who guesses for a request."""
         if given == pb.SPECULATION_UNSPECIFIED:
             return self._speculate
@@ -330,13 +330,13 @@ class RequestBuilder:
 
 def _branches(given: int) -> int | None:
     """How many branches of guesses a request asks for; None for as many as the worker is set to."""
-    if given > MOST_BRANCHES:
+    if given > MAX_BRANCHES:
         raise InvalidRequest(
-            f"speculation_branches is {given}; allowed are 1 to {MOST_BRANCHES}", param="speculation_branches"
+            f"speculation_branches is {given}; allowed are 1 to {MAX_BRANCHES}", param="speculation_branches"
         )
     return given or None
 
 
 def _prompt_texts(prompt: pb.Prompt) -> list[str]:
     """All that is to be tokenized, for counting; nothing of token ids."""
-    return [prompt.text, *texts_of(prompt.chat)]
+    return [prompt.text, *chat_texts(prompt.chat)]

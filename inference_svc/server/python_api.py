@@ -30,7 +30,7 @@ from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request
 from inference_svc.context_reuse.reuse_lab import ReuseLab
 from inference_svc.context_reuse.reuse_report import Report, Thresholds
 from inference_svc.context_reuse.verify import BUILT_IN, Question, Verifier, candidates, read_questions
-from inference_svc.engine.sequence import Finish, Output
+from inference_svc.engine.sequence import FinishReason, SequenceOutput
 from inference_svc.engine.sequence import Sequence as EngineSequence
 from inference_svc.kv_client.verdict_report import store_verdict
 from inference_svc.models.loader import quiet_transformers
@@ -40,7 +40,7 @@ from inference_svc.request.request_builder import RequestBuilder
 from inference_svc.server.runtime import Runtime, build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.tool_calls.call_response import FINISH, read_calls
-from inference_svc.tool_calls.tool_call_parser import CallParser
+from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
 _DAEMON_START_SECONDS = 30.0
 # How often a full queue is tried again.
@@ -268,7 +268,7 @@ class Engine:
 
     def _build(self, prompt: Prompt, options: Mapping[str, Any]) -> _Call:
         began = time.perf_counter()
-        outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        outputs: queue.SimpleQueue[SequenceOutput] = queue.SimpleQueue()
         request = to_request(prompt, **options)
         sequence = self._requests.build(request, outputs.put, began)
         sequence.timings.tokenize_ms = (time.perf_counter() - began) * 1e3
@@ -278,8 +278,8 @@ class Engine:
 @dataclass(frozen=True)
 class _Call:
     sequence: EngineSequence
-    outputs: queue.SimpleQueue[Output]
-    parser: CallParser | None
+    outputs: queue.SimpleQueue[SequenceOutput]
+    parser: ToolCallParser | None
     decode: Callable[[list[int]], str]
 
 
@@ -320,7 +320,7 @@ def _ended(
     text: str,
     calls: list[pb.ToolCall],
     logprobs: list[pb.TokenLogprob],
-    finish: Finish,
+    finish: FinishReason,
 ) -> Result:
     s, ended_by = call.sequence, last.WhichOneof("stopped_by")
     called = last.finish_reason == pb.FINISH_REASON_TOOL_CALLS

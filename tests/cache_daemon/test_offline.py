@@ -20,7 +20,7 @@ from cache_daemon import offline
 from cache_daemon.durable.lmdb_file import PageFile
 from cache_daemon.durable.survey import strict_survey
 from cache_daemon.remote.address import Credentials
-from cache_daemon.remote.archive_objects import uploaded
+from cache_daemon.remote.archive_objects import upload_on_exit
 from tests.cache_daemon.conftest import Peer, descriptor, store_file
 from tests.cache_daemon.operators import COMMAND, on_store
 
@@ -206,7 +206,7 @@ def test_a_folder_without_room_for_an_archive_is_named(tmp_path: Path) -> None:
     url = "s3://key@bucket/warm.kv?endpoint=http://127.0.0.1:1"
 
     def write() -> None:
-        with uploaded(url, lambda: Credentials("secret"), tmp_path) as file:
+        with upload_on_exit(url, lambda: Credentials("secret"), tmp_path) as file:
             file.write_bytes(bytes(2000))
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))

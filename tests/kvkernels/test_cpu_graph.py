@@ -67,7 +67,7 @@ class Blocks:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_it_gives_what_they_give_one_by_one(bits: int, threads: int) -> None:
     blocks, x = Blocks(3, bits), torch.randn(MOST, WIDTH)
-    whole = cpu_graph.CpuGraph(blocks.calls)
+    whole = cpu_graph.KernelGraph(blocks.calls)
     for rows in (1, 4, 7, MOST, 2):
         want = blocks.one_by_one(x[:rows])
         for _ in range(3):
@@ -79,14 +79,14 @@ def test_it_gives_what_they_give_one_by_one(bits: int, threads: int) -> None:
 def test_rows_are_rounded_up_for_kernels_that_want_it_so() -> None:
     x, y = torch.randn(8, WIDTH), torch.zeros(8, 64)
     call = f32_gemm.gemm_call(x, f32_gemm.pack(torch.randn(64, WIDTH)), None, y)
-    cpu_graph.CpuGraph([KernelCall(call.kernel, call.job, call.held, rounded=4)]).run(5, 1)
+    cpu_graph.KernelGraph([KernelCall(call.kernel, call.job, call.held, rounded=4)]).run(5, 1)
     assert y.any(1).tolist() == [True] * 8
 
 
 def test_threads_that_get_no_core_hold_nobody_up_for_good() -> None:
     """Many more threads than cores, and others that want them: the same bits, however late each of them comes."""
     blocks, x = Blocks(8, 8), torch.randn(MOST, WIDTH)
-    whole, want, stop = cpu_graph.CpuGraph(blocks.calls), blocks.one_by_one(x), threading.Event()
+    whole, want, stop = cpu_graph.KernelGraph(blocks.calls), blocks.one_by_one(x), threading.Event()
 
     def want_a_core() -> None:
         while not stop.is_set():
@@ -111,4 +111,4 @@ def test_without_kernels_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_graph, "loaded_library", lambda: cpu_library.LoadedLibrary(None, "this CPU has none of them")
     )
     with pytest.raises(RuntimeError, match="this CPU has none"):
-        cpu_graph.CpuGraph([])
+        cpu_graph.KernelGraph([])

@@ -12,10 +12,14 @@ from transformers import AutoModelForCausalLM
 from inference_svc.context_reuse.reuse_lab import ReuseLab
 from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.models.loader import DEMO_MODEL, load
-from training import relocated_documents as elsewhere
+from training import relocated_documents
 
-ROW = elsewhere.Split([[1], [5, 300, 301, 302], [5, 400, 401], [5, 500, 501, 502, 503]], [6, 300, 301, 302], [2, 3])
-LONGER = elsewhere.Split([[1], [5, 600] * 3, [5, 601], [5, 602]], [6, 600, 601, 602, 603], [1])
+ROW = relocated_documents.Split(
+    [[1], [5, 300, 301, 302], [5, 400, 401], [5, 500, 501, 502, 503]], [6, 300, 301, 302], [2, 3]
+)
+    [[1], [5, 300, 301, 302], [5, 400, 401], [5, 500, 501, 502, 503]], [6, 300, 301, 302], [2, 3]
+)
+LONGER = relocated_documents.Split([[1], [5, 600] * 3, [5, 601], [5, 602]], [6, 600, 601, 602, 603], [1])
 
 
 class Order(random.Random):
@@ -32,7 +36,7 @@ class Order(random.Random):
 def logits(order: list[int]) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     with torch.inference_mode():
-        hidden, tokens, learned = elsewhere.tails(model, [ROW, LONGER], Order(order))
+        hidden, tokens, learned = relocated_documents.tails(model, [ROW, LONGER], Order(order))
         assert tokens[0][learned[0]].tolist() == [301, 302]
         return model.lm_head(hidden[0, : len(ROW.tail)])
 

@@ -3,7 +3,7 @@
 The lowest layers are computed for all approximate tokens, exactly. Then the question is read once over the stored keys,
 and those tokens are computed again that some attention head looks at hard, with the token before each: a token that
 sums a statement up takes it from there (SnapKV, arXiv:2404.14469, pools scores over neighbours likewise). Measured
-against deviation, and against mixtures of both, in ``docs/decisions.md``.
+against deviation, and against mixtures of both, in ``docs/adr/027-guided-question-attention.md``.
 
 How many layers it takes is the model's: those that find what belongs together. ``kvsidecar verify`` measures ``guided``
 (2), ``guided_4`` and ``guided_8``, and keeps the first that passes.

@@ -181,7 +181,7 @@ class Attention:
 
 
 class PreparedAttention:
-    """Attention calls with fixed buffers for a CpuGraph; ``set_batch`` selects the batch that they compute."""
+    """Attention calls with fixed buffers for a KernelGraph; ``set_batch`` selects the batch that they compute."""
 
     def __init__(self, pool: tuple[Tensor, Tensor], query: Tensor, out: Tensor) -> None:
         """``query`` and ``out`` are contiguous ``[rows, heads, dim]``, sized for the largest batch."""

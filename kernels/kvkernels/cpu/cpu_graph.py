@@ -41,7 +41,7 @@ def _kernel(library: KernelLibrary) -> Kernel:
     return library.kernel("cpu_graph", _Job)
 
 
-class CpuGraph:
+class KernelGraph:
     """Recorded kernel calls, replayed in order for any number of rows up to the recorded one."""
 
     def __init__(self, calls: Sequence[KernelCall]) -> None:

@@ -2,7 +2,7 @@
 
 A row's bits do not depend on the batch. Rounding follows the eager model: to the tensors' dtype after the normalization
 and after the activation, float32 inside. All tensors are contiguous and of one dtype, float32 or bfloat16, except
-weights and angles, which are float32. Each function returns a KernelCall, for ``run`` or a CpuGraph
+weights and angles, which are float32. Each function returns a KernelCall, for ``run`` or a KernelGraph
 (``kernels/cpu/norm_rope_silu.cpp``), and raises RuntimeError without kernels.
 """
 

@@ -114,7 +114,7 @@ import os
 from pathlib import Path
 from tests.cache_daemon.durable.chunks import *
 from tests.cache_daemon.durable.damage_child import stored_chains
-from cache_daemon.durable.tier import PutOutcome, ReadResult
+from cache_daemon.durable.durable_tier import PutOutcome, ReadResult
 folder = Path({str(tmp_path)!r})
 tier = opened(folder)
 os.truncate(folder / "data.mdb", 8192 * 16)

@@ -19,7 +19,7 @@ _SUPERSEDE = """
 import asyncio, sys
 from pathlib import Path
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.durable.writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import DurableWriter
 from tests.cache_daemon.durable.chunks import BUDGET, chunk, key_of
 
 async def main():
@@ -76,7 +76,7 @@ def test_superseding_never_loses_the_prefix(tmp_path: Path, seed: int) -> None:
 _COMPACT = """
 import sys
 from pathlib import Path
-from cache_daemon.durable.tier import WriteGroup
+from cache_daemon.durable.durable_tier import WriteGroup
 from tests.cache_daemon.durable.chunks import chunk, key_of, opened, store
 
 tier = opened(Path(sys.argv[1]))

@@ -78,7 +78,7 @@ STOPPED_WRITER = """
 import sys
 from pathlib import Path
 from tests.cache_daemon.conftest import Peer, payload_of
-from kvsidecar.runtime import socket_target
+from kvsidecar.process.runtime_dir import socket_target
 import grpc
 
 class There:

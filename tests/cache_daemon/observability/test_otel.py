@@ -69,7 +69,7 @@ async def traced(folder: Path) -> AsyncIterator[Traced]:
         telling = otel.over(providers)
         store = ChunkStore(
             MemoryArena(4 << 20), MemoryTier(), 1 << 20, POLICIES[DEFAULT], staging_bytes=1 << 20,
-            clock=FakeClock(), around=telling.work_span,
+            clock=FakeClock(), span=telling.work_span,
         )  # fmt: skip
         await store.start()
         bench = Bench(store, store._durable, FakeClock())  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ async def test_copies_and_reads_are_spans_within_their_call(tmp_path: Path) -> N
         assert spans["copy"].parent.span_id == spans["Commit"].context.span_id
         await store.settle()
         chunk = store.probe(t.bench.root(), keys.token_bytes(FIRST))[0][0]
-        assert chunk.on_disk is Residency.PRESENT
+        assert chunk.disk_state is Residency.PRESENT
         store.tiers._free_slot(chunk)
         found = await t.stub.Match(pb.MatchRequest(session_id=session.id, token_ids=FIRST))
         assert found.promoted_tokens == len(FIRST)

@@ -195,7 +195,7 @@ def test_the_verdict_switches_reuse_on_and_off(tmp_path: Path, capsys: pytest.Ca
 # Whether a first line came before anything was imported that takes time.
 _FIRST_LINE = """
 import os, sys
-from inference_svc.verify_command import main
+from inference_svc.server.verify_command import main
 class First:
     def write(self, text):
         os.write(1, f"{'torch' in sys.modules} {text}".encode())
