@@ -1,7 +1,7 @@
-"""What pyproject.toml cannot say: the wheel carries the kernels' sources, and libraries where they could be made.
+"""Build steps beyond pyproject.toml: the wheel contains kernel sources and compiled libraries.
 
-The CPU's are compiled now, by the machine's compiler or ziglang's; without one torch serves. The CUDA ones are not:
-without ``make kernels`` they are compiled by NVRTC when they are first used on a GPU.
+CPU kernels are compiled now, by the machine's compiler or ziglang's; without one torch's kernels serve. CUDA kernels
+are not: without ``make kernels`` NVRTC compiles them at first use on a GPU.
 """
 
 import runpy
@@ -18,7 +18,7 @@ CPU = runpy.run_path(str(HERE / "kernels" / "kvkernels" / "cpu" / "cpu_build.py"
 
 
 class BuildWithKernels(build_py):
-    """Compiles the CPU kernels; copies sources and libraries into the package, ``make kernels``' too if it was made."""
+    """Compiles the CPU kernels; copies sources and libraries into the package, CUDA libraries if they were built."""
 
     def run(self) -> None:
         super().run()
@@ -35,7 +35,7 @@ class BuildWithKernels(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """With libraries in it, a wheel is for this platform; loaded with ctypes, they suit every Python."""
+    """Wheel tag: libraries make the wheel platform-specific; loaded with ctypes, they fit every Python version."""
 
     def finalize_options(self) -> None:
         super().finalize_options()

@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.eviction_traces import BLOCK_TOKENS, KINDS, Line, Request, of_lines, read
 
 # Longest time to read, think and write; later requests count as new conversations.
-_MOST_PAUSE_SECONDS, _MOST_NEW_TOKENS = 600.0, 512
+_MAX_PAUSE_SECONDS, _MAX_NEW_TOKENS = 600.0, 512
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _azure(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
     """Read an Azure trace and infer conversations from lengths.
 
     The traces have no texts. A prompt counts as the next turn of a conversation if it is longer than an earlier one
-    with its answer by at most ``_MOST_NEW_TOKENS``, within ``_MOST_PAUSE_SECONDS``; the nearest in length. So reuse is
+    with its answer by at most ``_MAX_NEW_TOKENS``, within ``_MAX_PAUSE_SECONDS``; the nearest in length. So reuse is
     an upper bound given by the sizes.
     """
     talks: list[_Talk] = []
@@ -78,8 +78,8 @@ def _azure(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
     for row in csv.DictReader(file):
         at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
         tokens, answered = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-        talks = [talk for talk in talks if at - talk.at <= _MOST_PAUSE_SECONDS]
-        near = [talk for talk in talks if 0 < tokens - talk.tokens <= _MOST_NEW_TOKENS]
+        talks = [talk for talk in talks if at - talk.at <= _MAX_PAUSE_SECONDS]
+        near = [talk for talk in talks if 0 < tokens - talk.tokens <= _MAX_NEW_TOKENS]
         talk = min(near, key=lambda one: tokens - one.tokens, default=None)
         # Whole blocks are shared; the partial last block of the earlier prompt differs.
         ids = talk.ids[: talk.read // BLOCK_TOKENS] if talk is not None else []

@@ -20,7 +20,7 @@ from cache_daemon.eviction import Entry, EvictionPolicy
 from cache_daemon.eviction.prefill_cost import Worth
 
 _SMALL_SHARE = 0.1
-_MOST_USES = 3
+_MAX_USES = 3
 _USES_TO_STAY = 2
 
 
@@ -154,12 +154,12 @@ class S3Fifo:
             raise KeyError(f"{entry!r} is in the tier already")
         main = entry.key in self._ghosts
         self._ghosts.pop(entry.key, None)
-        held = self._held[entry] = _Queued(0, main, min(uses, _MOST_USES))
+        held = self._held[entry] = _Queued(0, main, min(uses, _MAX_USES))
         self._enqueue(entry, held)
 
     def touch(self, entry: Entry) -> None:
         held = self._held[entry]
-        held.uses = min(held.uses + 1, _MOST_USES)
+        held.uses = min(held.uses + 1, _MAX_USES)
 
     def park(self, entry: Entry) -> None:
         held = self._held[entry]

@@ -37,7 +37,7 @@ _WIDTH = {
     FieldDescriptor.CPPTYPE_UINT64: 64, FieldDescriptor.CPPTYPE_INT64: 63,
 }  # fmt: skip
 # Sessions are short: the most recent ones are probably open.
-_MOST_KNOWN, _NEWEST = 64, 4
+_MAX_KNOWN, _NEWEST = 64, 4
 NAMES = ("m", "fuzz")
 
 
@@ -56,7 +56,7 @@ class Known:
             self.note("tenant_salt", salt)
 
     def note(self, field: str, value: bytes) -> None:
-        self._bytes.setdefault(field, deque(maxlen=_MOST_KNOWN)).append(value)
+        self._bytes.setdefault(field, deque(maxlen=_MAX_KNOWN)).append(value)
 
     def take(self, field: str) -> bytes | None:
         """Return a value of this field, now and then one of another field."""
@@ -69,7 +69,7 @@ class Known:
         found = self._bytes.get(field)
         if not found:
             return None
-        newest = min(len(found), _NEWEST if self._rng.random() < 0.8 else _MOST_KNOWN)
+        newest = min(len(found), _NEWEST if self._rng.random() < 0.8 else _MAX_KNOWN)
         return found[-1 - self._rng.randrange(newest)]
 
     def learn(self, answer: Message) -> None:

@@ -1,4 +1,4 @@
-"""The simulated fleet: one node is what `benchmarks.eviction` replays, and more of them differ as they should."""
+"""Fleet simulation: one node equals ``benchmarks.eviction``; more nodes differ as expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo: what it plays where SmolLM2 cannot be had, and what its verdict rests on."""
+"""The demo without SmolLM2, and the demo's verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few seconds of a hostile guest beside a well-behaved client; ``python -m benchmarks.hostile`` is ten minutes."""
+"""A hostile guest for a few seconds; ``python -m benchmarks.hostile`` runs for ten minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quality on real text: its prompts, its oracle, its figures; with the built-in model, which takes seconds."""
+"""Real-text quality: prompts, oracle and figures, with the built-in model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of an hour's samples."""
+"""Thinned samples of an hour."""
 
 from __future__ import annotations
 

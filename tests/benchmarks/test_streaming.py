@@ -1,4 +1,4 @@
-"""The benchmark of streamed layers, at its smallest: a model that would fit."""
+"""Layer streaming benchmark at its smallest, with a model that would fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product of few rows gives oneDNN's bits, or leaves the work to oneDNN."""
+"""BF16 GEMV has oneDNN's bits, or oneDNN computes the product."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def two_threads() -> Iterator[None]:
 
 
 def wide(*shape: int) -> Tensor:
-    """Values of very different sizes, whose sums depend on their order."""
+    """Return values of very different magnitudes, whose sums depend on the order."""
     return (torch.randn(*shape) * torch.exp2(torch.randint(-12, 13, shape).float())).bfloat16()
 
 

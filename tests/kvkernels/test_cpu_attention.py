@@ -1,4 +1,4 @@
-"""Attention on the CPU: right, and with the same bits however rows are put together."""
+"""CPU attention is correct and batch-invariant."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2}
 
 
 class Case:
-    """A sequence of ``keys`` tokens over shuffled pages, and queries at some of its positions."""
+    """Sequence of ``keys`` tokens over shuffled pages, and queries at some positions."""
 
     def __init__(
         self, dtype: torch.dtype, dim: int, heads: int, kv_heads: int, keys: int, positions: NDArray[np.int64]
@@ -38,7 +38,7 @@ class Case:
     def attend(
         self, first: int = 0, end: int | None = None, window: int | None = None, cap: float | None = None
     ) -> Tensor:
-        """The rows ``first`` to ``end`` by the kernel."""
+        """Compute the rows ``first`` to ``end`` by the kernel."""
         query, positions = self.query[first:end].contiguous(), self.positions[first:end].copy()
         out = torch.full_like(query, float("nan"))
         rows = [SequenceRows(0, len(query), self.pages[: num_pages(int(positions[-1]) + 1)])]
@@ -56,7 +56,7 @@ class Case:
         return self.query.shape[1] // self.keys.shape[1]
 
     def weights(self, window: int | None = None, cap: float | None = None) -> Tensor:
-        """Probabilities ``[heads, rows, keys]``."""
+        """Return probabilities ``[heads, rows, keys]``."""
         k = self.keys[LAYER][:, self.slots].double().repeat_interleave(self.per_kv, 0)
         scores = torch.einsum("rhd,hkd->hrk", self.query.double(), k) * self.query.shape[2] ** -0.5
         if cap is not None:
@@ -211,7 +211,7 @@ def test_what_lies_behind_a_row_does_not_matter(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [1, 40, 64, 100])
 @pytest.mark.parametrize("rows", [1, 40])
 def test_what_lies_before_a_window_does_not_matter(dtype: torch.dtype, window: int, rows: int) -> None:
-    """The pages there may have been given to others, whose damage must not get in."""
+    """Pages before the window may be reused by other sequences, whose NaN must not leak."""
     case = Case(dtype, 64, 4, 2, 300, last(rows, 300))
     before = case.attend(window=window)
     unseen = case.slots[: 300 - rows - window + 1]

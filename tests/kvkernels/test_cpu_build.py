@@ -1,4 +1,4 @@
-"""The CPU kernels are compiled where that is possible, say so where it is not, and are right on other architectures."""
+"""Build of the CPU kernels: fallbacks, messages, and correctness on other architectures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-m
 
 
 def compile_check(command: Sequence[str], folder: Path, *flags: str) -> Path:
-    """The check and the kernels as one program; files are compiled beside each other."""
+    """Compile the check and the kernels to one program, in parallel."""
     sources, program = cpu_build.sources(), folder / "check"
     objects = [str(folder / f"{name}.o") for name in ("check", *cpu_build.KERNELS)]
 
@@ -45,7 +45,7 @@ def run_check(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
-    """Pairs of bfloat16 as on CPUs with units for them, here by other instructions."""
+    """Includes the bfloat16 pairs of CPUs with such units, emulated."""
     if not (gxx := shutil.which("g++")) or not cpu_library.usable_variants():
         pytest.skip("no g++, or a CPU without a variant of the kernels")
     variant = cpu_build.variants()[cpu_library.usable_variants()[0]]
@@ -60,7 +60,7 @@ def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
 
 
 def cross_compiler(architecture: str) -> list[str] | None:
-    """A compiler for another architecture: GNU's, or ziglang."""
+    """Return a compiler for another architecture: GNU's, or ziglang."""
     if found := shutil.which(f"{architecture}-linux-gnu-g++"):
         return [found, "-static"]
     if importlib.util.find_spec("ziglang") is not None:

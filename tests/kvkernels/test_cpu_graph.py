@@ -1,4 +1,4 @@
-"""Kernels in one call give what they give one by one, whoever comes late."""
+"""A kernel graph gives the results of separate calls, also with late threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkernels.cpu.cpu_library import KernelCall
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not cpu_library.usable_variants(), reason="no variant of the kernels runs here")
-WIDTH, INNER, MOST = 320, 640, 30
+WIDTH, INNER, MAX_ROWS = 320, 640, 30
 
 
 @pytest.fixture(params=cpu_library.usable_variants(), autouse=True)
@@ -31,19 +31,19 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Blocks:
-    """Feed-forward blocks, as a model has them, over buffers that stay."""
+    """Feed-forward blocks over fixed buffers."""
 
     def __init__(self, count: int, bits: int) -> None:
         torch.manual_seed(count)
-        self.hidden, self.normed, self.delta = (torch.zeros(MOST, WIDTH) for _ in range(3))
-        self.gate_up, self.gated = torch.zeros(MOST, 2 * INNER), torch.zeros(MOST, INNER)
+        self.hidden, self.normed, self.delta = (torch.zeros(MAX_ROWS, WIDTH) for _ in range(3))
+        self.gate_up, self.gated = torch.zeros(MAX_ROWS, 2 * INNER), torch.zeros(MAX_ROWS, INNER)
         self.calls: list[KernelCall] = []
         for i in range(count):
             norm = torch.rand(WIDTH)
             self.calls += [
-                cpu_rows.rms_norm(MOST, self.hidden, self.delta if i else None, norm, 1e-5, self.normed),
+                cpu_rows.rms_norm(MAX_ROWS, self.hidden, self.delta if i else None, norm, 1e-5, self.normed),
                 self._product(2 * INNER, WIDTH, bits, self.normed, self.gate_up),
-                cpu_rows.silu_and_mul(MOST, self.gate_up, self.gated),
+                cpu_rows.silu_and_mul(MAX_ROWS, self.gate_up, self.gated),
                 self._product(WIDTH, INNER, bits, self.gated, self.delta),
             ]
 
@@ -66,9 +66,9 @@ class Blocks:
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_it_gives_what_they_give_one_by_one(bits: int, threads: int) -> None:
-    blocks, x = Blocks(3, bits), torch.randn(MOST, WIDTH)
+    blocks, x = Blocks(3, bits), torch.randn(MAX_ROWS, WIDTH)
     whole = cpu_graph.KernelGraph(blocks.calls)
-    for rows in (1, 4, 7, MOST, 2):
+    for rows in (1, 4, 7, MAX_ROWS, 2):
         want = blocks.one_by_one(x[:rows])
         for _ in range(3):
             blocks.hidden[:rows] = x[:rows]
@@ -84,8 +84,8 @@ def test_rows_are_rounded_up_for_kernels_that_want_it_so() -> None:
 
 
 def test_threads_that_get_no_core_hold_nobody_up_for_good() -> None:
-    """Many more threads than cores, and others that want them: the same bits, however late each of them comes."""
-    blocks, x = Blocks(8, 8), torch.randn(MOST, WIDTH)
+    """Oversubscribed threads, competing for cores, give the same bits."""
+    blocks, x = Blocks(8, 8), torch.randn(MAX_ROWS, WIDTH)
     whole, want, stop = cpu_graph.KernelGraph(blocks.calls), blocks.one_by_one(x), threading.Event()
 
     def want_a_core() -> None:
@@ -98,7 +98,7 @@ def test_threads_that_get_no_core_hold_nobody_up_for_good() -> None:
     try:
         for _ in range(20):
             blocks.hidden[:] = x
-            whole.run(MOST, 4 * (os.cpu_count() or 1))
+            whole.run(MAX_ROWS, 4 * (os.cpu_count() or 1))
             assert torch.equal(blocks.delta, want)
     finally:
         stop.set()

@@ -1,4 +1,4 @@
-"""Building the CUDA kernels without a GPU, and choosing among what was built."""
+"""Build of the CUDA kernels without a GPU, and kernel selection."""
 
 import json
 from pathlib import Path

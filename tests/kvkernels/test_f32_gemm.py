@@ -1,4 +1,4 @@
-"""Products in float32 with weights at 16 bits: the reference's bits in every variant, batch and width."""
+"""Float32 GEMM: the reference's bits in every variant, batch and storage format."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_was_quantized_is_kept_as_its_codes(kind: str, shape: tuple[int, in
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_scales_are_found_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each guess is a pass over the weight, and what no guess is right for is passed again and again."""
+    """Each candidate is a pass over the weight; a group without a match is retried for each."""
     monkeypatch.setattr(code_recovery, "_TRIED", 16)
     weight = written_out(torch.randn(1030, 256), kind)
     found = code_recovery.recover_codes(weight)
@@ -116,7 +116,7 @@ def test_the_scales_are_found_at_once(kind: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kind", [*KINDS, "several"])
 def test_what_is_found_is_what_plain_torch_finds(kind: str, bits: int) -> None:
-    """The same codes, scales and bases by the same guesses, or none where torch has none."""
+    """Same codes, scales and bases by the same candidates as the torch reference, or none."""
     weight = torch.cat([written_out(torch.randn(130, 64), k) for k in (KINDS if kind == "several" else (kind,))])
     weight[3] = weight[5] = 0
     weight[7] = (torch.arange(64) % 16 - 8) * 3 * 2.0**-24  # a scale below the smallest normal half
@@ -136,7 +136,7 @@ def test_what_is_found_is_what_plain_torch_finds(kind: str, bits: int) -> None:
 
 @pytest.mark.parametrize(("steps", "zero", "kept"), [(7, 8, "coded4"), (15, 16, "coded8")])
 def test_scales_that_an_importance_matrix_made_smaller_are_found_too(steps: int, zero: int, kept: str) -> None:
-    """llama.cpp's quantizer with one (``make_qx_quants``) may give the strongest number the code next to the last."""
+    """llama.cpp's quantizer with an importance matrix (``make_qx_quants``) may shrink the scale by one step."""
     drawn = torch.randint(zero - steps, zero + steps + 1, (64, 8, code_recovery.GROUP))
     drawn[:, :, 0] = zero - steps
     scales = torch.rand(64, 8, 1).half().float()
@@ -169,6 +169,6 @@ def test_numbers_beyond_all_codes_stay_themselves(number: float) -> None:
 
 
 def written_out(weight: torch.Tensor, kind: str) -> torch.Tensor:
-    """A weight as its GGUF file gives it, by ggml's own reference."""
+    """Return a weight dequantized from its GGUF file by ggml's own reference."""
     kinds = GGMLQuantizationType[kind]
     return torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), kinds), kinds))

@@ -1,4 +1,4 @@
-"""The compiled chunk kernels against the torch reference, and both against what quantization may lose."""
+"""Compiled KV packing against the torch reference, and the quantization error of both."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ TYPES = {torch.float32: DATA_TYPE_FLOAT32, torch.bfloat16: DATA_TYPE_BFLOAT16}
 
 
 def pools(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values with an outlier channel and an outlier token, as real models have them."""
+    """Return keys and values with an outlier channel and an outlier token, as in real models."""
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(3, 2, 400, 32, generator=generator) for _ in range(2))
     keys[..., 5] *= 40
@@ -81,7 +81,7 @@ def test_compiled_and_reference_write_the_same_bytes(dtype: torch.dtype, bits: i
 
 
 def test_the_axes_matter() -> None:
-    """One outlier channel must not cost the other channels their precision (swapped axes would)."""
+    """One outlier channel must not cost other channels precision, as swapped axes would."""
     keys, values = pools(torch.float32)
     header = new_header(Geometry(3, 2, 32, DATA_TYPE_FLOAT32, 8), list(range(128)), 128)
     payload = memoryview(bytearray(header.payload_bytes))
@@ -99,7 +99,7 @@ def test_the_axes_matter() -> None:
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("rotary", [32, 8])
 def test_compiled_and_reference_rotate_alike(dtype: torch.dtype, bits: int, rotary: int) -> None:
-    """Some layers only, some channels only, the unquantized first tokens as well."""
+    """Some layers, some channels, and the unquantized sink tokens."""
     keys, values = pools(dtype, seed=3)
     header = new_header(Geometry(3, 2, 32, TYPES[dtype], bits), list(range(70)), 0)
     slots = torch.arange(9, 79)

@@ -1,4 +1,4 @@
-"""The operators: torch's own checks, and equality of reference and kernels (by the emulator)."""
+"""Custom operators: torch's opcheck, and equality of reference and kernels."""
 
 import pytest
 import torch

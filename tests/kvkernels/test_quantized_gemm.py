@@ -1,4 +1,4 @@
-"""Products with 4 and 8 bits: the reference's bits in every variant and batch, and as near as bytes are."""
+"""4-bit and 8-bit GEMM: the reference's bits in every variant and batch, and accuracy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def layer(outputs: int, inputs: int, bits: int, group: int) -> quantized_gemm.QuantizedWeight:
-    """Codes, scales and zeros of every size, the largest and smallest among them."""
+    """Return codes, scales and zeros of every magnitude, extremes included."""
     random = torch.Generator().manual_seed(outputs + inputs + bits)
     codes = torch.randint(0, 2**bits, (outputs, inputs), generator=random, dtype=torch.uint8)
     codes[0], codes[1] = 0, 2**bits - 1
@@ -33,7 +33,7 @@ def layer(outputs: int, inputs: int, bits: int, group: int) -> quantized_gemm.Qu
 
 
 def numbers(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Of very different sizes; the first row's are the largest that bytes hold."""
+    """Return values of very different magnitudes; the first row has the largest that bytes hold."""
     x = torch.randn(rows, inputs) * torch.exp2(torch.randint(-9, 10, (rows, inputs)).float())
     x[0] = x[0].sign() * 127
     return x.to(dtype)
@@ -76,7 +76,7 @@ def test_damage_stays_in_its_row_and_is_seen(bad: float) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_bytes_cost_little_beside_what_bits_do(bits: int) -> None:
-    """Against float64, of normally distributed numbers: relative to the products' own size."""
+    """Error against float64 for normally distributed values, relative to the products."""
     torch.manual_seed(2)
     weight, x = quantized_gemm.quantize(torch.randn(64, 896) * 0.02, bits, 64), torch.randn(40, 896)
     want = x.double() @ quantized_gemm.dequantize(weight).double().t()

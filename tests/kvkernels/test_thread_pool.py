@@ -1,4 +1,4 @@
-"""On which cores chunks are moved."""
+"""Core affinity of the threads that copy chunks."""
 
 from __future__ import annotations
 

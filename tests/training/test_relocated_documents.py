@@ -1,4 +1,4 @@
-"""Documents read in another order during training are what the laboratory's reuse without repair gives."""
+"""Relocated documents in training equal the lab's reuse without repair."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGER = relocated_documents.Split([[1], [5, 600] * 3, [5, 601], [5, 602]], [6, 
 
 
 class Order(random.Random):
-    """Draws one order."""
+    """Generator with one fixed order."""
 
     def __init__(self, order: list[int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Attention in float64 by its definition, and rows to try it on."""
+"""Attention in float64 by definition, and test cases."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class Case:
         return torch.randn(shape, generator=g).to(self.dtype), torch.randn(shape, generator=g).to(self.dtype)
 
     def positions(self) -> list[Tensor]:
-        """Of each sequence's rows: its last, or anywhere."""
+        """Return each sequence's positions: its last ones, or scattered."""
         out = []
         for rows, keys in self.sequences:
             anywhere = torch.randperm(keys, generator=self.generator())[:rows].sort().values
@@ -55,7 +55,10 @@ class Case:
 def attention(
     query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int = 0, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """``query [rows, heads, dim]``, keys and values ``[kv_heads, keys, dim]``: output, and log-sum-exp."""
+    """Compute attention by definition: output and log-sum-exp.
+
+    ``query [rows, heads, dim]``, keys and values ``[kv_heads, keys, dim]``.
+    """
     group = query.shape[1] // keys.shape[0]
     q, k, v = query.double(), keys.double().repeat_interleave(group, 0), values.double().repeat_interleave(group, 0)
     scores = torch.einsum("rhd,hkd->hrk", q, k) * scale

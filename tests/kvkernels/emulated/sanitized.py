@@ -1,4 +1,4 @@
-"""Runs in a process with the address sanitizer in it: ``python -m tests.kvkernels.emulated.sanitized LIBRARY``."""
+"""Kernel tests under the address sanitizer: ``python -m tests.kvkernels.emulated.sanitized LIBRARY``."""
 
 import sys
 from pathlib import Path

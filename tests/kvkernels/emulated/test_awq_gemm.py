@@ -1,4 +1,4 @@
-"""W4A16 products against AutoAWQ's format by its definition."""
+"""W4A16 GEMM against AutoAWQ's format by definition."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.kvkernels.emulated.oracle import TOLERANCE
 
 
 def layer(inputs: int, outputs: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random weights in AutoAWQ's GEMM format."""
+    """Return random weights in AutoAWQ's GEMM format."""
     g = torch.Generator().manual_seed(inputs + outputs + group)
     words = torch.randint(-(2**31), 2**31, (inputs, outputs // 8), generator=g).to(torch.int32)
     zeros = torch.randint(-(2**31), 2**31, (inputs // group, outputs // 8), generator=g).to(torch.int32)

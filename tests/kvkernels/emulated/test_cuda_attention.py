@@ -1,4 +1,4 @@
-"""Attention kernels, as they are compiled for GPUs, against attention by its definition in float64."""
+"""CUDA attention kernels against attention by definition in float64."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ STORED = {torch.float16: DATA_TYPE_FLOAT16, torch.bfloat16: DATA_TYPE_BFLOAT16}
 def run_in_pool(
     emulated: Emulated, case: Case, splits: int | None = None, paged: int = 0, window: int = 0, softcap: float = 0.0
 ) -> None:
-    """Sequences one after the other in a pool, in one piece or in pages, and the same by definition."""
+    """Check sequences in a pool, contiguous or paged, against attention by definition."""
     gap, slots, first = 5, 0, []
     for _, count in case.sequences:
         first.append(slots + gap)
@@ -111,7 +111,7 @@ def test_volta_takes_its_fragments_by_shuffles(
 def quantized(
     case: Case, lengths: list[int], bits: int, layers: int = 2
 ) -> tuple[list[tuple[ChunkHeader, memoryview, int]], Tensor, Tensor]:
-    """Chunks of one sequence, and the keys and values ``[layers, kv_heads, tokens, dim]`` that they hold."""
+    """Return chunks of one sequence and their keys and values ``[layers, kv_heads, tokens, dim]``."""
     total = sum(lengths)
     keys, values = (torch.randn(layers, case.kv_heads, total, case.dim, generator=case.generator()) for _ in range(2))
     keys, values = keys.to(case.dtype), values.to(case.dtype)
@@ -148,7 +148,7 @@ def test_quantized_chunks_are_read_as_they_lie(emulated: Emulated, dtype: torch.
 
 
 def test_chunks_and_pool_are_attended_as_one(emulated: Emulated) -> None:
-    """A prefix in the arena, the question in the pool: parts are combined by their log-sum-exp."""
+    """A prefix in the arena and the question in the pool: parts are merged by log-sum-exp."""
     case = Case(((20, 20),), 4, 2, 64, torch.float16)
     chunks, keys, values = quantized(case, [100, 61], 8, layers=1)
     fresh_k, fresh_v = case.keys_values(20)

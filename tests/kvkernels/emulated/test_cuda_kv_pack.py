@@ -1,4 +1,4 @@
-"""Chunk kernels against the torch reference: the same bytes."""
+"""KV packing kernels against the torch reference: equal bytes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tests of the tests: bugs that GPU programmers make are put into the sources, and the suite must see them."""
+"""Tests of the tests: typical GPU bugs are planted, and the suite must detect them."""
 
 import shutil
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tests.kvkernels.emulated.test_cuda_attention import run_in_pool
 
 @dataclass(frozen=True)
 class Bug:
-    """``wrong`` in the place of ``right``, which stands in a file once."""
+    """Replacement of ``right``, which occurs once in a file, by ``wrong``."""
 
     name: str
     file: str
