@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report, workload
-from benchmarks.systems.arms import Arm, arms_of
+from benchmarks.systems.arms import EngineArm, arms_of
 from benchmarks.systems.checkpoint import dtype_of, folder_of
 from benchmarks.systems.engine import Answer
 
@@ -58,7 +58,7 @@ class Agent:
         self.turns = [summary, *self.turns[-kept:]]
 
 
-class Read:
+class ReadHistory:
     """Sequences that an arm has read, for the ideal reuse."""
 
     def __init__(self, block: int) -> None:
@@ -85,7 +85,7 @@ def _common(a: list[int], b: list[int]) -> int:
 
 
 @dataclass(frozen=True)
-class Asked:
+class MeasuredRequest:
     """One measured request."""
 
     prompt_tokens: int
@@ -94,20 +94,20 @@ class Asked:
 
 
 @dataclass
-class Step:
+class ClientStep:
     """One simultaneous request of all clients."""
 
     kind: str
-    asked: list[Asked]
+    asked: list[MeasuredRequest]
     seconds: float
 
 
-class Side:
+class ArmRun:
     """One arm with its agents and measured steps."""
 
-    def __init__(self, arm: Arm, beginning: list[int], clients: int) -> None:
+    def __init__(self, arm: EngineArm, beginning: list[int], clients: int) -> None:
         self.arm, self.agents = arm, [Agent(beginning) for _ in range(clients)]
-        self._read, self.steps = Read(arm.block), list[Step]()
+        self._read, self.steps = ReadHistory(arm.block), list[ClientStep]()
 
     def step(self, kind: str, said: list[list[int]], options: argparse.Namespace) -> None:
         """Send one request per agent, concurrently. ``said``: each agent's new message or tool result."""
@@ -126,19 +126,19 @@ class Side:
         found = []
         for agent, new, prompt, answer, ideal in zip(self.agents, said, prompts, answers, ideals, strict=True):
             self._read.add(prompt, answer.ids)
-            found.append(Asked(len(prompt), answer, ideal))
+            found.append(MeasuredRequest(len(prompt), answer, ideal))
             if kind == "compact":
                 agent.compact(answer.ids, options.kept_turns)
             else:
                 agent.turns.append(new + answer.ids)
-        self.steps.append(Step(kind, found, seconds))
+        self.steps.append(ClientStep(kind, found, seconds))
 
     def rows(self) -> list[dict[str, Any]]:
         kinds = {kind: [s for s in self.steps if s.kind == kind] for kind in KINDS}
         kinds["all"] = [s for s in self.steps if s.kind != "first"]
         return [self._row(kind, steps) for kind, steps in kinds.items() if steps]
 
-    def _row(self, kind: str, steps: list[Step]) -> dict[str, Any]:
+    def _row(self, kind: str, steps: list[ClientStep]) -> dict[str, Any]:
         asked = [one for step in steps for one in step.asked]
         tokens = sum(one.prompt_tokens for one in asked)
         times = [one.answer.ttft_ms for one in asked]
@@ -182,7 +182,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         arms, missing = arms_of(options, stack, scratch, model, dtype_of(options.model, options.dtype), longest)
         for why in missing:
             report.console.print(f"[yellow]{why}[/yellow]")
-        sides = [Side(arm, beginning, options.clients) for arm in arms]
+        sides = [ArmRun(arm, beginning, options.clients) for arm in arms]
         progress.update(task, total=len(steps) * len(sides))
         for i, kind in enumerate(steps):
             progress.update(task, description=kind)

@@ -25,7 +25,7 @@ RemoteWrite = Literal["second-use", "all", "never"]
 
 
 @dataclass(frozen=True)
-class Costs:
+class MeasuredCosts:
     """Measured costs. Computing a token takes ``token_seconds``, plus ``pair_seconds`` for each token before it."""
 
     token_seconds: float
@@ -44,7 +44,7 @@ class Costs:
         return self.round_trip_seconds + self.fetch_seconds * tokens
 
 
-class Remote:
+class RemoteTier:
     """Remote tier of unlimited size; values are written at their second use, at once, or never."""
 
     def __init__(self, write: RemoteWrite, token_bytes: int) -> None:
@@ -72,7 +72,7 @@ class Remote:
 
 
 @dataclass
-class Outcome:
+class SimulationResult:
     """Result of a trace."""
 
     prompt_tokens: int = 0
@@ -91,7 +91,13 @@ class Fleet:
     """Simulated fleet. ``capacity_blocks`` is per node; ``remote`` may be None."""
 
     def __init__(
-        self, nodes: int, capacity_blocks: int, costs: Costs, remote: Remote | None, routing: Routing, seed: int
+        self,
+        nodes: int,
+        capacity_blocks: int,
+        costs: MeasuredCosts,
+        remote: RemoteTier | None,
+        routing: Routing,
+        seed: int,
     ) -> None:
         self._costs, self._remote, self._routing = costs, remote, routing
         self._tiers = [Tier(POLICIES[DEFAULT](), capacity_blocks) for _ in range(nodes)]
@@ -99,9 +105,9 @@ class Fleet:
         self._standings = [Standing(str(i), 0.0) for i in range(nodes)]
         self._ends: list[tuple[float, int]] = []  # current requests of a node
         self._ring = Ring(standing.name for standing in self._standings)
-        self._random, self._outcome = random.Random(seed), Outcome()
+        self._random, self._outcome = random.Random(seed), SimulationResult()
 
-    def run(self, arrivals: Sequence[Arrival], pace: float) -> Outcome:
+    def run(self, arrivals: Sequence[Arrival], pace: float) -> SimulationResult:
         """Serve the requests, stretched in time by ``pace``."""
         for arrival in arrivals:
             now = arrival.seconds * pace

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
-from benchmarks.cluster_nodes import Costs, Fleet, Outcome, Remote, Routing
+from benchmarks.cluster_nodes import Fleet, MeasuredCosts, RemoteTier, Routing, SimulationResult
 from benchmarks.cluster_traces import Arrival, arrivals
 from benchmarks.eviction_replay import replay
 from cache_daemon.eviction import DEFAULT, POLICIES
@@ -31,7 +31,7 @@ _MEASURED = (_RESULTS / "ttft-1k-2k-qwen2.5-0.5b.json", _RESULTS / "ttft-qwen2.5
 _QUICK_REQUESTS = 1500
 
 
-def costs_of(files: list[Path], gbit: float, latency_ms: float, token_bytes: int) -> Costs:
+def costs_of(files: list[Path], gbit: float, latency_ms: float, token_bytes: int) -> MeasuredCosts:
     """Fit costs to measured results.
 
     Computing is fitted to the arm ``nocache`` over its lengths, loading to ``exact``, fetching to ``remote_warm`` if a
@@ -54,7 +54,7 @@ def costs_of(files: list[Path], gbit: float, latency_ms: float, token_bytes: int
     if fetching:
         fetch = float(np.mean([seconds / n for n, seconds, _ in fetching]))
         each = int(np.mean([size / n for n, _, size in fetching])) or token_bytes
-    return Costs(token, pair, load, fetch, latency_ms / 1e3, each)
+    return MeasuredCosts(token, pair, load, fetch, latency_ms / 1e3, each)
 
 
 def _through_zero(columns: Any, seconds: Any) -> list[float]:
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             name = Path(trace).stem
             for nodes, routing, tier in arms:
                 progress.update(task, description=f"{name}, {nodes} nodes, {routing}, {tier}")
-                remote = Remote(options.remote_write, costs.token_bytes) if tier == "remote" else None
+                remote = RemoteTier(options.remote_write, costs.token_bytes) if tier == "remote" else None
                 fleet = Fleet(nodes, options.capacity_blocks, costs, remote, routing, options.seed)
                 outcome = fleet.run(found, _pace(found, costs, nodes, options.load))
                 progress.advance(task)
@@ -98,13 +98,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return report.write(options, "cluster_sim", rows, summary | _worth(rows))
 
 
-def _pace(found: list[Arrival], costs: Costs, nodes: int, load: float) -> float:
+def _pace(found: list[Arrival], costs: MeasuredCosts, nodes: int, load: float) -> float:
     """Return the time stretch at which computing all prompts keeps the nodes busy for ``load`` of it."""
     seconds = sum(costs.compute(0, arrival.request.tokens) for arrival in found)
     return seconds / load / nodes / max(1e-9, found[-1].seconds)
 
 
-def _row(outcome: Outcome, nodes: int, remote: Remote | None) -> dict[str, Any]:
+def _row(outcome: SimulationResult, nodes: int, remote: RemoteTier | None) -> dict[str, Any]:
     ttft = sorted(outcome.ttft_seconds)
     total = max(1, outcome.prompt_tokens)
     return {

@@ -57,7 +57,7 @@ def _mooncake(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
 
 
 @dataclass
-class _Talk:
+class _Conversation:
     """Conversation so far: tokens of its last prompt, of prompt and answer, and the ids of the prompt's blocks."""
 
     at: float
@@ -73,7 +73,7 @@ def _azure(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
     with its answer by at most ``_MAX_NEW_TOKENS``, within ``_MAX_PAUSE_SECONDS``; the nearest in length. So reuse is
     an upper bound given by the sizes.
     """
-    talks: list[_Talk] = []
+    talks: list[_Conversation] = []
     numbers = itertools.count()
     for row in csv.DictReader(file):
         at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
@@ -86,6 +86,6 @@ def _azure(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
         ids = ids + [next(numbers) for _ in range(-(-tokens // BLOCK_TOKENS) - len(ids))]
         if talk is not None:
             talks.remove(talk)
-        talks.append(_Talk(at, tokens, tokens + answered, ids))
+        talks.append(_Conversation(at, tokens, tokens + answered, ids))
         if tokens:
             yield at, (tokens, ids)

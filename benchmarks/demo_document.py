@@ -33,7 +33,7 @@ console = report.console
 
 
 @dataclass
-class Asked:
+class QuestionAnswers:
     """Answers to every question, without the cache and with it."""
 
     plain: list[Completion] = field(default_factory=list)
@@ -62,9 +62,9 @@ def document() -> str:
     return DOCUMENT.read_text(encoding="utf-8").partition("-->")[2].strip()
 
 
-def play(node: Node, questions: tuple[str, ...] = QUESTIONS, answer_tokens: int = 40) -> Asked:
+def play(node: Node, questions: tuple[str, ...] = QUESTIONS, answer_tokens: int = 40) -> QuestionAnswers:
     """Ask the questions on a node of two workers, and kill worker 0 and the daemon in between."""
-    asked, worker, text = Asked(), 0, document()
+    asked, worker, text = QuestionAnswers(), 0, document()
     console.print(
         f"The document: {len(text.split()):,} words of PEP 13, which says how Python is governed. SmolLM2 is small "
         "(135 million weights) and often wrong. What counts here is that it says the same with the cache and without, "
@@ -103,7 +103,7 @@ def _show(question: str, plain: Completion, warm: Completion, worker: int) -> No
     )
 
 
-def verdict(asked: Asked) -> bool:
+def verdict(asked: QuestionAnswers) -> bool:
     """Print the result. True if every answer was equal and the document was computed once."""
     ok = all(asked.equal) and asked.reused > 0.9
     word = "[bold green]yes[/bold green]" if all(asked.equal) else "[bold red]NO[/bold red]"

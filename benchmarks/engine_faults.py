@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.engines import Draw, together
+from benchmarks.engines import TokenSource, together
 from benchmarks.node import Node
 from benchmarks.systems.checkpoint import folder_of
 from benchmarks.systems.engine import Engine, EngineDied, RequestFailed
-from benchmarks.systems.environments import Missing
-from benchmarks.systems.vllm_engines import Recipe, environment
+from benchmarks.systems.environments import EngineNotInstalled
+from benchmarks.systems.vllm_engines import EngineSettings, environment
 
 FAULTS = ("kill_engine_0", "kill_engine_1", "kill_daemon", "kill_daemon_and_supervisor")
 _CONTEXT, _ANSWER_TOKENS, _BLOCK = 512, 12, 32
@@ -84,15 +84,15 @@ class Load:
                 self.reasons.append(why)
 
 
-class Scene:
+class FaultScenario:
     """Engines, their daemon, and the expected answers."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsidecar-faults-")))
-        recipe = Recipe(
+        recipe = EngineSettings(
             environment(), scratch, folder_of(options.model, scratch), "float32", _CONTEXT, options.kv_bytes, eager=True
         )
-        draw = Draw(options.seed)
+        draw = TokenSource(options.seed)
         shared = draw(_SHARED)
         self.prompts = [shared + draw(_OWN + i) for i in range(options.prompts)]
         with recipe.plain(prefix_caching=False, block_size=_BLOCK) as plain:
@@ -139,8 +139,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack, report.progress() as progress:
         task = progress.add_task("starting vLLM", total=options.seconds)
         try:
-            scene = Scene(options, stack)
-        except Missing as why:
+            scene = FaultScenario(options, stack)
+        except EngineNotInstalled as why:
             report.console.print(f"[yellow]{why}[/yellow]")
             return report.write(options, "engine_faults", [], {"missing": str(why)})
         load = Load(scene.engines, scene.expected, scene.prompts, options.patience)
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _kill(
-    scene: Scene,
+    scene: FaultScenario,
     load: Load,
     options: argparse.Namespace,
     draw: random.Random,

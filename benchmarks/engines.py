@@ -30,8 +30,8 @@ from benchmarks import report
 from benchmarks.node import Node
 from benchmarks.systems.checkpoint import dtype_of, folder_of, lengths_of
 from benchmarks.systems.engine import Answer, Engine, EngineDied, RequestFailed
-from benchmarks.systems.environments import Missing
-from benchmarks.systems.vllm_engines import Recipe, environment
+from benchmarks.systems.environments import EngineNotInstalled
+from benchmarks.systems.vllm_engines import EngineSettings, environment
 
 PARTS = ("ttft", "overhead", "answers", "chat")
 QUESTION_TOKENS, _ANSWER_TOKENS = 32, 8
@@ -40,14 +40,14 @@ _OVERHEAD_TOKENS, _OVERHEAD_ANSWER, _TOGETHER, _TURNS = 512, 16, 4, 4
 _CHECKED_TOKENS, _CHAT_TURN_TOKENS, _CHAT_ANSWER_TOKENS = 256, 200, 60
 
 
-class Pair:
+class EnginePair:
     """vLLM without a connector, and vLLM with ours on a daemon."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsidecar-engines-")))
         place, model = environment(), folder_of(options.model, scratch)
         options.context_tokens = lengths_of(model, options.context_tokens, _ANSWER_TOKENS)
-        self.recipe = Recipe(
+        self.recipe = EngineSettings(
             place,
             scratch,
             model,
@@ -81,7 +81,7 @@ class Pair:
         self.ours.ask([7] * QUESTION_TOKENS, 2)
 
 
-class Draw:
+class TokenSource:
     """Source of unseen token ids."""
 
     def __init__(self, seed: int) -> None:
@@ -91,7 +91,7 @@ class Draw:
         return [self._rng.randrange(16, 4000) for _ in range(tokens)]
 
 
-class Times:
+class ArmTimes:
     """Times by arm and length, and whether the two engines agreed."""
 
     def __init__(self) -> None:
@@ -117,9 +117,11 @@ class Times:
         ]
 
 
-def ttft(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def ttft(
+    pair: EnginePair, options: argparse.Namespace, draw: TokenSource, step: Any
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Measure all arms over documents of every length."""
-    times = Times()
+    times = ArmTimes()
     lengths = [(context, i) for context in options.context_tokens for i in range(options.repeats)]
     documents = {at: draw(at[0] - QUESTION_TOKENS) for at in lengths}
 
@@ -155,7 +157,9 @@ def ttft(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tupl
     return times.rows(), summary
 
 
-def example(pair: Pair, documents: dict[Any, list[int]], draw: Draw, times: Times, step: Any) -> dict[str, Any]:
+def example(
+    pair: EnginePair, documents: dict[Any, list[int]], draw: TokenSource, times: ArmTimes, step: Any
+) -> dict[str, Any]:
     """Measure vLLM's example connector, which writes a document's files while the request waits.
 
     It alternates with vLLM's own cache, as our arms do, because the machine's speed drifts over hours.
@@ -179,7 +183,7 @@ def _last_line(why: Exception) -> str:
     return lines[-1].strip() if lines else type(why).__name__
 
 
-def overhead(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> dict[str, Any]:
+def overhead(pair: EnginePair, options: argparse.Namespace, draw: TokenSource, step: Any) -> dict[str, Any]:
     """Measure unique prompts, new ones for each engine.
 
     One at a time for TTFT; several concurrently, in a closed loop until everything is stored, for tokens per second.
@@ -220,7 +224,7 @@ def together(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list
         return [found.ids for found in pool.map(lambda prompt: engine.ask(prompt, tokens, together=size), prompts)]
 
 
-def answers(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> dict[str, Any]:
+def answers(pair: EnginePair, options: argparse.Namespace, draw: TokenSource, step: Any) -> dict[str, Any]:
     """Compare our answers with plain's: cold, and after a restart."""
     # Whole blocks and a token: only that token is computed of a cached prompt.
     shared = draw(_CHECKED_TOKENS // 2)
@@ -265,7 +269,9 @@ def answers(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> d
     }
 
 
-def chat(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def chat(
+    pair: EnginePair, options: argparse.Namespace, draw: TokenSource, step: Any
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Run a chat that continues in a new engine after a kill, before every second turn."""
     history: list[int] = []
     rows, same = [], True
@@ -298,12 +304,12 @@ def chat(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tupl
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
-    draw = Draw(options.seed)
+    draw = TokenSource(options.seed)
     with ExitStack() as stack, report.progress() as progress:
         task = progress.add_task("starting vLLM", total=None)
         try:
-            pair = Pair(options, stack)
-        except Missing as why:
+            pair = EnginePair(options, stack)
+        except EngineNotInstalled as why:
             report.console.print(f"[yellow]{why}[/yellow]")
             return report.write(options, "engines", [], {"missing": str(why)})
         progress.update(task, total=_steps(options))

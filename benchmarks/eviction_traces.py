@@ -86,7 +86,7 @@ def _lognormal(rng: random.Random, median: float, sigma: float, most: float) -> 
     return min(most, median * math.exp(rng.gauss(0.0, sigma)))
 
 
-class _Texts:
+class _TextIds:
     """Counter of text ids."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -96,7 +96,7 @@ class _Texts:
         return next(self._next), 1 + int(_lognormal(self.rng, median, sigma, most))
 
 
-def _chats(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
+def _chats(texts: _TextIds, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
     """Generate conversations: the next turn comes after reading and thinking time, if at all."""
     rng = texts.rng
     systems = [texts.text(900) for _ in range(4)]
@@ -105,7 +105,7 @@ def _chats(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Ite
         yield _chat(texts, at, [rng.choices(systems, weights=(8, 4, 2, 1))[0]], rng.betavariate(1.2, 1.5))
 
 
-def _chat(texts: _Texts, at: float, prompt: Prompt, goes_on: float) -> Iterator[Sent]:
+def _chat(texts: _TextIds, at: float, prompt: Prompt, goes_on: float) -> Iterator[Sent]:
     rng = texts.rng
     prompt = [*prompt, texts.text(2500, 1.3)]
     while True:
@@ -117,7 +117,7 @@ def _chat(texts: _Texts, at: float, prompt: Prompt, goes_on: float) -> Iterator[
         at += answer[1] / 40 + _lognormal(rng, 60, 1.0, 3600)
 
 
-def _documents(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
+def _documents(texts: _TextIds, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
     """Generate questions about documents of skewed popularity."""
     rng = texts.rng
     system = texts.text(1500)
@@ -129,7 +129,7 @@ def _documents(texts: _Texts, rate: float, begin: float, end: float) -> Iterator
         yield iter([(at, [system, document, texts.text(120)])])
 
 
-def _agents(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
+def _agents(texts: _TextIds, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
     """Generate tool-call loops over a growing context, which sometimes branches."""
     rng = texts.rng
     tools = [texts.text(5000, 0.4) for _ in range(3)]
@@ -138,7 +138,7 @@ def _agents(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[It
         yield _agent(texts, at, [rng.choice(tools), texts.text(1500)])
 
 
-def _agent(texts: _Texts, at: float, prompt: Prompt) -> Iterator[Sent]:
+def _agent(texts: _TextIds, at: float, prompt: Prompt) -> Iterator[Sent]:
     rng = texts.rng
     for _ in range(1 + int(rng.expovariate(1 / 8))):
         yield at, prompt
@@ -150,7 +150,7 @@ def _agent(texts: _Texts, at: float, prompt: Prompt) -> Iterator[Sent]:
         at += answer[1] / 40 + _lognormal(rng, 5, 1.0, 600)
 
 
-def _scans(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
+def _scans(texts: _TextIds, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
     """Generate batch jobs: long prompts that share instructions and never recur."""
     rng = texts.rng
     instructions = texts.text(700)
@@ -159,12 +159,12 @@ def _scans(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Ite
         yield iter([(at, [instructions, texts.text(9000, 0.7)])])
 
 
-_Source = Callable[[_Texts, float, float, float], Iterator[Iterator[Sent]]]
+_Source = Callable[[_TextIds, float, float, float], Iterator[Iterator[Sent]]]
 
 
 def _lines(seed: int, parts: list[tuple[_Source, float, float, float]]) -> Iterator[Line]:
     """Return the requests of all sources ``(source, clients per second, begin, end)`` in time order."""
-    texts = _Texts(random.Random(seed))
+    texts = _TextIds(random.Random(seed))
     waiting: list[tuple[float, int, Prompt, Iterator[Sent]]] = []
     ties = itertools.count()
     clients = heapq.merge(*(_begun(source(texts, *rest)) for source, *rest in parts), key=lambda c: c[0][0])

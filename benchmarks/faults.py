@@ -19,8 +19,8 @@ from typing import Any
 from kvsidecar.errors import KVSidecarError
 
 from benchmarks import report
-from benchmarks.chaos.attacks import KINDS, PROMPTS, Outcome, Scene, small_disk, until
-from benchmarks.chaos.victim_load import Load
+from benchmarks.chaos.attacks import KINDS, PROMPTS, FaultScenario, RoundOutcome, small_disk, until
+from benchmarks.chaos.victim_load import VictimLoad
 from benchmarks.node import Node
 from benchmarks.peer import Peer
 
@@ -41,7 +41,7 @@ def rounds_of(total: int) -> list[str]:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(options.seed)
-    found: dict[str, list[Outcome]] = defaultdict(list)
+    found: dict[str, list[RoundOutcome]] = defaultdict(list)
     reasons: list[str] = []
     todo = rounds_of(options.rounds)
     with report.progress() as progress:
@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             evicting = begin // _ROUNDS_OF_A_NODE % 2 == 1
             flags = {"heartbeat_ms": 200, "store_bytes": "4MiB" if evicting else "256MiB", "staging_bytes": "4MiB"}
             with Node(workers=0, arena_bytes="6MiB", daemon_flags=flags) as node:
-                load = Load(node, options.peers, PROMPTS, rng.randrange(1 << 30))
-                scene = Scene(node, load, rng, evicts=evicting)
+                load = VictimLoad(node, options.peers, PROMPTS, rng.randrange(1 << 30))
+                scene = FaultScenario(node, load, rng, evicts=evicting)
                 try:
                     for kind in todo[begin : begin + _ROUNDS_OF_A_NODE]:
                         found[kind].append(one(kind, scene))
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return report.write(options, "faults", rows, summary)
 
 
-def one(kind: str, scene: Scene) -> Outcome:
+def one(kind: str, scene: FaultScenario) -> RoundOutcome:
     """Run one round; return its row."""
     wrong, failed = scene.load.wrong, scene.load.failed
     outcome = KINDS[kind](scene)
@@ -92,7 +92,7 @@ def one(kind: str, scene: Scene) -> Outcome:
     return outcome
 
 
-def row(kind: str, outcomes: list[Outcome]) -> dict[str, Any]:
+def row(kind: str, outcomes: list[RoundOutcome]) -> dict[str, Any]:
     recoveries = [o.recovery_ms for o in outcomes if o.recovery_ms is not None]
     return {
         "fault": kind,
@@ -105,7 +105,7 @@ def row(kind: str, outcomes: list[Outcome]) -> dict[str, Any]:
     }
 
 
-def full_disk() -> list[Outcome]:
+def full_disk() -> list[RoundOutcome]:
     """Fill the disk: the arena keeps serving, later chunks become durable, durable ones stay."""
     node = Node(workers=0, arena_bytes="64MiB")
     with small_disk(node.folder / "small", "2m") as mounted:
@@ -115,7 +115,7 @@ def full_disk() -> list[Outcome]:
             return []
         node._daemon_flags["store"] = node.folder / "small" / "store"
         with node:
-            peer, outcome = Peer(node), Outcome()
+            peer, outcome = Peer(node), RoundOutcome()
             stored = [[n] * 400 for n in range(100)]
             for ids in stored:
                 peer.try_put(ids, 400)
@@ -140,7 +140,7 @@ def full_disk() -> list[Outcome]:
             return [outcome]
 
 
-def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, Outcome]]:
+def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, RoundOutcome]]:
     """Kill a real worker, the daemon, or both; greedy answers must not change."""
     if not rounds:
         return []
@@ -156,7 +156,7 @@ def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, Outcome]]:
         for n in range(rounds):
             kind = ("kill_worker", "kill_worker_and_daemon", "kill_daemon_of_worker")[n % 3]
             node.settle()
-            outcome, began = Outcome(), time.monotonic()
+            outcome, began = RoundOutcome(), time.monotonic()
             if kind != "kill_daemon_of_worker":
                 node.kill("worker-0")
             if kind != "kill_worker":

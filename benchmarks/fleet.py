@@ -247,5 +247,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    report.end_in_order()
+    report.exit_on_sigterm()
     main()

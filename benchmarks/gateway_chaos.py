@@ -37,7 +37,7 @@ _WINDOW_SECONDS = 30.0
 
 
 @dataclass
-class Seen:
+class ClientResults:
     """Client-side results. ``times`` are ``(time of the request, seconds to the first token)``."""
 
     answers: int = 0
@@ -49,7 +49,7 @@ class Seen:
     known: dict[str, str] = field(default_factory=dict)
 
 
-class Served:
+class ServedNode:
     """``kvsidecar serve`` in a folder of its own; use it as a context manager."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -57,7 +57,7 @@ class Served:
         self._killed = 0
         self.url = f"http://127.0.0.1:{free_port()}"
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> ServedNode:
         folder, options = Path(self._folder.name), self._options
         flags = {
             "model": options.model,
@@ -113,7 +113,9 @@ class Served:
                 os.kill(child.pid, signal.SIGKILL)
 
 
-async def ask(client: httpx.AsyncClient, prompt: str, streamed: bool, tokens: int, seen: Seen, began: float) -> None:
+async def ask(
+    client: httpx.AsyncClient, prompt: str, streamed: bool, tokens: int, seen: ClientResults, began: float
+) -> None:
     """Send one question and record the result."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": streamed}
     asked, pieces, ended = time.perf_counter(), list[str](), False
@@ -147,7 +149,7 @@ async def ask(client: httpx.AsyncClient, prompt: str, streamed: bool, tokens: in
         seen.wrong += seen.known.setdefault(prompt, text) != text
 
 
-async def load(served: Served, options: argparse.Namespace, seen: Seen) -> int:
+async def load(served: ServedNode, options: argparse.Namespace, seen: ClientResults) -> int:
     """Run all clients until the time is over; return the number of killed workers."""
     rng = random.Random(options.seed)
     shape = Shape(options.documents, options.document_words, 20)
@@ -156,7 +158,7 @@ async def load(served: Served, options: argparse.Namespace, seen: Seen) -> int:
     timeout = httpx.Timeout(120.0)
     async with httpx.AsyncClient(base_url=served.url, timeout=timeout, limits=limits) as client:
         for prompt in firsts:  # every document is cached when the clock starts
-            await ask(client, prompt.text, False, options.max_tokens, Seen(), 0.0)
+            await ask(client, prompt.text, False, options.max_tokens, ClientResults(), 0.0)
         began = time.perf_counter()
         end = began + options.minutes * 60
 
@@ -187,8 +189,8 @@ async def load(served: Served, options: argparse.Namespace, seen: Seen) -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    seen = Seen()
-    with Served(options) as served:
+    seen = ClientResults()
+    with ServedNode(options) as served:
         kills = asyncio.run(load(served, options, seen))
     windows: dict[int, list[float]] = {}
     for at, seconds in seen.times:

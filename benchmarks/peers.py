@@ -29,13 +29,13 @@ from kvkernels.cpu.cpu_features import native_bfloat16
 from kvsidecar.errors import KVSidecarError
 
 from benchmarks import report
-from benchmarks.engines import QUESTION_TOKENS, Draw
+from benchmarks.engines import QUESTION_TOKENS, TokenSource
 from benchmarks.node import Node
-from benchmarks.systems.arms import BLOCK_TOKENS, Arm, of_engine, of_node, of_vllm
+from benchmarks.systems.arms import BLOCK_TOKENS, EngineArm, of_engine, of_node, of_vllm
 from benchmarks.systems.checkpoint import dtype_of, folder_of, lengths_of, write_gguf
 from benchmarks.systems.engine import Engine
 from benchmarks.systems.environments import Environment, find
-from benchmarks.systems.vllm_engines import Recipe, environment
+from benchmarks.systems.vllm_engines import EngineSettings, environment
 from inference_svc.models.loader import model_shape
 
 _OURS = {"ours": "16", "ours_w8": "8", "ours_w4": "4"}
@@ -60,7 +60,7 @@ class Bench:
         self._threads = len(os.sched_getaffinity(0))
 
     @contextmanager
-    def running(self, name: str) -> Iterator[Arm]:
+    def running(self, name: str) -> Iterator[EngineArm]:
         """Start a system. Raises one of ``_FAILURES`` if it is not available."""
         with ExitStack() as stack:
             if name in _OURS:
@@ -78,7 +78,7 @@ class Bench:
                 engine = stack.enter_context(self._llama(_LLAMA[name]))
                 yield of_engine(name, engine, save=lambda: engine.do("save"))
             else:
-                recipe = Recipe(
+                recipe = EngineSettings(
                     environment(),
                     self._scratch,
                     self._model,
@@ -99,9 +99,9 @@ class Bench:
         return Engine(place, "llama_cpp", self._scratch, options)
 
 
-def measure(arm: Arm, options: argparse.Namespace, step: Callable[[], None]) -> list[dict[str, Any]]:
+def measure(arm: EngineArm, options: argparse.Namespace, step: Callable[[], None]) -> list[dict[str, Any]]:
     """Measure one system; return its rows. All systems get the same prompts."""
-    draw, rows = Draw(options.seed), []
+    draw, rows = TokenSource(options.seed), []
     for context in options.context_tokens:
         found: dict[str, list[float]] = {metric: [] for metric in METRICS}
         documents = [draw(context - QUESTION_TOKENS) for _ in range(options.repeats)]

@@ -46,7 +46,7 @@ Job = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Found:
+class PromptResult:
     """One prompt under one arm beside its full prefill: nats and equality per judged token.
 
     Also whether the answer equals full prefill's, and whether it is right (None: unknown).
@@ -64,7 +64,7 @@ class Found:
     full_seconds: float
 
     @classmethod
-    def of(cls, full: LabResult, got: LabResult, answer: list[int], gold: bool, share: float) -> Found:
+    def of(cls, full: LabResult, got: LabResult, answer: list[int], gold: bool, share: float) -> PromptResult:
         """Compare an arm's result with full prefill. Both read ``answer``; ``gold``: it is the right one."""
         kl, same = divergence(full, got)
         mine, theirs = got.answer_logits.argmax(-1).tolist(), full.answer_logits.argmax(-1).tolist()
@@ -93,7 +93,7 @@ class Measurer:
         self.layers = self._labs["float32"].decoder.layers
         self._samples = RealSamples(self._labs["float32"].loaded.tokenizer)
 
-    def __call__(self, job: Job) -> dict[str, Found]:
+    def __call__(self, job: Job) -> dict[str, PromptResult]:
         kind, number = job
         rng = random.Random(f"{self._options.seed} {kind} {number}")
         prompt = self._samples.draw(kind, rng)
@@ -102,7 +102,7 @@ class Measurer:
             found |= dict(self._exact(prompt))
         return found
 
-    def _shuffled(self, prompt: RealPrompt, rng: random.Random) -> Iterator[tuple[str, Found]]:
+    def _shuffled(self, prompt: RealPrompt, rng: random.Random) -> Iterator[tuple[str, PromptResult]]:
         lab = self._labs["float32"]
         read = lab.documents(prompt.head, prompt.documents)
         tokens, question = read.tokens + prompt.question, len(read.tokens)
@@ -111,8 +111,8 @@ class Measurer:
         full, answer = truth.outcome, truth.outcome.greedy_tokens
         share = len(prompt.question) / (len(tokens) - len(prompt.head))
 
-        def judged(got: LabResult) -> Found:
-            return Found.of(full, got, answer, gold, share)
+        def judged(got: LabResult) -> PromptResult:
+            return PromptResult.of(full, got, answer, gold, share)
 
         first, placed = read.stored_in_order(shuffled_order(len(prompt.documents), rng), 16)
         yield "none", judged(lab.reuse(tokens, first, placed, SELECTORS["none"], 0.0, at, answer=answer))
@@ -122,7 +122,7 @@ class Measurer:
                 yield f"{name}_r{ratio:g}", judged(got)
             yield f"oracle_r{ratio:g}", judged(oracle_outcome(lab, truth, tokens, first, placed, ratio, at, answer))
 
-    def _exact(self, prompt: RealPrompt) -> Iterator[tuple[str, Found]]:
+    def _exact(self, prompt: RealPrompt) -> Iterator[tuple[str, PromptResult]]:
         fulls: dict[str, LabResult] = {}
         answer: list[int] = []
         for dtype, lab in self._labs.items():
@@ -133,11 +133,11 @@ class Measurer:
             answer = full.greedy_tokens
             for bits, chunks in zip(_EXACT_BITS[dtype], read.stored_at(_EXACT_BITS[dtype]), strict=True):
                 got = lab.reuse(tokens, chunks, [], SELECTORS["none"], 0.0, at, answer=answer)
-                yield f"exact_{bits}bit_{dtype}", Found.of(full, got, answer, False, 1.0)
-        yield "rounding_bfloat16", Found.of(fulls["float32"], fulls["bfloat16"], answer, False, 1.0)
+                yield f"exact_{bits}bit_{dtype}", PromptResult.of(full, got, answer, False, 1.0)
+        yield "rounding_bfloat16", PromptResult.of(fulls["float32"], fulls["bfloat16"], answer, False, 1.0)
 
 
-def row(arm: str, task: str, found: list[Found]) -> dict[str, Any]:
+def row(arm: str, task: str, found: list[PromptResult]) -> dict[str, Any]:
     """Return the result row of an arm's prompts."""
     kl, same = (np.concatenate([getattr(f, name) for f in found]) for name in ("kl", "same"))
     prompt = np.repeat(np.arange(len(found)), [len(f.kl) for f in found])
@@ -194,7 +194,7 @@ def summary(rows: list[dict[str, Any]], layers: int) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the missing prompts and write all results."""
     kept = CheckpointedResults(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
-    found = [((job[0], job[1]), {a: Found(**f) for a, f in arms.items()}) for job, arms in kept.read()]
+    found = [((job[0], job[1]), {a: PromptResult(**f) for a, f in arms.items()}) for job, arms in kept.read()]
     found = [(job, arms) for job, arms in found if job[1] < options.n]
     kept.write([(job, _plain(arms)) for job, arms in found])
     done = {job for job, _ in found}
@@ -207,7 +207,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             kept.add(job, _plain(arms))
             found.append((job, arms))
             progress.advance(bar)
-    collected: dict[tuple[str, str], list[Found]] = {}
+    collected: dict[tuple[str, str], list[PromptResult]] = {}
     for (kind, _), arms in sorted(found, key=lambda one: (KINDS.index(one[0][0]), one[0][1])):
         for arm, one in arms.items():
             collected.setdefault((arm, kind), []).append(one)
@@ -218,5 +218,5 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _plain(arms: dict[str, Found]) -> dict[str, Any]:
+def _plain(arms: dict[str, PromptResult]) -> dict[str, Any]:
     return {arm: asdict(one) for arm, one in arms.items()}

@@ -45,7 +45,7 @@ _PAUSE_SECONDS, _LATEST_SECONDS, _DEADLINE_SECONDS = 0.2, 120.0, 120.0
 
 
 @dataclass
-class Seen:
+class ClientResults:
     """Results of one node's client."""
 
     requests: int = 0
@@ -56,7 +56,7 @@ class Seen:
     reasons: set[str] = field(default_factory=set)
 
 
-class Scene:
+class FaultScenario:
     """Two nodes, a network path each, and the server; a client of each node asks until the end."""
 
     def __init__(self, model: str, seed: int, stack: ExitStack) -> None:
@@ -81,7 +81,7 @@ class Scene:
             )
             self.nodes.append(stack.enter_context(node))
         self.documents = [self.fresh(DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
-        self.seen = [Seen(), Seen()]
+        self.seen = [ClientResults(), ClientResults()]
         self._over = threading.Event()
         self._clients = [threading.Thread(target=self._ask_on, args=(i, seed + i)) for i in range(2)]
         stack.callback(self._stop)
@@ -151,28 +151,28 @@ class Scene:
 
 
 @contextmanager
-def _killed(scene: Scene) -> Iterator[None]:
+def _killed(scene: FaultScenario) -> Iterator[None]:
     scene.server.stop()
     yield
     scene.server.start()
 
 
 @contextmanager
-def _hung(scene: Scene) -> Iterator[None]:
+def _hung(scene: FaultScenario) -> Iterator[None]:
     scene.server.send(signal.SIGSTOP)
     yield
     scene.server.send(signal.SIGCONT)
 
 
 @contextmanager
-def _full(scene: Scene) -> Iterator[None]:
+def _full(scene: FaultScenario) -> Iterator[None]:
     scene.server.command("CONFIG", "SET", "maxmemory", "1mb")
     yield
     scene.server.command("CONFIG", "SET", "maxmemory", "0")
 
 
 @contextmanager
-def _slow(scene: Scene) -> Iterator[None]:
+def _slow(scene: FaultScenario) -> Iterator[None]:
     with impaired(scene.at, "delay", f"{_DELAY_SECONDS}s", "loss", _LOSS) as done:
         for network in scene.networks:
             network.delay_seconds = 0.0 if done else _DELAY_SECONDS
@@ -182,7 +182,7 @@ def _slow(scene: Scene) -> Iterator[None]:
 
 
 @contextmanager
-def _garbage(scene: Scene) -> Iterator[None]:
+def _garbage(scene: FaultScenario) -> Iterator[None]:
     for network in scene.networks:
         network.garbage = True
     yield
@@ -191,7 +191,7 @@ def _garbage(scene: Scene) -> Iterator[None]:
 
 
 @contextmanager
-def _cut(scene: Scene) -> Iterator[None]:
+def _cut(scene: FaultScenario) -> Iterator[None]:
     for network in scene.networks:
         network.cut()
     yield
@@ -200,14 +200,14 @@ def _cut(scene: Scene) -> Iterator[None]:
 
 
 @contextmanager
-def _apart(scene: Scene) -> Iterator[None]:
+def _apart(scene: FaultScenario) -> Iterator[None]:
     scene.networks[1].hang()
     yield
     scene.networks[1].go_on()
 
 
 @contextmanager
-def _foreign(scene: Scene) -> Iterator[None]:
+def _foreign(scene: FaultScenario) -> Iterator[None]:
     over = threading.Event()
     thread = threading.Thread(target=_replacing, args=(scene.server, over, random.Random(1)))
     thread.start()
@@ -238,7 +238,7 @@ def _replacing(server: RedisServer, over: threading.Event, rng: random.Random) -
         server.command("SET", victim, bytes(value))
 
 
-FAULTS: dict[str, Callable[[Scene], Any]] = {
+FAULTS: dict[str, Callable[[FaultScenario], Any]] = {
     "killed": _killed,
     "hung": _hung,
     "full": _full,
@@ -253,16 +253,16 @@ FAULTS: dict[str, Callable[[Scene], Any]] = {
 # ---- the run ------------------------------------------------------------------------------------------------
 
 
-def one(scene: Scene, fault: str, seconds: float) -> dict[str, Any]:
+def one(scene: FaultScenario, fault: str, seconds: float) -> dict[str, Any]:
     """Inject a fault, wait until the tier is used again, and return its row."""
-    scene.seen[:] = [Seen(), Seen()]
+    scene.seen[:] = [ClientResults(), ClientResults()]
     before, began = [node.cache_stats() for node in scene.nodes], time.monotonic()
     with FAULTS[fault](scene):
         # Both clients sent at least one request in the meantime, on a machine of any speed.
         scene.until(lambda: time.monotonic() - began >= seconds and all(s.requests + s.failed for s in scene.seen),
                     seconds + _LATEST_SECONDS)  # fmt: skip
         during = list(scene.seen)
-        scene.seen[:] = [Seen(), Seen()]
+        scene.seen[:] = [ClientResults(), ClientResults()]
     over = time.monotonic()
     scene.until(lambda: not any(node.cache_stats().remote_failing for node in scene.nodes))
     answering = time.monotonic() - over
@@ -300,7 +300,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with report.progress() as progress, ExitStack() as stack:
         task = progress.add_task("faults", total=len(todo))
         if todo:
-            scene = Scene(options.model, options.seed, stack)
+            scene = FaultScenario(options.model, options.seed, stack)
             scene.start()
         for fault in todo:
             done[fault, 0] = {"row": one(scene, fault, options.seconds)}
@@ -330,5 +330,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    report.end_in_order()
+    report.exit_on_sigterm()
     main()

@@ -39,7 +39,7 @@ from benchmarks.two_hosts import TlsListener
 ARMS = ("iperf3", "tls", "read", "write")
 
 
-class Sender:
+class ByteSender:
     """Server that sends a number of bytes to every client that sends a byte."""
 
     def __init__(self, host: str, size_bytes: int, context: ssl.SSLContext | None) -> None:
@@ -66,7 +66,7 @@ class Sender:
         self._listener.close()
 
 
-class Hosts:
+class TwoHosts:
     """Daemon on this side of a link, with a stored prompt, and a worker on the other."""
 
     def __init__(self, wire: Link, tokens: int, stack: ExitStack) -> None:
@@ -78,7 +78,7 @@ class Hosts:
         self._store(tokens)
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(flags["tls_cert"], flags["tls_key"])
-        senders = [Sender(wire.near, size, one) for one in (None, context)]
+        senders = [ByteSender(wire.near, size, one) for one in (None, context)]
         for sender in senders:
             stack.callback(sender.close)
         files = self.door.worker_flags
@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for gbit in links:
         with ExitStack() as stack:
             wire = stack.enter_context(link(gbit)) if gbit else LOOPBACK
-            hosts = Hosts(wire, tokens, stack)
+            hosts = TwoHosts(wire, tokens, stack)
             rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
             for repeat in range(options.repeats + 1):
                 for arm in ARMS:

@@ -32,7 +32,7 @@ def parser(name: str, text: str) -> argparse.ArgumentParser:
     return out
 
 
-def end_in_order() -> None:
+def exit_on_sigterm() -> None:
     """Handle SIGTERM like Ctrl-C, so that started processes are stopped and removed."""
 
     def stop(*_: object) -> None:

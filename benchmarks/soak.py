@@ -91,7 +91,7 @@ def rise(samples: list[tuple[float, float]]) -> float:
     return float(slope * (at[-1] - at[0]))
 
 
-def thinned(rows: list[dict[str, Any]], most: int = _ROWS) -> list[dict[str, Any]]:
+def thin_samples(rows: list[dict[str, Any]], most: int = _ROWS) -> list[dict[str, Any]]:
     """Reduce the rows to at most ``most``, each for equally many samples.
 
     A row has the maximum of gauges, the sum of the matches and the last value of counters.
@@ -163,7 +163,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "reasons": sorted({text for w in workers for text in w.errors})[:3],
         "leaked": int(end.leases + end.reservations),
     }
-    return report.write(options, "soak", thinned(rows), summary)
+    return report.write(options, "soak", thin_samples(rows), summary)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -37,23 +37,23 @@ _NAMES = ("Ada", "Bruno", "Chen", "Dina", "Emil", "Farah", "Goran", "Hana", "Ine
 
 
 @dataclass(frozen=True)
-class Ask:
+class SampledPrompt:
     """Prompt with its sampling parameters."""
 
     prompt: Any
     options: dict[str, Any]
 
 
-def edits(rng: random.Random) -> Ask:
+def edits(rng: random.Random) -> SampledPrompt:
     """Build a prompt that asks for a file to be rewritten with one change."""
     known = [json.loads(line)["source"] for line in (_DATA / "functions.jsonl").read_text("utf-8").splitlines()]
     file = "\n\n\n".join(rng.sample(known, 3))
     name = rng.choice(known[:8]).split("(")[0].removeprefix("def ")
     text = f"Write this file again and rename {name} to my_{name}. Answer with code alone.\n\n```python\n{file}\n```"
-    return Ask([{"role": "user", "content": text}], {"temperature": 0})
+    return SampledPrompt([{"role": "user", "content": text}], {"temperature": 0})
 
 
-def agents(rng: random.Random) -> Ask:
+def agents(rng: random.Random) -> SampledPrompt:
     """Build a prompt whose tool result is to be passed on in another tool's format, after two such turns."""
     messages = [{"role": "system", "content": "You pass orders on. Answer with the order's JSON, changing its status."}]
     for turn in range(3):
@@ -67,29 +67,29 @@ def agents(rng: random.Random) -> Ask:
         if turn < 2:
             packed = json.dumps(order | {"status": "packed"}, indent=1)
             messages.append({"role": "assistant", "content": packed})
-    return Ask(messages, {"temperature": 0})
+    return SampledPrompt(messages, {"temperature": 0})
 
 
-def chat(rng: random.Random) -> Ask:
+def chat(rng: random.Random) -> SampledPrompt:
     """Build a prompt of a user's message to an agent."""
     lines = [json.loads(line) for line in (_DATA / "real_text.jsonl").read_text("utf-8").splitlines()]
     talks = [line["parts"] for line in lines if line["kind"] == "dialogues"]
     said = [text for who, text in rng.choice(talks) if who == "user"]
-    return Ask([{"role": "user", "content": rng.choice(said)}], {"temperature": 0})
+    return SampledPrompt([{"role": "user", "content": rng.choice(said)}], {"temperature": 0})
 
 
-def unique(rng: random.Random) -> Ask:
+def unique(rng: random.Random) -> SampledPrompt:
     """Build a prompt without repetition: random words, with penalties on repetition."""
     words = " ".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(80))
     options = {"temperature": 1.0, "seed": rng.randrange(2**32), "repetition_penalty": 1.5, "ignore_eos": True}
-    return Ask(words, options)
+    return SampledPrompt(words, options)
 
 
 _KINDS = {"edits": edits, "agents": agents, "chat": chat, "unique": unique}
 
 
 @dataclass
-class Sum:
+class ArmTotals:
     """Accumulated results of one arm in one workload and batch."""
 
     rates: list[float] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Sum:
         """Return the steps of a sequence: one per token that was not an accepted draft token."""
         return max(1, self.generated - self.accepted)
 
-    def add(self, repeat: list[Measured], batch: int) -> None:
+    def add(self, repeat: list[BatchResult], batch: int) -> None:
         """Add the batches of one repeat."""
         results = [r for measured in repeat for r in measured.answers]
         tokens, seconds = sum(len(r.token_ids) - 1 for r in results), sum(r.timings["decode_ms"] for r in results) / 1e3
@@ -119,7 +119,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Measured:
+class BatchResult:
     """Answers of a batch and the expected seconds of its steps and proposals.
 
     Also counts the accepted tokens of branches other than the first.
@@ -130,7 +130,7 @@ class Measured:
     branched: int
 
 
-def measure(engine: Engine, asks: list[Ask], arm: str, length: int) -> Measured:
+def measure(engine: Engine, asks: list[SampledPrompt], arm: str, length: int) -> BatchResult:
     """Return one arm's answers to a batch."""
     options: dict[str, Any] = {"max_tokens": length, **_ARMS[arm]}
     options["tenant_salt"] = secrets.token_bytes(8)
@@ -141,13 +141,13 @@ def measure(engine: Engine, asks: list[Ask], arm: str, length: int) -> Measured:
     after, costs = speculator.stats, speculator.costs
     passes = sum(count * costs.seconds(rows, arm != "plain") for rows, count in (after.rows - before.rows).items())
     guessing = after.draft_seconds - before.draft_seconds
-    return Measured(found, passes + guessing, after.branched_tokens - before.branched_tokens)
+    return BatchResult(found, passes + guessing, after.branched_tokens - before.branched_tokens)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         engines = {arm: engine for engine, arms in _engines(options, stack) for arm in arms}
-        sums = {(w, b, arm): Sum() for w in options.workloads for b in options.batches for arm in engines}
+        sums = {(w, b, arm): ArmTotals() for w in options.workloads for b in options.batches for arm in engines}
         progress = stack.enter_context(report.progress())
         task = progress.add_task("measuring", total=options.repeats * len(sums))
         for repeat in range(options.repeats):
@@ -185,7 +185,7 @@ def _engines(options: argparse.Namespace, stack: ExitStack) -> list[tuple[Engine
     return out
 
 
-def _row(arm: str, workload: str, batch: int, sums: Sum) -> dict[str, Any]:
+def _row(arm: str, workload: str, batch: int, sums: ArmTotals) -> dict[str, Any]:
     return {
         "arm": arm,
         "workload": workload,

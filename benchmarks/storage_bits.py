@@ -23,7 +23,7 @@ BITS = (16, 8, 4)
 _GO_ON = 16
 
 
-def measured(model: str, dtype: str, questions: list[Question]) -> list[dict[str, Any]]:
+def measure_widths(model: str, dtype: str, questions: list[Question]) -> list[dict[str, Any]]:
     """Return one row per storage width."""
     lab = ReuseLab(load(model, dtype=dtype))
     pairs = [pair for question in questions for pair in _against_full(lab, question)]
@@ -64,7 +64,7 @@ def _row(dtype: str, bits: int, pairs: list[tuple[LabResult, LabResult]]) -> dic
 def run(options: argparse.Namespace) -> dict[str, Any]:
     quiet_transformers()
     questions = read_questions(BUILT_IN)[: options.prompts]
-    rows = [row for dtype in options.dtypes.split(",") for row in measured(options.model, dtype, questions)]
+    rows = [row for dtype in options.dtypes.split(",") for row in measure_widths(options.model, dtype, questions)]
     summary = {f"{r['dtype']}_{r['bits']}_bits_agreement": round(r["agreement"], 4) for r in rows}
     return report.write(options, "storage_bits", rows, summary)
 

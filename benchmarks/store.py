@@ -48,7 +48,7 @@ _PATHS = (
 )
 
 
-class Timed:
+class ArmTimes:
     """Seconds per chunk of one arm at one size."""
 
     def __init__(self, path: str, size_bytes: int) -> None:
@@ -133,7 +133,7 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     chunks = max(1, options.total_mb * (1 << 20) // size)
     source = memoryview(np.random.default_rng(1).integers(0, 256, size, np.uint8)).cast("B")
     target = np.zeros(size, np.uint8)
-    arms = {name: Timed(name, size) for name in _PATHS}
+    arms = {name: ArmTimes(name, size) for name in _PATHS}
     geometry = Geometry(layers, _HEADS, _DIM, DATA_TYPE_FLOAT32, 16)
     arena, budget = f"{4 * options.total_mb}MiB", f"{8 * options.total_mb}MiB"
     flags = {"staging_bytes": f"{2 * options.total_mb}MiB", "compression": "none"}
@@ -205,7 +205,7 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     return [arm.row() for arm in arms.values() if arm.seconds]
 
 
-def cold(folder: Path, budget: int, arms: dict[str, Timed], chunks: int) -> None:
+def cold(folder: Path, budget: int, arms: dict[str, ArmTimes], chunks: int) -> None:
     """Measure cold reads of the durable tier, and plain reads of as many bytes of its file."""
     tier = LmdbTier(folder, budget, False, "none", None)
     try:
@@ -244,7 +244,7 @@ def matches(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
         ids = list(range(256 * _CHUNK_TOKENS))
         peer.try_put(ids, _CHUNK_TOKENS)
         for chunks in (1, 256):
-            arm, asked = Timed(f"match_{chunks}", 0), ids[: chunks * _CHUNK_TOKENS]
+            arm, asked = ArmTimes(f"match_{chunks}", 0), ids[: chunks * _CHUNK_TOKENS]
             for n in range(options.matches + 20):
                 began = time.perf_counter()
                 found = peer.match(asked)
@@ -254,7 +254,7 @@ def matches(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
                 peer.release(found)
             rows.append(arm.row())
             summary[f"match_{chunks}_p50_ms"] = round(rows[-1]["p50_us"] / 1e3, 3)
-        nothing, arm = pb.AbortRequest(session_id=peer.session), Timed("rpc", 0)
+        nothing, arm = pb.AbortRequest(session_id=peer.session), ArmTimes("rpc", 0)
         for _ in range(options.matches):
             arm.measure(lambda: peer.stub.Abort(nothing), 1)
         rows.append(arm.row())

@@ -36,7 +36,7 @@ QUESTION_TOKENS = 32
 _PARTS = ("lookup_ms", "transfer_ms", "restore_ms", "prefill_ms")
 
 
-class Bound:
+class QuestionForward:
     """Forward over the question alone, in this process."""
 
     def __init__(self, model: str, longest: int) -> None:
@@ -71,7 +71,7 @@ class Bound:
         return (time.perf_counter() - began) * 1e3
 
 
-class Arms:
+class ArmNodes:
     """Nodes of the arms, and how each is asked.
 
     nocache and exact share a node, and so do the restarted arms. Nodes are as small as the document allows: more than
@@ -101,7 +101,7 @@ class Arms:
                     worker_flags=flags,
                 )
             )
-        self._bound = Bound(options.model, max(options.context_tokens)) if "bound" in names else None
+        self._bound = QuestionForward(options.model, max(options.context_tokens)) if "bound" in names else None
 
     def warm(self, pieces: list[list[int]]) -> None:
         document, ends = _joined(pieces)
@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     ratios: dict[str, Any] = {}
     with ExitStack() as stack, report.progress() as progress:
         task = progress.add_task("measuring", total=len(options.context_tokens) * options.repeats * len(names))
-        arms = Arms(options, stack, names)
+        arms = ArmNodes(options, stack, names)
         for context in options.context_tokens:
             document = [rng.randrange(16, 4000) for _ in range(context - QUESTION_TOKENS)]
             pieces = [document[i : i + _DOCUMENT_TOKENS] for i in range(0, len(document), _DOCUMENT_TOKENS)]

@@ -11,18 +11,18 @@ import torch
 import torch.nn.functional as F
 
 from training import bpe, tasks
-from training.training_rows import Rows
+from training.training_rows import RowGenerator
 
 if TYPE_CHECKING:
-    from training.train import Run
+    from training.train import TrainingRun
 
 JUDGED_FACTS, JUDGED_FILLER = 4, 12  # of the stated accuracies
 
 
-def evaluate(run: Run, samples: int) -> dict[str, float]:
+def evaluate(run: TrainingRun, samples: int) -> dict[str, float]:
     """Return held-out loss (nats per token) and exact-match accuracy per task with 4 facts, fresh samples."""
     model = run.model.eval().float()
-    source = Rows(run.tokenizer, run.held_out, seed=10**9)
+    source = RowGenerator(run.tokenizer, run.held_out, seed=10**9)
     report: dict[str, float] = {}
     with torch.inference_mode():
         losses = []
@@ -42,7 +42,7 @@ def evaluate(run: Run, samples: int) -> dict[str, float]:
     return report
 
 
-def export(run: Run, folder: Path, samples: int) -> None:
+def export(run: TrainingRun, folder: Path, samples: int) -> None:
     """Write the model in bf16, the tokenizer and ``accuracy.json`` (the figures of the model card)."""
     report = evaluate(run, samples)
     run.model.to(torch.bfloat16).save_pretrained(folder)
@@ -53,7 +53,7 @@ def export(run: Run, folder: Path, samples: int) -> None:
     print(json.dumps(facts, indent=2))
 
 
-def model_card(run: Run, facts: dict[str, float]) -> str:
+def model_card(run: TrainingRun, facts: dict[str, float]) -> str:
     """Return the model's README with the measured figures."""
     parameters = sum(p.numel() for p in run.model.parameters())
     layers = run.model.config.num_hidden_layers

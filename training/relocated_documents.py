@@ -21,7 +21,7 @@ _PADDING = 0
 
 
 @dataclass(frozen=True)
-class Split:
+class DocumentRow:
     """Row in parts: ``documents`` in positional order, whose first one stays first, and the tail.
 
     ``learned`` are the indices of the tail's tokens that are predicted.
@@ -32,7 +32,7 @@ class Split:
     learned: list[int]
 
 
-def tails(model: Any, rows: Sequence[Split], rng: random.Random) -> tuple[Tensor, Tensor, Tensor]:
+def tails(model: Any, rows: Sequence[DocumentRow], rng: random.Random) -> tuple[Tensor, Tensor, Tensor]:
     """Read each row's documents in a random order, then its tail.
 
     Returns hidden states ``[rows, longest tail, width]``, the tail's token ids and a mask of the learned ones, both
@@ -45,7 +45,7 @@ def tails(model: Any, rows: Sequence[Split], rng: random.Random) -> tuple[Tensor
     stored = model.model(ids, attention_mask=seen, use_cache=True).past_key_values
     cache = DynamicCache()
     for layer, part in enumerate(stored.layers):
-        cache.update(_turned(model, part.keys, moved), part.values, layer)
+        cache.update(_rope_shifted(model, part.keys, moved), part.values, layer)
     asked, real = _padded([row.tail for row in rows], device)
     start = seen.sum(1, keepdim=True)
     positions = start + torch.arange(asked.shape[1], device=device)
@@ -58,7 +58,7 @@ def tails(model: Any, rows: Sequence[Split], rng: random.Random) -> tuple[Tensor
     return states, asked, learned
 
 
-def _reading_order(row: Split, rng: random.Random) -> tuple[list[int], list[int]]:
+def _reading_order(row: DocumentRow, rng: random.Random) -> tuple[list[int], list[int]]:
     """Return the documents' tokens in reading order and each token's shift."""
     starts, at = [], 0
     for document in row.documents:
@@ -73,7 +73,7 @@ def _reading_order(row: Split, rng: random.Random) -> tuple[list[int], list[int]
     return tokens, moves
 
 
-def _turned(model: Any, keys: Tensor, moved: Tensor) -> Tensor:
+def _rope_shifted(model: Any, keys: Tensor, moved: Tensor) -> Tensor:
     """Apply a RoPE shift by ``moved [rows, tokens]`` positions to keys ``[rows, heads, tokens, dim]``."""
     with torch.autocast(keys.device.type, enabled=False):
         cosine, sine = (x[:, None] for x in model.model.rotary_emb(keys.float(), moved))

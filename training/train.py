@@ -23,7 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from training import bpe, corpus, relocated_documents, tasks
 from training.export import export
-from training.training_rows import FACTS, FILLER, IGNORED, Row, Rows, batch
+from training.training_rows import FACTS, FILLER, IGNORED, RowGenerator, TrainingRow, batch
 
 
 @dataclass
@@ -76,7 +76,7 @@ def grow(small: Qwen2ForCausalLM, layers: int, width: int) -> Qwen2ForCausalLM:
     return big
 
 
-def rows_for(progress: Progress, source: Rows, size: int) -> list[Row]:
+def rows_for(progress: Progress, source: RowGenerator, size: int) -> list[TrainingRow]:
     """Return the mix of a stage; look-up tasks get more facts and longer documents as they are mastered."""
     rng = source.rng
     if progress.stage == "copy":
@@ -111,7 +111,7 @@ def advance(progress: Progress) -> None:
             progress.filler = min(FILLER, progress.filler + 4)
 
 
-class Run:
+class TrainingRun:
     """One run of the training loop over a work folder."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -172,7 +172,7 @@ class Run:
         decay = max(0.1, min(1.0, 2.0 - 2.0 * progress.step / options.steps))
         for group in self.optimizer.param_groups:
             group["lr"] = options.lr * warm * decay
-        source = Rows(self.tokenizer, self.train_stream, progress.step, options.task_share)
+        source = RowGenerator(self.tokenizer, self.train_stream, progress.step, options.task_share)
         if progress.stage == "mix" and source.rng.random() < options.elsewhere_share:
             loss = self._relocated_loss(source)
         else:
@@ -187,7 +187,7 @@ class Run:
             self.optimizer = self._optimizer()
         return loss.item()
 
-    def _loss(self, rows: list[Row]) -> torch.Tensor:
+    def _loss(self, rows: list[TrainingRow]) -> torch.Tensor:
         options = self.options
         ids, labels = (x.to(options.device) for x in batch(rows))
         with torch.autocast(options.device, torch.bfloat16):
@@ -199,7 +199,7 @@ class Run:
         self._account(rows, chosen, logits.argmax(-1) == target[chosen], loss.item())
         return loss
 
-    def _relocated_loss(self, source: Rows) -> torch.Tensor:
+    def _relocated_loss(self, source: RowGenerator) -> torch.Tensor:
         """Return the loss of questions about relocated documents."""
         rows = [source.latest_in_parts() for _ in range(self.options.batch)]
         with torch.autocast(self.options.device, torch.bfloat16):
@@ -209,7 +209,7 @@ class Run:
         self._count("latest elsewhere", logits.argmax(-1) == target)
         return F.cross_entropy(logits.float(), target)
 
-    def _account(self, rows: list[Row], chosen: torch.Tensor, right: torch.Tensor, loss: float) -> None:
+    def _account(self, rows: list[TrainingRow], chosen: torch.Tensor, right: torch.Tensor, loss: float) -> None:
         if rows[0].kind == "language":
             self.progress.language_loss += 0.05 * (loss - self.progress.language_loss)
             return
@@ -275,7 +275,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    run = Run(options)
+    run = TrainingRun(options)
     if options.export:
         export(run, options.export, options.samples)
     else:

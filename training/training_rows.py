@@ -16,7 +16,7 @@ FACTS, FILLER = 6, 24  # full tasks: at most 12 documents, filler words in each
 
 
 @dataclass
-class Row:
+class TrainingRow:
     """Token ids, kind, and targets {index: token to predict}; without targets, the token ids themselves."""
 
     tokens: list[int]
@@ -24,7 +24,7 @@ class Row:
     learned: dict[int, int] | None
 
 
-class Rows:
+class RowGenerator:
     """Generator of training rows; one instance per step, seeded by it."""
 
     def __init__(self, tokenizer: Tokenizer, stream: np.ndarray, seed: int, task_share: float = 0.6) -> None:
@@ -35,7 +35,7 @@ class Rows:
         words = tasks.NAMES + tasks.PLACES + tasks.OBJECTS + tasks.FILLERS
         self.alphabet = sorted({tokenizer.encode(" " + word).ids[0] for word in words})
 
-    def copy(self, span: int) -> Row:
+    def copy(self, span: int) -> TrainingRow:
         """Return a row of random tokens in which a random span recurs."""
         rng = self.rng
         n = rng.randint(max(4, span // 3), span)
@@ -48,9 +48,9 @@ class Rows:
                 row[target + i] = row[start + i]
                 if i:
                     learned[target + i] = row[target + i]
-        return Row(row, "copy", learned)
+        return TrainingRow(row, "copy", learned)
 
-    def task(self, name: str, facts: int, filler: int, implied: bool = False) -> Row:
+    def task(self, name: str, facts: int, filler: int, implied: bool = False) -> TrainingRow:
         """Return a look-up sample.
 
         With ``implied``, the word that a document implies is learned as well, at the place where it is known; the word
@@ -70,9 +70,9 @@ class Rows:
         for question, answer in zip(sample.questions, sample.answers, strict=True):
             row += [self.ids["<|ask|>"], *self._encode(" " + question), *self._encode(" " + answer)]
             learned[len(row) - 1] = row[-1]
-        return Row(row, name, learned)
+        return TrainingRow(row, name, learned)
 
-    def latest_in_parts(self) -> relocated_documents.Split:
+    def latest_in_parts(self) -> relocated_documents.DocumentRow:
         """Return statements about a few names, to be read in another order than their positions."""
         rng = self.rng
         if rng.random() < 0.5:
@@ -84,17 +84,17 @@ class Rows:
         for question, answer in zip(sample.questions, sample.answers, strict=True):
             tail += [self.ids["<|ask|>"], *self._encode(" " + question), *self._encode(" " + answer)]
             learned.append(len(tail) - 1)
-        return relocated_documents.Split([[self.ids["<|bos|>"]], *documents], tail, learned)
+        return relocated_documents.DocumentRow([[self.ids["<|bos|>"]], *documents], tail, learned)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text).ids)
 
-    def language(self, length: int) -> Row:
+    def language(self, length: int) -> TrainingRow:
         start = self.rng.randrange(len(self.stream) - length)
-        return Row([int(t) for t in self.stream[start : start + length]], "language", None)
+        return TrainingRow([int(t) for t in self.stream[start : start + length]], "language", None)
 
 
-def batch(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rows: list[TrainingRow]) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad rows to ``(input_ids, labels)``, both ``[rows, longest]``."""
     longest = max(len(r.tokens) for r in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.long)

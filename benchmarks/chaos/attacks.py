@@ -18,7 +18,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 
 from benchmarks.chaos.fuzzer import fuzz
-from benchmarks.chaos.victim_load import Load, Watcher, paths
+from benchmarks.chaos.victim_load import DurableChunkWatcher, VictimLoad, paths
 from benchmarks.node import Node
 from benchmarks.peer import Peer, payload_of
 
@@ -29,7 +29,7 @@ _PAGE = 4096
 
 
 @dataclass
-class Outcome:
+class RoundOutcome:
     """Result of one round."""
 
     wrong: int = 0
@@ -40,11 +40,11 @@ class Outcome:
 
 
 @dataclass
-class Scene:
+class FaultScenario:
     """Node under load, and the process of a writer that can be stopped."""
 
     node: Node
-    load: Load
+    load: VictimLoad
     rng: random.Random
     chunk_paths: dict[bytes, list[int]] = field(default_factory=lambda: paths(PROMPTS))
     writer: subprocess.Popen[str] | None = None
@@ -109,12 +109,12 @@ class Scene:
             self.load.go_on()
 
 
-def kill_daemon(scene: Scene) -> Outcome:
+def kill_daemon(scene: FaultScenario) -> RoundOutcome:
     """Kill the serving process, as the kernel's OOM killer does; its supervisor restarts it."""
     return _killed(scene, scene.node.crash_daemon)
 
 
-def kill_daemon_and_supervisor(scene: Scene) -> Outcome:
+def kill_daemon_and_supervisor(scene: FaultScenario) -> RoundOutcome:
     """Kill daemon and supervisor; the node starts both again in a new interpreter."""
 
     def die() -> None:
@@ -124,19 +124,19 @@ def kill_daemon_and_supervisor(scene: Scene) -> Outcome:
     return _killed(scene, die)
 
 
-def _killed(scene: Scene, die: Callable[[], None]) -> Outcome:
+def _killed(scene: FaultScenario, die: Callable[[], None]) -> RoundOutcome:
     scene.let_run()
-    watcher = Watcher(scene.node)
+    watcher = DurableChunkWatcher(scene.node)
     scene.let_run()
     scene.load.down.begin()
     began = time.monotonic()
     die()
     recovery = scene.recovered(began)
     scene.load.down.end()
-    return Outcome(lost=scene.lost(watcher.close()), recovery_ms=recovery)
+    return RoundOutcome(lost=scene.lost(watcher.close()), recovery_ms=recovery)
 
 
-def stop_daemon(scene: Scene) -> Outcome:
+def stop_daemon(scene: FaultScenario) -> RoundOutcome:
     """Stop the daemon for longer than sessions live without heartbeats."""
     scene.let_run()
     scene.load.down.begin()
@@ -146,10 +146,10 @@ def stop_daemon(scene: Scene) -> Outcome:
     scene.node.kill("daemon", signal.SIGCONT)
     recovery = scene.recovered(began)
     scene.load.down.end()
-    return Outcome(recovery_ms=recovery)
+    return RoundOutcome(recovery_ms=recovery)
 
 
-def kill_client(scene: Scene) -> Outcome:
+def kill_client(scene: FaultScenario) -> RoundOutcome:
     """Kill a worker's process while it fills staging, with a lease and a reservation."""
     writer = scene.writing()
     assert writer.stdin is not None
@@ -160,10 +160,10 @@ def kill_client(scene: Scene) -> Outcome:
     time.sleep(scene.rng.uniform(0, 0.1))
     writer.kill()
     writer.wait()
-    return Outcome()
+    return RoundOutcome()
 
 
-def stop_writer(scene: Scene) -> Outcome:
+def stop_writer(scene: FaultScenario) -> RoundOutcome:
     """Stop a writer during a copy, past its session's end, while others store the chunk; then resume it."""
     writer, token = scene.writing(), scene.rng.randrange(1 << 30)
     assert writer.stdin is not None
@@ -184,7 +184,7 @@ def stop_writer(scene: Scene) -> Outcome:
         time.sleep(0.01)
     told = writer.stdout.readline().strip()
     peer.close()
-    return Outcome(wrong=wrong + (told == "COMMIT_OUTCOME_COMMITTED"))
+    return RoundOutcome(wrong=wrong + (told == "COMMIT_OUTCOME_COMMITTED"))
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -195,7 +195,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def damaged(scene: Scene, damage: Callable[[Path], None]) -> Outcome:
+def damaged(scene: FaultScenario, damage: Callable[[Path], None]) -> RoundOutcome:
     """Damage the store's file while the daemon is down; it must start and serve correct bytes."""
     scene.let_run()
     scene.load.down.begin()
@@ -205,10 +205,10 @@ def damaged(scene: Scene, damage: Callable[[Path], None]) -> Outcome:
     scene.node.start_daemon(wait=False)
     recovery = scene.recovered(began)
     scene.load.down.end()
-    return Outcome(recovery_ms=recovery)
+    return RoundOutcome(recovery_ms=recovery)
 
 
-def truncated_store(scene: Scene) -> Outcome:
+def truncated_store(scene: FaultScenario) -> RoundOutcome:
     def damage(data: Path) -> None:
         with data.open("r+b") as file:
             file.truncate(scene.rng.randrange(data.stat().st_size))
@@ -216,7 +216,7 @@ def truncated_store(scene: Scene) -> Outcome:
     return damaged(scene, damage)
 
 
-def flipped_store(scene: Scene) -> Outcome:
+def flipped_store(scene: FaultScenario) -> RoundOutcome:
     def damage(data: Path) -> None:
         with data.open("r+b") as file:
             for _ in range(20):
@@ -229,7 +229,7 @@ def flipped_store(scene: Scene) -> Outcome:
     return damaged(scene, damage)
 
 
-def arena_full_leased(scene: Scene) -> Outcome:
+def arena_full_leased(scene: FaultScenario) -> RoundOutcome:
     """Lease the whole arena: commits are refused, then accepted once the leases end."""
     scene.load.pause()
     peer, held, wrong = Peer(scene.node), [], 0
@@ -248,10 +248,10 @@ def arena_full_leased(scene: Scene) -> Outcome:
     finally:
         peer.close()
         scene.load.go_on()
-    return Outcome(wrong=wrong)
+    return RoundOutcome(wrong=wrong)
 
 
-def slow_reader(scene: Scene) -> Outcome:
+def slow_reader(scene: FaultScenario) -> RoundOutcome:
     """Read the first message of streams, then stall."""
     peer = Peer(scene.node)
     ids = [scene.rng.randrange(1 << 30)] * 4000
@@ -270,24 +270,24 @@ def slow_reader(scene: Scene) -> Outcome:
         data = b"".join(piece.data for piece in calls[0])
         wrong += data != payload_of(ids, len(data))
     peer.close()
-    return Outcome(wrong=wrong)
+    return RoundOutcome(wrong=wrong)
 
 
-def vanished_client(scene: Scene) -> Outcome:
+def vanished_client(scene: FaultScenario) -> RoundOutcome:
     """Disconnect clients between Reserve and Commit, and during Store."""
     for _ in range(4):
         peer = Peer(scene.node)
         peer.reserve(*(peer.header([scene.rng.randrange(1 << 30)] * 100) for _ in range(8)))
         peer.close()
-    return Outcome()
+    return RoundOutcome()
 
 
-def garbage(scene: Scene) -> Outcome:
+def garbage(scene: FaultScenario) -> RoundOutcome:
     told = fuzz(scene.node.cache_socket, 0.5, 2, scene.rng.randrange(1 << 30))
-    return Outcome(failed=sum(told["wrong"].values()))
+    return RoundOutcome(failed=sum(told["wrong"].values()))
 
 
-def replayed_epoch(scene: Scene) -> Outcome:
+def replayed_epoch(scene: FaultScenario) -> RoundOutcome:
     """Use a session, its leases and its epoch after the daemon's restart: it must refuse them."""
     peer = Peer(scene.node)
     reserved = peer.reserve(peer.header([scene.rng.randrange(1 << 30)] * 10))[0]
@@ -320,7 +320,7 @@ def small_disk(folder: Path, size: str) -> Iterator[bool]:
             subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-KINDS: dict[str, Callable[[Scene], Outcome]] = {
+KINDS: dict[str, Callable[[FaultScenario], RoundOutcome]] = {
     "kill_daemon": kill_daemon,
     "kill_daemon_and_supervisor": kill_daemon_and_supervisor,
     "stop_daemon": stop_daemon,

@@ -21,7 +21,7 @@ from google.rpc import error_details_pb2, status_pb2
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.process.runtime_dir import socket_target
 
-from benchmarks.chaos.malformed_messages import Known, Messages
+from benchmarks.chaos.malformed_messages import KnownValues, MessageGenerator
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"]
 # Statuses created by this process, or by gRPC for oversized messages; all others come from the daemon.
@@ -36,8 +36,8 @@ class Fuzzer:
 
     def __init__(self, socket: Path, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.known = Known(self.rng)
-        self.messages = Messages(self.rng, self.known)
+        self.known = KnownValues(self.rng)
+        self.messages = MessageGenerator(self.rng, self.known)
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)]
         self.channel = grpc.insecure_channel(socket_target(socket), options=options)
         self.statuses: Counter[str] = Counter()

@@ -41,7 +41,7 @@ _MAX_KNOWN, _NEWEST = 64, 4
 NAMES = ("m", "fuzz")
 
 
-class Known:
+class KnownValues:
     """Values that the daemon returned, for reuse in the right and in the wrong fields."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -85,10 +85,10 @@ class Known:
                     self.epoch = one
 
 
-class Messages:
+class MessageGenerator:
     """Generator of requests. All randomness comes from the given generator."""
 
-    def __init__(self, rng: random.Random, known: Known) -> None:
+    def __init__(self, rng: random.Random, known: KnownValues) -> None:
         self._rng, self._known = rng, known
 
     def request(self, kind: Descriptor) -> bytes:

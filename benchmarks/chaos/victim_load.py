@@ -29,7 +29,7 @@ def prompt(n: int) -> list[int]:
 
 
 @dataclass
-class Down:
+class Downtime:
     """Intervals in which the daemon was down on purpose; requests that overlap one may fail."""
 
     times: list[tuple[float, float]] = field(default_factory=list)
@@ -49,11 +49,11 @@ class Down:
         )
 
 
-class Load:
+class VictimLoad:
     """Several clients, one thread each. Counts wrong answers and unexpected failures."""
 
     def __init__(self, node: Node, peers: int, prompts: int, seed: int) -> None:
-        self.node, self.prompts, self.down = node, prompts, Down()
+        self.node, self.prompts, self.down = node, prompts, Downtime()
         self.wrong = self.failed = self.reads = self.writes = 0
         self.reasons: list[str] = []
         self._idle, self._over = threading.Event(), threading.Event()
@@ -122,7 +122,7 @@ class Load:
         time.sleep(_PAUSE_SECONDS)
 
 
-class Watcher:
+class DurableChunkWatcher:
     """Set of durable chunks, from the daemon's events."""
 
     def __init__(self, node: Node) -> None:

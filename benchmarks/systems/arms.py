@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.node import Node
 from benchmarks.systems.engine import Answer, Engine
-from benchmarks.systems.environments import Missing
-from benchmarks.systems.vllm_engines import Recipe, environment
+from benchmarks.systems.environments import EngineNotInstalled
+from benchmarks.systems.vllm_engines import EngineSettings, environment
 from inference_svc.models.loader import model_shape
 
 BLOCK_TOKENS = 128  # vLLM's largest block: caches grow by one block per sequence
@@ -23,7 +23,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Arm:
+class EngineArm:
     """One engine configuration.
 
     ``ask`` returns a greedy answer, ``restart`` is SIGKILL and a new process (no operation for engines without a
@@ -39,7 +39,7 @@ class Arm:
     block: int = 1
 
 
-def of_node(name: str, node: Node, *, skip: bool = False) -> Arm:
+def of_node(name: str, node: Node, *, skip: bool = False) -> EngineArm:
     """Create an arm of our worker. ``skip`` disables the cache."""
 
     def ask(tokens: list[int], answer: int) -> Answer:
@@ -49,7 +49,7 @@ def of_node(name: str, node: Node, *, skip: bool = False) -> Arm:
         total = found.ttft_ms + found.timings["decode_ms"]
         return Answer(found.token_ids, found.ttft_ms, total, found.cached_tokens)
 
-    return Arm(name, ask, _nothing if skip else lambda: node.restart_worker(0), node.settle)
+    return EngineArm(name, ask, _nothing if skip else lambda: node.restart_worker(0), node.settle)
 
 
 def of_engine(
@@ -59,7 +59,7 @@ def of_engine(
     save: Callable[[], object] = _nothing,
     *,
     keeps: bool = True,
-) -> Arm:
+) -> EngineArm:
     """Create an arm of another engine. ``keeps``: it keeps a cache."""
 
     def restart() -> None:
@@ -67,12 +67,12 @@ def of_engine(
         engine.ask([7] * _WARMING_TOKENS, 2)  # warm-up
 
     block = int(engine.about.get("block_tokens", 1))
-    return Arm(name, engine.ask, restart if keeps else _nothing, settle, save, block)
+    return EngineArm(name, engine.ask, restart if keeps else _nothing, settle, save, block)
 
 
 def arms_of(
     options: argparse.Namespace, stack: ExitStack, scratch: Path, model: Path, dtype: str, longest: int
-) -> tuple[list[Arm], list[str]]:
+) -> tuple[list[EngineArm], list[str]]:
     """Start the arms of ``options.arms``; return them and the reasons for missing ones.
 
     ``longest`` is the maximum of prompt and answer tokens. ``nocache`` shares the node of ``ours``: it neither reads
@@ -80,7 +80,7 @@ def arms_of(
     """
     room = (longest + BLOCK_TOKENS) * options.clients * model_shape(str(model)).token_bytes
     flags = {"dtype": dtype}
-    found: list[Arm] = []
+    found: list[EngineArm] = []
     shared: Node | None = None
     for name in options.arms:
         if name in ("nocache", "ours"):
@@ -104,10 +104,10 @@ def arms_of(
     if not asked:
         return found, []
     try:
-        recipe = Recipe(
+        recipe = EngineSettings(
             environment(), scratch, model, dtype, longest, room, sequences=options.clients, eager=options.eager
         )
-    except Missing as why:
+    except EngineNotInstalled as why:
         return found, [f"{', '.join(asked)}: {why}"]
     for name in asked:
         arena = 2 * room if name == "vllm_ours" else 0
@@ -115,7 +115,9 @@ def arms_of(
     return found, []
 
 
-def of_vllm(name: str, recipe: Recipe, stack: ExitStack, arena: int = 0, *, prefix_caching: bool = True) -> Arm:
+def of_vllm(
+    name: str, recipe: EngineSettings, stack: ExitStack, arena: int = 0, *, prefix_caching: bool = True
+) -> EngineArm:
     """Start vLLM, with our connector on a daemon with this arena size, or without one if it is 0."""
     settle: Callable[[], None] = _nothing
     if arena:

@@ -16,7 +16,7 @@ _ENGINES = {"vllm": ("vllm", ".venv-vllm"), "llama_cpp": ("llama_cpp", ".venv-ll
 _PRELOADS = (("libtcmalloc_minimal.so*", "libtcmalloc.so*"), ("libiomp5.so",))
 
 
-class Missing(RuntimeError):
+class EngineNotInstalled(RuntimeError):
     """An engine is not installed; the message says how to install it."""
 
 
@@ -47,13 +47,15 @@ def find(engine: str) -> Environment:
     named = os.environ.get(f"KVSIDECAR_BENCH_{engine.upper()}", "")
     if named:
         if not has(Path(named), module):
-            raise Missing(f"KVSIDECAR_BENCH_{engine.upper()} is {named}, which is no interpreter with {module}")
+            raise EngineNotInstalled(
+                f"KVSIDECAR_BENCH_{engine.upper()} is {named}, which is no interpreter with {module}"
+            )
         return Environment(Path(named))
     if importlib.util.find_spec(module) is not None:
         return Environment(Path(sys.executable))
     made = ROOT / folder / "bin" / "python"
     if not has(made, module):
-        raise Missing(f"{engine} is not installed; make bench-peers makes {folder} with it")
+        raise EngineNotInstalled(f"{engine} is not installed; make bench-peers makes {folder} with it")
     return Environment(made)
 
 

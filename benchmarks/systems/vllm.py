@@ -32,7 +32,7 @@ def build(engine: dict[str, Any], transfer: dict[str, Any] | None) -> Any:
     return LLMEngine.from_engine_args(arguments)
 
 
-class Serving:
+class ServingLoop:
     """Receives requests from a reader thread, and steps the engine."""
 
     def __init__(self, link: socket.socket, engine: Any) -> None:
@@ -134,7 +134,7 @@ def main() -> None:
         "preloaded": [Path(p).name for p in os.environ.get("LD_PRELOAD", "").split(os.pathsep) if p],
     }
     link.sendall(wire.line({"ready": about}))
-    Serving(link, engine).run()
+    ServingLoop(link, engine).run()
     os._exit(0)  # its threads may wait forever
 
 

@@ -21,7 +21,7 @@ def environment() -> Environment:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class EngineSettings:
     """Common settings of a benchmark's engines.
 
     ``context`` is the longest prompt with its answer, ``kv_bytes`` the size of vLLM's own KV cache, ``eager`` disables

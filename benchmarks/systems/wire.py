@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 
-class OneByOne(Protocol):
+class SequentialEngine(Protocol):
     """Engine that answers one prompt at a time."""
 
     def tokens(self, prompt: list[int], max_tokens: int) -> Iterator[int]: ...
@@ -39,7 +39,7 @@ def line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def serve(link: socket.socket, about: dict[str, Any], engine: OneByOne) -> None:
+def serve(link: socket.socket, about: dict[str, Any], engine: SequentialEngine) -> None:
     """Serve until the parent hangs up. Time to first token runs from the request's line to the token."""
     link.sendall(line({"ready": about}))
     with link.makefile("rb") as asked:
@@ -49,7 +49,7 @@ def serve(link: socket.socket, about: dict[str, Any], engine: OneByOne) -> None:
             link.sendall(line({"id": request["id"], **_answer(engine, request, began)}))
 
 
-def _answer(engine: OneByOne, request: dict[str, Any], began: float) -> dict[str, Any]:
+def _answer(engine: SequentialEngine, request: dict[str, Any], began: float) -> dict[str, Any]:
     try:
         if "do" in request:
             return {"done": engine.do(request["do"])}

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.planted_bugs import planted_bug
 from benchmarks.real_prompts import CONTROLS, SAMPLE, TASKS, TEXTS, RealSamples
-from benchmarks.real_quality import Found, row, summary
+from benchmarks.real_quality import PromptResult, row, summary
 from benchmarks.recompute_oracle import FullPrefill, oracle_outcome
 from inference_svc.context_reuse.reuse_lab import ReuseLab
 from inference_svc.context_reuse.selectors import SELECTORS
@@ -61,18 +61,18 @@ def test_the_oracle_with_all_tokens_is_full_prefill_and_with_none_is_no_repair(l
 
     def kl(ratio: float) -> float:
         got = oracle_outcome(lab, truth, tokens, first, placed, ratio, at, prompt.answer)
-        return float(np.mean(Found.of(full, got, prompt.answer, True, 0.1).kl))
+        return float(np.mean(PromptResult.of(full, got, prompt.answer, True, 0.1).kl))
 
     none = lab.reuse(tokens, first, placed, SELECTORS["none"], 0.0, at, answer=prompt.answer)
-    lost = float(np.mean(Found.of(full, none, prompt.answer, True, 0.1).kl))
+    lost = float(np.mean(PromptResult.of(full, none, prompt.answer, True, 0.1).kl))
     assert kl(1.0) < 1e-6 < lost
     assert kl(0.0) == pytest.approx(lost, rel=1e-3)
     assert kl(0.3) < lost
 
 
 def test_the_summary_says_what_is_regained_and_whether_controls_are_harmed() -> None:
-    def found(kl: float) -> Found:
-        return Found([kl] * 4, [True] * 4, True, None, None, 0.15, 0.3, 0.1, 1.0, 2.0)
+    def found(kl: float) -> PromptResult:
+        return PromptResult([kl] * 4, [True] * 4, True, None, None, 0.15, 0.3, 0.1, 1.0, 2.0)
 
     kl = {"none": 0.1, "cacheblend": 0.08, "guided": 0.07, "salient": 0.04, "oracle": 0.03}
     rows = [row("none", kind, [found(0.1 if kind in TEXTS else 0.0)] * 2) for kind in (*TEXTS, *CONTROLS)]

@@ -14,10 +14,10 @@ from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.models.loader import DEMO_MODEL, load
 from training import relocated_documents
 
-ROW = relocated_documents.Split(
+ROW = relocated_documents.DocumentRow(
     [[1], [5, 300, 301, 302], [5, 400, 401], [5, 500, 501, 502, 503]], [6, 300, 301, 302], [2, 3]
 )
-LONGER = relocated_documents.Split([[1], [5, 600] * 3, [5, 601], [5, 602]], [6, 600, 601, 602, 603], [1])
+LONGER = relocated_documents.DocumentRow([[1], [5, 600] * 3, [5, 601], [5, 602]], [6, 600, 601, 602, 603], [1])
 
 
 class Order(random.Random):
