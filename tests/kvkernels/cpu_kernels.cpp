@@ -1,6 +1,6 @@
-// Every CPU kernel against plain loops in double or integers, without Python: for other architectures under qemu-user, and
-// under the address sanitizer. Every buffer is of exactly the size that the kernel may touch. Ends with 1 at the first
-// difference. With the argument `short`, one buffer is too short, which the sanitizer must see.
+// Tests every CPU kernel against plain loops in double or integers, without Python: for other architectures under
+// qemu-user, and under the address sanitizer. Every buffer has exactly the size that the kernel may access. Exits with 1
+// at the first difference. With the argument `short`, one buffer is too short, which the sanitizer must detect.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +10,7 @@
 using namespace kvk;
 
 static uint32_t state = 1;
-static float number() {  // of about a normal distribution
+static float number() {  // approximately normally distributed
   float sum = 0;
   for (int i = 0; i < 4; i++) state = state * 1664525u + 1013904223u, sum += (float)(state >> 8) / (1 << 24) - 0.5f;
   return 1.7f * sum;
@@ -48,13 +48,13 @@ static void expect(double found, double wanted, double tolerance, const char* wh
 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
-// A tile has at most 256 rows times heads.
+// Requires at most 256 rows times heads, one tile.
 template <class T> void attention(int64_t dim, int64_t keys, int64_t rows, int64_t window, int64_t shortened) {
   const int64_t kv_heads = 2, group_size = 3, heads = kv_heads * group_size, pages = (keys + 63) / 64 * 2, slots = (pages + 1) * 32;
   Buffer<T> k(kv_heads * slots * dim), v(kv_heads * slots * dim), q(rows * heads * dim), out(rows * heads * dim), again(rows * heads * dim);
   fill(q, rows * heads * dim), fill(k, kv_heads * slots * dim), fill(v, kv_heads * slots * dim);
   Buffer<int64_t> page(pages), positions(rows);
-  for (int64_t i = 0; i < pages; i++) page[i] = (pages - i) * 32;  // from the back
+  for (int64_t i = 0; i < pages; i++) page[i] = (pages - i) * 32;  // in reverse order
   for (int64_t i = 0; i < rows; i++) positions.at[i] = keys - rows + i;
   auto slot = [&](int64_t key) { return page[key / 32] + key % 32; };
   for (int64_t key = keys; key < pages * 32; key++)
@@ -76,7 +76,7 @@ template <class T> void attention(int64_t dim, int64_t keys, int64_t rows, int64
   units[0] = {0, rows, 0, 0, -1, pieces, 0};
   kvk_attention(&job);
 
-  // The same in pieces, the last first; twice, for what the first leaves behind.
+  // The same in pieces, in reverse order; twice, to check that the first run leaves no state.
   for (int64_t i = 0; i < pieces; i++) units[i] = {0, rows, 0, 0, pieces - 1 - i, pieces, 0};
   batch.out = again.at, batch.max_probs = nullptr, batch.units = pieces;
   for (int time = 0; time < 2; time++) job.next_item = job.joined_threads = 0, kvk_attention(&job);
@@ -104,16 +104,16 @@ template <class T> void attention(int64_t dim, int64_t keys, int64_t rows, int64
     }
   for (int64_t i = 0; i < heads * pages * 32; i++) {
     const int64_t key = i % (pages * 32);
-    expect(max_probs[i], key < keys ? most[i / (pages * 32) * keys + key] : 0, 1e-3, "looks", i);
+    expect(max_probs[i], key < keys ? most[i / (pages * 32) * keys + key] : 0, 1e-3, "max_probs", i);
   }
 }
 
-// ---- dense ----------------------------------------------------------------------------------------------------------
+// ---- f32_gemm -------------------------------------------------------------------------------------------------------
 
-// A number that a half holds, and its bits.
+// Returns a number representable as a half, and its bits.
 static float coarse(uint16_t* bits) {
   float x = number();
-  if (fabsf(x) < 1e-3f) x = 1;  // no denormal half
+  if (fabsf(x) < 1e-3f) x = 1;  // no subnormal half
   uint32_t whole;
   memcpy(&whole, &x, 4);
   whole &= 0xFFFFE000;
@@ -123,7 +123,7 @@ static float coarse(uint16_t* bits) {
   return out;
 }
 
-static void dense(int64_t storage, int64_t outputs, int64_t inputs, int64_t rows) {
+static void check_f32_gemm(int64_t storage, int64_t outputs, int64_t inputs, int64_t rows) {
   const int64_t strips = (outputs + 31) / 32, bits = storage == STORED_CODED4 ? 4 : storage == STORED_CODED8 ? 8 : 0;
   const int64_t group = bits * 128 + 128, size = storage == STORED_FLOAT ? 4 : 2;
   Buffer<uint8_t> weight(bits ? strips * inputs / 32 * group : strips * inputs * 32 * size);
@@ -159,13 +159,13 @@ static void dense(int64_t storage, int64_t outputs, int64_t inputs, int64_t rows
         for (int64_t i = first; i < first + 128 && i < inputs; i++) sum = fmaf(plain[out * inputs + i], x[row * inputs + i], sum);
         total = first ? total + sum : sum;
       }
-      expect(y[row * outputs + out], total + bias[out], 0, "dense", row * outputs + out);
+      expect(y[row * outputs + out], total + bias[out], 0, "f32_gemm", row * outputs + out);
     }
 }
 
-// ---- chains ---------------------------------------------------------------------------------------------------------
+// ---- cpu_graph ------------------------------------------------------------------------------------------------------
 
-static void chains() {
+static void check_cpu_graph() {
   const int64_t rows = 3, width = 20;
   Buffer<float> hidden(rows * width), weight(width), normed(rows * width), gate_up(rows * width), out(rows * width / 2);
   fill(hidden, rows * width), fill(weight, width);
@@ -178,14 +178,14 @@ static void chains() {
   for (int time = 0; time < 2; time++) kvk_cpu_graph_begin(&job), kvk_cpu_graph(&job);
   norm.next_item = gate.next_item = 0, gate.out = wanted.at;
   kvk_rms_norm(&norm), kvk_silu_and_mul(&gate);
-  if (gate.rows != rows || memcmp(out.at, wanted.at, rows * width / 2 * sizeof(float))) expect(1, 0, 0, "chain", 0);
+  if (gate.rows != rows || memcmp(out.at, wanted.at, rows * width / 2 * sizeof(float))) expect(1, 0, 0, "cpu_graph", 0);
 }
 
-// ---- chunks ---------------------------------------------------------------------------------------------------------
+// ---- kv_pack --------------------------------------------------------------------------------------------------------
 
 static int round_even(float x) { return (int)nearbyintf(fminf(fmaxf(x, 0), 255)); }
 
-template <class T> void chunks(int64_t bits, int64_t tokens, bool turned) {
+template <class T> void check_kv_pack(int64_t bits, int64_t tokens, bool turned) {
   const int64_t layers = 2, heads = 2, dim = 48, slots = 200, group = bits == 8 ? 40 : 32, sinks = bits == 16 ? 0 : 3, half = 12;
   const int64_t groups = (tokens + group - 1) / group, vectors = layers * tokens * heads, pool = layers * heads * slots * dim;
   Buffer<T> k(pool), v(pool), back_k(pool), back_v(pool);
@@ -235,7 +235,7 @@ template <class T> void chunks(int64_t bits, int64_t tokens, bool turned) {
   }
 }
 
-// ---- rows and products ----------------------------------------------------------------------------------------------
+// ---- norm_rope_silu, bf16_gemv, quantized_gemm ------------------------------------------------------------------------
 
 template <class T> void rows(int64_t width) {
   const int64_t count = 11, dim = 48, half = dim / 2;
@@ -265,7 +265,7 @@ template <class T> void rows(int64_t width) {
   Buffer<int64_t> slots(count), again(2 * count);
   fill(qkv, count * 4 * dim);
   for (int64_t i = 0; i < count; i++) slots[i] = count - 1 - i;
-  for (int64_t i = 0; i < 2 * count; i++) again[i] = i % count ? -1 : count + i / count;  // the first row to two more
+  for (int64_t i = 0; i < 2 * count; i++) again[i] = i % count ? -1 : count + i / count;  // the first row is copied to two further slots
   RopeJob rotate = {0, count, sizeof(T) == 2, 2, 1, dim, qkv.at, cosine.at, sine.at, nullptr, nullptr, slots.at, again.at, 2, count, keys.at, values.at, (count + 2) * dim, queries.at, 1e-6};
   kvk_rope(&rotate);
   for (int64_t i = 0; i < 2 * dim; i++) {
@@ -283,7 +283,7 @@ template <class T> void rows(int64_t width) {
     }
 }
 
-static void product() {
+static void check_bf16_gemv() {
   const int64_t inputs = 100, outputs = 128, count = 8;
   Buffer<bf16> weight(inputs * outputs), x(count * inputs), bias(outputs), y(count * outputs);
   fill(weight, inputs * outputs), fill(x, count * inputs), fill(bias, outputs);
@@ -298,7 +298,7 @@ static void product() {
     }
 }
 
-// The kernel's own sums one after the other: bits must be equal.
+// The kernel's sums in sequential order: bits must be equal.
 template <class T> void quantized(int64_t bits, int64_t group, int64_t inputs, int64_t count) {
   const int64_t outputs = 48, block = group < QUANTIZED_BLOCK ? group : QUANTIZED_BLOCK, blocks = inputs / block;
   const int64_t code_bytes = group * 2 * bits, line = code_bytes + 64, groups = inputs / group;
@@ -310,7 +310,7 @@ template <class T> void quantized(int64_t bits, int64_t group, int64_t inputs, i
   for (int64_t g = 0; g < outputs / 16 * groups; g++) {
     for (int64_t i = 0; i < code_bytes; i++) weight[g * line + i] = (uint8_t)(g < 2 ? 255 : 128 + 100 * number());
     uint16_t parameters[32];
-    for (int i = 0; i < 16; i++) parameters[i] = (uint16_t)((8 + i) << 10 | 60 * i), parameters[16 + i] = (uint16_t)(16 + i % 3 << 10);  // zeros of 2, 4 and 8
+    for (int i = 0; i < 16; i++) parameters[i] = (uint16_t)((8 + i) << 10 | 60 * i), parameters[16 + i] = (uint16_t)(16 + i % 3 << 10);  // zero points of 2, 4 and 8
     memcpy(weight.at + g * line + code_bytes, parameters, 64);
   }
   for (int64_t i = 0; i < inputs; i++) put(x[i], i % 2 ? 127.0f : -127.0f), put(x[(count - 1) * inputs + i], 0);
@@ -340,10 +340,10 @@ template <class T> void quantized(int64_t bits, int64_t group, int64_t inputs, i
     }
 }
 
-// ---- codes ----------------------------------------------------------------------------------------------------------
+// ---- code_recovery --------------------------------------------------------------------------------------------------
 
-// Numbers of known codes: a scale of 2 ** -6 and some eighths of that, a base of -1/8, or one that gives `zero` the code 0.
-static void codes(int64_t kind, int64_t bits, int64_t outputs, int64_t inputs) {
+// Values of known codes: a scale of 2 ** -6 plus some eighths of it, a base of -1/8, or the base that decodes `zero` to 0.
+static void check_code_recovery(int64_t kind, int64_t bits, int64_t outputs, int64_t inputs) {
   const int64_t most = (1 << bits) - 1, zero = kind == SYMMETRIC ? (most + 1) / 2 : 0, groups = inputs / 32;
   const int64_t strips = (outputs + 31) / 32, line = 4 * 32 * bits + 4 * 32;
   Buffer<float> weight(outputs * inputs);
@@ -387,13 +387,13 @@ int main(int arguments, char**) {
   attention<float>(80, 130, 70, 33, 0);
   attention<bf16>(64, 600, 80, 1 << 30, 0);
   for (int64_t bits = 16; bits >= 4; bits /= 2)
-    for (int turned = 0; turned < 2; turned++) chunks<float>(bits, 70, turned), chunks<bf16>(bits, 81, turned);
+    for (int turned = 0; turned < 2; turned++) check_kv_pack<float>(bits, 70, turned), check_kv_pack<bf16>(bits, 81, turned);
   rows<float>(75), rows<bf16>(75), rows<bf16>(64);
-  product();
+  check_bf16_gemv();
   for (int64_t storage = STORED_FLOAT; storage <= STORED_CODED8; storage++)
-    for (int64_t rows = 1; rows < 300; rows += rows * rows + 3) dense(storage, 70, 160, rows);
-  chains();
-  for (int64_t kind = SYMMETRIC; kind <= MAX_BASED; kind++) codes(kind, 4, 40, 96), codes(kind, 8, 40, 96);
+    for (int64_t rows = 1; rows < 300; rows += rows * rows + 3) check_f32_gemm(storage, 70, 160, rows);
+  check_cpu_graph();
+  for (int64_t kind = SYMMETRIC; kind <= MAX_BASED; kind++) check_code_recovery(kind, 4, 40, 96), check_code_recovery(kind, 8, 40, 96);
   quantized<float>(4, 32, 96, 7), quantized<bf16>(4, 128, 256, 70), quantized<bf16>(8, 32, 96, 5), quantized<float>(8, 64, 192, 15);
   printf("all kernels agree with plain loops\n");
 }
