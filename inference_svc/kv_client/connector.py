@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import grpc
 import structlog
@@ -24,11 +25,13 @@ from kvkernels import pack_chunk, unpack_chunk
 from kvsidecar import keys
 from kvsidecar.bloom_filter import HEAD_TOKENS
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.chunk_layout import Geometry, new_header
-from kvsidecar.errors import KVSidecarError, from_rpc
+from kvsidecar.errors import KVSidecarError, Unavailable, from_rpc
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import REFUSED_CODES
 from kvsidecar.kv_transfer.session import Session
+from kvsidecar.net.channel import Address
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.engine.kv_connector import LoadDone, ProbeDone, Restored, SaveDone
@@ -53,6 +56,7 @@ _MAX_LOOKUPS = 32
 _MAX_YIELD_SECONDS = 1.0
 # Interval at which a lookup that waits for a save checks whether its request was cancelled.
 _POLL_SECONDS = 0.05
+_VERDICT_SECONDS = 3.0
 
 
 class DaemonConnector:
@@ -316,3 +320,22 @@ def _share_head(a: list[int], b: list[int]) -> bool:
     """True if the Bloom filter cannot tell two prompts apart."""
     head = min(HEAD_TOKENS, len(a), len(b))
     return a[:head] == b[:head]
+
+
+def store_verdict(socket: Path, descriptor: NamespaceDescriptor, verdict: pb.ReuseVerdict) -> None:
+    """Store a verification's verdict with a model's namespace; workers see it with their next heartbeat.
+
+    Raises Unavailable, and what the daemon refuses.
+    """
+    link = DaemonConnection(Address(socket), "verify", descriptor)
+    try:
+        session = link.session if link.wait(_VERDICT_SECONDS) else None
+        if session is None:
+            raise Unavailable(f"no cache daemon answers on {socket}; start one, or leave --store-verdict out")
+        request = pb.SetVerdictRequest(session_id=session.id, verdict=verdict)
+        try:
+            session.stub.SetVerdict(request, timeout=_VERDICT_SECONDS)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+    finally:
+        link.close()

@@ -32,7 +32,7 @@ from inference_svc.context_reuse.reuse_report import Report, Thresholds
 from inference_svc.context_reuse.verify import BUILT_IN, Question, Verifier, candidates, read_questions
 from inference_svc.engine.sequence import Finish, Output
 from inference_svc.engine.sequence import Sequence as EngineSequence
-from inference_svc.kv_client.verdict_report import store_verdict
+from inference_svc.kv_client.connector import store_verdict
 from inference_svc.models.loader import quiet_transformers
 from inference_svc.request.logprobs_output import prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.request.prompt_provenance import prompt_parts
