@@ -28,8 +28,15 @@ from kvsidecar.process.runtime_dir import socket_target
 from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request
 
 from inference_svc.context_reuse.reuse_lab import ReuseLab
-from inference_svc.context_reuse.reuse_report import Report, Thresholds
-from inference_svc.context_reuse.verify import BUILT_IN, Question, Verifier, candidates, read_questions
+from inference_svc.context_reuse.verify import (
+    BUILT_IN,
+    Question,
+    Report,
+    Thresholds,
+    Verifier,
+    candidates,
+    read_questions,
+)
 from inference_svc.engine.sequence import Finish, Output
 from inference_svc.engine.sequence import Sequence as EngineSequence
 from inference_svc.kv_client.connector import store_verdict

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from inference_svc.context_reuse.reuse_report import Report, Thresholds
 from inference_svc.context_reuse.selectors import (
     AUTO_SELECTORS,
     DEFAULT_RATIO,
@@ -25,6 +24,7 @@ from inference_svc.context_reuse.selectors import (
     THOROUGH_RATIO,
     THOROUGH_SELECTOR,
 )
+from inference_svc.context_reuse.verify import Report, Thresholds
 
 _EXIT = {"passed": 0, "failed": 1, "inconclusive": 3}
 
