@@ -26,7 +26,7 @@ from inference_svc.kv_pool.block_table import KEY_BLOCK, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.selective_recompute import Repairing
+from inference_svc.model_runner.selective_recompute import SelectiveRecompute
 from inference_svc.models.loader import LoadedModel
 
 # A width at which reuse must fail: a benchmark that does not notice has no statistical power.
@@ -182,7 +182,9 @@ class ReuseLab:
         with self.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
             plan = self.place_chunks(table, tokens, exact, placed)
-            work = Repairing(self.decoder, self.pool, list(tokens), table, plan, strategy, ratio, logits_at=logits_at)
+            work = SelectiveRecompute(
+                self.decoder, self.pool, list(tokens), table, plan, strategy, ratio, logits_at=logits_at
+            )
             for _ in work.steps():
                 pass
             logits, total = torch.cat(work.logits).float(), len(plan.approximate_positions)
@@ -227,20 +229,20 @@ class ReuseLab:
         for i in range(count):
             out.append(int(found[-1].argmax()))
             if i + 1 < count:
-                span = forward_batch.Span(out[-1:], at + i, table, True)
-                found.append(self.decoder(forward_batch.build([span], self.pool, self.loaded.device)).float())
+                span = forward_batch.SequenceSlice(out[-1:], at + i, table, True)
+                found.append(self.decoder(forward_batch.build_batch([span], self.pool, self.loaded.device)).float())
         return out, torch.cat(found[:count]) if count else logits[:0]
 
     def teacher_forced_logits(self, table: BlockTable, at: int, logits: Tensor, answer: Sequence[int]) -> Tensor:
         """Logits ``[answer, vocabulary]`` that predict each token of a given answer after the last logits."""
         if len(answer) == 1:
             return logits[-1:].float()
-        span = forward_batch.Span(list(answer[:-1]), at, table, False)
+        span = forward_batch.SequenceSlice(list(answer[:-1]), at, table, False)
         return torch.cat((logits[-1:].float(), self.logits(span, np.arange(len(answer) - 1)).float()))
 
-    def logits(self, span: forward_batch.Span, wanted: Positions) -> Tensor:
+    def logits(self, span: forward_batch.SequenceSlice, wanted: Positions) -> Tensor:
         """Compute a slice and return the logits of its rows ``wanted``."""
-        batch = forward_batch.build([span], self.pool, self.loaded.device)
+        batch = forward_batch.build_batch([span], self.pool, self.loaded.device)
         padded = np.concatenate((wanted, np.zeros(-len(wanted) % forward_batch.ROW_MULTIPLE, np.int64)))
         where = torch.from_numpy(padded).to(self.loaded.device)
         return self.decoder(replace(batch, logit_rows=where, wanted=len(wanted)))
@@ -263,7 +265,7 @@ class ReuseLab:
         """Prefill a prompt into its pages; return float32 logits at positions ``logits_at``."""
         out = []
         for start in range(0, len(tokens), piece):
-            span = forward_batch.Span(list(tokens[start : start + piece]), start, table, False)
+            span = forward_batch.SequenceSlice(list(tokens[start : start + piece]), start, table, False)
             wanted = logits_at[(logits_at >= start) & (logits_at < start + piece)] - start
             logits = self.logits(span, wanted)
             if len(wanted):
@@ -301,7 +303,7 @@ class PrefilledText:
     def continue_with(self, tail: Sequence[int], judged: int, go_on: int = 0) -> LabResult:
         """Prefill a continuation: logits at its last ``judged`` tokens, then ``go_on`` greedy tokens."""
         began, start = time.perf_counter(), len(self._tokens)
-        span = forward_batch.Span(list(tail), start, self._table, False)
+        span = forward_batch.SequenceSlice(list(tail), start, self._table, False)
         logits = self._lab.logits(span, np.arange(len(tail) - judged, len(tail))).float()
         seconds = time.perf_counter() - began
         return LabResult(logits, seconds, *self._lab.continue_answer(self._table, start + len(tail), logits, go_on, ()))

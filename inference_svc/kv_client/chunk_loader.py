@@ -24,14 +24,14 @@ from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
 from inference_svc.context_reuse.reuse_policy import RecomputeSetting
 from inference_svc.context_reuse.rope_shift import Rotation
 from inference_svc.context_reuse.selectors.selector import recompute_cost
-from inference_svc.engine.kv_connector import Restored
+from inference_svc.engine.kv_connector import LoadResult
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.kv_client.client_context import ClientContext
 from inference_svc.kv_client.sequence_load import SequenceLoad
 from inference_svc.kv_client.window_plan import WindowPlan, load_layers, plan_window
-from inference_svc.kv_pool.block_table import NOWHERE
+from inference_svc.kv_pool.block_table import UNMAPPED
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
-from inference_svc.model_runner.layerwise_load import LayerGate
+from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 
 # Shorter relocated chunks are not worth a seam.
 _MIN_RELOCATED_TOKENS = 8
@@ -71,7 +71,7 @@ class LoadPlan:
 
     lease_id: bytes
     copies: tuple[ChunkCopy, ...]
-    restored: Restored
+    restored: LoadResult
     lookup_seconds: float
 
 
@@ -165,7 +165,7 @@ class ChunkLoader:
             else ([], [])
         )
         parts += placed
-        restored = Restored(
+        restored = LoadResult(
             tokens=use.tokens,
             table=use.table,
             plan=ReusePlan(len(sequence.tokens), exact, tuple(stretches)) if stretches else None,
@@ -192,7 +192,7 @@ class ChunkLoader:
             if not load.wanted:
                 return
             if copied >= _MIN_LAYERWISE_TOKENS and session.transport.zero_copy:
-                gate = LayerGate(layers)
+                gate = LayerReadyEvent(layers)
                 load.report(replace(found.restored, gate=gate))
             group = _LAYER_GROUP if gate else layers
             groups = [range(first, min(first + group, layers)) for first in range(0, layers, group)]
@@ -266,7 +266,7 @@ class ChunkLoader:
                 slots = torch.from_numpy(use.table.slots(start, end))
                 # Tokens that the pool already has are not overwritten: other sequences may be reading them.
                 slots[: max(0, sequence.computed - start)] = pool.padding_slot
-                slots[slots == NOWHERE] = pool.padding_slot
+                slots[slots == UNMAPPED] = pool.padding_slot
                 out.append(ChunkCopy(match, slots, global_layers_only=not whole))
         return out
 

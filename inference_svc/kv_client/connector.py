@@ -34,8 +34,8 @@ from kvsidecar.kv_transfer.session import Session
 from kvsidecar.net.channel import Address
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
-from inference_svc.engine.kv_connector import LoadDone, ProbeDone, Restored, SaveDone
-from inference_svc.engine.sequence import Sequence, State, StoredPrefix
+from inference_svc.engine.kv_connector import LoadCallback, LoadResult, ProbeCallback, SaveCallback
+from inference_svc.engine.sequence import Sequence, SequenceState, StoredPrefix
 from inference_svc.kv_client.chunk_loader import ChunkLoader, LoadPlan
 from inference_svc.kv_client.chunk_saver import ChunkSaver, SaveSnapshot
 from inference_svc.kv_client.client_context import ClientContext
@@ -126,7 +126,7 @@ class DaemonConnector:
 
     # ---- loading --------------------------------------------------------------------------------------------
 
-    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
         # For a few uncached tokens the lookup alone costs as much as their prefill.
         least = 2 if not sequence.computed else _MIN_UNCACHED_TOKENS
         found = self._session(sequence)
@@ -181,7 +181,7 @@ class DaemonConnector:
                 self.stats.corrupt_chunks += deleted
                 log.error("a chunk was not finite and is deleted", request=sequence.id, chunk=prefix_hash.hex()[:16])
 
-    def probe(self, sequence: Sequence, done: ProbeDone) -> None:
+    def probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         found = self._session(sequence)
         if found is None or not sequence.cache.read:
             return
@@ -189,11 +189,11 @@ class DaemonConnector:
         if session.may_contain(root, sequence.tokens):
             self._probe_thread.submit(self._probe, sequence, done)
 
-    def _probe(self, sequence: Sequence, done: ProbeDone) -> None:
+    def _probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         """Match without a session, so that nothing is leased. The load that follows will handle a failure."""
         daemon = self._daemons.get(sequence.realm.adapter)
         session = None if daemon is None else daemon.session
-        if daemon is None or session is None or sequence.state is not State.WAITING:
+        if daemon is None or session is None or sequence.state is not SequenceState.WAITING:
             return
         request = pb.MatchRequest(
             tenant_salt=sequence.cache.tenant_salt, token_ids=sequence.tokens, namespace=daemon.namespace
@@ -203,7 +203,7 @@ class DaemonConnector:
 
     # ---- saving ---------------------------------------------------------------------------------------------
 
-    def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
+    def save(self, sequence: Sequence, pool: KVPool, done: SaveCallback) -> bool:
         if sequence.plan is None:
             computed = sequence.prompt_tokens - sequence.cached_tokens
             self._cost_model.record_prefill(computed, sequence.timings.prefill_ms / 1e3)
@@ -213,7 +213,7 @@ class DaemonConnector:
         tokens = sequence.reusable - sequence.stored.covered
         return self._queue_save(found[0], sequence, tokens, partial(self._save, sequence, pool, done))
 
-    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
+    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveCallback) -> bool:
         found = self._session(sequence)
         if found is None:
             return False
@@ -261,11 +261,11 @@ class DaemonConnector:
         self._finish_load(load)
 
     def _finish_load(self, load: SequenceLoad) -> None:
-        load.report(Restored())  # no effect after an earlier report
+        load.report(LoadResult())  # no effect after an earlier report
         self._loads.discard(load)
         load.finished.set()
 
-    def _save(self, sequence: Sequence, pool: KVPool, done: SaveDone, job: Job) -> None:
+    def _save(self, sequence: Sequence, pool: KVPool, done: SaveCallback, job: Job) -> None:
         stored: StoredPrefix | None = None
         with self._guard(sequence) as found:
             if found is not None:
@@ -273,7 +273,7 @@ class DaemonConnector:
                 stored = self._saver.save(*found, sequence, snapshot, partial(self._yield_to_loads, job))
         done(sequence, stored)
 
-    def _save_part(self, sequence: Sequence, snapshot: SaveSnapshot, done: SaveDone, job: Job) -> None:
+    def _save_part(self, sequence: Sequence, snapshot: SaveSnapshot, done: SaveCallback, job: Job) -> None:
         stored: StoredPrefix | None = None
         with self._guard(sequence) as found:
             if found is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from inference_svc.engine.kv_connector import LoadDone, Restored
+from inference_svc.engine.kv_connector import LoadCallback, LoadResult
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_pool.kv_pool import KVPool
 
@@ -16,7 +16,7 @@ class SequenceLoad:
     ``finished`` is set when the last thread is done with the load.
     """
 
-    def __init__(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> None:
+    def __init__(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> None:
         self.sequence, self.pool = sequence, pool
         self.finished = threading.Event()
         self._done, self._lock = done, threading.Lock()
@@ -39,9 +39,9 @@ class SequenceLoad:
             if self._claimed or self._reported:
                 return
             self._reported = True
-        self._done(self.sequence, Restored())
+        self._done(self.sequence, LoadResult())
 
-    def report(self, restored: Restored) -> None:
+    def report(self, restored: LoadResult) -> None:
         """Report the result to the engine; later calls have no effect."""
         with self._lock:
             if self._reported:

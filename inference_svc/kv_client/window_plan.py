@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvkernels import Piece, unpack_chunks
 
-from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.ranges import runs_of
 
@@ -37,7 +37,7 @@ def plan_window(
         return WindowPlan(found, computed, table)
     if found > table.tokens:
         # The table has pages for one window only: those behind the computed tokens move to the end of the prefix.
-        at = -(-computed // PAGE_TOKENS) * PAGE_TOKENS
+        at = -(-computed // BLOCK_TOKENS) * BLOCK_TOKENS
         seen = pool.first_seen(found)
         for start in (min(seen, pool.first_whole(seen if save_from is None else save_from)), seen):
             if start >= at and found - start <= table.tokens - at:

@@ -12,14 +12,14 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT
 
 from inference_svc.context_reuse.chunking import DocumentMarks
-from inference_svc.engine.detokenizer import TextStream
-from inference_svc.engine.sequence import Output, Sequence
+from inference_svc.engine.detokenizer import IncrementalDetokenizer
+from inference_svc.engine.sequence import Sequence, SequenceOutput
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request import request_options
 from inference_svc.sampling.sampling_params import SamplingParams
-from inference_svc.scheduling.pool_capacity import Room
-from inference_svc.spec_decode.speculation_mode import MOST_BRANCHES, Speculation
+from inference_svc.scheduling.pool_capacity import PoolCapacity
+from inference_svc.spec_decode.speculation_mode import MAX_BRANCHES, SpeculationMode
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.conversations import Conversations
@@ -29,10 +29,10 @@ from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 # Texts with more characters per token are unusual: they are counted in pieces first.
 _USUAL_CHARACTERS_PER_TOKEN, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
 _MODES = {
-    pb.SPECULATION_OFF: Speculation.OFF,
-    pb.SPECULATION_NGRAM: Speculation.NGRAM,
-    pb.SPECULATION_DRAFT: Speculation.DRAFT,
-    pb.SPECULATION_AUTO: Speculation.AUTO,
+    pb.SPECULATION_OFF: SpeculationMode.OFF,
+    pb.SPECULATION_NGRAM: SpeculationMode.NGRAM,
+    pb.SPECULATION_DRAFT: SpeculationMode.DRAFT,
+    pb.SPECULATION_AUTO: SpeculationMode.AUTO,
 }
 _MAX_ID, _MAX_SEPARATOR = 128, 64
 # A prompt that is truncated may be this many times as long as the context.
@@ -58,12 +58,12 @@ class RequestBuilder:
         context_length: int,
         defaults: RequestDefaults = RequestDefaults(),
         adapters: Mapping[str, LoraAdapter] | None = None,
-        room: Room | None = None,
+        room: PoolCapacity | None = None,
     ) -> None:
         """``adapters`` may change while requests run. ``room`` explains a context shorter than the model's."""
         self._adapters = adapters if adapters is not None else {}
-        self._room = room or Room(context_length, context_length, 0)
-        self._speculate, self._has_draft_model = Speculation(defaults.speculate), defaults.has_draft_model
+        self._room = room or PoolCapacity(context_length, context_length, 0)
+        self._speculate, self._has_draft_model = SpeculationMode(defaults.speculate), defaults.has_draft_model
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._context = context_length
         self._separator = defaults.document_separator
@@ -217,7 +217,7 @@ class RequestBuilder:
         known = len(self._tokenizer)
         return str(self._tokenizer.decode([i for i in ids if i < known]))
 
-    def build(self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float) -> Sequence:
+    def build(self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float) -> Sequence:
         """Build a sequence to submit. Raises UnknownModel, PromptTooLong, InvalidRequest."""
         return self.tokenize(request, sink, arrived)(self.grammar_state(request))
 
@@ -226,7 +226,7 @@ class RequestBuilder:
         return self._conversations.grammar_state(request)
 
     def tokenize(
-        self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float
+        self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float
     ) -> Callable[[GrammarState | None], Sequence]:
         """Tokenize and check a request; return a function from its grammar state to the sequence.
 
@@ -251,7 +251,7 @@ class RequestBuilder:
         params = self.sampling(request.sampling, request.min_tokens)
         params.check(self._vocabulary)
         shown = request.show_special_tokens
-        text = TextStream(
+        text = IncrementalDetokenizer(
             self._tokenizer,
             strings,
             frozenset() if shown else ends,
@@ -329,8 +329,8 @@ class RequestBuilder:
             sent["allowed_tokens"] = frozenset(given.allowed_tokens)
         return SamplingParams(**(self._loaded.sampling | sent), min_tokens=min_tokens)
 
-    def speculation(self, given: pb.Speculation.ValueType) -> Speculation:
-        """Speculation mode of a request. Raises InvalidRequest."""
+    def speculation(self, given: pb.Speculation.ValueType) -> SpeculationMode:
+        """SpeculationMode mode of a request. Raises InvalidRequest."""
         if given == pb.SPECULATION_UNSPECIFIED:
             return self._speculate
         if given not in _MODES:
@@ -346,9 +346,9 @@ class RequestBuilder:
 
 def _branches(given: int) -> int | None:
     """Number of draft branches that a request asks for; None for the worker's setting."""
-    if given > MOST_BRANCHES:
+    if given > MAX_BRANCHES:
         raise InvalidRequest(
-            f"speculation_branches is {given}; allowed are 1 to {MOST_BRANCHES}", param="speculation_branches"
+            f"speculation_branches is {given}; allowed are 1 to {MAX_BRANCHES}", param="speculation_branches"
         )
     return given or None
 

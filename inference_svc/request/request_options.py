@@ -9,7 +9,7 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.context_reuse.chunking import DocumentMarks
-from inference_svc.engine.sequence import CacheUse
+from inference_svc.engine.sequence import CacheParams
 
 DEFAULT_MAX_TOKENS = 256
 # Prompt tokens times alternatives: each takes a hundred bytes here, and more in the gateway.
@@ -57,7 +57,7 @@ def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
     return tuple(request.stop)
 
 
-def cache_use(given: pb.CacheOptions, marks: DocumentMarks) -> CacheUse:
+def cache_use(given: pb.CacheOptions, marks: DocumentMarks) -> CacheParams:
     """Cache permissions and TTL of a request. Raises InvalidRequest."""
     if len(given.tenant_salt) > _MAX_SALT_BYTES:
         raise InvalidRequest(f"tenant_salt has {len(given.tenant_salt)} bytes; at most {_MAX_SALT_BYTES} are allowed")
@@ -66,7 +66,7 @@ def cache_use(given: pb.CacheOptions, marks: DocumentMarks) -> CacheUse:
             f"cache_ttl_seconds is {given.ttl_seconds}; allowed are 1 to {MAX_TTL_SECONDS} (30 days), or none",
             param="cache_ttl_seconds",
         )
-    return CacheUse(
+    return CacheParams(
         read=not given.skip_read,
         write=not given.skip_write,
         tenant_salt=given.tenant_salt,

@@ -28,8 +28,8 @@ from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 from kvsidecar.process.malloc_tuning import trim_freed_memory
 from kvsidecar.requests import add_calls
 
-from inference_svc.engine.sequence import Output, Sequence
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.engine.sequence import Sequence, SequenceOutput
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.layer_streaming.streamed_model import StreamedModel
 from inference_svc.request.logprobs_output import copy_stop_reason, prompt_logprobs, set_stop_reason, token_logprob
@@ -117,7 +117,7 @@ class InferenceService(InferenceServiceServicer):
 
     async def outputs(
         self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST
-    ) -> AsyncGenerator[tuple[Sequence, Output], None]:
+    ) -> AsyncGenerator[tuple[Sequence, SequenceOutput], None]:
         """Yield the engine's outputs for a request. Closing it early cancels the sequence."""
         with seen:
             sequence, outputs = await self._submit(request, seen)
@@ -137,11 +137,11 @@ class InferenceService(InferenceServiceServicer):
 
     async def _submit(
         self, request: pb.GenerateRequest, seen: ObservedRequest
-    ) -> tuple[Sequence, asyncio.Queue[Output]]:
+    ) -> tuple[Sequence, asyncio.Queue[SequenceOutput]]:
         arrived = time.perf_counter()
-        outputs: asyncio.Queue[Output] = asyncio.Queue()
+        outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
 
-        def sink(output: Output) -> None:
+        def sink(output: SequenceOutput) -> None:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(outputs.put_nowait, output)
 
@@ -183,7 +183,7 @@ class InferenceService(InferenceServiceServicer):
         if request.echo:
             part.prompt_text = self._requests.prompt_text(request, sequence)
 
-    def _part(self, sequence: Sequence, output: Output, request_id: str) -> pb.GenerateStreamResponse:
+    def _part(self, sequence: Sequence, output: SequenceOutput, request_id: str) -> pb.GenerateStreamResponse:
         part = pb.GenerateStreamResponse(text=output.text, request_id=request_id)
         if output.drawn is not None:
             part.token_ids.append(output.drawn.token)
@@ -219,7 +219,7 @@ class InferenceService(InferenceServiceServicer):
             )
             inner.cache.segment_ends[:] = marks.segment_ends
             sequence, outputs = await self._submit(inner, seen)
-            output = Output()
+            output = SequenceOutput()
             try:
                 while output.stored_tokens is None:
                     output = await outputs.get()
@@ -316,7 +316,7 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         waiting=waiting,
         pool_pages=engine.pool.pages,
         pool_free_pages=engine.free_pages,
-        page_tokens=PAGE_TOKENS,
+        page_tokens=BLOCK_TOKENS,
         cache_attached=cache is not None and cache.attached,
         pending_saves=saving,
         requests=engine.stats.requests,

@@ -12,7 +12,7 @@ from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.process.runtime_dir import ensure_private_dir
 
-from inference_svc.kv_pool.disk_overflow import Overflow
+from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import LoadedModel
 from inference_svc.server.worker_config import WorkerConfig
@@ -24,7 +24,7 @@ _SHARE_OF_FREE = 4
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
-def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -> Overflow | None:
+def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -> DiskOverflow | None:
     """Open the disk overflow of a pool of ``pool_tokens`` tokens.
 
     None if it is off, or if ``auto`` finds that none is needed or possible. Raises ConfigurationError if the configured
@@ -39,7 +39,7 @@ def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -
             tokens = min(loaded.context_length, _free_disk_bytes(config.overflow_dir) // _SHARE_OF_FREE // per_token)
             if tokens <= pool_tokens:
                 raise ConfigurationError(f"the disk of {config.overflow_dir} has too little room")
-            found = Overflow(config.overflow_dir, *shape, pool_tokens, tokens, loaded.dtype)
+            found = DiskOverflow(config.overflow_dir, *shape, pool_tokens, tokens, loaded.dtype)
         except (ConfigurationError, OSError) as error:
             log.info("no request may have more tokens than the pool holds", tokens=pool_tokens, reason=str(error))
             return None
@@ -58,7 +58,7 @@ def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -
         if loaded.context_length <= pool_tokens or _reclaims_window(loaded):
             return None
         ensure_private_dir(config.overflow_dir)
-        found = Overflow(config.overflow_dir, *shape, pool_tokens, tokens, loaded.dtype)
+        found = DiskOverflow(config.overflow_dir, *shape, pool_tokens, tokens, loaded.dtype)
     log.info("requests larger than the pool use disk overflow", tokens=tokens, most=format_size(found.size_bytes))
     return found
 

@@ -37,7 +37,7 @@ from inference_svc.context_reuse.verify import (
     candidates,
     read_questions,
 )
-from inference_svc.engine.sequence import Finish, Output
+from inference_svc.engine.sequence import FinishReason, SequenceOutput
 from inference_svc.engine.sequence import Sequence as EngineSequence
 from inference_svc.kv_client.connector import store_verdict
 from inference_svc.models.loader import quiet_transformers
@@ -265,7 +265,7 @@ class Engine:
 
     def _build(self, prompt: Prompt, options: Mapping[str, Any]) -> _Call:
         began = time.perf_counter()
-        outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        outputs: queue.SimpleQueue[SequenceOutput] = queue.SimpleQueue()
         request = to_request(prompt, **options)
         sequence = self._requests.build(request, outputs.put, began)
         sequence.timings.tokenize_ms = (time.perf_counter() - began) * 1e3
@@ -275,7 +275,7 @@ class Engine:
 @dataclass(frozen=True)
 class _Call:
     sequence: EngineSequence
-    outputs: queue.SimpleQueue[Output]
+    outputs: queue.SimpleQueue[SequenceOutput]
     parser: ToolCallParser | None
     decode: Callable[[list[int]], str]
 
@@ -317,7 +317,7 @@ def _ended(
     text: str,
     calls: list[pb.ToolCall],
     logprobs: list[pb.TokenLogprob],
-    finish: Finish,
+    finish: FinishReason,
 ) -> Result:
     s, ended_by = call.sequence, last.WhichOneof("stopped_by")
     called = last.finish_reason == pb.FINISH_REASON_TOOL_CALLS

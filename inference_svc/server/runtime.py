@@ -25,18 +25,18 @@ from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shif
 from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NoCache
+from inference_svc.engine.kv_connector import NullKVConnector
 from inference_svc.kv_client.connector import DaemonConnector
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
-from inference_svc.kv_pool.disk_overflow import Overflow
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.adapter_dir import AdapterDir
 from inference_svc.lora.adapter_weights import AdapterWeights, linears_of, read_weights
 from inference_svc.lora.lora_adapter import LoraAdapter
-from inference_svc.model_runner.attention import ATTENTION
-from inference_svc.model_runner.cuda_attention import kernels_of, measured
+from inference_svc.model_runner.attention import ATTENTION_NAME
+from inference_svc.model_runner.cuda_attention import find_kernels, select_cuda_attention
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.numerics_probe import identified
+from inference_svc.model_runner.numerics_probe import with_numerics_identity
 from inference_svc.models.batch_invariance_probe import batch_variant_shapes, packed_linears_of
 from inference_svc.models.draft_loader import COPY_BITS, load_draft
 from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
@@ -50,7 +50,7 @@ from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.overflow_dir import open_overflow
 from inference_svc.server.preflight import check_draft, open_adapters
 from inference_svc.server.worker_config import WorkerConfig
-from inference_svc.spec_decode.draft_model_proposer import DraftModel
+from inference_svc.spec_decode.draft_model_proposer import DraftModelProposer
 
 log = structlog.get_logger("worker")
 
@@ -144,7 +144,9 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[AdapterDi
     threads = config.threads or len(os.sched_getaffinity(0))
     decoder = Decoder(loaded)
     shared = config.share_across_machines
-    loaded = identified(loaded, decoder, config.storage_bits, shared=shared, threads=threads, native=pool.native)
+    loaded = with_numerics_identity(
+        loaded, decoder, config.storage_bits, shared=shared, threads=threads, native=pool.native
+    )
     _log_numerics(loaded.numerics)
     cache: DaemonConnector | None = None
     daemons = _daemon_connections(address, config, loaded, adapters)
@@ -171,7 +173,7 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[AdapterDi
         config.prefill_step_ms / 1000,
     )
     speculates = config.speculate != "off"
-    engine = Engine(loaded, pool, cache or NoCache(), limits, threads, draft, speculates, adapters, decoder)
+    engine = Engine(loaded, pool, cache or NullKVConnector(), limits, threads, draft, speculates, adapters, decoder)
     _log_adapters(config, engine, bool(daemons))
     if daemons:
         daemons[b""].served_counts = lambda: _prompt_counters(engine)  # of all that the worker does
@@ -182,7 +184,7 @@ def _adapters(folders: list[AdapterDir], loaded: LoadedModel) -> list[AdapterWei
     """Read adapter weights, checked against the model's layers. Raises ConfigurationError."""
     if not folders:
         return []
-    linears = linears_of(loaded.config, loaded.dtype, ATTENTION)
+    linears = linears_of(loaded.config, loaded.dtype, ATTENTION_NAME)
     return [read_weights(folder, linears, loaded.id) for folder in folders]
 
 
@@ -212,7 +214,7 @@ def daemon_connection(
     )
 
 
-def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModel | None:
+def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModelProposer | None:
     """Load the draft model, if one is configured. Its pool has a page for each of the model's."""
     check_draft(config.speculate, config.draft_model, config.strict)
     if not config.draft_model:
@@ -224,9 +226,9 @@ def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> 
         )
     draft = load_draft(config.draft_model, config.model, loaded, config.strict, config.context_length)
     copy = config.draft_model == SELF
-    own = pool if copy else _new_pool(draft, pool.pages * PAGE_TOKENS)
+    own = pool if copy else _new_pool(draft, pool.pages * BLOCK_TOKENS)
     vocabulary, longest = int(loaded.config.vocab_size), draft.context_length
-    return DraftModel(
+    return DraftModelProposer(
         Decoder(draft), own, vocabulary, longest, config.batch_tokens, known=int(draft.config.vocab_size), copy=copy
     )
 
@@ -312,21 +314,21 @@ def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
 def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:
     per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
     tokens = config.pool_bytes // per_token
-    if tokens < 4 * PAGE_TOKENS:
+    if tokens < 4 * BLOCK_TOKENS:
         raise ConfigurationError(
             f"pool_bytes is {config.pool_bytes}; this model needs {format_size(per_token)} per token, "
-            f"at least {format_size(4 * PAGE_TOKENS * per_token)}"
+            f"at least {format_size(4 * BLOCK_TOKENS * per_token)}"
         )
     # A batch cannot use more tokens than this.
     tokens = min(tokens, config.batch_sequences * loaded.context_length)
     return _new_pool(loaded, tokens, open_overflow(config, loaded, tokens))
 
 
-def _new_pool(loaded: LoadedModel, tokens: int, overflow: Overflow | None = None) -> KVPool:
+def _new_pool(loaded: LoadedModel, tokens: int, overflow: DiskOverflow | None = None) -> KVPool:
     windows, shape = loaded.windows, (loaded.layers, loaded.kv_heads, loaded.head_dim)
     pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, windows, overflow)
-    kernels = kernels_of(loaded.device, loaded.dtype, loaded.head_dim)
+    kernels = find_kernels(loaded.device, loaded.dtype, loaded.head_dim)
     if kernels is not None:
-        pool.native = measured(pool, kernels, loaded.heads)
+        pool.native = select_cuda_attention(pool, kernels, loaded.heads)
         log.info("native attention kernels are used where they are faster", kinds=sorted(pool.native.kinds))
     return pool

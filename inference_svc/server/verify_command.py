@@ -117,7 +117,6 @@ def measure(options: argparse.Namespace, console: Console) -> Report:
     from inference_svc.context_reuse.reuse_lab import ReuseLab
     from inference_svc.context_reuse.verify import BUILT_IN, Verifier, candidates, read_questions
     from inference_svc.kv_client.connector import store_verdict
-    from inference_svc.model_runner.numerics_probe import identified
     from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
     from inference_svc.models.loader import load, quiet_transformers
 
@@ -138,7 +137,7 @@ def measure(options: argparse.Namespace, console: Console) -> Report:
         tried = candidates(options.repair, options.ratio)
         report = verifier.run(questions, tried, ("cacheblend",), lambda: progress.advance(bar))
     if options.store_verdict:
-        named = identified(lab.loaded, lab.decoder, options.bits, shared=options.share_across_machines)
+        named = with_numerics_identity(lab.loaded, lab.decoder, options.bits, shared=options.share_across_machines)
         store_verdict(options.cache_socket, named.descriptor(options.bits), report.verdict())
     return report
 

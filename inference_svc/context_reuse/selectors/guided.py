@@ -3,7 +3,7 @@
 The lowest layers are computed for all approximate tokens, exactly. Then the question is read once over the stored keys,
 and the tokens with high attention from some head are recomputed, each with the token before it: a token that summarizes
 a statement takes it from there (SnapKV, arXiv:2404.14469, pools scores over neighbours likewise). Measured against
-deviation, and against mixtures of both, in ``docs/decisions.md``.
+deviation, and against mixtures of both, in ``docs/adr/027-guided-question-attention.md``.
 
 The number of lowest layers depends on the model: enough to associate related tokens. ``kvsidecar verify`` measures
 ``guided`` (2), ``guided_4`` and ``guided_8``, and keeps the first that passes.

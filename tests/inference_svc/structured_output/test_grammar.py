@@ -16,10 +16,10 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, hf
 
-from inference_svc.engine.detokenizer import TextStream
-from inference_svc.engine.sequence import Finish, Sequence
-from inference_svc.sampling.sampler import draw
-from inference_svc.sampling.sampling_params import Drawn, Sampler, SamplingParams
+from inference_svc.engine.detokenizer import IncrementalDetokenizer
+from inference_svc.engine.sequence import FinishReason, Sequence
+from inference_svc.sampling.sampler import sample
+from inference_svc.sampling.sampling_params import SampledToken, SamplingParams, SamplingState
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
@@ -36,7 +36,7 @@ class Steered(Request):
     def __init__(self, ids: list[int], length: int, steering: GrammarState, seed: int | None = None) -> None:
         super().__init__(ids, length, seed)
         params = self.sequence.params
-        text = TextStream(TOKENIZER, (), END)
+        text = IncrementalDetokenizer(TOKENIZER, (), END)
         self.sequence = Sequence("r", list(ids), len(ids), length, params, END, text, self._sink, steering=steering)
 
     def text(self) -> str:
@@ -83,7 +83,7 @@ def test_a_grammar_that_fails_fails_its_sequence_alone() -> None:
         for request in beside:
             engine.submit(request.sequence)
         assert bad.ended.wait(60)
-        assert bad.outputs[-1].finish is Finish.FAILED
+        assert bad.outputs[-1].finish is FinishReason.FAILED
         assert isinstance(bad.outputs[-1].error, GenerationFailed)
         assert "the grammar could not be kept to" in str(bad.outputs[-1].error)
         assert [request.tokens() for request in beside] == want
@@ -95,12 +95,12 @@ def test_a_grammar_that_fails_fails_its_sequence_alone() -> None:
 def test_masks_touch_no_other_row() -> None:
     logits = torch.randn(4, 4096, generator=torch.Generator().manual_seed(0))
     digit = GRAMMARS.compile(pb.Grammar(regex="[0-9]{3}"))
-    both = [Sampler(SamplingParams(temperature=0.0), 3, (), s) for s in (None, digit, None)]
-    drawn = draw(logits, [*both, Sampler(SamplingParams(seed=1))])
-    alone = draw(logits[[0, 2]], [both[0], both[2]])
+    both = [SamplingState(SamplingParams(temperature=0.0), 3, (), s) for s in (None, digit, None)]
+    drawn = sample(logits, [*both, SamplingState(SamplingParams(seed=1))])
+    alone = sample(logits[[0, 2]], [both[0], both[2]])
     assert [drawn[0], drawn[2]] == alone
     steered = drawn[1]
-    assert isinstance(steered, Drawn)
+    assert isinstance(steered, SampledToken)
     assert TOKENIZER.decode([steered.token]).isdigit()
     assert all(TOKENIZER.decode([token]).isdigit() for token, _ in steered.top)
 

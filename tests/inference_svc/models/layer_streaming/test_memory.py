@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import Qwen2Config
 
 from benchmarks.node import Node
-from inference_svc.model_runner.attention import ATTENTION, register
+from inference_svc.model_runner.attention import ATTENTION_NAME, register
 from inference_svc.models.layer_streaming.layer_file import WEIGHTS
 from inference_svc.models.loader import DEMO_MODEL
 from inference_svc.models.meta_model import build_meta_model
@@ -73,7 +73,7 @@ def write_shards(folder: Path) -> int:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, folder / name)
     register()
-    model, _ = build_meta_model(config, torch.bfloat16, ATTENTION)
+    model, _ = build_meta_model(config, torch.bfloat16, ATTENTION_NAME)
     shards: dict[str, dict[str, torch.Tensor]] = {}
     size = 0
     for name, parameter in model.named_parameters():
