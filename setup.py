@@ -35,7 +35,10 @@ class BuildWithKernels(build_py):
 
 
 class DistributionWithKernels(Distribution):
-    """A distribution whose packages go into platlib where kernels are compiled: auditwheel refuses purelib's libraries."""
+    """A distribution with its packages in platlib where kernels are compiled.
+
+    auditwheel refuses shared libraries in purelib.
+    """
 
     def has_ext_modules(self) -> bool:
         compiled = (HERE / "kernels" / "kvkernels" / "lib").is_dir()

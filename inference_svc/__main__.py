@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from kvsidecar.extras import refusal
 from kvsidecar.interrupts import EXIT_CODE
 from kvsidecar.lean import collecting_later, import_lean, importing
 
@@ -17,6 +18,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(command: str, rest: list[str]) -> int:
+    if refused := refusal(command):
+        print(refused, file=sys.stderr)
+        return 2
     with importing():
         import_lean()
         from kvsidecar.cli.settings import run_service

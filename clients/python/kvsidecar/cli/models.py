@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from kvsidecar.cli.terminal import TerminalConsole
+from kvsidecar.extras import refusal
 from kvsidecar.models.catalogue import CATALOGUE
 from kvsidecar.models.library import BUILT_IN, Library, Listed
 from kvsidecar.models.pull import prepare
@@ -27,6 +28,9 @@ def pull(
     accept_terms: Annotated[bool, typer.Option("--accept-terms", help="Accept the model's own terms.")] = False,
 ) -> None:
     """Fetch a model, so that `serve --model NAME` finds it."""
+    if refused := refusal("pull"):
+        print(refused, file=sys.stderr)
+        raise typer.Exit(2)
     library = Library()
     if library.find(name) is None:
         fetch(name, library, accept_terms=accept_terms or _asked(name))
