@@ -19,7 +19,7 @@ telling = t=0; while sleep $(TELL_SECONDS) >/dev/null 2>&1 && kill -0 $$$$ 2>/de
 
 setup: $(STAMP)  ## Create .venv and install the project with its development tools
 
-$(STAMP): pyproject.toml constraints.txt setup.py kernels/build_backend.py kernels/kvkernels/cpu/build.py $(wildcard kernels/cpu/*)
+$(STAMP): pyproject.toml constraints.txt setup.py kernels/build_backend.py kernels/kvkernels/cpu/cpu_build.py $(wildcard kernels/cpu/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): once, some minutes; torch comes first, which is the largest"
 	@test -n "$$PIP_EXTRA_INDEX_URL$$PIP_INDEX_URL" || ! test "$$(uname -s)" = Linux || command -v nvidia-smi >/dev/null || \
@@ -61,7 +61,7 @@ nightly: setup  ## Run all that `make check` leaves out: long tests, mutants, ot
 AZURITE := build/azurite/node_modules/.bin/azurite-blob
 .PHONY: test-azure
 test-azure: setup $(AZURITE)  ## Run the tests that need Azure's emulator (150 MB from npm, in build/azurite)
-	$(BIN)/python -m pytest -q --strict-skips=none tests/cache_daemon/remote/test_engines.py -k azure
+	$(BIN)/python -m pytest -q --strict-skips=none tests/cache_daemon/remote/test_backends.py -k azure
 
 $(AZURITE):
 	npm install --prefix build/azurite --no-audit --no-fund azurite@3.35.0
@@ -189,7 +189,7 @@ $(PROTOC): $(STAMP)
 
 .PHONY: stubs-current kernels-current
 kernels-current: setup
-	$(BIN)/python -m kvkernels.cuda.build --out build/kernels/libkvkernels.so --no-volta --if-possible \
+	$(BIN)/python -m kvkernels.cuda.cuda_build --out build/kernels/libkvkernels.so --no-volta --if-possible \
 		--check kernels/resources.json
 
 stubs-current: setup $(PROTOC)
@@ -197,7 +197,7 @@ stubs-current: setup $(PROTOC)
 
 kernels: setup  ## Compile the CUDA kernels (needs nvcc, no GPU) and report what they use
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[kernels]'
-	$(BIN)/python -m kvkernels.cuda.build --report kernels/resources.json
+	$(BIN)/python -m kvkernels.cuda.cuda_build --report kernels/resources.json
 
 bench: setup  ## All benchmarks at their small size, JSON under bench-out/
 	$(BIN)/python -m benchmarks.all --quick --out-dir bench-out

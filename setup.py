@@ -14,7 +14,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
-CPU = runpy.run_path(str(HERE / "kernels" / "kvkernels" / "cpu" / "build.py"))
+CPU = runpy.run_path(str(HERE / "kernels" / "kvkernels" / "cpu" / "cpu_build.py"))
 
 
 class BuildWithKernels(build_py):

@@ -19,7 +19,7 @@ from benchmarks.cluster_traces import Arrival
 from benchmarks.eviction_replay import Tier
 from benchmarks.eviction_traces import BLOCK_TOKENS, Block, Request
 from cache_daemon.eviction import DEFAULT, POLICIES
-from inference_svc.gateway.fleet.placing import Beginnings, Ring, Standing, candidates, choose
+from inference_svc.gateway.fleet.fleet_router import Beginnings, Ring, Standing, candidates, choose
 
 Routing = Literal["random", "load", "owner", "prefix"]
 RemoteWrite = Literal["second-use", "all", "never"]

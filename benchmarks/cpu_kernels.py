@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from kvkernels import Piece, pack_chunk, reference, unpack_chunk, unpack_chunks
-from kvkernels.cpu.attention import PAGE, Attention, Rows, pages_for, serves
-from kvkernels.cpu.products import MOST_ROWS
+from kvkernels import Piece, kv_pack_reference, pack_chunk, unpack_chunk, unpack_chunks
+from kvkernels.cpu.bf16_gemv import MOST_ROWS
+from kvkernels.cpu.cpu_attention import PAGE, Attention, Rows, pages_for, serves
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
-from kvsidecar.layout import Geometry, layout_of, new_header
+from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks import report
 from benchmarks.measured import Measured, Way
-from inference_svc.model.packed_linear import PackedLinear
+from inference_svc.models.linear.packed_linear import PackedLinear
 
 # heads, key heads, head dim: Qwen2.5-0.5B and Llama-3-8B
 MODELS = {"0.5b": (14, 2, 64), "8b": (32, 8, 128)}
@@ -192,7 +192,7 @@ def moving(out: Measured) -> None:
         return payload
 
     def pack_reference() -> Tensor:
-        reference.pack(pool[0], pool[1], slots, header, arrays)
+        kv_pack_reference.pack(pool[0], pool[1], slots, header, arrays)
         return payload
 
     def unpack() -> Tensor:
@@ -200,7 +200,7 @@ def moving(out: Measured) -> None:
         return pool[0]
 
     def unpack_reference() -> Tensor:
-        reference.unpack(pool[2], pool[3], slots, header, arrays, None, range(layers))
+        kv_pack_reference.unpack(pool[2], pool[3], slots, header, arrays, None, range(layers))
         return pool[2]
 
     shape = f"{layers} layers, {tokens} tokens, 8 bit"

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.node import Node
-from inference_svc.model.loader import quiet_transformers
+from inference_svc.models.loader import quiet_transformers
 
 OURS = {16: "ours", 8: "ours, 8-bit weights", 4: "ours, 4-bit weights"}
 _READ_BYTES, _PRODUCT = 256 << 20, 1024
@@ -76,10 +76,10 @@ class Transformers:
     """The library's own generate loop with its SDPA attention and dynamic cache."""
 
     def __init__(self, model: str) -> None:
-        from kvkernels.cpu import dense
+        from kvkernels.cpu import f32_gemm
 
-        from inference_svc.model import loader
-        from inference_svc.model.dense_linear import serves
+        from inference_svc.models import loader
+        from inference_svc.models.linear.dense_linear import serves
 
         loaded = loader.load(model)
         loaded.model.set_attn_implementation("sdpa")
@@ -87,7 +87,7 @@ class Transformers:
         self.device, self.dtype = loaded.device, loaded.dtype
         self.kv_bytes_per_token = 2 * loaded.layers * loaded.kv_heads * loaded.head_dim * loaded.dtype.itemsize
         self.step_bytes = sum(
-            dense.pack(p).data.nbytes if p.dim() == 2 and serves(p) else p.nbytes
+            f32_gemm.pack(p).data.nbytes if p.dim() == 2 and serves(p) else p.nbytes
             for name, p in loaded.model.named_parameters()
             if "embed_tokens" not in name or loaded.config.tie_word_embeddings
         )

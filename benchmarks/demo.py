@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvsidecar.errors import KVSidecarError
-from kvsidecar.interrupts import EXIT_CODE
 from kvsidecar.models.catalogue import DEFAULT
-from kvsidecar.models.pull import prepare, pull
+from kvsidecar.models.model_pull import prepare, pull
+from kvsidecar.process.sigint import EXIT_CODE
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table

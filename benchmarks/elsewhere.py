@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvsidecar.connecting import Address
+from kvsidecar.net.channel import Address
 
 from benchmarks.authority import Authority
 from benchmarks.links import Link

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import DeleteRequest, PrefixRef
-from kvsidecar.connecting import Address
-from kvsidecar.layout import new_header
-from kvsidecar.paged.link import DaemonLink
-from kvsidecar.paged.matching import Matcher
-from kvsidecar.paged.session import Session
-from kvsidecar.paged.writing import linked_groups, write
+from kvsidecar.chunk_layout import new_header
+from kvsidecar.kv_transfer.chunk_writer import linked_groups, write
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.prefix_lookup import Matcher
+from kvsidecar.kv_transfer.session import Session
+from kvsidecar.net.channel import Address
 
 from benchmarks.peer import descriptor
 from benchmarks.remote_shape import CHUNK_TOKENS, GEOMETRY, NAME

@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 import psutil
-from kvsidecar.bench.prompts import Shape, prompts
+from kvsidecar.bench.shared_prefix_prompts import Shape, prompts
 
 from benchmarks import report
 from benchmarks.node import free_port

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kvkernels import reference
-from kvkernels.cuda import awq, chunks
-from kvkernels.cuda.attention import InPool, Rows, attend
-from kvkernels.cuda.library import Kernels
-from kvkernels.cuda.select import kernels_for
+from kvkernels import kv_pack_reference
+from kvkernels.cuda import awq_gemm, cuda_kv_pack
+from kvkernels.cuda.cuda_attention import InPool, Rows, attend
+from kvkernels.cuda.cuda_library import Kernels
+from kvkernels.cuda.kernel_select import kernels_for
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
-from kvsidecar.layout import Geometry, layout_of, new_header
+from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -131,12 +131,12 @@ def moving(kernels: Kernels, out: Measured) -> None:
 
     def ours() -> Tensor:
         where = on_device.data_ptr()
-        chunks.unpack(kernels, pool[0], pool[1], slots.cuda(), header, where, turn, range(layers))
+        cuda_kv_pack.unpack(kernels, pool[0], pool[1], slots.cuda(), header, where, turn, range(layers))
         return pool[0]
 
     def theirs() -> Tensor:
         given = (angles.cos().numpy(), angles.sin().numpy())
-        reference.unpack(pool[2], pool[3], slots, header, arrays, given, range(layers))
+        kv_pack_reference.unpack(pool[2], pool[3], slots, header, arrays, given, range(layers))
         return pool[2]
 
     moved = header.payload_bytes + 2 * layers * tokens * KV_HEADS * DIM * 2
@@ -150,16 +150,16 @@ def products(kernels: Kernels, out: Measured) -> None:
             for shape in ((size, size // 8), (size // 128, size // 8))
         )
         scales = torch.rand(size // 128, size, dtype=torch.float16, device="cuda") * 0.01
-        packed, full = awq.repack(words, zeros, scales), awq.reference_weight(words, zeros, scales)
+        packed, full = awq_gemm.repack(words, zeros, scales), awq_gemm.reference_weight(words, zeros, scales)
         for rows in (1, 4, 16):
             x = torch.randn(rows, size, dtype=torch.float16, device="cuda")
             _product(kernels, out, x, packed, full)
 
 
-def _product(kernels: Kernels, out: Measured, x: Tensor, packed: awq.AwqWeights, full: Tensor) -> None:
+def _product(kernels: Kernels, out: Measured, x: Tensor, packed: awq_gemm.AwqWeights, full: Tensor) -> None:
     moved = packed.codes.nbytes + packed.scales.nbytes + packed.zeros.nbytes
     shape = f"M {x.shape[0]}, {packed.inputs} x {packed.outputs}"
-    out.add("awq_gemm", shape, lambda: awq.gemm(kernels, x, packed), "fp16 product", lambda: x @ full.t(), moved)
+    out.add("awq_gemm", shape, lambda: awq_gemm.gemm(kernels, x, packed), "fp16 product", lambda: x @ full.t(), moved)
 
 
 def _int32(*values: int) -> Tensor:

@@ -20,7 +20,7 @@ import psutil
 from kvsidecar import Client
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
-from kvsidecar.runtime import socket_target
+from kvsidecar.process.runtime_dir import socket_target
 
 _START_SECONDS = 180.0
 _QUIET_SECONDS = 0.3

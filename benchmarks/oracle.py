@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_svc.engine import rows
-from inference_svc.reuse.laboratory import Laboratory, Outcome, StoredChunk
-from inference_svc.reuse.plan import Positions
+from inference_svc.context_reuse.reuse_lab import Laboratory, Outcome, StoredChunk
+from inference_svc.context_reuse.reuse_plan import Positions
+from inference_svc.model_runner import forward_batch
 
 
 class _Looks:
@@ -48,8 +48,8 @@ class Truth:
                 logits, time.perf_counter() - began, *lab.after(table, len(tokens), logits, go_on, answer)
             )
             looks = _Looks(len(tokens))
-            span = rows.Span(list(tokens[question:]), question, table, False)
-            batch = replace(rows.build([span], lab.pool, lab.loaded.device), observer=looks)
+            span = forward_batch.Span(list(tokens[question:]), question, table, False)
+            batch = replace(forward_batch.build([span], lab.pool, lab.loaded.device), observer=looks)
             lab.decoder.advance(lab.decoder.embed(batch), batch, 0, lab.decoder.layers)
             slots = torch.from_numpy(table.slots(0, len(tokens)))
             keys, values = (t.index_select(2, slots) for t in (lab.pool.keys, lab.pool.values))
@@ -79,7 +79,7 @@ def oracle(
         lab.pool.keys.index_copy_(2, slots[best], truth.keys.index_select(2, best))
         lab.pool.values.index_copy_(2, slots[best], truth.values.index_select(2, best))
         fresh = plan.fresh_positions
-        span = rows.Span([tokens[i] for i in fresh], 0, table, False, fresh)
+        span = forward_batch.Span([tokens[i] for i in fresh], 0, table, False, fresh)
         logits = lab.logits(span, np.flatnonzero(np.isin(fresh, logits_at))).float()
         after = lab.read_on(table, len(tokens), logits, answer)
         cost = len(fresh) / (len(tokens) - plan.exact)

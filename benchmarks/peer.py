@@ -13,8 +13,8 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32, ChunkHeader, NamespaceDescriptor
-from kvsidecar.layout import Geometry, new_header
-from kvsidecar.memory import map_arena, map_staging
+from kvsidecar.chunk_layout import Geometry, new_header
+from kvsidecar.kv_transfer.mapped_memory import map_arena, map_staging
 
 from benchmarks.node import Node
 

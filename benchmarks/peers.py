@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvkernels.cpu.features import native_bfloat16
+from kvkernels.cpu.cpu_features import native_bfloat16
 from kvsidecar.errors import KVSidecarError
 
 from benchmarks import report
@@ -35,7 +35,7 @@ from benchmarks.systems.checkpoint import dtype_of, folder_of, lengths_of, write
 from benchmarks.systems.engine import Engine
 from benchmarks.systems.environments import Environment, find
 from benchmarks.systems.vllm_engines import Recipe, environment
-from inference_svc.model.loader import shape_of
+from inference_svc.models.loader import shape_of
 
 _OURS = {"ours": "16", "ours_w8": "8", "ours_w4": "4"}
 _LLAMA = {"llama.cpp_f16": "f16", "llama.cpp_bf16": "bf16", "llama.cpp_q8_0": "q8_0", "llama.cpp_q4_0": "q4_0"}

@@ -27,8 +27,8 @@ from benchmarks import real_quality, report
 from benchmarks.judged import EXACT, RATIOS, REPAIRS, SHUFFLED, Arm, Samples, outcomes
 from benchmarks.kept import Job, Kept
 from benchmarks.tally import Record, Tally
-from inference_svc.model.loader import load, quiet_transformers
-from inference_svc.reuse.laboratory import Laboratory
+from inference_svc.context_reuse.reuse_lab import Laboratory
+from inference_svc.models.loader import load, quiet_transformers
 from training import tasks
 
 CROSS, CONTROLS = ("alias", "two_hop", "relative"), tasks.CONTROLS

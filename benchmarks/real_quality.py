@@ -28,10 +28,10 @@ from benchmarks.kept import Kept
 from benchmarks.oracle import Truth, oracle
 from benchmarks.real_prompts import CONTROLS, TASKS, TEXTS, RealPrompt, RealSamples
 from benchmarks.tally import interval
-from inference_svc.model.loader import load, quiet_transformers
-from inference_svc.reuse.laboratory import Laboratory, Outcome, another_order
-from inference_svc.reuse.strategies import STRATEGIES
-from inference_svc.reuse.verify import divergence
+from inference_svc.context_reuse.reuse_lab import Laboratory, Outcome, another_order
+from inference_svc.context_reuse.selectors import STRATEGIES
+from inference_svc.context_reuse.verify import divergence
+from inference_svc.models.loader import load, quiet_transformers
 
 KINDS = (*TEXTS, *TASKS, *CONTROLS)
 RATIOS = (0.15, 0.3)

@@ -25,9 +25,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvsidecar import keys
-from kvsidecar.layout import new_header
-from kvsidecar.paged.link import DaemonLink
-from kvsidecar.paged.writing import linked_groups, write
+from kvsidecar.chunk_layout import new_header
+from kvsidecar.kv_transfer.chunk_writer import linked_groups, write
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
 
 from benchmarks import report
 from benchmarks.elsewhere import Door

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
-from kvsidecar.layout import Geometry
+from kvsidecar.chunk_layout import Geometry
 
 GEOMETRY = Geometry(30, 3, 64, DATA_TYPE_BFLOAT16, 16)
 CHUNK_TOKENS, NAME = 128, "remote-reads"

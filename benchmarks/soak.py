@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import numpy as np
 import psutil
-from kvsidecar.sizes import parse_size
+from kvsidecar.byte_sizes import parse_size
 
 from benchmarks import report
 from benchmarks.chaos.load import CHUNK_TOKENS, prompt

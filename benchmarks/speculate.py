@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import report
 from inference_svc import Engine
-from inference_svc.api import Result
+from inference_svc.server.python_api import Result
 
 WORKLOADS = ("edits", "agents", "chat", "unique")
 _DATA = Path(__file__).parent / "data"

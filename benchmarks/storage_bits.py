@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
-from inference_svc.model.loader import load, quiet_transformers
-from inference_svc.reuse.laboratory import Laboratory, Outcome
-from inference_svc.reuse.strategies import STRATEGIES
-from inference_svc.reuse.verify import BUILT_IN, Question, read_questions
+from inference_svc.context_reuse.reuse_lab import Laboratory, Outcome
+from inference_svc.context_reuse.selectors import STRATEGIES
+from inference_svc.context_reuse.verify import BUILT_IN, Question, read_questions
+from inference_svc.models.loader import load, quiet_transformers
 
 BITS = (16, 8, 4)
 _GO_ON = 16

@@ -23,14 +23,14 @@ import numpy as np
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32
-from kvsidecar.layout import Geometry
+from kvsidecar.chunk_layout import Geometry
 
 from benchmarks import page_cache, report
 from benchmarks.node import Node
 from benchmarks.peer import GEOMETRY, Peer
 from benchmarks.remote_servers import RedisServer
+from cache_daemon.durable.durable_tier import ReadJob, ReadResult
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.durable.tier import ReadJob, ReadResult
 
 _TOKENS, _HEADS, _DIM = 64, 2, 64
 _LAYER_BYTES = 2 * _TOKENS * _HEADS * _DIM * 4

@@ -27,18 +27,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kvsidecar.byte_sizes import format_size, parse_size
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.models.library import Library
-from kvsidecar.sizes import format_size, parse_size
+from kvsidecar.models.model_library import Library
 
 from benchmarks import report
 from benchmarks.limits import MemoryLimit, NoLimit
 from benchmarks.node import Node, new_interpreter
-from inference_svc.engine.attention import register
-from inference_svc.model.loader import pick_dtype, recipe_of_shape, shape_of
-from inference_svc.model.streaming.estimating import expected
-from inference_svc.model.streaming.layerfile import ALIGNMENT, CHECKED, WEIGHTS, LayerFile
-from inference_svc.model.streaming.pages import aligned
+from inference_svc.model_runner.attention import register
+from inference_svc.models.layer_streaming.aligned_memory import aligned
+from inference_svc.models.layer_streaming.layer_file import ALIGNMENT, CHECKED, WEIGHTS, LayerFile
+from inference_svc.models.layer_streaming.size_estimate import expected
+from inference_svc.models.loader import pick_dtype, recipe_of_shape, shape_of
 
 _RESIDENT = "full_resident"
 # What a worker takes beside weights: interpreter, libraries, its pool, and what it keeps to compute in.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks import report
-from inference_svc.reuse.laboratory import Outcome
+from inference_svc.context_reuse.reuse_lab import Outcome
 
 _BOOTSTRAPS = 1000
 

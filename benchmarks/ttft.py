@@ -40,11 +40,11 @@ class Bound:
     """The forward over the question alone, in this process."""
 
     def __init__(self, model: str, longest: int) -> None:
-        from inference_svc.engine import rows
-        from inference_svc.engine.forward import Decoder
-        from inference_svc.engine.pool import KVPool
-        from inference_svc.freed_memory import keep_freed_memory
-        from inference_svc.model import loader
+        from inference_svc.kv_pool.kv_pool import KVPool
+        from inference_svc.model_runner import forward_batch as rows
+        from inference_svc.model_runner.decoder import Decoder
+        from inference_svc.models import loader
+        from inference_svc.server.malloc_tuning import keep_freed_memory
 
         keep_freed_memory()
         loader.quiet_transformers()
@@ -78,7 +78,7 @@ class Arms:
     """
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack, names: list[str]) -> None:
-        from inference_svc.model.loader import shape_of
+        from inference_svc.models.loader import shape_of
 
         self._nodes: dict[str, Node] = {}
         room = (max(options.context_tokens) + _SPARE_TOKENS) * shape_of(options.model).token_bytes
@@ -183,9 +183,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _costs(options: argparse.Namespace) -> dict[str, float]:
     """What repair must cost at least, as a share of nocache: ``(d + q + r (L - d)) / L``."""
-    from inference_svc.model.loader import shape_of
-    from inference_svc.reuse.strategies import STRATEGIES
-    from inference_svc.reuse.strategies.base import cost
+    from inference_svc.context_reuse.selectors import STRATEGIES
+    from inference_svc.context_reuse.selectors.selector import cost
+    from inference_svc.models.loader import shape_of
 
     shape = shape_of(options.model)
     return {

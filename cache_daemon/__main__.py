@@ -8,17 +8,17 @@ import sys
 # Before numpy is imported: its threads have nothing to do here, and a process that forks should have none.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from kvsidecar.lean import import_lean, importing
+from kvsidecar.process.fast_import import import_lean, importing
 
 
 def main(arguments: list[str] | None = None) -> int:
     with importing():
         import_lean()
         import uvloop  # noqa: F401 - imported once, before the guardian forks
-        from kvsidecar.cli.settings import run_service
+        from kvsidecar.cli.service_settings import run_service
 
         from cache_daemon.config import DaemonConfig
-        from cache_daemon.guardian import kept_running
+        from cache_daemon.prefork_supervisor import kept_running
         from cache_daemon.server import serve
 
     given = sys.argv[1:] if arguments is None else arguments

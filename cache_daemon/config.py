@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from kvsidecar.addresses import parse_tcp
+from kvsidecar.byte_sizes import parse_size
 from kvsidecar.durations import parse_duration
-from kvsidecar.runtime import default_data_dir, default_runtime_dir
-from kvsidecar.sizes import parse_size
-from kvsidecar.telemetry import checked_endpoint
+from kvsidecar.net.addresses import parse_tcp
+from kvsidecar.process.runtime_dir import default_data_dir, default_runtime_dir
+from kvsidecar.telemetry.otlp_export import checked_endpoint
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 

@@ -16,20 +16,20 @@ from typing import Annotated
 
 import typer
 from kvsidecar import keys
-from kvsidecar.cli.cache.daemon import salt_bytes
+from kvsidecar.byte_sizes import format_size, parse_size
+from kvsidecar.cli.cache.daemon_target import salt_bytes
 from kvsidecar.errors import ConfigurationError, InvalidRequest, KVSidecarError, StoreUnavailable
-from kvsidecar.runtime import default_data_dir
-from kvsidecar.sizes import format_size, parse_size
+from kvsidecar.process.runtime_dir import default_data_dir
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cache_daemon.durable.archive import Archived, export_archive, import_archive
+from cache_daemon.durable.durable_tier import NoRoom, TierFailed
+from cache_daemon.durable.encryption import key_from_environment, key_from_file
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.scrub import scrub
-from cache_daemon.durable.seal import key_from_environment, key_from_file
-from cache_daemon.durable.tier import NoRoom, TierFailed
 from cache_daemon.remote.address import Credentials, credentials_of
-from cache_daemon.remote.archives import SCHEME, downloaded, uploaded
+from cache_daemon.remote.archive_objects import SCHEME, downloaded, uploaded
 
 SOUND, DAMAGED, FAILED = 0, 1, 2
 _KEY_VARIABLE, _SECRET_VARIABLE = "KVSIDECAR_CACHE_STORE_KEY", "KVSIDECAR_CACHE_REMOTE_SECRET"

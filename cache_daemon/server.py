@@ -17,42 +17,42 @@ import structlog
 from grpc_health.v1.health import aio as health_aio
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2
-from kvsidecar.descriptors import raise_descriptor_limit
 from kvsidecar.durations import parse_duration
-from kvsidecar.runtime import ensure_private_dir
-from kvsidecar.serving import Limits, listening_at, refuse_second, stop_on_signals
+from kvsidecar.net.grpc_server import Limits, listening_at, refuse_second, stop_on_signals
+from kvsidecar.process.fd_limit import raise_descriptor_limit
+from kvsidecar.process.runtime_dir import ensure_private_dir
 
-from cache_daemon.access.authenticate import Resolver
-from cache_daemon.access.doors import doors
-from cache_daemon.access.peercred import is_allowed, peer_credentials
-from cache_daemon.access.tenants import CurrentTenants
+from cache_daemon.auth.authenticator import Resolver
+from cache_daemon.auth.listeners import doors
+from cache_daemon.auth.peer_credentials import is_allowed, peer_credentials
+from cache_daemon.auth.tenants_table import CurrentTenants
 from cache_daemon.config import DaemonConfig
+from cache_daemon.durable.encryption import key_from_file, parse_key, seal_of
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.durable.seal import key_from_file, parse_key, seal_of
+from cache_daemon.event_loop_monitor import StallWatch
 from cache_daemon.eviction import POLICIES
-from cache_daemon.garbage import short_collections
-from cache_daemon.guardian import hear_reloads, note_serving
+from cache_daemon.gc_freeze import short_collections
 from cache_daemon.memory.arena import ALIGNMENT, Arena, HostArena
-from cache_daemon.memory.device_arena import DeviceArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
-from cache_daemon.memory.handing_out import handing_out
-from cache_daemon.memory.shared import SharedMemory
-from cache_daemon.observe.health import DURABLE, OVERALL, REMOTE, reporting
-from cache_daemon.observe.snapshot import Snapshots
-from cache_daemon.observe.telemetry import Telemetry, telemetry
-from cache_daemon.observe.traffic import recording
+from cache_daemon.memory.fd_server import handing_out
+from cache_daemon.memory.gpu_arena import DeviceArena
+from cache_daemon.memory.shared_memory import SharedMemory
+from cache_daemon.observability.durable_health import DURABLE, OVERALL, REMOTE, reporting
+from cache_daemon.observability.otel import Telemetry, telemetry
+from cache_daemon.observability.stats_snapshot import Snapshots
+from cache_daemon.observability.traffic_trace import recording
+from cache_daemon.prefork_supervisor import hear_reloads, note_serving
 from cache_daemon.remote.address import credentials_of, new_engine, parse_remote
-from cache_daemon.remote.naming import Names
-from cache_daemon.remote.tier import RemoteTier
-from cache_daemon.rpc.calls import Calls
-from cache_daemon.rpc.decoding import add_to_server
-from cache_daemon.rpc.door import Shared
-from cache_daemon.rpc.service import CacheService
-from cache_daemon.stalls import StallWatch
-from cache_daemon.store.facade import ChunkStore
-from cache_daemon.store.remote import RemoteSettings
-from cache_daemon.store.summary import SUMMARY_BYTES, SummaryWriter
-from cache_daemon.store.tenants import Accounts
+from cache_daemon.remote.coordinator import RemoteSettings
+from cache_daemon.remote.key_schema import Names
+from cache_daemon.remote.remote_tier import RemoteTier
+from cache_daemon.rpc.cache_service import CacheService
+from cache_daemon.rpc.call_wrapper import Calls
+from cache_daemon.rpc.request_decoder import add_to_server
+from cache_daemon.rpc.servicer_base import Shared
+from cache_daemon.store.bloom_filter import SUMMARY_BYTES, SummaryWriter
+from cache_daemon.store.chunk_store import ChunkStore
+from cache_daemon.store.tenant_usage import Accounts
 
 GRACE_SECONDS = 3.0
 # Not all that was queued is on disk.
@@ -154,7 +154,7 @@ def _metrics(shared: Shared, config: DaemonConfig) -> Iterator[None]:
         yield
         return
     # Only then: what it needs takes a while to import, which a daemon that starts again has not.
-    from cache_daemon.observe.prometheus import serving_metrics
+    from cache_daemon.observability.store_collector import serving_metrics
 
     with serving_metrics(shared, config.metrics_port, config.metrics_host):
         yield

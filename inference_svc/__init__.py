@@ -6,7 +6,7 @@ Imports ``kvsidecar`` (stubs, formats) and ``kvkernels``; never ``cache_daemon``
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inference_svc.api import Chunk, Engine, Result
+    from inference_svc.server.python_api import Chunk, Engine, Result
 
 __all__ = ["Chunk", "Engine", "Result"]
 
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
             raise ImportError(
                 f"inference_svc.{name} needs {', '.join(missing)}: pip install 'kvsidecar[worker]'", name=missing[0]
             )
-        from inference_svc import api
+        from inference_svc.server import python_api
 
-        return getattr(api, name)
+        return getattr(python_api, name)
     raise AttributeError(f"module 'inference_svc' has no attribute {name!r}")

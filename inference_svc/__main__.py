@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from kvsidecar.extras import refusal
-from kvsidecar.interrupts import EXIT_CODE
-from kvsidecar.lean import collecting_later, import_lean, importing
+from kvsidecar.process.fast_import import collecting_later, import_lean, importing
+from kvsidecar.process.sigint import EXIT_CODE
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,48 +23,48 @@ def _run(command: str, rest: list[str]) -> int:
         return 2
     with importing():
         import_lean()
-        from kvsidecar.cli.settings import run_service
+        from kvsidecar.cli.service_settings import run_service
     if command == "worker":
         with importing():
-            from inference_svc.cache.address import daemon_address
-            from inference_svc.config import WorkerConfig
-            from inference_svc.model.ahead import read_ahead
-            from inference_svc.model.preflight import settled
+            from inference_svc.kv_client.daemon_address import daemon_address
+            from inference_svc.models.preflight import settled
+            from inference_svc.models.weight_prefetch import read_ahead
+            from inference_svc.server.worker_config import WorkerConfig
 
         async def serve(config: WorkerConfig) -> None:
             config = settled(config)
             daemon_address(config)
             read_ahead(config.model)
             with collecting_later():
-                from inference_svc.server import serve as run  # it imports torch
+                from inference_svc.server.worker_server import serve as run  # it imports torch
 
             await run(config)
 
         return run_service("kvsidecar worker", WorkerConfig, serve, rest)
     if command == "gateway":
         with importing():
-            from inference_svc.gateway.config import GatewayConfig
-            from inference_svc.gateway.server import serve as serve_gateway
+            from inference_svc.gateway.gateway_config import GatewayConfig
+            from inference_svc.gateway.gateway_server import serve as serve_gateway
 
         return run_service("kvsidecar gateway", GatewayConfig, serve_gateway, rest)
     if command == "serve":
         with importing():
-            from inference_svc.supervisor import main as supervise
+            from inference_svc.node.supervisor import main as supervise
 
         return supervise(rest)
     if command == "verify":
         with importing():
-            from inference_svc.verify_command import main as verify
+            from inference_svc.context_reuse.verify_command import main as verify
 
         return verify(rest)
     if command == "quantize":
         with importing():
-            from inference_svc.quantize_command import main as quantize
+            from inference_svc.quantize.quantize_command import main as quantize
 
         return quantize(rest)
     if command == "prepare":
         with importing():
-            from inference_svc.model.prepare_command import main as prepare
+            from inference_svc.models.prepare_command import main as prepare
 
         return prepare(rest)
     print("usage: python -m inference_svc worker|gateway|serve|verify|quantize|prepare [--help]", file=sys.stderr)

@@ -18,7 +18,7 @@ from typing import Any
 
 from inference_svc.complement import NotWritten, complement
 from inference_svc.lookaround import looks_around, without_looking
-from inference_svc.schemas import NAMED, SCHEMAS
+from inference_svc.structured_output.schema_normalize import NAMED, SCHEMAS
 
 Schema = dict[str, Any]
 _REMARKS = frozenset("title description default examples $comment deprecated".split())

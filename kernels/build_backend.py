@@ -16,7 +16,7 @@ from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
 
 _ROOT = Path(__file__).parents[1]
-_CPU = runpy.run_path(str(_ROOT / "kernels" / "kvkernels" / "cpu" / "build.py"))
+_CPU = runpy.run_path(str(_ROOT / "kernels" / "kvkernels" / "cpu" / "cpu_build.py"))
 # Not the root, which has folders with names of other packages, such as build.
 _ON_PATH = _ROOT / "clients" / "python"
 _PATH_FILE = "kvsidecar_on_path.pth"

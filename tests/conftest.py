@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import structlog
-from kvkernels.cpu import build
+from kvkernels.cpu import cpu_build
 
 from benchmarks.node import Node, Process
-from inference_svc.model.numerics import make_reproducible
+from inference_svc.models.mkl_determinism import make_reproducible
 from tests import rerun_policy, seeds
 from tests.nursery import Nursery
 from tests.skip_policy import SkipPolicy, allowed_skips
@@ -25,7 +25,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return  # whoever started this process did it
     try:
-        build.build()  # does nothing when the kernels are as their sources
+        cpu_build.build()  # does nothing when the kernels are as their sources
     except RuntimeError as error:
         print(f"torch serves instead of the CPU kernels: {error}")
 

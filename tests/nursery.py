@@ -22,8 +22,17 @@ from typing import Any
 
 # What each command's own main imports when it is called.
 _IMPORTS = {
-    "cache_daemon": ["cache_daemon.__main__", "cache_daemon.config", "cache_daemon.guardian", "cache_daemon.server"],
-    "inference_svc": ["inference_svc.__main__", "inference_svc.config", "inference_svc.server"],
+    "cache_daemon": [
+        "cache_daemon.__main__",
+        "cache_daemon.config",
+        "cache_daemon.prefork_supervisor",
+        "cache_daemon.server",
+    ],
+    "inference_svc": [
+        "inference_svc.__main__",
+        "inference_svc.server.worker_config",
+        "inference_svc.server.worker_server",
+    ],
 }
 _MESSAGE_BYTES = 1 << 20
 

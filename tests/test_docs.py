@@ -42,7 +42,7 @@ def test_what_a_document_names_is_there(document: Path) -> None:
         assert not anchor or anchor in headings(target), f"{name}#{anchor}"
     for name in _PATH.findall(text):
         assert any((start / name).exists() for start in (*_FROM, document.parent)), name
-    access = {"access/": "cache_daemon/access/"} if document.name == "security.md" else {}
+    access = {"access/": "cache_daemon/auth/"} if document.name == "security.md" else {}
     for name, test in _TEST.findall(text):
         for short, whole in access.items():
             name = whole + name.removeprefix(short) if name.startswith(short) else name

@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.runtime import socket_target
+from kvsidecar.process.runtime_dir import socket_target
 
 from benchmarks.chaos.messages import Known, Messages
 

@@ -22,8 +22,8 @@ import grpc
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
-from kvsidecar.layout import new_header
-from kvsidecar.runtime import socket_target
+from kvsidecar.chunk_layout import new_header
+from kvsidecar.process.runtime_dir import socket_target
 
 from benchmarks.peer import GEOMETRY, descriptor, payload_of
 

@@ -11,7 +11,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.layout import layout_of
+from kvsidecar.chunk_layout import layout_of
 
 from benchmarks.peer import descriptor, payload_of
 
@@ -170,7 +170,7 @@ class Messages:
 
     def header(self) -> Any:
         """A header of a new chunk."""
-        from kvsidecar.layout import new_header
+        from kvsidecar.chunk_layout import new_header
 
         from benchmarks.peer import GEOMETRY
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import grpc
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.runtime import socket_target
+from kvsidecar.process.runtime_dir import socket_target
 
 from benchmarks.node import Node
 from benchmarks.peer import Peer, payload_of

@@ -12,7 +12,7 @@ from benchmarks.node import Node
 from benchmarks.systems.engine import Answer, Engine
 from benchmarks.systems.environments import Missing
 from benchmarks.systems.vllm_engines import Recipe, environment
-from inference_svc.model.loader import shape_of
+from inference_svc.models.loader import shape_of
 
 BLOCK_TOKENS = 128  # the longest that vLLM has: caches are as much larger for every sequence
 _ASK_SECONDS, _WARMING_TOKENS = 900.0, 32

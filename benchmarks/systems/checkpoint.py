@@ -15,10 +15,10 @@ from gguf.quants import quantize
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from inference_svc.model.gguf.convert import converted, open_source
-from inference_svc.model.loader import pick_dtype
-from inference_svc.model.resolve import DEMO_MODEL, resolve
-from inference_svc.model.shapes import PREFIX, config_of_shape
+from inference_svc.models.gguf.gguf_converter import converted, open_source
+from inference_svc.models.loader import pick_dtype
+from inference_svc.models.model_resolver import DEMO_MODEL, resolve
+from inference_svc.models.random_models import PREFIX, config_of_shape
 
 _SEED, _LENGTHS = 0, (1024, 4096)
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvsidecar.integrations.vllm.finding import CONNECTOR, MODULE
+from kvsidecar.integrations.vllm.vllm_install import CONNECTOR, MODULE
 
 from benchmarks.systems.engine import Engine
 from benchmarks.systems.environments import Environment, find, preloads

@@ -34,13 +34,13 @@ import xxhash
 from google.protobuf.message import DecodeError
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS, MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.layout import MAX_CHUNK_TOKENS, MAX_TTL_SECONDS
 
-from cache_daemon.durable import terms
-from cache_daemon.durable.headers import is_duration, is_what_it_names, layout_bytes
+from cache_daemon.durable import expiry_note
+from cache_daemon.durable.durable_tier import DurableTier, Put, PutOutcome, ReadJob, ReadResult, WriteGroup
+from cache_daemon.durable.header_check import is_duration, is_what_it_names, layout_bytes
 from cache_daemon.durable.lineage import Lineage
-from cache_daemon.durable.tier import DurableTier, Put, PutOutcome, ReadJob, ReadResult, WriteGroup
 
 _BEGIN = b"KVSIDECAR-ARCHIVE\0" + struct.pack("<H", 2)
 _CHUNK = struct.Struct("<IQQQ")
@@ -97,7 +97,7 @@ def export_archive(
 
     Raises OSError.
     """
-    names, ends, now = tier.stored_keys(), terms.ends(tier.notes()), clock() * 1000
+    names, ends, now = tier.stored_keys(), expiry_note.ends(tier.notes()), clock() * 1000
     exported: set[bytes] = set()
     size = skipped = 0
     with _replacing(out) as file:
@@ -159,13 +159,13 @@ def import_archive(
             ends.append((header.prefix_hash, min(end, now + _MOST_MILLISECONDS)))
             group_bytes += len(payload)
             if group_bytes >= _GROUP_BYTES:
-                outcomes = _store(tier, group, terms.longer(ends, known, tier.notes()))
+                outcomes = _store(tier, group, expiry_note.longer(ends, known, tier.notes()))
                 stored, skipped = stored + outcomes[0], skipped + outcomes[1]
                 group, ends, group_bytes = [], [], 0
             size += len(payload)
             if progress is not None:
                 progress(file.tell(), total)
-        outcomes = _store(tier, group, terms.longer(ends, known, tier.notes()))
+        outcomes = _store(tier, group, expiry_note.longer(ends, known, tier.notes()))
     return Archived(stored + outcomes[0], size, skipped + outcomes[1])
 
 

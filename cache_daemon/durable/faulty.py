@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from cache_daemon.durable.tier import (
+from cache_daemon.durable.durable_tier import (
     DurableTier,
     Loaded,
     LoadReport,

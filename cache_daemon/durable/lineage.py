@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.layout import Geometry
 
 
 class Known(Protocol):

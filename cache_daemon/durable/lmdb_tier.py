@@ -19,20 +19,9 @@ import structlog
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import StoreUnavailable
 
-from cache_daemon.durable.changes import Changes, Kin, Packed, pack_puts, write_changes
-from cache_daemon.durable.environment import Environment, ShortWrite
-from cache_daemon.durable.folder import StoreFolder
-from cache_daemon.durable.loading import Contents, collecting_later, contents_of, in_order
-from cache_daemon.durable.opening import open_data
-from cache_daemon.durable.packing import MEASURED_FROM_BYTES, Compression, Packing
-from cache_daemon.durable.pages import Damage, Finder, Node, PageFile, check_overflow
-from cache_daemon.durable.reader import Entry, PayloadReader
-from cache_daemon.durable.rebuild import rebuild
-from cache_daemon.durable.records import HEADERS, MINIMUM_VALUE_BYTES, PAYLOADS, Unsound, decode_record, open_header
-from cache_daemon.durable.seal import seal_of
-from cache_daemon.durable.space import PROBE_BYTES, Space, is_full
-from cache_daemon.durable.survey import strict_survey
-from cache_daemon.durable.tier import (
+from cache_daemon.durable.compression import MEASURED_FROM_BYTES, Compression, Packing
+from cache_daemon.durable.disk_space import PROBE_BYTES, Space, is_full
+from cache_daemon.durable.durable_tier import (
     Loaded,
     LoadReport,
     NoRoom,
@@ -45,6 +34,24 @@ from cache_daemon.durable.tier import (
     Usage,
     WriteGroup,
 )
+from cache_daemon.durable.encryption import seal_of
+from cache_daemon.durable.lmdb_env import Environment, ShortWrite
+from cache_daemon.durable.lmdb_file import Damage, Finder, Node, PageFile, check_overflow
+from cache_daemon.durable.payload_reader import Entry, PayloadReader
+from cache_daemon.durable.rebuild import rebuild
+from cache_daemon.durable.record_format import (
+    HEADERS,
+    MINIMUM_VALUE_BYTES,
+    PAYLOADS,
+    Unsound,
+    decode_record,
+    open_header,
+)
+from cache_daemon.durable.recovery import open_data
+from cache_daemon.durable.store_dir import StoreFolder
+from cache_daemon.durable.survey import strict_survey
+from cache_daemon.durable.tier_contents import Contents, collecting_later, contents_of, in_order
+from cache_daemon.durable.write_batch import Changes, Kin, Packed, pack_puts, write_changes
 
 log = structlog.get_logger("cache_daemon")
 

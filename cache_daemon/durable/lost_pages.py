@@ -11,10 +11,10 @@ from typing import Protocol
 
 from kvsidecar import keys
 
-from cache_daemon.durable.pages import Damage, Node, PageFile, overflow_pages, readable_leaf_nodes
-from cache_daemon.durable.records import HEADERS, MINIMUM_VALUE_BYTES, NOTES, RECENCY, Record, Unsound, verified
-from cache_daemon.durable.tier import PAGE_BYTES
-from cache_daemon.durable.walk import Walk
+from cache_daemon.durable.durable_tier import PAGE_BYTES
+from cache_daemon.durable.lmdb_file import Damage, Node, PageFile, overflow_pages, readable_leaf_nodes
+from cache_daemon.durable.page_walk import Walk
+from cache_daemon.durable.record_format import HEADERS, MINIMUM_VALUE_BYTES, NOTES, RECENCY, Record, Unsound, verified
 
 
 class Finds(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
-from cache_daemon.durable.tier import (
+from cache_daemon.durable.durable_tier import (
     Loaded,
     LoadReport,
     NoRoom,

@@ -15,9 +15,9 @@ from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import StoreUnavailable
 
-from cache_daemon.durable.environment import Environment
-from cache_daemon.durable.folder import StoreFolder
-from cache_daemon.durable.records import (
+from cache_daemon.durable.encryption import Seal
+from cache_daemon.durable.lmdb_env import Environment
+from cache_daemon.durable.record_format import (
     HEADERS,
     MINIMUM_VALUE_BYTES,
     NOTES,
@@ -29,7 +29,7 @@ from cache_daemon.durable.records import (
     encode_tick,
     open_header,
 )
-from cache_daemon.durable.seal import Seal
+from cache_daemon.durable.store_dir import StoreFolder
 from cache_daemon.durable.survey import OtherVersion, Survey
 
 _TRANSACTION_BYTES = 32 << 20

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from kvsidecar.errors import StoreUnavailable
 
-from cache_daemon.durable.folder import StoreFolder
-from cache_daemon.durable.loading import contents_of
-from cache_daemon.durable.pages import Damage, PageFile
+from cache_daemon.durable.durable_tier import NoRoom, TierFailed
+from cache_daemon.durable.encryption import seal_of
+from cache_daemon.durable.lmdb_file import Damage, PageFile
 from cache_daemon.durable.rebuild import check_key, other_version, payload_is_sound, rebuild
-from cache_daemon.durable.records import Unsound, open_header
-from cache_daemon.durable.seal import seal_of
+from cache_daemon.durable.record_format import Unsound, open_header
+from cache_daemon.durable.store_dir import StoreFolder
 from cache_daemon.durable.survey import OtherVersion, lenient_survey, strict_survey
-from cache_daemon.durable.tier import NoRoom, TierFailed
+from cache_daemon.durable.tier_contents import contents_of
 
 Progress = Callable[[int, int], None]
 

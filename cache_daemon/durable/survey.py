@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cache_daemon.durable.lmdb_file import Damage, Database, Meta, Node, PageFile, database_of
 from cache_daemon.durable.lost_pages import LostPages
-from cache_daemon.durable.pages import Damage, Database, Meta, Node, PageFile, database_of
-from cache_daemon.durable.records import (
+from cache_daemon.durable.page_walk import Walk
+from cache_daemon.durable.record_format import (
     DATABASES,
     FORMAT,
     HEADERS,
@@ -26,7 +27,6 @@ from cache_daemon.durable.records import (
     decode_tick,
     verified,
 )
-from cache_daemon.durable.walk import Walk
 
 LMDB_MAGIC = 0xBEEFC0DE.to_bytes(4, "little")
 

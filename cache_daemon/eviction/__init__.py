@@ -6,8 +6,8 @@ Imports nothing of the daemon. How a tier calls its policy, and why ``gittins`` 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from cache_daemon.eviction.eviction_policy import Entry, EvictionPolicy
 from cache_daemon.eviction.gittins import Gittins
-from cache_daemon.eviction.policy import Entry, EvictionPolicy
 from cache_daemon.eviction.ranked import GreedyDualSizeFrequency, LeastFrequentlyUsed, LeastRecentlyUsed
 from cache_daemon.eviction.s3fifo import S3Fifo
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from sortedcontainers import SortedDict
 
-from cache_daemon.eviction.ghosts import Ghosts
-from cache_daemon.eviction.policy import Entry
-from cache_daemon.eviction.reuse import AGES, ReuseTimes
-from cache_daemon.eviction.worth import Worth
+from cache_daemon.eviction.eviction_policy import Entry
+from cache_daemon.eviction.ghost_list import Ghosts
+from cache_daemon.eviction.prefill_cost import Worth
+from cache_daemon.eviction.reuse_stats import AGES, ReuseTimes
 
 # For how long an entry is followed after its last use, in the tier or not: at least until so many times the tier's
 # entries came in or were used, or until as many have left as there is memory for (8 bytes each).

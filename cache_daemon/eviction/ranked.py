@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from sortedcontainers import SortedDict
 
-from cache_daemon.eviction.policy import Entry
-from cache_daemon.eviction.worth import Worth
+from cache_daemon.eviction.eviction_policy import Entry
+from cache_daemon.eviction.prefill_cost import Worth
 
 
 @dataclass(slots=True)

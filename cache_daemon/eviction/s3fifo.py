@@ -9,7 +9,7 @@ from itertools import chain
 
 from sortedcontainers import SortedDict
 
-from cache_daemon.eviction.policy import Entry
+from cache_daemon.eviction.eviction_policy import Entry
 
 _SMALL_SHARE = 0.1
 _MOST_USES = 3

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_HOST, ArenaDescriptor
-from kvsidecar.extents import Extents
+from kvsidecar.range_allocator import Extents
 
-from cache_daemon.memory.shared import SharedMemory
+from cache_daemon.memory.shared_memory import SharedMemory
 
 ALIGNMENT = 4096
 # Pages are made so many bytes ahead of what is used, so that a copy does not wait for the kernel to zero them.

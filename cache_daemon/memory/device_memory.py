@@ -18,10 +18,10 @@ from kvsidecar.cache.v1.cache_pb2 import (
     ARENA_KIND_HOST,
     ArenaKind,
 )
-from kvsidecar.cuda_memory import CudaUnavailable, DescriptorMemory, LegacyMemory
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.kv_transfer.cuda_ipc import CudaUnavailable, DescriptorMemory, LegacyMemory
 
-from cache_daemon.memory.shared import SharedMemory
+from cache_daemon.memory.shared_memory import SharedMemory
 
 log = structlog.get_logger("cache_daemon")
 

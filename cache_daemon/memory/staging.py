@@ -6,10 +6,10 @@ What a worker writes, and when, never matters to anybody else: the daemon copies
 
 from __future__ import annotations
 
-from kvsidecar.extents import Extents
+from kvsidecar.range_allocator import Extents
 
 from cache_daemon.memory.arena import ALIGNMENT, Slot, footprint
-from cache_daemon.memory.shared import SharedMemory
+from cache_daemon.memory.shared_memory import SharedMemory
 
 # Idle staging keeps so much memory; the rest is given back to the system.
 _KEPT_BYTES, _TRIM_BYTES = 8 << 20, 16 << 20

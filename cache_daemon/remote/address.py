@@ -24,8 +24,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvsidecar.errors import ConfigurationError
 
+from cache_daemon.remote.backend import RemoteEngine
 from cache_daemon.remote.certificates import read_authority
-from cache_daemon.remote.engine import RemoteEngine
 
 Kind = Literal["valkey", "s3", "azure", "gcs"]
 _DEFAULT_PORT = 6379
@@ -206,17 +206,17 @@ def new_engine(address: RemoteAddress, credentials: Credentials) -> RemoteEngine
     """The engine that an address names, not connected yet. Raises ConfigurationError when its client is not
     installed."""
     if address.engine == "s3":
-        from cache_daemon.remote.objects import S3Engine
+        from cache_daemon.remote.object_store_backend import S3Engine
 
         return S3Engine(address, credentials)
     if address.engine == "azure":
-        from cache_daemon.remote.objects import AzureEngine
+        from cache_daemon.remote.object_store_backend import AzureEngine
 
         return AzureEngine(address, credentials)
     if address.engine == "gcs":
-        from cache_daemon.remote.objects import GcsEngine
+        from cache_daemon.remote.object_store_backend import GcsEngine
 
         return GcsEngine(address, credentials)
-    from cache_daemon.remote.valkey import ValkeyEngine
+    from cache_daemon.remote.redis_backend import ValkeyEngine
 
     return ValkeyEngine(address, credentials)

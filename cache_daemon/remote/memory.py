@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from cache_daemon.remote.engine import Item
+from cache_daemon.remote.backend import Item
 
 
 class MemoryEngine:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.chunk_layout import MAX_CUTS
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.layout import MAX_CUTS
 
-from cache_daemon.rpc import limits
+from cache_daemon.rpc import request_validation
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
@@ -30,15 +30,18 @@ PIECE_BYTES = 256 << 10
 
 _LIMITS: dict[Descriptor, Mapping[str, int]] = {
     pb.MatchRequest.DESCRIPTOR: {
-        "token_ids": limits.MAX_TOKENS,
-        "contents": limits.MAX_PROBES,
+        "token_ids": request_validation.MAX_TOKENS,
+        "contents": request_validation.MAX_PROBES,
         "cuts": MAX_CUTS,
     },
-    pb.ReserveRequest.DESCRIPTOR: {"headers": limits.MAX_ITEMS, "reservation_ids": limits.MAX_ITEMS},
-    pb.CommitRequest.DESCRIPTOR: {"items": limits.MAX_ITEMS},
-    pb.FetchRequest.DESCRIPTOR: {"prefix_hashes": limits.MAX_ITEMS},
-    pb.ReleaseRequest.DESCRIPTOR: {"lease_ids": limits.MAX_LEASES},
-    pb.AbortRequest.DESCRIPTOR: {"reservation_ids": limits.MAX_RESERVATIONS},
+    pb.ReserveRequest.DESCRIPTOR: {
+        "headers": request_validation.MAX_ITEMS,
+        "reservation_ids": request_validation.MAX_ITEMS,
+    },
+    pb.CommitRequest.DESCRIPTOR: {"items": request_validation.MAX_ITEMS},
+    pb.FetchRequest.DESCRIPTOR: {"prefix_hashes": request_validation.MAX_ITEMS},
+    pb.ReleaseRequest.DESCRIPTOR: {"lease_ids": request_validation.MAX_LEASES},
+    pb.AbortRequest.DESCRIPTOR: {"reservation_ids": request_validation.MAX_RESERVATIONS},
 }
 
 

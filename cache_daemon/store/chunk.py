@@ -14,7 +14,7 @@ from kvsidecar.cache.v1.cache_pb2 import ChunkInfo, ChunkMatch, MatchResponse
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.memory.arena import Slot
-from cache_daemon.store.tenants import Tenant
+from cache_daemon.store.tenant_usage import Tenant
 
 
 class Residency(enum.Enum):

@@ -18,9 +18,9 @@ from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
-from cache_daemon.store.tenants import Tenant
-from cache_daemon.store.terms import Terms
-from cache_daemon.store.tiers import Tiers
+from cache_daemon.store.tenant_usage import Tenant
+from cache_daemon.store.tier_manager import Tiers
+from cache_daemon.store.ttl import Terms
 
 
 class InsertOutcome(enum.Enum):

@@ -13,17 +13,17 @@ from math import inf
 import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED
+from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import UnknownSession
-from kvsidecar.layout import Geometry
 
-from cache_daemon.durable.tier import DurableTier, ReadJob, ReadResult
+from cache_daemon.durable.durable_tier import DurableTier, ReadJob, ReadResult
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.index import Found
+from cache_daemon.store.prefix_index import Found
 from cache_daemon.store.sessions import Hold, Session
-from cache_daemon.store.terms import Terms
-from cache_daemon.store.tiers import Tiers
-from cache_daemon.store.turns import Turns
+from cache_daemon.store.tier_manager import Tiers
+from cache_daemon.store.ttl import Terms
+from cache_daemon.store.yield_timer import Turns
 
 # A full arena may be full of chunks that are being written to disk: so long a reader waits for that.
 _PATIENCE_SECONDS = 0.25

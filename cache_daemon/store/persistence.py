@@ -17,12 +17,12 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_PERSISTED,
 )
 
-from cache_daemon.durable.tier import PutOutcome, PutResult, whole_pages
-from cache_daemon.durable.writer import DurableWriter
+from cache_daemon.durable.durable_tier import PutOutcome, PutResult, whole_pages
+from cache_daemon.durable.group_commit_writer import DurableWriter
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.shelf import Shelf
-from cache_daemon.store.tiers import Tiers
-from cache_daemon.store.turns import Turns
+from cache_daemon.store.tier_accounting import Shelf
+from cache_daemon.store.tier_manager import Tiers
+from cache_daemon.store.yield_timer import Turns
 
 # Evicting goes on to this share of the budget, so that it does not happen at every write; when the tier says that it is
 # full although the books say otherwise, a little more goes.

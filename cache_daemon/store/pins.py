@@ -6,13 +6,13 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ChunkNotFound, QuotaExceeded
 from kvsidecar.keys import HASH_BYTES
-from kvsidecar.sizes import format_size
 
 from cache_daemon.memory.arena import footprint
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.tiers import Tiers
+from cache_daemon.store.tier_manager import Tiers
 
 NOTE_PREFIX = b"pin:"
 _COUNT = struct.Struct("<I")

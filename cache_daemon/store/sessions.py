@@ -10,14 +10,14 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
+from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import UnknownLease, UnknownSession
-from kvsidecar.layout import Geometry
 
 from cache_daemon.memory.arena import Slot, footprint
-from cache_daemon.memory.handing_out import ID_BYTES
+from cache_daemon.memory.fd_server import ID_BYTES
 from cache_daemon.memory.staging import Allowance, Staging
 from cache_daemon.store.chunk import Chunk
-from cache_daemon.store.tenants import Tenant
+from cache_daemon.store.tenant_usage import Tenant
 
 _Held = TypeVar("_Held")
 # Where no memory is shared.

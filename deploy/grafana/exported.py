@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import httpx
 
-from cache_daemon.observe.names import COUNTERS, GAUGES
-from inference_svc import metrics as worker
-from inference_svc.gateway.fleet.members import Members
-from inference_svc.gateway.fleet.metrics import FleetMetrics
-from inference_svc.gateway.metrics import Metrics
-from inference_svc.gateway.router import Router
+from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
+from inference_svc.gateway.fleet.discovery import Members
+from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
+from inference_svc.gateway.gateway_metrics import Metrics
+from inference_svc.gateway.worker_router import Router
+from inference_svc.server import worker_metrics as worker
 
-# Beside the fields of the daemon's statistics (cache_daemon/observe/prometheus.py).
+# Beside the fields of the daemon's statistics (cache_daemon/observability/store_collector.py).
 _FURTHER = {
     "durable_failing": "gauge",
     "remote_failing": "gauge",
     "calls_total": "counter",
     "call_seconds_total": "counter",
 }
-# Beside the fields of a worker's statistics (inference_svc/metrics.py).
+# Beside the fields of a worker's statistics (inference_svc/server/worker_metrics.py).
 _WORKERS_FURTHER = {"engine_up": "gauge", "corrupt_hits_total": "counter"}
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import structlog
 
-from inference_svc.engine.admission import as_array
-from inference_svc.engine.cache_port import Cache
-from inference_svc.engine.pool import KVPool
-from inference_svc.engine.residents import Residents
+from inference_svc.engine.engine_stats import EngineStats
+from inference_svc.engine.kv_connector import Cache
 from inference_svc.engine.sequence import Sequence, StoredPrefix
-from inference_svc.engine.stats import EngineStats
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.prefix_cache import Residents
+from inference_svc.scheduling.admission import as_array
 
 log = structlog.get_logger("engine")
 

@@ -17,29 +17,29 @@ import structlog
 import torch
 from kvsidecar.errors import KVSidecarError, ModelUnsupported, Overloaded, Unavailable, UnknownModel
 
-from inference_svc.engine import rows
-from inference_svc.engine.cache_port import Cache
-from inference_svc.engine.decode_graphs import decode_graphs
+from inference_svc.engine.engine_core import Loop
+from inference_svc.engine.engine_events import CancelAsked, Letter, Mailbox, Submitted, Task
 from inference_svc.engine.engine_lost import check_device
-from inference_svc.engine.finish import tell
-from inference_svc.engine.forward import Decoder
-from inference_svc.engine.loop import Loop
-from inference_svc.engine.mailbox import CancelAsked, Letter, Mailbox, Submitted, Task
-from inference_svc.engine.pool import KVPool
-from inference_svc.engine.residents import Resident
-from inference_svc.engine.room import Room
+from inference_svc.engine.engine_stats import EngineLimits, EngineStats
+from inference_svc.engine.kv_connector import Cache
+from inference_svc.engine.request_lifecycle import tell
 from inference_svc.engine.sequence import Finish, Output, Sequence
-from inference_svc.engine.speculation.calibration import once, timed
-from inference_svc.engine.speculation.costs import Costs
-from inference_svc.engine.speculation.draft_model import DraftModel
-from inference_svc.engine.speculation.lookup import Lookup
-from inference_svc.engine.speculation.mode import Speculation
-from inference_svc.engine.speculation.proposer import Proposer
-from inference_svc.engine.speculation.speculator import Speculator
-from inference_svc.engine.stats import EngineLimits, EngineStats
-from inference_svc.lora.adapter import Adapter
-from inference_svc.lora.weights import AdapterWeights
-from inference_svc.model.loader import LoadedModel
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.prefix_cache import Resident
+from inference_svc.lora.adapter_weights import AdapterWeights
+from inference_svc.lora.lora_adapter import Adapter
+from inference_svc.model_runner import forward_batch
+from inference_svc.model_runner.cuda_graphs import decode_graphs
+from inference_svc.model_runner.decoder import Decoder
+from inference_svc.models.loader import LoadedModel
+from inference_svc.scheduling.pool_capacity import Room
+from inference_svc.spec_decode.draft_model_proposer import DraftModel
+from inference_svc.spec_decode.ngram_proposer import Lookup
+from inference_svc.spec_decode.proposer import Proposer
+from inference_svc.spec_decode.speculation_mode import Speculation
+from inference_svc.spec_decode.speculator import Speculator
+from inference_svc.spec_decode.step_cost_calibration import once, timed
+from inference_svc.spec_decode.step_cost_model import Costs
 
 log = structlog.get_logger("engine")
 T = TypeVar("T")
@@ -336,7 +336,9 @@ class Engine:
         """Computes so many rows of a sequence that is nobody's, as a step does; nothing when the pool is too small."""
         table = self.pool.allocate(count)
         if table is not None:
-            logits = self._loop.compute([rows.Span([0] * count, 0, table, True, drafted=drafted, adapter=adapter)])
+            logits = self._loop.compute(
+                [forward_batch.Span([0] * count, 0, table, True, drafted=drafted, adapter=adapter)]
+            )
             logits[0, 0].item()  # a device works on by itself
             self.pool.free(table)
 

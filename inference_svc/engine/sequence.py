@@ -11,20 +11,20 @@ from functools import cached_property
 
 import numpy as np
 from kvsidecar.errors import KVSidecarError
-from kvsidecar.tracing import NOT_TRACED, Span
+from kvsidecar.telemetry.tracing import NOT_TRACED, Span
 from numpy.typing import NDArray
 
-from inference_svc.engine.block_table import BlockTable
-from inference_svc.engine.gate import LayerGate
-from inference_svc.engine.grammar import Steering
-from inference_svc.engine.sampling import Drawn, Sampler, SamplingParams, Scored
-from inference_svc.engine.speculation.mode import Speculation
-from inference_svc.engine.text import TextStream
-from inference_svc.lora.adapter import Adapter
-from inference_svc.reuse.chunking import Marks
-from inference_svc.reuse.parts import Part
-from inference_svc.reuse.plan import Plan, Positions
-from inference_svc.reuse.policy import RepairSetting
+from inference_svc.context_reuse.chunking import Marks
+from inference_svc.context_reuse.reuse_plan import Plan, Positions
+from inference_svc.context_reuse.reuse_policy import RepairSetting
+from inference_svc.context_reuse.token_provenance import Part
+from inference_svc.engine.detokenizer import TextStream
+from inference_svc.kv_pool.block_table import BlockTable
+from inference_svc.lora.lora_adapter import Adapter
+from inference_svc.model_runner.layerwise_load import LayerGate
+from inference_svc.sampling.sampling_params import Drawn, Sampler, SamplingParams, Scored
+from inference_svc.spec_decode.speculation_mode import Speculation
+from inference_svc.structured_output.grammar_state import Steering
 
 
 class State(enum.Enum):

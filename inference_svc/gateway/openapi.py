@@ -10,11 +10,11 @@ from kvsidecar import __version__
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from inference_svc.gateway.adapters import LOAD, UNLOAD, LoadBody, UnloadBody
-from inference_svc.gateway.checking import IGNORED
-from inference_svc.gateway.responses.schema import ResponsesRequest
-from inference_svc.gateway.schema import ChatRequest, CompletionRequest
-from inference_svc.gateway.tokens import DetokenizeBody, TokenizeBody
+from inference_svc.gateway.lora_routes import LOAD, UNLOAD, LoadBody, UnloadBody
+from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
+from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.tokenize_routes import DetokenizeBody, TokenizeBody
+from inference_svc.gateway.unsupported_options import IGNORED
 
 _COMPONENTS = "#/components/schemas/"
 # Path, body, what it is for, whether it may be streamed, and what a whole answer has.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.gateway_config import GatewayConfig
 
 # Headers that browsers send and scripts cannot set; programs have none of them.
 _FETCH_SITE, _FETCH_MODE, _FETCH_DEST = "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest"

@@ -6,17 +6,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from kvsidecar.tracing import NO_TRACER, Tracer
+from kvsidecar.telemetry.tracing import NO_TRACER, Tracer
 
-from inference_svc.gateway.adapters import LOAD, UNLOAD
-from inference_svc.gateway.app import Gateway
-from inference_svc.gateway.application import new_application, surround
-from inference_svc.gateway.config import GatewayConfig
-from inference_svc.gateway.guard import NODE, Guard
+from inference_svc.gateway.app_factory import new_application, surround
+from inference_svc.gateway.fleet_api import HELD, SERVING, WARM
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.handlers import Gateway
+from inference_svc.gateway.http_tracing import Traced
+from inference_svc.gateway.lora_routes import LOAD, UNLOAD
 from inference_svc.gateway.origin_policy import OriginPolicy
-from inference_svc.gateway.standing import HELD, SERVING, WARM
-from inference_svc.gateway.static import Page
-from inference_svc.gateway.tracing import Traced
+from inference_svc.gateway.request_guard import NODE, Guard
+from inference_svc.gateway.static_files import Page
 
 
 def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:

@@ -9,12 +9,12 @@ from math import inf
 
 from kvsidecar.errors import Unavailable
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.supervised import STARTING, read_reports
+from kvsidecar.process.node_report import STARTING, read_reports
 from starlette.datastructures import Headers
 
-from inference_svc.gateway.config import GatewayConfig
-from inference_svc.gateway.router import Router, Worker
-from inference_svc.gateway.tracing import current
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.http_tracing import current
+from inference_svc.gateway.worker_router import Router, Worker
 
 _MAX_WAITING, _LOOK_SECONDS, _READ_SECONDS = 1024, 0.05, 0.5
 

@@ -2,6 +2,6 @@
 masked out of what may follow.
 
 ``places`` says where in a schema it counts, ``scan`` follows the text, ``vocabulary`` finds the tokens that matter, and
-``matcher`` and ``within`` are what the engine holds. May import ``inference_svc.schemas`` and llguidance, nothing of
-the engine.
+``matcher`` and ``within`` are what the engine holds. May import ``schema_normalize`` and llguidance, nothing
+of the engine.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from inference_svc.schemas import plain
+from inference_svc.structured_output.schema_normalize import plain
 from inference_svc.unique.places import Place, Places, Schema
 from inference_svc.unique.scan import Mode, Scan, start
 from inference_svc.unique.search import way_on

@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from kvsidecar.addresses import parse_tcp
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.serving import Door
+from kvsidecar.net.addresses import parse_tcp
+from kvsidecar.net.grpc_server import Door
 
-from inference_svc.observing import Observer
-from inference_svc.runtime import Runtime
+from inference_svc.server.request_telemetry import Observer
+from inference_svc.server.runtime import Runtime
 
 if TYPE_CHECKING:
-    from inference_svc.service import InferenceService
+    from inference_svc.server.inference_service import InferenceService
 
 
 def require_contract() -> None:
@@ -36,7 +36,7 @@ def vllm_door(
     """What answers the contract at ``host:port``, until ``stop``."""
     from smg_grpc_proto import vllm_engine_pb2_grpc
 
-    from inference_svc.vllm_grpc.service import SERVICE, VllmEngine
+    from inference_svc.vllm_grpc.vllm_engine_service import SERVICE, VllmEngine
 
     engine = VllmEngine(service, runtime, observer, stop)
     return Door(

@@ -1,4 +1,4 @@
-// Looks for the codes of weights that were quantized and written out as numbers (kvkernels/cpu/codes.py says how).
+// Looks for the codes of weights that were quantized and written out as numbers (kvkernels/cpu/code_recovery.py says how).
 //
 // All arithmetic is float32 with scales and bases rounded to 16 bits, so that every instruction set finds the same.
 #include "jobs.h"

@@ -19,7 +19,7 @@ uint64_t kept_registers() {
 
 }  // namespace
 
-// Bits by kvkernels/cpu/build.py's order of variants: what can run.
+// Bits by kvkernels/cpu/cpu_build.py's order of variants: what can run.
 extern "C" __attribute__((visibility("default"))) int64_t kvk_features() {
 #if defined(__x86_64__)
   uint32_t a, b, c, d;

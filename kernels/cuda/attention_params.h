@@ -1,4 +1,4 @@
-// What attention kernels take; kvkernels/cuda/attention.py has the same fields in the same order.
+// What attention kernels take; kvkernels/cuda/cuda_attention.py has the same fields in the same order.
 #pragma once
 #include "platform.cuh"
 

@@ -1,6 +1,6 @@
 // Products with 4-bit weights (W4A16) for 1 to 16 rows, on tensor cores; and the weights in full for more rows.
 //
-// Weights are repacked once (kvkernels/cuda/awq.py) so that a warp loads the fragments of 16 x 64 weights as 16 bytes per
+// Weights are repacked once (kvkernels/cuda/awq_gemm.py) so that a warp loads the fragments of 16 x 64 weights as 16 bytes per
 // lane: word w of lane (g, t) holds, for n-tiles 2w and 2w+1 of 8 columns, rows 2t, 2t+1 and 2t+8, 2t+9 of column g. A
 // pair of rows lies 16 bits apart, so that one mask takes both, and an exponent put in front makes numbers of them
 // ("Who says elephants can't run", arXiv:2211.10017).

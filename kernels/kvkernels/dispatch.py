@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
-from kvsidecar.layout import layout_of
+from kvsidecar.chunk_layout import layout_of
 from torch import Tensor
 
-from kvkernels import reference
-from kvkernels.cpu import attention as cpu_attention
-from kvkernels.cpu import chunks as cpu_chunks
-from kvkernels.cpu import dense as cpu_dense
-from kvkernels.cpu import products as cpu_products
-from kvkernels.cpu import quantized as cpu_quantized
-from kvkernels.cuda import chunks, visible
-from kvkernels.cuda.attention import HEAD_DIMS
-from kvkernels.cuda.library import Kernels
-from kvkernels.cuda.select import kernels_for, takes
-from kvkernels.payload import Array, Payload, Piece
+from kvkernels import kv_pack_reference
+from kvkernels.chunk_payload import Array, Payload, Piece
+from kvkernels.cpu import bf16_gemv as cpu_products
+from kvkernels.cpu import cpu_attention
+from kvkernels.cpu import f32_gemm as cpu_dense
+from kvkernels.cpu import kv_pack as cpu_chunks
+from kvkernels.cpu import quantized_gemm as cpu_quantized
+from kvkernels.cuda import cuda_kv_pack, device_visible_memory
+from kvkernels.cuda.cuda_attention import HEAD_DIMS
+from kvkernels.cuda.cuda_library import Kernels
+from kvkernels.cuda.kernel_select import kernels_for, takes
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _cuda_kernels(pool: Tensor, half: int) -> Kernels | None:
     """Our CUDA kernels, when they move such a pool's heads, turning ``half`` pairs of channels."""
     if pool.device.type != "cuda" or pool.dtype not in (torch.float16, torch.bfloat16):
         return None
-    return kernels_for(pool.device).kernels if chunks.takes(pool.shape[3], half) else None
+    return kernels_for(pool.device).kernels if cuda_kv_pack.takes(pool.shape[3], half) else None
 
 
 @cache
@@ -96,16 +96,16 @@ def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader,
     """
     kernels = _cuda_kernels(keys, 0)
     if kernels is not None:
-        with visible.using(payload) as address:
+        with device_visible_memory.using(payload) as address:
             if address is not None:
                 with _on_copy_stream(keys.device):
-                    chunks.pack(kernels, keys, values, slots.to(keys.device), header, address)
+                    cuda_kv_pack.pack(kernels, keys, values, slots.to(keys.device), header, address)
                 return
     memory = _on_host(payload)
     if cpu_chunks.serves(keys):
         cpu_chunks.pack(keys, values, slots, header, memory)
     else:
-        reference.pack(keys, values, slots, header, layout_of(header).arrays(memory))
+        kv_pack_reference.pack(keys, values, slots, header, layout_of(header).arrays(memory))
 
 
 def unpack_chunk(
@@ -142,15 +142,15 @@ def _unpack(keys: Tensor, values: Tensor, piece: Piece, layers: range) -> None:
     rotation, header = piece.rotation, piece.header
     kernels = _cuda_kernels(keys, 0 if rotation is None else len(rotation[0]))
     if kernels is not None:
-        with visible.using(piece.payload) as address:
+        with device_visible_memory.using(piece.payload) as address:
             if address is not None:
                 with _on_copy_stream(keys.device):
                     angles = None if rotation is None else _angles(rotation, keys.device)
                     slots = piece.slots.to(keys.device)
-                    chunks.unpack(kernels, keys, values, slots, header, address, angles, layers)
+                    cuda_kv_pack.unpack(kernels, keys, values, slots, header, address, angles, layers)
                 return
     arrays = layout_of(header).arrays(_on_host(piece.payload))
-    reference.unpack(keys, values, piece.slots, header, arrays, rotation, layers)
+    kv_pack_reference.unpack(keys, values, piece.slots, header, arrays, rotation, layers)
 
 
 def _on_host(payload: Payload) -> memoryview:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvkernels.cuda import awq
-from kvkernels.cuda.attention import HEAD_DIMS, InPool, Rows, attend
-from kvkernels.cuda.library import Kernels
-from kvkernels.cuda.select import kernels_for, takes
+from kvkernels.cuda import awq_gemm as awq
+from kvkernels.cuda.cuda_attention import HEAD_DIMS, InPool, Rows, attend
+from kvkernels.cuda.cuda_library import Kernels
+from kvkernels.cuda.kernel_select import kernels_for, takes
 
 
 def has_cuda_kernels(device: torch.device, dtype: torch.dtype) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvkernels.cpu.attention import serves
+from kvkernels.cpu.cpu_attention import serves
 
 from benchmarks import all as everything
 

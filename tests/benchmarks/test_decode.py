@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.decode import Transformers
-from inference_svc.model import loader
+from inference_svc.models import loader
 
 
 def test_weights_count_as_wide_as_they_are_kept_and_the_embedding_once() -> None:

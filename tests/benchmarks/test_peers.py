@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import agents, engines, peers, peers_page
 from benchmarks.systems.checkpoint import KINDS, folder_of, write_gguf
-from inference_svc.model.gguf import file, geometry, weights
+from inference_svc.models.gguf import gguf_config, gguf_file, gguf_weights
 
 _SMALL = {
     "vocab_size": 512,
@@ -82,11 +82,11 @@ def test_what_is_written_for_llama_cpp_is_the_model(tmp_path: Path, architecture
     else:
         folder = folder_of("shape:tiny", tmp_path)
     write_gguf(folder, tmp_path / "model.gguf", kind)
-    written = file.read(tmp_path / "model.gguf")
+    written = gguf_file.read(tmp_path / "model.gguf")
     from transformers import AutoModelForCausalLM
 
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-    found = weights.weights_of(written, geometry.config_of(written))
+    found = gguf_weights.weights_of(written, gguf_config.config_of(written))
     assert len(found) == len(expected) - ("lm_head.weight" in expected and architecture == "qwen2")
     for weight in found:
         values = torch.cat(list(weight.pieces(written, torch.float32))).view(weight.shape)

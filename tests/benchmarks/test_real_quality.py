@@ -11,9 +11,9 @@ from benchmarks.oracle import Truth, oracle
 from benchmarks.planted_bugs import planted_bug
 from benchmarks.real_prompts import CONTROLS, SAMPLE, TASKS, TEXTS, RealSamples
 from benchmarks.real_quality import Found, row, summary
-from inference_svc.model.loader import load
-from inference_svc.reuse.laboratory import Laboratory
-from inference_svc.reuse.strategies import STRATEGIES
+from inference_svc.context_reuse.reuse_lab import Laboratory
+from inference_svc.context_reuse.selectors import STRATEGIES
+from inference_svc.models.loader import load
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import streaming
 from benchmarks.limits import MemoryLimit, NoLimit
-from inference_svc.model.streaming.layerfile import WEIGHTS
+from inference_svc.models.layer_streaming.layer_file import WEIGHTS
 
 
 @pytest.mark.long

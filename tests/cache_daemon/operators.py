@@ -10,14 +10,14 @@ import sys
 import time
 from pathlib import Path
 
-from kvsidecar.cli.main import app
+from kvsidecar.cli.root_command import app
 from kvsidecar.errors import KVSidecarError
 from typer.testing import CliRunner
 
 from benchmarks.node import Node
 from cache_daemon import offline
 
-COMMAND = [sys.executable, "-m", "kvsidecar.cli.main", "cache"]
+COMMAND = [sys.executable, "-m", "kvsidecar.cli.root_command", "cache"]
 
 
 def cache(*arguments: object, of: Node | None = None) -> str:

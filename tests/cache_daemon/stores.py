@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
-from kvsidecar.layout import new_header
+from kvsidecar.chunk_layout import new_header
 
+from cache_daemon.durable.durable_tier import DurableTier
 from cache_daemon.durable.faulty import FaultyTier
 from cache_daemon.durable.memory import MemoryTier
-from cache_daemon.durable.tier import DurableTier
 from cache_daemon.eviction import DEFAULT, POLICIES
-from cache_daemon.eviction.policy import EvictionPolicy
-from cache_daemon.limits import TenantLimits
+from cache_daemon.eviction.eviction_policy import EvictionPolicy
 from cache_daemon.memory.arena import MemoryArena
-from cache_daemon.store.facade import ChunkStore
-from cache_daemon.store.remote import RemoteSettings
+from cache_daemon.remote.coordinator import RemoteSettings
+from cache_daemon.store.chunk_store import ChunkStore
+from cache_daemon.store.commit import Reserved
 from cache_daemon.store.sessions import Session
-from cache_daemon.store.tenants import Accounts
-from cache_daemon.store.writing import Reserved
+from cache_daemon.store.tenant_usage import Accounts
+from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
 
 

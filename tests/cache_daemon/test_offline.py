@@ -17,10 +17,10 @@ from kvsidecar.errors import ConfigurationError, InvalidRequest, KVSidecarError,
 from benchmarks.node import Node
 from benchmarks.remote_servers import S3Server, why_no_s3
 from cache_daemon import offline
-from cache_daemon.durable.pages import PageFile
+from cache_daemon.durable.lmdb_file import PageFile
 from cache_daemon.durable.survey import strict_survey
 from cache_daemon.remote.address import Credentials
-from cache_daemon.remote.archives import uploaded
+from cache_daemon.remote.archive_objects import uploaded
 from tests.cache_daemon.conftest import Peer, descriptor, store_file
 from tests.cache_daemon.operators import COMMAND, on_store
 

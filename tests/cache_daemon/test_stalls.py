@@ -22,22 +22,22 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
-from kvsidecar.layout import new_header
+from kvsidecar.chunk_layout import new_header
 
 from benchmarks.peer import GEOMETRY, descriptor
-from cache_daemon.access.principal import OPERATOR
+from cache_daemon.auth.principal import OPERATOR
 from cache_daemon.eviction.gittins import Gittins
-from cache_daemon.limits import TenantLimits
 from cache_daemon.memory.arena import HostArena
-from cache_daemon.memory.shared import SharedMemory
-from cache_daemon.rpc import limits
-from cache_daemon.rpc.decoding import add_to_server
-from cache_daemon.rpc.door import Shared
-from cache_daemon.rpc.service import CacheService
+from cache_daemon.memory.shared_memory import SharedMemory
+from cache_daemon.rpc import request_validation
+from cache_daemon.rpc.cache_service import CacheService
+from cache_daemon.rpc.request_decoder import add_to_server
+from cache_daemon.rpc.servicer_base import Shared
+from cache_daemon.store.bloom_filter import SUMMARY_BYTES, SummaryWriter
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.facade import ChunkStore
-from cache_daemon.store.summary import SUMMARY_BYTES, SummaryWriter
-from cache_daemon.store.tenants import Accounts
+from cache_daemon.store.chunk_store import ChunkStore
+from cache_daemon.store.tenant_usage import Accounts
+from cache_daemon.tenant_limits import TenantLimits
 
 pytestmark = pytest.mark.alone
 
@@ -159,7 +159,7 @@ async def stall_of(bench: Bench, method: str, request: Any) -> tuple[float, Any]
     return max(turns), answer
 
 
-MILLION = list(range(limits.MAX_TOKENS))
+MILLION = list(range(request_validation.MAX_TOKENS))
 # A call and its request, of the store and what was made in it.
 Asked = tuple[str, Callable[[Bench, Any], Any]]
 
@@ -170,8 +170,8 @@ def prefix(bench: Bench, key: bytes = b"") -> pb.PrefixRef:
 
 def probes(bench: Bench, _: Any) -> pb.MatchRequest:
     """A prompt that is nowhere stored as a prefix, and all of it by content."""
-    each = limits.MAX_TOKENS // limits.MAX_PROBES
-    found = [pb.ContentProbe(start=1 + n * each, tokens=each) for n in range(limits.MAX_PROBES - 1)]
+    each = request_validation.MAX_TOKENS // request_validation.MAX_PROBES
+    found = [pb.ContentProbe(start=1 + n * each, tokens=each) for n in range(request_validation.MAX_PROBES - 1)]
     return pb.MatchRequest(session_id=bench.session.id, token_ids=[5, *MILLION[:-1]], contents=found)
 
 
@@ -190,7 +190,7 @@ def watched(bench: Bench) -> Chunk:
 # What is stored, and what is asked of it, one after the other.
 CASES: dict[str, tuple[Callable[[Bench], Any], dict[str, Asked]]] = {
     "a prompt of 2^20 tokens": (
-        lambda b: b.chain(limits.MAX_TOKENS, 128),
+        lambda b: b.chain(request_validation.MAX_TOKENS, 128),
         {
             "matching it": ("Match", lambda b, _: pb.MatchRequest(session_id=b.session.id, token_ids=MILLION)),
             "matching another": (
@@ -201,7 +201,7 @@ CASES: dict[str, tuple[Callable[[Bench], Any], dict[str, Asked]]] = {
         },
     ),
     "a prompt of 2^20 tokens in larger chunks": (
-        lambda b: b.chain(limits.MAX_TOKENS, 256),
+        lambda b: b.chain(request_validation.MAX_TOKENS, 256),
         {"4096 content probes": ("Match", probes)},
     ),
     "a prompt that is stored one token at a time": (
@@ -238,7 +238,7 @@ CASES: dict[str, tuple[Callable[[Bench], Any], dict[str, Asked]]] = {
                 "Reserve",
                 lambda b, _: pb.ReserveRequest(
                     session_id=b.session.id,
-                    headers=[new_header(GEOMETRY, [n] * 1024, 0) for n in range(limits.MAX_ITEMS)],
+                    headers=[new_header(GEOMETRY, [n] * 1024, 0) for n in range(request_validation.MAX_ITEMS)],
                 ),
             )
         },
@@ -284,13 +284,13 @@ async def test_no_request_keeps_the_loop_for_long(tmp_path: Path, stored: str) -
 async def test_a_commit_of_1024_chunks_does_not_keep_the_loop(tmp_path: Path) -> None:
     async def work(folder: Path) -> dict[str, float]:
         async with opened(folder) as bench:
-            headers = [new_header(GEOMETRY, [n], 0) for n in range(limits.MAX_ITEMS)]
+            headers = [new_header(GEOMETRY, [n], 0) for n in range(request_validation.MAX_ITEMS)]
             reserved = bench.store.reserve(bench.session, b"", headers)
             sum_of = keys.checksum(bytes(128))
             items = [pb.CommitItem(reservation_id=r.reservation_id, checksum=sum_of) for r in reserved]
             request = pb.CommitRequest(session_id=bench.session.id, epoch=bench.store.epoch, items=items)
             stall_ms, answer = await stall_of(bench, "Commit", request)
-            assert answer.committed == limits.MAX_ITEMS
+            assert answer.committed == request_validation.MAX_ITEMS
         return {"a commit": stall_ms}
 
     await quietest(tmp_path, work)
@@ -318,9 +318,9 @@ async def test_64_watchers_of_10_000_events_do_not_keep_the_loop(tmp_path: Path)
         def watch() -> int:
             with grpc.insecure_channel(bench.address) as channel:
                 stub: Any = CacheServiceStub(channel)
-                calls = [stub.Watch(request, timeout=60) for _ in range(limits.MAX_WATCHERS)]
+                calls = [stub.Watch(request, timeout=60) for _ in range(request_validation.MAX_WATCHERS)]
                 return sum(1 for call in calls for _ in zip(range(200), call, strict=False))
 
         async with measured() as turns:
-            assert await asyncio.to_thread(watch) == 200 * limits.MAX_WATCHERS
+            assert await asyncio.to_thread(watch) == 200 * request_validation.MAX_WATCHERS
     assert max(turns) <= ALLOWED_MS * slowness()

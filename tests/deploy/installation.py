@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from kvkernels.cpu.build import LIBRARIES
+from kvkernels.cpu.cpu_build import LIBRARIES
 
 from benchmarks.node import free_port
 from tests.deploy.playing import wait_for

@@ -113,7 +113,7 @@ def pod_of(folder: Path, model_settings: dict[str, str]) -> str:
 
 def _here(container: dict[str, Any], model_settings: dict[str, str]) -> None:
     container["image"], container["imagePullPolicy"] = IMAGE, "Never"
-    container["command"] = [sys.executable, "-m", "kvsidecar.cli.main"]
+    container["command"] = [sys.executable, "-m", "kvsidecar.cli.root_command"]
     given = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p.startswith(str(_ROOT))), "HOME": "/tmp"}
     if container["name"] == "worker":
         given |= model_settings

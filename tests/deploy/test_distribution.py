@@ -7,7 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from kvkernels.cpu.build import LIBRARIES
+from kvkernels.cpu.cpu_build import LIBRARIES
 
 from tests.deploy.installation import build, copy_checkout, copy_libraries, environment_with, run, serves
 

@@ -25,7 +25,7 @@ BASE, IMAGE = "localhost/base:test", "localhost/kvsidecar:test"
 EXTRAS = "encryption,otel"
 MOUNTED = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
 LINKS = ("bin", "lib", "lib64", "sbin")
-FACTS = "from kvkernels.cpu.library import found; import os, torch; print(found().library is not None, os.getuid())"
+FACTS = "from kvkernels.cpu.cpu_library import found; import os, torch; print(found().library is not None, os.getuid())"
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-from kvsidecar.cli.main import app
-from kvsidecar.cli.warming import texts
-from kvsidecar.sizes import parse_size
+from kvsidecar.byte_sizes import parse_size
+from kvsidecar.cli.root_command import app
+from kvsidecar.cli.warm import texts
 from typer.main import get_command
 
 from cache_daemon.config import DaemonConfig
-from inference_svc.config import WorkerConfig
-from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.server.worker_config import WorkerConfig
 from tests.deploy.custom_resources import SCHEMAS
 from tests.deploy.manifests import BUILDS, Resource, containers, of_kind, pods, resources, settings
 

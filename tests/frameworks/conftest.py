@@ -35,7 +35,7 @@ class Server:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """SmolLM2 where the user has it, the built-in model elsewhere."""
-    known = "from kvsidecar.models.library import Library as L; print(L().find('smollm2') or '')"
+    known = "from kvsidecar.models.model_library import Library as L; print(L().find('smollm2') or '')"
     found = subprocess.run([_PYTHON, "-c", known], capture_output=True, text=True, check=True, cwd=_ROOT).stdout.strip()
     model = "smollm2" if found else "demo"
     folder = tmp_path_factory.mktemp("node")
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     own = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
-    command = [_PYTHON, "-m", "kvsidecar.cli.main", "serve", model, "--port", str(port)]
+    command = [_PYTHON, "-m", "kvsidecar.cli.root_command", "serve", model, "--port", str(port)]
     command += ["--arena-bytes", "128MiB", "--store", str(folder / "store")]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -74,7 +74,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 def _tokenizer_of(model: str) -> str:
     """A folder with what transformers reads; of a GGUF file it is written when the model is loaded."""
     known = (
-        "from inference_svc.model.resolve import resolve\n"
+        "from inference_svc.models.model_resolver import resolve\n"
         f"file = resolve({model!r})\n"
         "homes = [p / 'converted' for p in file.parents if (p / 'converted').is_dir()]\n"
         "print(file if file.is_dir() else next(homes[0].glob(file.stem + '*')))"

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvkernels.cpu import library
-from kvkernels.cpu.features import native_bfloat16
+from kvkernels.cpu import cpu_library
+from kvkernels.cpu.cpu_features import native_bfloat16
 from kvsidecar import keys
 
 from inference_svc import Engine
-from tests.inference_svc.test_exactness import prompt
+from tests.inference_svc.engine.test_exactness import prompt
 
 NONE, TOKENS, ANSWER = "none", 200, 4
 DTYPE = "bfloat16" if native_bfloat16() else "float32"
@@ -52,8 +52,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--share-across-machines", action="store_true")
     options = parser.parse_args()
-    usable = library.usable()
-    library.usable = lambda: [name for name in usable if name == options.variant]  # type: ignore[assignment]
+    usable = cpu_library.usable()
+    cpu_library.usable = lambda: [name for name in usable if name == options.variant]  # type: ignore[assignment]
     shares = options.share_across_machines
     with Engine.from_pretrained(
         "demo", cache=options.cache, dtype=options.dtype, pool_bytes=64 << 20, resident_sequences=0,

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvsidecar.connecting import Address
-from kvsidecar.paged.link import DaemonLink
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.net.channel import Address
 
 from benchmarks.node import Node
-from inference_svc.cache.link import CacheLink
-from inference_svc.engine.block_table import BlockTable
-from inference_svc.engine.cache_port import NoCache, SaveDone
+from inference_svc.context_reuse.chunking import Fixed
+from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.overflow import Overflow
-from inference_svc.engine.pool import KVPool
+from inference_svc.engine.engine_stats import EngineLimits
+from inference_svc.engine.kv_connector import NoCache, SaveDone
 from inference_svc.engine.sequence import CacheUse, Output, Sequence, StoredPrefix
-from inference_svc.engine.stats import EngineLimits
-from inference_svc.reuse.chunking import Fixed
-from inference_svc.reuse.policy import ReusePolicy
-from tests.inference_svc.test_architectures import build
-from tests.inference_svc.test_load import Request, idle
+from inference_svc.kv_client.connector import CacheLink
+from inference_svc.kv_pool.block_table import BlockTable
+from inference_svc.kv_pool.disk_overflow import Overflow
+from inference_svc.kv_pool.kv_pool import KVPool
+from tests.inference_svc.models.test_architectures import build
+from tests.inference_svc.server.test_load import Request, idle
 
 WINDOW, PIECE, CHUNK, CONTEXT = 96, 128, 64, 4096
 ALL, SOME = "MistralForCausalLM", "Gemma3ForCausalLM"  # have windows in all layers, in some

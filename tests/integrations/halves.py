@@ -9,18 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from kvsidecar.connecting import Address
-from kvsidecar.integrations.vllm.messages import Step
-from kvsidecar.integrations.vllm.scheduling import SchedulerHalf
-from kvsidecar.integrations.vllm.settings import Settings
-from kvsidecar.integrations.vllm.working import WorkerHalf
-from kvsidecar.layout import Geometry, new_header
-from kvsidecar.paged.copying import BlockCopier, slots_of
-from kvsidecar.paged.link import DaemonLink
+from kvsidecar.chunk_layout import Geometry, new_header
+from kvsidecar.integrations.vllm.connector_settings import Settings
+from kvsidecar.integrations.vllm.scheduler_connector import SchedulerHalf
+from kvsidecar.integrations.vllm.step_metadata import Step
+from kvsidecar.integrations.vllm.worker_connector import WorkerHalf
+from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.net.channel import Address
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
-from tests.kvsidecar.paged.caches import BLOCK_TOKENS, BLOCKS, apart, fill, geometry, packed
+from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, BLOCKS, apart, fill, geometry, packed
 
 PROMPT = list(range(500, 500 + 4 * BLOCK_TOKENS + 3))
 WHOLE = 4 * BLOCK_TOKENS

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from kvsidecar.connecting import Address
-from kvsidecar.integrations.lmcache.objects import GEOMETRY, TOKEN_BYTES, Name, ObjectKeeper
-from kvsidecar.paged.link import DaemonLink
+from kvsidecar.integrations.lmcache.object_keeper import GEOMETRY, TOKEN_BYTES, Name, ObjectKeeper
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.net.channel import Address
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor

@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvsidecar.connecting import Address
-from kvsidecar.integrations.lmcache.objects import GEOMETRY, TOKEN_BYTES, Name, ObjectKeeper
-from kvsidecar.integrations.sglang.keeping import PageKeeper
-from kvsidecar.integrations.sglang.pool import cache_of
-from kvsidecar.integrations.vllm.pace import Pace
-from kvsidecar.paged.copying import slots_of
-from kvsidecar.paged.cutting import Cutting
-from kvsidecar.paged.link import DaemonLink
+from kvsidecar.integrations.lmcache.object_keeper import GEOMETRY, TOKEN_BYTES, Name, ObjectKeeper
+from kvsidecar.integrations.sglang.host_pool_layout import cache_of
+from kvsidecar.integrations.sglang.page_keeper import PageKeeper
+from kvsidecar.integrations.vllm.prefill_rate import Pace
+from kvsidecar.kv_transfer.block_chunking import Cutting
+from kvsidecar.kv_transfer.block_copier import slots_of
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.net.channel import Address
 
 from benchmarks.node import Node
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from tests.cache_daemon.conftest import descriptor
-from tests.cache_daemon.test_service import until
+from tests.cache_daemon.rpc.test_cache_service import until
 from tests.integrations.halves import Request, Status, Vllm
 from tests.integrations.pools import MHATokenToKVPoolHost
-from tests.kvsidecar.paged.caches import BLOCK_TOKENS, fill
+from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, fill
 
 pytestmark = pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from kvsidecar.connecting import Address
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.integrations.sglang.keeping import PageKeeper
-from kvsidecar.integrations.sglang.pool import cache_of
-from kvsidecar.paged.link import DaemonLink
+from kvsidecar.integrations.sglang.host_pool_layout import cache_of
+from kvsidecar.integrations.sglang.page_keeper import PageKeeper
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.net.channel import Address
 from safetensors.torch import save_file
 
 from benchmarks.node import Node

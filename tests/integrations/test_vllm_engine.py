@@ -155,11 +155,11 @@ def cpu_kernels() -> Any:
 def test_a_planted_transposition_of_keys_is_caught(cpu_kernels: Any, planted: bool) -> None:
     import torch
     from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
+    from kvsidecar.chunk_layout import Geometry
     from kvsidecar.errors import ConfigurationError
-    from kvsidecar.integrations.vllm.layouts import placement_of
-    from kvsidecar.layout import Geometry
-    from kvsidecar.paged.checking import check_placement
-    from kvsidecar.paged.placement import PagedCache
+    from kvsidecar.integrations.vllm.attention_layouts import placement_of
+    from kvsidecar.kv_transfer.kv_layout import PagedCache
+    from kvsidecar.kv_transfer.layout_selftest import check_placement
 
     tensors = [torch.zeros(3, 2, 64, 128, dtype=torch.bfloat16) for _ in range(2)]  # as many tokens as channels
 

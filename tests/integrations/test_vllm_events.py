@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvsidecar.events import publishing, wire
+from kvsidecar.events import event_publisher, vllm_events
 
 from tests.kvsidecar.events.golden import BATCHES, FILE, TS, events, made_by_vllm
 
@@ -40,14 +40,14 @@ def test_a_subscriber_cannot_tell_us_from_vllm(tmp_path: Path, monkeypatch: pyte
 
     theirs_at = f"ipc://{tmp_path}/theirs", f"ipc://{tmp_path}/theirs-replay"
     ours_at = f"ipc://{tmp_path}/ours", f"ipc://{tmp_path}/ours-replay"
-    monkeypatch.setattr(publishing.time, "time", lambda: TS)
+    monkeypatch.setattr(event_publisher.time, "time", lambda: TS)
     theirs = kv_events.ZmqEventPublisher(0, *theirs_at, topic="kv@a@m")
-    ours = publishing.Publisher(publishing.Endpoints(*ours_at, topic="kv@a@m"), lambda: None)
+    ours = event_publisher.Publisher(event_publisher.Endpoints(*ours_at, topic="kv@a@m"), lambda: None)
     try:
         expected = frames_of(
             *theirs_at, lambda: [theirs.publish(kv_events.KVEventBatch(TS, events(kv_events, n))) for n in BATCHES]
         )
-        assert frames_of(*ours_at, lambda: [ours.publish(events(wire, name)) for name in BATCHES]) == expected
+        assert frames_of(*ours_at, lambda: [ours.publish(events(vllm_events, name)) for name in BATCHES]) == expected
     finally:
         theirs.shutdown()
         ours.close()

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvsidecar.integrations.vllm import scheduling
-from kvsidecar.paged.carrier import NoCarrier
-from kvsidecar.paged.copying import BlockCopier
-from kvsidecar.paged.matching import Matcher
+from kvsidecar.integrations.vllm import scheduler_connector
+from kvsidecar.kv_transfer.block_copier import BlockCopier
+from kvsidecar.kv_transfer.prefix_lookup import Matcher
+from kvsidecar.kv_transfer.transport import NoCarrier
 
 from benchmarks.node import Node
 from tests.integrations.halves import PROMPT, WHOLE, Request, Status, Vllm
-from tests.kvsidecar.paged.caches import BLOCK_TOKENS
+from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -318,13 +318,13 @@ def test_the_lookups_of_a_step_are_waited_for_together(
 ) -> None:
     one = start(engines, node, "waits")
     one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
-    real, patience, go = scheduling.wait, [], threading.Event()
+    real, patience, go = scheduler_connector.wait, [], threading.Event()
 
     def waiting(futures: Any, seconds: float) -> None:
         patience.append(seconds)
         real(futures, seconds)
 
-    monkeypatch.setattr(scheduling, "wait", waiting)
+    monkeypatch.setattr(scheduler_connector, "wait", waiting)
     monkeypatch.setattr(one.scheduler, "_match", lambda *_: go.wait(10) and None)
     try:
         for name in "bcd":
@@ -333,7 +333,7 @@ def test_the_lookups_of_a_step_are_waited_for_together(
         one.scheduler.matched(Request("e", PROMPT), 0)
     finally:
         go.set()
-    assert patience[0] == patience[3] == scheduling._AT_ONCE_SECONDS
+    assert patience[0] == patience[3] == scheduler_connector._AT_ONCE_SECONDS
     assert max(patience[1:3]) < patience[0] / 2
 
 
@@ -344,7 +344,7 @@ def test_a_request_without_blocks_gives_its_leases_back_after_a_while_and_looks_
     one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
     until_no_lease(node)
     clock, real = 0.0, time.monotonic
-    monkeypatch.setattr(scheduling, "time", SimpleNamespace(monotonic=lambda: real() + clock))
+    monkeypatch.setattr(scheduler_connector, "time", SimpleNamespace(monotonic=lambda: real() + clock))
     go, match = threading.Event(), Matcher.match
 
     def late(*arguments: Any, **options: Any) -> Any:

@@ -112,7 +112,7 @@ def _generate(llm: Any, prompts: list[list[int]], tokens: int, salt: str) -> lis
 
 
 def _break_loads() -> str:
-    from kvsidecar.paged.reading import Reader
+    from kvsidecar.kv_transfer.chunk_reader import Reader
 
     whole = Reader.load
 

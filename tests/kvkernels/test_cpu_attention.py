@@ -8,13 +8,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from kvkernels.cpu import attention as cpu_attention
-from kvkernels.cpu import library, threads
-from kvkernels.cpu.attention import PAGE, Attention, Rows, pages_for
+from kvkernels.cpu import cpu_attention, cpu_library
+from kvkernels.cpu import thread_pool as threads
+from kvkernels.cpu.cpu_attention import PAGE, Attention, Rows, pages_for
 from numpy.typing import NDArray
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(library.found().library is None, reason=library.found().why)
+pytestmark = pytest.mark.skipif(cpu_library.found().library is None, reason=cpu_library.found().why)
 
 LAYERS, LAYER = 2, 1
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2}
@@ -72,10 +72,10 @@ def last(count: int, keys: int) -> NDArray[np.int64]:
     return np.arange(keys - count, keys)
 
 
-@pytest.fixture(params=library.usable(), autouse=True)
+@pytest.fixture(params=cpu_library.usable(), autouse=True)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variant that this CPU can run."""
-    chosen = library.Found(library.Library(request.param), request.param)
+    chosen = cpu_library.Found(cpu_library.Library(request.param), request.param)
     monkeypatch.setattr(cpu_attention, "found", lambda: chosen)
 
 

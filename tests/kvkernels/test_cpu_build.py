@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvkernels.cpu import attention, build, chunks, library
+from kvkernels.cpu import cpu_attention, cpu_build, cpu_library, kv_pack
 
 # Plain loops beside every kernel, without Python.
 _CHECK = Path(__file__).with_name("cpu_kernels.cpp")
@@ -22,14 +22,14 @@ _FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-m
 
 def compile_check(command: Sequence[str], folder: Path, *flags: str) -> Path:
     """The check and the kernels as one program; files are compiled beside each other."""
-    sources, program = build.sources(), folder / "check"
-    objects = [str(folder / f"{name}.o") for name in ("check", *build.KERNELS)]
+    sources, program = cpu_build.sources(), folder / "check"
+    objects = [str(folder / f"{name}.o") for name in ("check", *cpu_build.KERNELS)]
 
     def run(*arguments: str) -> None:
         done = subprocess.run([*command, *_FLAGS, *flags, *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
 
-    paths = [_CHECK, *(sources / name for name in build.KERNELS)]
+    paths = [_CHECK, *(sources / name for name in cpu_build.KERNELS)]
     with ThreadPoolExecutor() as pool:
         jobs = [
             pool.submit(run, "-I", str(sources), "-c", str(p), "-o", o) for p, o in zip(paths, objects, strict=True)
@@ -46,9 +46,9 @@ def run_check(*command: str) -> subprocess.CompletedProcess[str]:
 
 def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
     """Pairs of bfloat16 as on CPUs with units for them, here by other instructions."""
-    if not (gxx := shutil.which("g++")) or not library.usable():
+    if not (gxx := shutil.which("g++")) or not cpu_library.usable():
         pytest.skip("no g++, or a CPU without a variant of the kernels")
-    variant = build.variants()[library.usable()[0]]
+    variant = cpu_build.variants()[cpu_library.usable()[0]]
     flags = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-DKVK_EMULATE_PAIRS")
     program = str(compile_check([gxx], tmp_path, *flags, *variant))
     done = run_check(program)
@@ -70,12 +70,12 @@ def cross_compiler(architecture: str) -> list[str] | None:
 
 @pytest.mark.parametrize(("architecture", "variant"), [("aarch64", "neon"), ("aarch64", "neondot"), ("x86_64", "avx2")])
 def test_another_architecture_agrees(architecture: str, variant: str, tmp_path: Path) -> None:
-    if build.architecture() == architecture:
+    if cpu_build.architecture() == architecture:
         pytest.skip(f"this machine is {platform.machine()}: the other tests run {variant}")
     command, emulator = cross_compiler(architecture), shutil.which(f"qemu-{architecture}")
     if command is None or emulator is None:
         pytest.skip(f"no {architecture}-linux-gnu-g++ (or ziglang), or no qemu-{architecture} (qemu-user)")
-    program = compile_check(command, tmp_path, "-O1", *build.VARIANTS[architecture][variant])
+    program = compile_check(command, tmp_path, "-O1", *cpu_build.VARIANTS[architecture][variant])
     done = run_check(emulator, *(["-cpu", "max"] if architecture == "x86_64" else []), str(program))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
@@ -83,46 +83,46 @@ def test_another_architecture_agrees(architecture: str, variant: str, tmp_path: 
 def test_a_named_compiler_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("CC", "false")
-    assert build.compiler() is None
-    assert not build.asks_for_ziglang(), "whoever says false wants none"
+    assert cpu_build.compiler() is None
+    assert not cpu_build.asks_for_ziglang(), "whoever says false wants none"
     monkeypatch.delenv("CC")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert build.compiler() is None
-    assert build.asks_for_ziglang()
+    assert cpu_build.compiler() is None
+    assert cpu_build.asks_for_ziglang()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert build.compiler() == [sys.executable, "-m", "ziglang", "c++", "-nostdlib++", "-mcpu=baseline"]
+    assert cpu_build.compiler() == [sys.executable, "-m", "ziglang", "c++", "-nostdlib++", "-mcpu=baseline"]
 
 
 def test_without_a_compiler_torch_serves_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(RuntimeError, match="install g"):
-        build.build(tmp_path / "lib")
-    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
-    none = library.found.__wrapped__()
+        cpu_build.build(tmp_path / "lib")
+    monkeypatch.setattr(cpu_build, "LIBRARIES", tmp_path / "lib")
+    none = cpu_library.found.__wrapped__()
     assert none.library is None
     assert none.why == "the CPU kernels were not compiled when kvsidecar was installed"
     assert "pip install ziglang" in none.advice
-    for module in (attention, chunks):
+    for module in (cpu_attention, kv_pack):
         monkeypatch.setattr(module, "found", lambda: none)
         assert none.why in module.about()
-    assert not attention.serves(torch.float32, 64)
-    assert not chunks.serves(torch.zeros(1, 1, 32, 64))
+    assert not cpu_attention.serves(torch.float32, 64)
+    assert not kv_pack.serves(torch.zeros(1, 1, 32, 64))
 
 
 def test_older_kernels_than_their_sources_do_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / build.STAMP).write_text("of other sources")
-    monkeypatch.setattr(build, "LIBRARIES", tmp_path)
-    assert library.found.__wrapped__().why == "the CPU kernels are older than their sources"
+    (tmp_path / cpu_build.STAMP).write_text("of other sources")
+    monkeypatch.setattr(cpu_build, "LIBRARIES", tmp_path)
+    assert cpu_library.found.__wrapped__().why == "the CPU kernels are older than their sources"
 
 
 def test_a_compilers_message_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if build.compiler() is None:
+    if cpu_build.compiler() is None:
         pytest.skip("no compiler")
-    monkeypatch.setattr(build, "sources", lambda: tmp_path)
+    monkeypatch.setattr(cpu_build, "sources", lambda: tmp_path)
     (tmp_path / "broken.cpp").write_text("int x = ;")
-    command = build.compiler()
+    command = cpu_build.compiler()
     assert command is not None
     with pytest.raises(RuntimeError, match=r"does not compile the CPU kernels:[\s\S]*broken.cpp"):
-        build.compile_one(command, tmp_path / "broken.so", ("broken.cpp",), ())
+        cpu_build.compile_one(command, tmp_path / "broken.so", ("broken.cpp",), ())
     assert not (tmp_path / "broken.so").exists()

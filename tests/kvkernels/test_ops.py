@@ -3,8 +3,8 @@
 import pytest
 import torch
 from kvkernels import ops
-from kvkernels.cuda import awq
-from kvkernels.cuda.attention import InPool, Rows, attend
+from kvkernels.cuda import awq_gemm
+from kvkernels.cuda.cuda_attention import InPool, Rows, attend
 
 from tests.kvkernels.emulated.conftest import Emulated, library
 from tests.kvkernels.emulated.oracle import int32
@@ -28,7 +28,7 @@ def attention_arguments(window: int, softcap: float) -> Arguments:
 
 
 def awq_arguments() -> Arguments:
-    packed = awq.repack(*layer(128, 64, 64, torch.float16))
+    packed = awq_gemm.repack(*layer(128, 64, 64, torch.float16))
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).half()
     return x, packed.codes, packed.scales, packed.zeros, packed.group
 
@@ -52,9 +52,9 @@ def test_reference_and_kernel_attend_alike(emulated: Emulated, window: int, soft
 
 def test_reference_and_kernel_multiply_alike(emulated: Emulated) -> None:
     words = layer(128, 64, 64, torch.float16)
-    packed = awq.repack(*words)
-    assert torch.equal(awq.unpacked(packed), awq.reference_weight(*words))
+    packed = awq_gemm.repack(*words)
+    assert torch.equal(awq_gemm.unpacked(packed), awq_gemm.reference_weight(*words))
     x, *_ = awq_arguments()
     assert isinstance(x, torch.Tensor)
     product = ops.awq_gemm(*awq_arguments())
-    assert (awq.gemm(emulated, x, packed).float() - product.float()).abs().max() <= 2e-3 * product.abs().max()
+    assert (awq_gemm.gemm(emulated, x, packed).float() - product.float()).abs().max() <= 2e-3 * product.abs().max()

@@ -20,7 +20,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import (
     add_InferenceServiceServicer_to_server,
 )
 
-CLI = [sys.executable, "-m", "kvsidecar.cli.main"]
+CLI = [sys.executable, "-m", "kvsidecar.cli.root_command"]
 
 
 class Endless(InferenceServiceServicer):

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvsidecar.cli.main import app
+from kvsidecar.cli.root_command import app
 from kvsidecar.errors import Unavailable
 from typer.testing import CliRunner
 
 from cache_daemon.config import DaemonConfig
-from inference_svc.supervisor import ServeConfig
+from inference_svc.node.supervisor import ServeConfig
 
-CLI = [sys.executable, "-m", "kvsidecar.cli.main"]
+CLI = [sys.executable, "-m", "kvsidecar.cli.root_command"]
 COMMANDS = [str(command.name or command.callback.__name__) for command in app.registered_commands if command.callback]
 GROUPS = [str(group.name) for group in app.registered_groups]
 
@@ -40,7 +40,7 @@ def completed(words: str, shell: Path) -> list[str]:
     """What bash is offered after some words, by the script that bash is given."""
     environment = {**os.environ, "_KVSIDECAR_COMPLETE": "complete_bash", "COMP_WORDS": words}
     environment |= {"COMP_CWORD": str(len(words.split(" ")) - 1), "HOME": str(shell)}
-    program = "import sys; sys.argv[0] = 'kvsidecar'; from kvsidecar.cli.main import main; main()"
+    program = "import sys; sys.argv[0] = 'kvsidecar'; from kvsidecar.cli.root_command import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
     )

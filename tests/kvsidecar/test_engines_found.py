@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 from kvsidecar.cli.doctor import engine_findings
-from kvsidecar.integrations.vllm import finding
+from kvsidecar.integrations.vllm import vllm_install
 
 
 def having(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -39,6 +39,6 @@ def test_none_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_flag_survives_a_shell() -> None:
-    name, value = shlex.split(finding.flag())
+    name, value = shlex.split(vllm_install.flag())
     assert name == "--kv-transfer-config"
     assert json.loads(value)["kv_connector_module_path"] == "kvsidecar.integrations.vllm"

@@ -9,11 +9,11 @@ import pytest
 from kvsidecar.cli.flags import FlagParser, add_flags, describe_fields
 
 from cache_daemon.config import DaemonConfig
-from inference_svc.config import WorkerConfig
-from inference_svc.gateway.config import GatewayConfig
-from inference_svc.supervisor import ServeConfig, main
-from inference_svc.verify_command import main as verify
-from inference_svc.verify_command import understood
+from inference_svc.context_reuse.verify_command import main as verify
+from inference_svc.context_reuse.verify_command import understood
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.node.supervisor import ServeConfig, main
+from inference_svc.server.worker_config import WorkerConfig
 
 SETTINGS = [DaemonConfig, WorkerConfig, GatewayConfig, ServeConfig]
 

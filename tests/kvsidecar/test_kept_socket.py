@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from kvsidecar import kept_socket
-from kvsidecar.connecting import aio_channel
-from kvsidecar.serving import Door, listening_at
+from kvsidecar.net import kept_socket
+from kvsidecar.net.channel import aio_channel
+from kvsidecar.net.grpc_server import Door, listening_at
 
-from tests.kvsidecar.test_serving import NAME, naming
+from tests.kvsidecar.test_grpc_server import NAME, naming
 
 LOOK_SECONDS, DEADLINE_SECONDS = 0.05, 30.0
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import structlog
-from kvsidecar.cli.settings import configure_logging
+from kvsidecar.cli.service_settings import configure_logging
 
 
 class Full(io.TextIOBase):

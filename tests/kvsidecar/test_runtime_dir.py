@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.runtime import listener_of, require_private_dir
+from kvsidecar.process.runtime_dir import listener_of, require_private_dir
 
 from benchmarks.node import free_port
 
@@ -55,7 +55,7 @@ def test_nothing_in_another_users_runtime_folder_is_spoken_to(
     arguments = [*_COMMANDS[command], *([str(free_port())] if command == "gateway" else [])]
     environment = {**os.environ, "KVSIDECAR_RUNTIME_DIR": str(folder)}
     done = subprocess.run(
-        [sys.executable, "-m", "kvsidecar.cli.main", *arguments],
+        [sys.executable, "-m", "kvsidecar.cli.root_command", *arguments],
         env=environment, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode in (1, 2)

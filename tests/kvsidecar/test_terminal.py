@@ -8,7 +8,7 @@ import pty
 import sys
 
 import structlog
-from kvsidecar.cli.settings import configure_logging
+from kvsidecar.cli.service_settings import configure_logging
 from kvsidecar.cli.terminal import TerminalConsole
 from rich.table import Table
 

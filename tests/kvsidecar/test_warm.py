@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kvsidecar.cli.warming import texts, warm
+from kvsidecar.cli.warm import texts, warm
 from kvsidecar.errors import InvalidRequest
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from inference_svc.model.loader import DEMO_MODEL, load
-from inference_svc.reuse.laboratory import Laboratory
-from inference_svc.reuse.strategies import STRATEGIES
+from inference_svc.context_reuse.reuse_lab import Laboratory
+from inference_svc.context_reuse.selectors import STRATEGIES
+from inference_svc.models.loader import DEMO_MODEL, load
 from training import elsewhere
 
 ROW = elsewhere.Split([[1], [5, 300, 301, 302], [5, 400, 401], [5, 500, 501, 502, 503]], [6, 300, 301, 302], [2, 3])

@@ -322,7 +322,7 @@ def unary(
 
 
 def _for_grpc(place: str) -> str:
-    from kvsidecar.runtime import default_runtime_dir  # here: it imports this module
+    from kvsidecar.process.runtime_dir import default_runtime_dir  # here: it imports this module
 
     return (
         f"{place} is an HTTP address, as the gateway's is, and does not speak gRPC; a worker's gRPC is at its "

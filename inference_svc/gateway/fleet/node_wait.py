@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from math import inf
 
-from inference_svc.gateway.fleet.asking import Asked
-from inference_svc.gateway.fleet.members import Members
+from inference_svc.gateway.fleet.discovery import Members
+from inference_svc.gateway.fleet.prefix_query import Asked
 
 _MAX_WAITING, _LOOK_SECONDS = 1024, 0.25
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from kvkernels.cpu.build import main
+from kvkernels.cpu.cpu_build import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from kvkernels.cuda import sources
+from kvkernels.cuda import cuda_sources
 
 _FLAGS = ("-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-DKVK_EMULATED", "-shared", "-fPIC", "-w")
 
@@ -29,7 +29,7 @@ def build(root: Path | None = None, volta: bool = False, sanitize: bool = False,
     if root is None:
         cache = Path(tempfile.gettempdir()) / f"kvkernels-{os.getuid()}"
         cache.mkdir(mode=0o700, exist_ok=True)
-        target = cache / f"emulator-{sources.fingerprint('cuda', 'emulator')}{kind}.so"
+        target = cache / f"emulator-{cuda_sources.fingerprint('cuda', 'emulator')}{kind}.so"
         if target.exists():
             return target
     else:
@@ -37,7 +37,7 @@ def build(root: Path | None = None, volta: bool = False, sanitize: bool = False,
     flags = [*_FLAGS, *(["-DKVK_EMULATED_ARCH=700"] if volta else [])]
     flags += ["-DKVK_FEWEST"] if fewest else []
     flags += ["-O1", "-g", "-fsanitize=address"] if sanitize else ["-O2", "-march=native"]
-    program = (root or sources.folder()) / "emulator" / "emulator.cpp"
+    program = (root or cuda_sources.folder()) / "emulator" / "emulator.cpp"
     with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".so", delete=False) as unfinished:
         done = subprocess.run([found, *flags, str(program), "-o", unfinished.name], capture_output=True, text=True)
     if done.returncode:

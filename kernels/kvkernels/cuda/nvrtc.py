@@ -14,8 +14,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvkernels.cuda import sources
-from kvkernels.cuda.library import KernelFailed
+from kvkernels.cuda import cuda_sources
+from kvkernels.cuda.cuda_library import KernelFailed
 
 
 def nvidia_folders() -> Iterator[Path]:
@@ -49,8 +49,13 @@ def compile_kernels(architecture: str) -> bytes:
     c = ctypes.CDLL(str(library))
     c.nvrtcGetErrorString.restype = ctypes.c_char_p
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    text = "".join(f'#include "{name}"\n' for name in sources.KERNELS)
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", f"-I{sources.folder() / 'cuda'}", f"-I{headers}"]
+    text = "".join(f'#include "{name}"\n' for name in cuda_sources.KERNELS)
+    options = [
+        f"--gpu-architecture={architecture}",
+        "--std=c++17",
+        f"-I{cuda_sources.folder() / 'cuda'}",
+        f"-I{headers}",
+    ]
 
     def check(result: int) -> None:
         if result:
@@ -76,7 +81,7 @@ def compile_kernels(architecture: str) -> bytes:
 def cached(architecture: str) -> bytes:
     """``compile_kernels``, kept under the user's cache folder; says that it compiles, since it takes a minute."""
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvsidecar" / "kernels"
-    path = root / f"{sources.fingerprint('cuda')}-{architecture}.cubin"
+    path = root / f"{cuda_sources.fingerprint('cuda')}-{architecture}.cubin"
     if path.exists():
         return path.read_bytes()
     print(f"compiling CUDA kernels for {architecture}, once (a minute) ...", file=sys.stderr, flush=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, ChunkHeader
-from kvsidecar.layout import Geometry, new_header
+from kvsidecar.chunk_layout import Geometry, new_header
 
+from cache_daemon.durable.durable_tier import DurableTier, Put, ReadJob, ReadResult, WriteGroup
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.durable.tier import DurableTier, Put, ReadJob, ReadResult, WriteGroup
 
 ROOT = bytes(range(32))
 GEOMETRY = Geometry(2, 1, 16, DATA_TYPE_BFLOAT16, 16)

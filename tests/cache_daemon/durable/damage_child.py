@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from cache_daemon.durable.tier import PutOutcome, ReadResult, WriteGroup
+from cache_daemon.durable.durable_tier import PutOutcome, ReadResult, WriteGroup
 from tests.cache_daemon.durable.chunks import chain, chunk, is_sound, key_of, opened, read, store
 
 CHAINS, LENGTH, TOKENS = 20, 10, 16

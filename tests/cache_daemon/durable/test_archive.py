@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.layout import MAX_TTL_SECONDS
 
 from cache_daemon.durable.archive import export_archive, import_archive
+from cache_daemon.durable.durable_tier import DurableTier, Put, ReadResult, WriteGroup
+from cache_daemon.durable.expiry_note import NOTE_PREFIX, note_of
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.memory import MemoryTier
-from cache_daemon.durable.terms import NOTE_PREFIX, note_of
-from cache_daemon.durable.tier import DurableTier, Put, ReadResult, WriteGroup
 from tests.cache_daemon.durable.chunks import BUDGET, ROOT, chain, chunk, key_of, opened, read, store
 
 OTHER_ROOT = bytes(32)

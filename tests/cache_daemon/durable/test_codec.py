@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT32, ChunkHeader
-from kvsidecar.layout import Geometry, layout_of, new_header
+from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 
 from cache_daemon.durable import codec
-from cache_daemon.durable.tier import Put
+from cache_daemon.durable.durable_tier import Put
 from tests.cache_daemon.durable.chunks import ROOT, opened, read, store
 
 DEMO_MODEL = Path(__file__).parents[3] / "inference_svc" / "demo_model"

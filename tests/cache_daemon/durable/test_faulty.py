@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from cache_daemon.durable.durable_tier import NoRoom, PutOutcome, ReadJob, ReadResult, TierFailed
 from cache_daemon.durable.faulty import FaultyTier
 from cache_daemon.durable.memory import MemoryTier
-from cache_daemon.durable.tier import NoRoom, PutOutcome, ReadJob, ReadResult, TierFailed
 from tests.cache_daemon.durable.chunks import chunk, is_sound, key_of, read, store
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cache_daemon.durable.durable_tier import ReadResult
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.durable.tier import ReadResult
 from tests.cache_daemon.durable.chunks import BUDGET, chunk, is_sound, key_of, read
 
 # Supersedes one chunk by the next for ever; prints the last that was reported durable.

@@ -11,8 +11,8 @@ import pytest
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import StoreUnavailable
 
+from cache_daemon.durable.durable_tier import PutOutcome, ReadJob, ReadResult, WriteGroup
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.durable.tier import PutOutcome, ReadJob, ReadResult, WriteGroup
 from tests.cache_daemon.durable.chunks import BUDGET, chain, chunk, is_sound, key_of, opened, read, store
 
 STORED, PARENT_MISSING = PutOutcome.STORED, PutOutcome.PARENT_MISSING

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from kvsidecar.errors import StoreUnavailable
 
+from cache_daemon.durable.durable_tier import ReadResult
 from cache_daemon.durable.scrub import scrub
-from cache_daemon.durable.tier import ReadResult
 from tests.cache_daemon.durable.chunks import chain, opened, read, store
 
 

@@ -11,9 +11,9 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from cache_daemon.durable.durable_tier import NoRoom, Put, ReadResult, WriteGroup
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.memory import MemoryTier
-from cache_daemon.durable.tier import NoRoom, Put, ReadResult, WriteGroup
 from tests.cache_daemon.durable.chunks import chunk, key_of, read
 
 BUDGET = 8 << 20

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_daemon.eviction import Gittins, LeastRecentlyUsed
-from cache_daemon.eviction.ghosts import MAX_NOTE, Ghosts
-from cache_daemon.eviction.reuse import AGES, ReuseTimes
+from cache_daemon.eviction.ghost_list import MAX_NOTE, Ghosts
+from cache_daemon.eviction.reuse_stats import AGES, ReuseTimes
 from tests.cache_daemon.eviction.conftest import Item, hits
 
 # ---- the policy -----------------------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cache_daemon.store import bringing
+from cache_daemon.remote import fetch
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look-up that a busy machine keeps waiting is no miss; what computing costs ends it all the same."""
-    monkeypatch.setattr(bringing, "_LOOKUP_SECONDS", 10.0)
-    monkeypatch.setattr(bringing, "_LOOKUP_MOST_SECONDS", 10.0)
+    monkeypatch.setattr(fetch, "_LOOKUP_SECONDS", 10.0)
+    monkeypatch.setattr(fetch, "_LOOKUP_MOST_SECONDS", 10.0)

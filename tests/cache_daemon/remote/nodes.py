@@ -12,14 +12,14 @@ from itertools import accumulate, pairwise
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
-from cache_daemon.durable.seal import NoSeal, Seal
-from cache_daemon.remote.engine import RemoteEngine, RemoteFailed
+from cache_daemon.durable.encryption import NoSeal, Seal
+from cache_daemon.remote.backend import RemoteEngine, RemoteFailed
+from cache_daemon.remote.coordinator import Remote, RemoteSettings
+from cache_daemon.remote.fetch import Brought
+from cache_daemon.remote.key_schema import Names
 from cache_daemon.remote.memory import MemoryEngine
-from cache_daemon.remote.naming import Names
-from cache_daemon.remote.tier import RemoteTier
-from cache_daemon.store.bringing import Brought
-from cache_daemon.store.remote import Remote, RemoteSettings
-from cache_daemon.store.sending import RemoteWrite
+from cache_daemon.remote.remote_tier import RemoteTier
+from cache_daemon.remote.write_behind import RemoteWrite
 from tests.cache_daemon.stores import Bench, opened
 
 # Dear enough that everything is worth bringing, and known.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvsidecar.cli.settings import read_settings
+from kvsidecar.cli.service_settings import read_settings
 from kvsidecar.errors import ConfigurationError
 from pydantic import ValidationError
 

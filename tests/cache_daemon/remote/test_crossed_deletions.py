@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from cache_daemon.remote.engine import Item, RemoteFailed
+from cache_daemon.remote import tombstone_sync
+from cache_daemon.remote.backend import Item, RemoteFailed
 from cache_daemon.remote.memory import MemoryEngine
-from cache_daemon.store import elsewhere
 from tests.cache_daemon.remote.nodes import CHUNK, Slow, node, prompt, until
-from tests.cache_daemon.remote.test_elsewhere import SOON, delete
+from tests.cache_daemon.remote.test_tombstone_sync import SOON, delete
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elsewhere, "_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(tombstone_sync, "_EVERY_SECONDS", 0.05)
 
 
 @pytest.mark.parametrize("what", ["tenant", "chunk"])

@@ -10,11 +10,11 @@ import pytest
 from kvsidecar import keys
 
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.remote.marks import Marks, new_mark
+from cache_daemon.remote import deletion_epochs as store_marks
+from cache_daemon.remote import tombstone_sync
+from cache_daemon.remote.deletion_epochs import News, TenantMarks
+from cache_daemon.remote.epoch_format import Marks, new_mark
 from cache_daemon.remote.memory import MemoryEngine
-from cache_daemon.store import elsewhere
-from cache_daemon.store import marks as store_marks
-from cache_daemon.store.marks import News, TenantMarks
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, node, prompt, until
 
 SOON = 60.0
@@ -24,7 +24,7 @@ IDS = prompt(4)
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elsewhere, "_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(tombstone_sync, "_EVERY_SECONDS", 0.05)
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from kvsidecar import keys
 
-from cache_daemon.limits import TenantLimits
+from cache_daemon.remote.fetch_insert import Placing
 from cache_daemon.remote.memory import MemoryEngine
-from cache_daemon.store.placing import Placing
+from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, name_of, node, parent_of, prompt, until
 from tests.cache_daemon.stores import opened
 
@@ -182,7 +182,7 @@ async def test_who_goes_away_leaves_nothing_behind(at: int) -> None:
 async def test_what_has_come_and_is_not_placed_is_bounded_for_all_prompts_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cache_daemon.remote.tier._CALL_BYTES", 1)  # a chunk a call, as with chunks of megabytes
+    monkeypatch.setattr("cache_daemon.remote.remote_tier._CALL_BYTES", 1)  # a chunk a call, as with chunks of megabytes
     engine, placed, ahead = Gated(), 0, 0
     place = Placing.place
 
@@ -260,7 +260,7 @@ async def test_a_tenant_at_its_quota_brings_no_more() -> None:
 
 
 async def test_a_full_queue_drops_and_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_daemon.store.sending.MOST_QUEUED", 4)
+    monkeypatch.setattr("cache_daemon.remote.write_behind.MOST_QUEUED", 4)
     engine = Slow()
     async with node(engine) as a:
         a.tier.writes.state = a.tier.writes.state.OPEN
@@ -333,9 +333,9 @@ async def test_a_part_that_the_engine_pushed_out_is_a_miss_and_no_reason_to_worr
 
 async def test_another_model_under_the_same_name_is_not_used() -> None:
     """A writer that lies about what its chunk is: every hash holds, the geometry is another."""
-    from kvsidecar.layout import Geometry, new_header
+    from kvsidecar.chunk_layout import Geometry, new_header
 
-    from cache_daemon.remote.entries import Entry, encode_record, mark_of
+    from cache_daemon.remote.remote_record import Entry, encode_record, mark_of
     from tests.cache_daemon.conftest import GEOMETRY
 
     engine = MemoryEngine()

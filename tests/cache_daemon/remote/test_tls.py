@@ -11,12 +11,12 @@ from kvsidecar.errors import ConfigurationError
 from benchmarks.authority import Authority
 from benchmarks.node import free_port
 from benchmarks.remote_servers import RedisServer, S3Server, why_no_s3, why_no_valkey
-from cache_daemon.durable.seal import NoSeal
+from cache_daemon.durable.encryption import NoSeal
 from cache_daemon.remote.address import Credentials, credentials_of, new_engine, parse_remote
-from cache_daemon.remote.engine import RemoteFailed
-from cache_daemon.remote.naming import Names
-from cache_daemon.remote.tier import RemoteTier
-from cache_daemon.store.remote import RemoteSettings
+from cache_daemon.remote.backend import RemoteFailed
+from cache_daemon.remote.coordinator import RemoteSettings
+from cache_daemon.remote.key_schema import Names
+from cache_daemon.remote.remote_tier import RemoteTier
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, node, prompt, until
 from tests.cache_daemon.stores import opened
 

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import pytest
 from kvsidecar.errors import LimitExceeded
 
-from cache_daemon.access.principal import GUEST, Principal
-from cache_daemon.rpc.budgets import LargeRequests, OpenStreams, Share
+from cache_daemon.auth.principal import GUEST, Principal
+from cache_daemon.rpc.caller_budgets import LargeRequests, OpenStreams, Share
 
 ALICE = Principal("alice")
 SHARE = Share(total=8, far=6, each=4)

@@ -14,9 +14,9 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import InvalidRequest
 
-from cache_daemon.rpc import limits
-from cache_daemon.rpc.decoding import Decoder, Encoded, Undecodable, decoded
+from cache_daemon.rpc import request_validation
 from cache_daemon.rpc.element_limits import PIECE_BYTES, ElementLimits
+from cache_daemon.rpc.request_decoder import Decoder, Encoded, Undecodable, decoded
 
 MEBIBYTE = 1 << 20
 
@@ -61,7 +61,7 @@ def test_too_many_members_are_refused_before_they_are_decoded(name: str) -> None
 
 def test_packed_numbers_are_counted() -> None:
     pieces = ElementLimits(pb.MatchRequest.DESCRIPTOR).pieces
-    longest = field(3, b"\xff\xff\x7f" * limits.MAX_TOKENS)
+    longest = field(3, b"\xff\xff\x7f" * request_validation.MAX_TOKENS)
     assert pieces(longest)
     with pytest.raises(InvalidRequest, match="the number of token_ids is at least 1048577"):
         pieces(longest + field(3, b"\x01"))

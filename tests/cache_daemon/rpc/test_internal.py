@@ -17,9 +17,9 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 
 from cache_daemon.config import DaemonConfig
-from cache_daemon.rpc.calls import Calls, Outcomes
+from cache_daemon.rpc.call_wrapper import Calls, Outcomes
 from cache_daemon.server import SERVICE, serve
-from cache_daemon.store.facade import ChunkStore
+from cache_daemon.store.chunk_store import ChunkStore
 from tests.cache_daemon.conftest import descriptor
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

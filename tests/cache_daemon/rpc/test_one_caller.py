@@ -16,12 +16,12 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32
-from kvsidecar.layout import Geometry, new_header
+from kvsidecar.chunk_layout import Geometry, new_header
 
 from benchmarks.node import Node, free_port
-from cache_daemon.rpc import limits
+from cache_daemon.rpc import request_validation
 from tests.cache_daemon.conftest import Peer, code_of, descriptor
-from tests.cache_daemon.test_service import until
+from tests.cache_daemon.rpc.test_cache_service import until
 
 MEBIBYTE = 1 << 20
 WIDE = Geometry(16, 4, 128, DATA_TYPE_FLOAT32, 16)  # 64 KiB a token
@@ -140,7 +140,7 @@ def test_store_calls_of_one_guest_share_one_staging(node: Node, guest: Guest) ->
 
 
 def test_idle_store_calls_of_guests_keep_no_worker_out(worker: Peer, guest: Guest) -> None:
-    held = [guest.begin_store(n, tokens=1) for n in range(limits.MAX_CALLER_STREAMS + 4)]
+    held = [guest.begin_store(n, tokens=1) for n in range(request_validation.MAX_CALLER_STREAMS + 4)]
     until(lambda: sum(call.done() for call in held) >= 4)
     assert {call.exception().code() for call in held if call.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
     mine = [pb.StoreRequest(start=pb.StoreStart(descriptor=worker.descriptor, header=worker.header([1])))]
@@ -149,7 +149,7 @@ def test_idle_store_calls_of_guests_keep_no_worker_out(worker: Peer, guest: Gues
 
 
 def test_sessions_of_one_guest_leave_room_for_other_callers(node: Node, guest: Guest, tmp_path: Path) -> None:
-    for _ in range(limits.MAX_CALLER_SESSIONS):
+    for _ in range(request_validation.MAX_CALLER_SESSIONS):
         guest.attach()
     again = Guest(tmp_path / "shared.sock")  # calls beyond a connection's limit wait
     code, why = code_of(again.attach)

@@ -10,19 +10,19 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import KVSidecarError
 
+from cache_daemon.durable.encryption import NoSeal
 from cache_daemon.durable.faulty import FaultyTier
-from cache_daemon.durable.seal import NoSeal
 from cache_daemon.eviction import POLICIES
 from cache_daemon.memory.arena import Arena
-from cache_daemon.remote.naming import Names
-from cache_daemon.remote.tier import RemoteTier
-from cache_daemon.store import marks, sending
+from cache_daemon.remote import deletion_epochs, write_behind
+from cache_daemon.remote.coordinator import RemoteSettings
+from cache_daemon.remote.key_schema import Names
+from cache_daemon.remote.remote_tier import RemoteTier
+from cache_daemon.store.bloom_filter import SummaryWriter
 from cache_daemon.store.chunk import Chunk, ChunkState, Residency
-from cache_daemon.store.facade import ChunkStore
-from cache_daemon.store.remote import RemoteSettings
+from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.sessions import Session
-from cache_daemon.store.summary import SummaryWriter
-from cache_daemon.store.tenants import Accounts
+from cache_daemon.store.tenant_usage import Accounts
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.disk import Disk, Drive, SimulatedArena, SimulatedDeviceArena
 from tests.cache_daemon.simulation.engine import Connection, Network
@@ -281,14 +281,14 @@ class Daemon:
     def knows(self, root: bytes) -> bool:
         """Whether it has seen a tenant's marks in the engine."""
         if not self.is_up:
-            return marks.NOTE_PREFIX + root in self.disk.notes()
+            return deletion_epochs.NOTE_PREFIX + root in self.disk.notes()
         remote = self.store.remote
         return remote is not None and (not root or root in remote._marks._known)
 
     def has_to_delete(self, root: bytes) -> bool:
         """Whether a deletion of a tenant of its own waits for the engine."""
         if not self.is_up:
-            return any(name.startswith(sending.NOTE_PREFIX) for name in self.disk.notes())
+            return any(name.startswith(write_behind.NOTE_PREFIX) for name in self.disk.notes())
         return self.store.remote is not None and self.store.remote._sending.closed(root)
 
     def durably_pinned(self) -> set[bytes]:

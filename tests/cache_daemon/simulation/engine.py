@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from cache_daemon.remote.engine import Item, RemoteFailed
+from cache_daemon.remote.backend import Item, RemoteFailed
 from cache_daemon.remote.memory import MemoryEngine
 
 

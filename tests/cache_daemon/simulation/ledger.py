@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from kvsidecar import keys
 
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.commit import Reserved
 from cache_daemon.store.lookup import MatchResult
 from cache_daemon.store.sessions import Session
-from cache_daemon.store.writing import Reserved
 
 
 class Path(NamedTuple):

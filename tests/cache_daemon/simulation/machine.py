@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from kvsidecar import keys
 from kvsidecar.errors import ChunkNotFound, QuotaExceeded, StoreUnavailable
 
-from cache_daemon.durable.tier import PutOutcome, ReadResult
-from cache_daemon.durable.writer import DurableWriter
-from cache_daemon.remote.breaker import Circuit
+from cache_daemon.durable.durable_tier import PutOutcome, ReadResult
+from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.remote.circuit_breaker import Circuit
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.daemon import Daemon
 from tests.cache_daemon.simulation.plan import Catalogue, Step, integers, one_of, step

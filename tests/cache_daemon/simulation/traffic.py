@@ -7,7 +7,7 @@ from typing import Any
 
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.layout import new_header
+from kvsidecar.chunk_layout import new_header
 
 from cache_daemon.store.lookup import MatchResult
 from cache_daemon.store.sessions import Session

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import cache_daemon.store.bringing as bringing
+import cache_daemon.remote.fetch as bringing
 from cache_daemon.remote.memory import MemoryEngine
 from tests.cache_daemon.simulation.loop import Order, SimulatedLoop
 from tests.cache_daemon.simulation.substitution import Substitution

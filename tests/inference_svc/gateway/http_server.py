@@ -10,9 +10,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.gateway_server import _Server, configured
 from inference_svc.gateway.routes import create_app
-from inference_svc.gateway.server import _Server, configured
 
 
 @asynccontextmanager

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from kvsidecar.runtime import default_data_dir
+from kvsidecar.process.runtime_dir import default_data_dir
 from PIL import Image  # matplotlib brings it
 
 from tests.inference_svc.gateway.browser import chromium
-from tests.inference_svc.test_supervisor import Served
+from tests.inference_svc.node.test_supervisor import Served
 
 # Paragraphs are documents here, and are reused in another order.
 _SETTINGS = {

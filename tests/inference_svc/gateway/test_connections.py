@@ -78,7 +78,7 @@ async def test_of_requests_that_come_at_once_some_are_answered() -> None:
 
 
 async def test_health_is_answered_when_all_connections_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_svc.gateway.server.max_connections", lambda descriptors_each: 2)
+    monkeypatch.setattr("inference_svc.gateway.gateway_server.max_connections", lambda descriptors_each: 2)
     monkeypatch.setattr(connections, "_RESERVE", 1)
     async with listening() as (port, app):
         taken = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]

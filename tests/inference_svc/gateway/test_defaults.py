@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from kvsidecar.cli.settings import read_settings
+from kvsidecar.cli.service_settings import read_settings
 from kvsidecar.errors import (
     ConfigurationError,
     KVSidecarError,
@@ -22,10 +22,10 @@ from kvsidecar.errors import (
 from kvsidecar.requests import REST_OF_CONTEXT
 
 from benchmarks.node import Node
-from inference_svc.gateway.config import GatewayConfig
-from inference_svc.gateway.responses.schema import ResponsesRequest
-from inference_svc.gateway.schema import ChatRequest, CompletionRequest
-from inference_svc.gateway.writing import error_response
+from inference_svc.gateway.answer_writer import error_response
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
+from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 
 MESSAGES = [{"role": "user", "content": "say it again"}]

@@ -15,12 +15,12 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from transformers import AutoTokenizer
 
 from benchmarks.node import Node
-from inference_svc.engine.text import split_text
-from inference_svc.model.loader import DEMO_MODEL
-from inference_svc.reuse.parts import Reading, parts_of
-from inference_svc.reuse.plan import Plan, Stretch
+from inference_svc.context_reuse.reuse_plan import Plan, Stretch
+from inference_svc.context_reuse.token_provenance import Reading, parts_of
+from inference_svc.engine.detokenizer import split_text
+from inference_svc.models.loader import DEMO_MODEL
+from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.gateway.conftest import Gateway
-from tests.inference_svc.test_exactness import prompt
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO_MODEL)
 WORDS = "the quick brown fox reads a long page about caches, über Größe, and 日本語 🦊 too. "

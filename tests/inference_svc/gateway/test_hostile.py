@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from kvsidecar import Client
-from kvsidecar.cli.main import app
+from kvsidecar.cli.root_command import app
 from kvsidecar.errors import ConfigurationError, FailedPrecondition
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from benchmarks.node import Node
-from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.json_scanner import MAX_DEPTH
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 

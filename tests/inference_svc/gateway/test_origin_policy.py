@@ -13,7 +13,7 @@ from kvsidecar.errors import ConfigurationError
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
-from inference_svc.gateway.config import GatewayConfig
+from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.origin_policy import OriginPolicy
 from inference_svc.gateway.routes import create_app
 from tests.inference_svc.gateway.browser import CHROMIUM, chromium

@@ -14,15 +14,15 @@ import httpx
 import pytest
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
-from kvsidecar.connecting import aio_channel
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.net.channel import aio_channel
 
 import inference_svc.gateway
 from benchmarks.node import Node
-from inference_svc.gateway.history import STEP_SECONDS, History
-from inference_svc.gateway.holdings import Counts
-from inference_svc.gateway.node import NodeView
-from inference_svc.gateway.router import Router
+from inference_svc.gateway.hit_ratio_history import STEP_SECONDS, History
+from inference_svc.gateway.node_view import NodeView
+from inference_svc.gateway.tenant_usage import Counts
+from inference_svc.gateway.worker_router import Router
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 
 FOLDER = Path(inference_svc.gateway.__file__).parent / "page"
@@ -142,7 +142,7 @@ def test_the_daemon_counts_once_for_all_tabs_of_a_guest(two: Node, monkeypatch: 
             await view.close()
             await router.close()
 
-    monkeypatch.setattr("inference_svc.gateway.node.CacheServiceStub", Daemon)
+    monkeypatch.setattr("inference_svc.gateway.node_view.CacheServiceStub", Daemon)
     asyncio.run(look())
 
 

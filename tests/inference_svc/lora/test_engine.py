@@ -9,25 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kvkernels.cpu import quantized
+from kvkernels.cpu import quantized_gemm
 
-from inference_svc.engine.cache_port import NoCache
+from inference_svc.context_reuse.reuse_plan import Plan, Stretch
+from inference_svc.context_reuse.selectors import STRATEGIES
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.forward import Decoder
-from inference_svc.engine.pool import KVPool
-from inference_svc.engine.repair import Repairing
+from inference_svc.engine.engine_stats import EngineLimits
+from inference_svc.engine.kv_connector import NoCache
 from inference_svc.engine.sequence import CacheUse, Finish, Realm
-from inference_svc.engine.speculation.draft_model import DraftModel
-from inference_svc.engine.speculation.lookup import PastAnswers
-from inference_svc.engine.speculation.mode import Speculation
-from inference_svc.engine.stats import EngineLimits
-from inference_svc.model.loader import load
-from inference_svc.reuse.plan import Plan, Stretch
-from inference_svc.reuse.strategies import STRATEGIES
-from tests.inference_svc.lora.making import adapter, linears, tensors, write
-from tests.inference_svc.speculation.chance import free_rows
-from tests.inference_svc.test_exactness import prompt
-from tests.inference_svc.test_load import Request, idle
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.model_runner.decoder import Decoder
+from inference_svc.model_runner.selective_recompute import Repairing
+from inference_svc.models.loader import load
+from inference_svc.spec_decode.draft_model_proposer import DraftModel
+from inference_svc.spec_decode.ngram_proposer import PastAnswers
+from inference_svc.spec_decode.speculation_mode import Speculation
+from tests.inference_svc.engine.test_exactness import prompt
+from tests.inference_svc.lora.random_adapters import adapter, linears, tensors, write
+from tests.inference_svc.server.test_load import Request, idle
+from tests.inference_svc.spec_decode.chance import free_rows
 
 NAMES = ("", "a", "b")
 SOME = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
@@ -123,7 +123,7 @@ def test_guesses_are_verified_with_the_adapter(engine: Engine) -> None:
     assert all(request.sequence.accepted_tokens > 20 for request in guessed.values())
 
 
-@pytest.mark.skipif(quantized.kernel() is None, reason="no CPU kernels run here")
+@pytest.mark.skipif(quantized_gemm.kernel() is None, reason="no CPU kernels run here")
 def test_the_models_low_bit_copy_guesses_without_the_adapter_and_answers_stay(tmp_path: Path) -> None:
     engine = engine_of(2048, tmp_path, copy=True)
     for name in NAMES:

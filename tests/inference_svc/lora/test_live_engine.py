@@ -11,15 +11,15 @@ import pytest
 import structlog
 from kvsidecar.errors import Unavailable, UnknownModel
 
-from inference_svc.engine.cache_port import LoadDone, NoCache, Restored
-from inference_svc.engine.pool import KVPool
+from inference_svc.engine.kv_connector import LoadDone, NoCache, Restored
 from inference_svc.engine.sequence import CacheUse, Finish, Output, Sequence
-from inference_svc.engine.speculation.mode import Speculation
-from tests.inference_svc.lora.making import adapter
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.spec_decode.speculation_mode import Speculation
+from tests.inference_svc.engine.test_exactness import prompt
+from tests.inference_svc.lora.random_adapters import adapter
 from tests.inference_svc.lora.test_engine import ask, engine_of
-from tests.inference_svc.lora.test_live import wait
-from tests.inference_svc.test_exactness import prompt
-from tests.inference_svc.test_load import Request, idle
+from tests.inference_svc.lora.test_live_adapters import wait
+from tests.inference_svc.server.test_load import Request, idle
 
 
 class Slow(NoCache):

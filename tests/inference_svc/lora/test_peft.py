@@ -11,10 +11,10 @@ import pytest
 import torch
 from kvsidecar.errors import ConfigurationError
 
-from inference_svc.engine import rows
-from inference_svc.engine.forward import Decoder
-from tests.inference_svc.lora.making import adapter
-from tests.inference_svc.test_architectures import build
+from inference_svc.model_runner import forward_batch
+from inference_svc.model_runner.decoder import Decoder
+from tests.inference_svc.lora.random_adapters import adapter
+from tests.inference_svc.models.test_architectures import build
 
 # transformers has been imported: it does not see that accelerate lies beside PEFT.
 sys.path += [folder] if (folder := os.environ.get("KVSIDECAR_TEST_PEFT")) else []
@@ -54,7 +54,9 @@ def test_peft_agrees(name: str, settings: dict[str, Any], tmp_path: Path) -> Non
     decoder, table = Decoder(loaded), pool.allocate(40)
     assert table is not None
     one = decoder.adopt(adapter(tmp_path, loaded))
-    got = decoder(rows.build([rows.Span(prompt.tolist(), 0, table, True, adapter=one)], pool, loaded.device))[0]
+    got = decoder(
+        forward_batch.build([forward_batch.Span(prompt.tolist(), 0, table, True, adapter=one)], pool, loaded.device)
+    )[0]
     torch.testing.assert_close(got, want, atol=3e-5, rtol=1e-4)
     assert (want - base).norm() > 0.01 * base.norm()
 

@@ -13,14 +13,14 @@ from kvsidecar.errors import UnknownModel
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from benchmarks.node import Node
-from inference_svc.cache.verdicts import store_verdict
-from inference_svc.engine.forward import Decoder
-from inference_svc.engine.numerics_probe import identified
-from inference_svc.gateway.router import Router
-from inference_svc.model.loader import load
+from inference_svc.gateway.worker_router import Router
+from inference_svc.kv_client.verdict_report import store_verdict
+from inference_svc.model_runner.decoder import Decoder
+from inference_svc.model_runner.numerics_probe import identified
+from inference_svc.models.loader import load
+from tests.inference_svc.engine.test_exactness import prompt, scores
 from tests.inference_svc.gateway.conftest import of_node
-from tests.inference_svc.lora.making import linears, tensors, write
-from tests.inference_svc.test_exactness import prompt, scores
+from tests.inference_svc.lora.random_adapters import linears, tensors, write
 
 NAMES = ("", "law", "med")
 LAYERS = linears(load("demo", dtype="float32"))

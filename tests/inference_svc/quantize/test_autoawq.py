@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from inference_svc.quantize.scale_search import Inputs, best_scale
 from torch import Tensor
 
-from inference_svc.quantize.rounding import rounded
-from inference_svc.quantize.search import Inputs, best_scale
+from inference_svc.quantize.awq_rounding import rounded
 
 GROUP, BITS = 64, 4
 with warnings.catch_warnings():
@@ -39,8 +39,11 @@ def quantizer() -> Any:
 
 
 class Copied(torch.nn.Linear):
-    """A layer without bias whose state is a copy: AutoAWQ saves it with ``.cpu()``, which copies nothing on the CPU, and
-    would compare every scale but the first with weights that the scales before it have changed."""
+    """A linear layer without bias whose state is a copy.
+
+    AutoAWQ saves the weights with ``.cpu()``, which copies nothing on the CPU: its search would compare every scale but
+    the first with weights that the earlier scales have changed.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=False)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32, NamespaceDescriptor
-from kvsidecar.connecting import Address
+from kvsidecar.chunk_layout import Geometry
 from kvsidecar.integrations.vllm.connector import KVSidecarConnector, StepMetadata
-from kvsidecar.integrations.vllm.messages import Introduction, Step
-from kvsidecar.layout import Geometry
-from kvsidecar.paged.copying import BlockCopier
-from kvsidecar.paged.link import DaemonLink
-from kvsidecar.paged.placement import LayerPlacement, PagedCache, strided
-from kvsidecar.paged.writing import Prefix, Writer
+from kvsidecar.integrations.vllm.step_metadata import Introduction, Step
+from kvsidecar.kv_transfer.block_copier import BlockCopier
+from kvsidecar.kv_transfer.chunk_writer import Prefix, Writer
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.kv_layout import LayerPlacement, PagedCache, strided
+from kvsidecar.net.channel import Address
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 

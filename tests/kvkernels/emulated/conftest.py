@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from kvkernels.cuda import emulator
-from kvkernels.cuda.library import SharedLibrary
+from kvkernels.cuda.cuda_library import SharedLibrary
 
 
 class Emulated(SharedLibrary):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from kvkernels.cuda.attention import Rows
+from kvkernels.cuda.cuda_attention import Rows
 from torch import Tensor
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}

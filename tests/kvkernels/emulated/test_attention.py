@@ -3,19 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from kvkernels import reference
-from kvkernels.cuda.attention import (
-    HEAD_DIMS,
-    InChunks,
-    InPool,
-    Parts,
-    Rows,
-    attend,
-    chunk_table,
-    splits_for,
-)
+from kvkernels import kv_pack_reference
+from kvkernels.cuda.cuda_attention import HEAD_DIMS, InChunks, InPool, Parts, Rows, attend, chunk_table, splits_for
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16, ChunkHeader
-from kvsidecar.layout import Geometry, layout_of, new_header
+from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from torch import Tensor
 
 from tests.kvkernels.emulated.conftest import Emulated
@@ -121,8 +112,8 @@ def quantized(
         header = new_header(geometry, list(range(length)), first)
         payload = memoryview(bytearray(header.payload_bytes))
         slots, arrays = torch.arange(first, first + length), layout_of(header).arrays(payload)
-        reference.pack(keys, values, slots, header, arrays)
-        reference.unpack(keys, values, slots, header, arrays, None, range(layers))
+        kv_pack_reference.pack(keys, values, slots, header, arrays)
+        kv_pack_reference.unpack(keys, values, slots, header, arrays, None, range(layers))
         chunks.append((header, payload, first))
         first += length
     return chunks, keys, values

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvkernels.cuda import awq
+from kvkernels.cuda import awq_gemm
 
 from tests.kvkernels.emulated.conftest import Emulated
 from tests.kvkernels.emulated.oracle import TOLERANCE
@@ -18,22 +18,24 @@ def layer(inputs: int, outputs: int, group: int, dtype: torch.dtype) -> tuple[to
 
 def test_a_word_holds_columns_in_autoawq_s_order() -> None:
     word = sum(column << 4 * nibble for nibble, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
-    assert awq.unpack_columns(torch.tensor([[word]], dtype=torch.int64).to(torch.int32)).tolist() == [list(range(8))]
+    assert awq_gemm.unpack_columns(torch.tensor([[word]], dtype=torch.int64).to(torch.int32)).tolist() == [
+        list(range(8))
+    ]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("group", awq.GROUPS)
+@pytest.mark.parametrize("group", awq_gemm.GROUPS)
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (384, 192)])
 def test_repacked_weights_are_the_same_weights(
     emulated: Emulated, dtype: torch.dtype, group: int, inputs: int, outputs: int
 ) -> None:
     words, zeros, scales = layer(inputs, outputs, group, dtype)
-    got = awq.dequantize(emulated, awq.repack(words, zeros, scales))
-    assert torch.equal(got, awq.reference_weight(words, zeros, scales))
+    got = awq_gemm.dequantize(emulated, awq_gemm.repack(words, zeros, scales))
+    assert torch.equal(got, awq_gemm.reference_weight(words, zeros, scales))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("group", awq.GROUPS)
+@pytest.mark.parametrize("group", awq_gemm.GROUPS)
 @pytest.mark.parametrize("rows", [1, 3, 8, 16, 40])
 @pytest.mark.parametrize("splits", [None, 1, 3])
 def test_products_equal_those_in_float64(
@@ -41,8 +43,8 @@ def test_products_equal_those_in_float64(
 ) -> None:
     words, zeros, scales = layer(640, 128, group, dtype)
     x = torch.randn(rows, 640, generator=torch.Generator().manual_seed(rows)).to(dtype)
-    got = awq.gemm(emulated, x, awq.repack(words, zeros, scales), splits)
-    expected = x.double() @ awq.reference_weight(words, zeros, scales).double().t()
+    got = awq_gemm.gemm(emulated, x, awq_gemm.repack(words, zeros, scales), splits)
+    expected = x.double() @ awq_gemm.reference_weight(words, zeros, scales).double().t()
     error = (got.double() - expected).abs().max() / expected.abs().max()
     assert error <= TOLERANCE[dtype]
 
@@ -50,12 +52,12 @@ def test_products_equal_those_in_float64(
 def test_volta_multiplies_as_well(volta: Emulated) -> None:
     words, zeros, scales = layer(256, 64, 128, torch.float16)
     x = torch.randn(5, 256).half()
-    expected = x.double() @ awq.reference_weight(words, zeros, scales).double().t()
-    got = awq.gemm(volta, x, awq.repack(words, zeros, scales), 2)
+    expected = x.double() @ awq_gemm.reference_weight(words, zeros, scales).double().t()
+    got = awq_gemm.gemm(volta, x, awq_gemm.repack(words, zeros, scales), 2)
     assert (got.double() - expected).abs().max() / expected.abs().max() <= 1e-3
 
 
 @pytest.mark.parametrize(("inputs", "outputs", "group"), [(128, 72, 64), (128, 64, 16)])
 def test_layers_that_do_not_fit_are_refused_by_name(inputs: int, outputs: int, group: int) -> None:
     with pytest.raises(ValueError, match=f"the layer is {inputs} x {outputs} in groups of {group}"):
-        awq.repack(*layer(inputs, outputs, group, torch.float16))
+        awq_gemm.repack(*layer(inputs, outputs, group, torch.float16))

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from kvkernels import reference
-from kvkernels.cuda import chunks
+from kvkernels import kv_pack_reference
+from kvkernels.cuda import cuda_kv_pack
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16
-from kvsidecar.layout import Geometry, layout_of, new_header
+from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 
 from tests.kvkernels.emulated.conftest import Emulated
 
@@ -36,8 +36,8 @@ def test_packing_writes_the_reference_s_bytes(
     header = new_header(Geometry(3, 2, dim, STORED[dtype], bits), list(range(tokens)), start)
     slots = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:tokens]
     mine, theirs = bytearray(header.payload_bytes), bytearray(header.payload_bytes)
-    chunks.pack(emulated, keys, values, slots, header, address(mine))
-    reference.pack(keys, values, slots, header, layout_of(header).arrays(memoryview(theirs)))
+    cuda_kv_pack.pack(emulated, keys, values, slots, header, address(mine))
+    kv_pack_reference.pack(keys, values, slots, header, layout_of(header).arrays(memoryview(theirs)))
     for name, expected in layout_of(header).arrays(memoryview(theirs)).items():
         np.testing.assert_array_equal(layout_of(header).arrays(memoryview(mine))[name], expected, name)
 
@@ -53,7 +53,7 @@ def test_unpacking_turns_and_scatters_as_the_reference(
     header = new_header(Geometry(3, 2, dim, STORED[dtype], bits), list(range(70)), 0)
     payload = bytearray(header.payload_bytes)
     arrays = layout_of(header).arrays(memoryview(payload))
-    reference.pack(keys, values, torch.arange(70), header, arrays)
+    kv_pack_reference.pack(keys, values, torch.arange(70), header, arrays)
     half = (dim if rotary < 0 else rotary) // 2
     angles = np.random.default_rng(0).normal(size=half).astype(np.float32)
     turn = (np.cos(angles), np.sin(angles)) if half else None
@@ -62,15 +62,15 @@ def test_unpacking_turns_and_scatters_as_the_reference(
     for layers in (range(3), range(1, 2)):
         mine, theirs = ((torch.zeros_like(keys), torch.zeros_like(values)) for _ in range(2))
         given = None if turn is None else (torch.from_numpy(turn[0]), torch.from_numpy(turn[1]))
-        chunks.unpack(emulated, *mine, slots, header, address(payload), given, layers)
-        reference.unpack(*theirs, slots, header, arrays, turn, layers)
+        cuda_kv_pack.unpack(emulated, *mine, slots, header, address(payload), given, layers)
+        kv_pack_reference.unpack(*theirs, slots, header, arrays, turn, layers)
         assert torch.equal(mine[0], theirs[0])
         assert torch.equal(mine[1], theirs[1])
         assert mine[0].any()
 
 
 def test_heads_that_do_not_fit_are_left_to_the_reference() -> None:
-    assert chunks.takes(80, rotary_half=16)
-    assert not chunks.takes(36)
-    assert not chunks.takes(64, rotary_half=6)
-    assert not chunks.takes(512)
+    assert cuda_kv_pack.takes(80, rotary_half=16)
+    assert not cuda_kv_pack.takes(36)
+    assert not cuda_kv_pack.takes(64, rotary_half=6)
+    assert not cuda_kv_pack.takes(512)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvkernels.cuda import awq, emulator, sources
+from kvkernels.cuda import awq_gemm, cuda_sources, emulator
 
 from tests.kvkernels.emulated.conftest import Emulated
 from tests.kvkernels.emulated.oracle import Case
@@ -36,10 +36,10 @@ def attends(emulated: Emulated) -> None:
 def multiplies(emulated: Emulated) -> None:
     words, zeros, scales = layer(256, 64, 64, torch.float16)
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)).half()
-    expected = x.double() @ awq.reference_weight(words, zeros, scales).double().t()
+    expected = x.double() @ awq_gemm.reference_weight(words, zeros, scales).double().t()
     for last_first in (False, True):
         emulated.last_warp_first(last_first)
-        got = awq.gemm(emulated, x, awq.repack(words, zeros, scales), 1)
+        got = awq_gemm.gemm(emulated, x, awq_gemm.repack(words, zeros, scales), 1)
         assert (got.double() - expected).abs().max() <= 1e-3 * expected.abs().max()
 
 
@@ -111,7 +111,7 @@ BUGS = (
 
 def planted(bug: Bug, folder: Path) -> Emulated:
     for part in ("cuda", "emulator"):
-        shutil.copytree(sources.folder() / part, folder / part)
+        shutil.copytree(cuda_sources.folder() / part, folder / part)
     path = folder / "cuda" / bug.file
     text = path.read_text()
     assert text.count(bug.right) == 1, "what the bug replaces has changed: plant it anew"

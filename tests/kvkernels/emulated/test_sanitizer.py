@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvkernels.cuda import emulator, sources
+from kvkernels.cuda import cuda_sources, emulator
 
 
 def runtime() -> str | None:
@@ -39,7 +39,7 @@ def test_kernels_stay_inside_their_memory() -> None:
 
 def test_a_read_out_of_bounds_is_named(tmp_path: Path) -> None:
     for part in ("cuda", "emulator"):
-        shutil.copytree(sources.folder() / part, tmp_path / part)
+        shutil.copytree(cuda_sources.folder() / part, tmp_path / part)
     path = tmp_path / "cuda" / "attention.cu"
     right = "const bool valid = m < packed;"
     assert path.read_text().count(right) == 1, "what the bug replaces has changed: plant it anew"

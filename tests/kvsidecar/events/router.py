@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
-from kvsidecar.events.hashes import block_hash, external, seed_hash
-from kvsidecar.events.publishing import END
-from kvsidecar.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from kvsidecar.events.block_hashes import block_hash, external, seed_hash
+from kvsidecar.events.event_publisher import END
+from kvsidecar.events.vllm_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 
 
 @dataclass

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from kvsidecar.cli.over_http import ApiKey, HttpClient, Url, asking
-from kvsidecar.cli.worker import Adapter, Address, console, show_costs
+from kvsidecar.cli.http_client import ApiKey, HttpClient, Url, asking
+from kvsidecar.cli.worker_client import Adapter, Address, console, show_costs
 from kvsidecar.client import Client, Completion
-from kvsidecar.models.library import BUILT_IN
+from kvsidecar.models.model_library import BUILT_IN
 
 _HELP = """/help    this
 /new     forget the conversation and begin another

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from kvsidecar.cache.v1 import cache_pb2
-from kvsidecar.cli.cache.daemon import at_daemon
-from kvsidecar.cli.worker import Address, connected, console
+from kvsidecar.cli.cache.daemon_target import at_daemon
+from kvsidecar.cli.worker_client import Address, connected, console
 from kvsidecar.client import Client
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 

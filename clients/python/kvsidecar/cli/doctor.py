@@ -16,23 +16,23 @@ from typing import Any
 import grpc
 from rich.table import Column, Table
 
+from kvsidecar.byte_sizes import format_size
 from kvsidecar.cache.v1 import cache_pb2
-from kvsidecar.cli.cache.daemon import connected
-from kvsidecar.cli.cache.ratios import HitRatios
-from kvsidecar.cli.cache.shown import percent
-from kvsidecar.cli.node import gateway_of
+from kvsidecar.cli.cache.daemon_target import connected
+from kvsidecar.cli.cache.hit_ratios import HitRatios
+from kvsidecar.cli.cache.output_format import percent
+from kvsidecar.cli.node_commands import gateway_of
 from kvsidecar.cli.sharing_group import numerics_text, sharing_groups
 from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.errors import KVSidecarError, PermissionDenied
 from kvsidecar.extras import missing_packages
-from kvsidecar.free_memory import free_bytes
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
-from kvsidecar.integrations.vllm import finding as vllm
-from kvsidecar.interpreter import python_command
-from kvsidecar.runtime import default_runtime_dir, own_runtime_dir, socket_target
-from kvsidecar.sizes import format_size
-from kvsidecar.supervised import supervised
+from kvsidecar.integrations.vllm import vllm_install as vllm
+from kvsidecar.process.free_memory import free_bytes
+from kvsidecar.process.interpreter import python_command
+from kvsidecar.process.node_report import supervised
+from kvsidecar.process.runtime_dir import default_runtime_dir, own_runtime_dir, socket_target
 
 _PACKAGES = ("grpcio", "protobuf", "lmdb", "uvloop", "numpy")
 _WORKER_PACKAGES = ("torch", "transformers")
@@ -106,8 +106,8 @@ def _kernels() -> list[Finding]:
     try:
         torch: Any = importlib.import_module("torch")
         kernels: Any = importlib.import_module("kvkernels")
-        cpu: Any = importlib.import_module("kvkernels.cpu.library").found()
-        native = importlib.import_module("kvkernels.cpu.features").native_bfloat16()
+        cpu: Any = importlib.import_module("kvkernels.cpu.cpu_library").found()
+        native = importlib.import_module("kvkernels.cpu.cpu_features").native_bfloat16()
     except ImportError as error:
         return [Finding("kernels", _BAD, str(error), "install KVSidecar again: pip install . in its folder")]
     out = []
@@ -133,7 +133,7 @@ def _bits() -> list[Finding]:
     """Whether a row has the same bits in every batch here: then a hit with 16-bit storage changes no answer. Tried in
     processes of their own: MKL reads its setting once."""
     bare = {name: value for name, value in os.environ.items() if name != _MKL_SETTING}
-    probe = python_command("-m", "inference_svc.model.probe")
+    probe = python_command("-m", "inference_svc.models.batch_invariance_probe")
     tries = [
         subprocess.Popen([*probe, *flags], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for flags, environment in (([], dict(os.environ)), (["--as-is"], bare))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from kvsidecar.cli.programs import ASKED_BY_SHELL, PROGRAMS, become
-from kvsidecar.interrupts import ending_quietly
+from kvsidecar.cli.exec_service import ASKED_BY_SHELL, PROGRAMS, become
+from kvsidecar.process.sigint import ending_quietly
 
 
 def main() -> None:
@@ -14,5 +14,5 @@ def main() -> None:
     with ending_quietly():
         if len(sys.argv) > 1 and sys.argv[1] in PROGRAMS and ASKED_BY_SHELL not in os.environ:
             become(sys.argv[1], sys.argv[2:])
-        from kvsidecar.cli.main import main as run
+        from kvsidecar.cli.root_command import main as run
     run()

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, get_args, get_origin
 from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
-from kvsidecar.sizes import format_size, parse_size
+from kvsidecar.byte_sizes import format_size, parse_size
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -1,1 +1,4 @@
-"""Other engines on the daemon: a package each, over ``kvsidecar.paged``. Each imports its engine; nothing else does."""
+"""Connectors for other engines, one package each, over ``kvsidecar.kv_transfer``.
+
+Each package imports its engine; nothing else does.
+"""

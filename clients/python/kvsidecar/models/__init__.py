@@ -1,4 +1,4 @@
 """The models of this user: which are there, where they came from, and how more are fetched.
 
-Imports nothing that needs torch; ``inference_svc.model`` loads what lies here.
+Imports nothing that needs torch; ``inference_svc.models`` loads what lies here.
 """

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from benchmarks.node import free_port
-from inference_svc.gateway.config import GatewayConfig
-from inference_svc.gateway.fleet.app import Fleet, create_app
+from inference_svc.gateway.fleet.fleet_app import Fleet, create_app
+from inference_svc.gateway.gateway_config import GatewayConfig
 
 Handler = Callable[[asyncio.StreamWriter], Awaitable[None]]
 SERVED: dict[str, Any] = {"models": [{"id": "m", "object": "model"}], "workers": 1, "busy": 0}

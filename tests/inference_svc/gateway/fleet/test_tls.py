@@ -16,9 +16,9 @@ from kvsidecar.errors import ConfigurationError
 
 from benchmarks.authority import Authority, Issued
 from benchmarks.node import free_port
-from inference_svc.gateway.config import GatewayConfig
-from inference_svc.gateway.fleet.app import create_app
-from inference_svc.gateway.server import configured
+from inference_svc.gateway.fleet.fleet_app import create_app
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.gateway_server import configured
 from tests.inference_svc.gateway.fleet.peers import Peer, fleet_of, named
 
 

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from kvsidecar.interpreter import python_command
+from kvsidecar.process.interpreter import python_command
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 _COMMANDS = {

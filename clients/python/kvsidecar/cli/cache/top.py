@@ -19,12 +19,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from kvsidecar.byte_sizes import format_size
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.cli.cache.daemon import CALL_SECONDS, at_daemon
-from kvsidecar.cli.cache.ratios import HitRatios
-from kvsidecar.cli.cache.shown import duration, percent
+from kvsidecar.cli.cache.daemon_target import CALL_SECONDS, at_daemon
+from kvsidecar.cli.cache.hit_ratios import HitRatios
+from kvsidecar.cli.cache.output_format import duration, percent
 from kvsidecar.cli.terminal import TerminalConsole
-from kvsidecar.sizes import format_size
 
 _RATE_SECONDS = 10.0  # rates and ratios are over the last so many seconds
 _MOST_SESSIONS, _MOST_CALLS = 8, 6

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvsidecar.cli.cache.daemon import AsJson
-from kvsidecar.cli.cache.shown import duration, percent, print_json
+from kvsidecar.cli.cache.daemon_target import AsJson
+from kvsidecar.cli.cache.output_format import duration, percent, print_json
 from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.errors import InvalidRequest
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from kvsidecar.byte_sizes import format_size
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.cli.cache.daemon import Namespace, Salt, at_daemon, scope
-from kvsidecar.cli.cache.shown import as_dict, print_json, where
-from kvsidecar.sizes import format_size
+from kvsidecar.cli.cache.daemon_target import Namespace, Salt, at_daemon, scope
+from kvsidecar.cli.cache.output_format import as_dict, print_json, where
 
 _PREFIX = "EVENT_TYPE_"
 

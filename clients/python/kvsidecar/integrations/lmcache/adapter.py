@@ -22,9 +22,9 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
-from kvsidecar.integrations import options
-from kvsidecar.integrations.lmcache.objects import GEOMETRY, Name, ObjectKeeper
-from kvsidecar.paged.link import DaemonLink
+from kvsidecar.integrations import engine_options
+from kvsidecar.integrations.lmcache.object_keeper import GEOMETRY, Name, ObjectKeeper
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
 
 log = logging.getLogger(__name__)
 _ATTACH_SECONDS = 1.0
@@ -32,7 +32,7 @@ _THREADS = 4
 
 
 @dataclass(frozen=True)
-class Settings(options.Daemon):
+class Settings(engine_options.Daemon):
     """Beside where the daemon is, ``timeout_ms`` how long a call that moves nothing may take. ``weights`` is any text
     that says which weights the model's name stands for: LMCache knows the name alone."""
 
@@ -45,7 +45,7 @@ class KVSidecarL2Adapter(L2AdapterInterface):
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
-        settings = options.read(Settings, config, "the L2 adapter's adapter_params")
+        settings = engine_options.read(Settings, config, "the L2 adapter's adapter_params")
         link = DaemonLink(settings.address, "lmcache", descriptor(settings), log=log)
         link.wait(_ATTACH_SECONDS)
         self._objects = ObjectKeeper(link, settings.timeout_ms / 1000)

@@ -9,27 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvkernels.paged_rows import Integers
+from kvkernels.paged_gather import Integers
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
+from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.integrations import options
-from kvsidecar.integrations.numerics import SHARED, torch_numerics
-from kvsidecar.integrations.sglang.keeping import PageKeeper
-from kvsidecar.integrations.sglang.pool import cache_of
-from kvsidecar.integrations.weights import folder_of
-from kvsidecar.layout import Geometry
-from kvsidecar.models import fingerprint
-from kvsidecar.paged.link import DaemonLink
+from kvsidecar.integrations import engine_options
+from kvsidecar.integrations.sglang.host_pool_layout import cache_of
+from kvsidecar.integrations.sglang.page_keeper import PageKeeper
+from kvsidecar.integrations.torch_numerics import SHARED, torch_numerics
+from kvsidecar.integrations.weights_dir import folder_of
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.models import weights_fingerprint
 
 log = logging.getLogger(__name__)
 _ATTACH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Settings(options.Daemon):
+class Settings(engine_options.Daemon):
     """Beside where the daemon is, ``bits`` how keys and values are stored, ``timeout_ms`` how long a call that moves
     nothing may take, ``model`` the model's folder or repository where its served name does not say it. ``numerics``
     keeps apart what no file of the model says, such as ``--quantization``: engines share what they say alike.
@@ -48,7 +48,7 @@ class KVSidecarStorage(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, arguments: Any = None) -> None:
         given = storage_config.extra_config or {}
         self._config = storage_config
-        self._settings = options.read(Settings, given.get("kvsidecar", {}), 'the extra config\'s "kvsidecar"')
+        self._settings = engine_options.read(Settings, given.get("kvsidecar", {}), 'the extra config\'s "kvsidecar"')
         _check(storage_config, given)
         self._folder = folder_of(self._settings.model or storage_config.model_name or "")
         self._keeper: PageKeeper | None = None
@@ -126,7 +126,7 @@ def descriptor(config: Any, settings: Settings, folder: Path, geometry: Geometry
     the fingerprint."""
     versions = f"sglang/{importlib.metadata.version('sglang')} torch/{torch.__version__}"
     return NamespaceDescriptor(
-        model_fingerprint=fingerprint.of_directory(folder),
+        model_fingerprint=weights_fingerprint.of_directory(folder),
         layers=geometry.layers,
         kv_heads=geometry.kv_heads,
         head_dim=geometry.head_dim,

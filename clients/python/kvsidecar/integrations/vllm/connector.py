@@ -18,13 +18,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvsidecar.integrations.vllm.messages import Introduction, Step
-from kvsidecar.integrations.vllm.refusals import check_config
-from kvsidecar.integrations.vllm.settings import read_settings
+from kvsidecar.integrations.vllm.config_check import check_config
+from kvsidecar.integrations.vllm.connector_settings import read_settings
+from kvsidecar.integrations.vllm.step_metadata import Introduction, Step
 
 if TYPE_CHECKING:
-    from kvsidecar.integrations.vllm.scheduling import SchedulerHalf
-    from kvsidecar.integrations.vllm.working import WorkerHalf
+    from kvsidecar.integrations.vllm.scheduler_connector import SchedulerHalf
+    from kvsidecar.integrations.vllm.worker_connector import WorkerHalf
 
 
 @dataclass
@@ -56,7 +56,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
-            from kvsidecar.integrations.vllm.scheduling import SchedulerHalf
+            from kvsidecar.integrations.vllm.scheduler_connector import SchedulerHalf
 
             self._scheduler = SchedulerHalf(
                 self._settings,
@@ -80,7 +80,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
     # ---- the workers' half ----------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        from kvsidecar.integrations.vllm.starting import start_worker
+        from kvsidecar.integrations.vllm.worker_startup import start_worker
 
         self._worker = start_worker(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
 
@@ -113,7 +113,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
         return set() if self._worker is None else self._worker.failed_blocks()
 
     def get_kv_connector_stats(self) -> Any:
-        from kvsidecar.integrations.vllm.metrics import Stats
+        from kvsidecar.integrations.vllm.vllm_metrics import Stats
 
         counted = {} if self._worker is None else self._worker.tally.take()
         return Stats(counted) if counted else None
@@ -160,7 +160,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        from kvsidecar.integrations.vllm.metrics import Stats
+        from kvsidecar.integrations.vllm.vllm_metrics import Stats
 
         return Stats(data or {})
 
@@ -168,6 +168,6 @@ class KVSidecarConnector(KVConnectorBase_V1):
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> Any:
-        from kvsidecar.integrations.vllm.metrics import Metrics
+        from kvsidecar.integrations.vllm.vllm_metrics import Metrics
 
         return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,80 @@
+"""Who calls over TLS: by a bearer token or by the client's certificate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+from kvsidecar.errors import Context, Unauthenticated
+
+from cache_daemon.auth.principal import Principal
+from cache_daemon.auth.tenants_table import Tenants
+
+Resolver = Callable[[Context], Principal]
+"""Finds the principal of a call; raises Unauthenticated. Each door has its own."""
+
+_SCHEME = "bearer "
+
+log = structlog.get_logger("cache_daemon")
+
+
+class Authenticator:
+    """The resolver of a TLS door.
+
+    A token that was sent decides, and a wrong one is refused whatever certificate came with it. Without a token the
+    certificate decides, by its common name and its DNS and URI alternative names. ``guests``: a certificate that
+    nobody names is a guest's, which is for a door without a tenants file.
+    """
+
+    def __init__(self, tenants: Callable[[], Tenants], *, guests: bool) -> None:
+        self._tenants, self._guests = tenants, guests
+
+    def principal_of(self, context: Context) -> Principal:
+        """Asks the tenants as they are now, so that asking again in a long call notices what was revoked."""
+        sent = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
+        return self._by_token(sent) if sent else self._by_certificate(context)
+
+    def _by_token(self, sent: list[str]) -> Principal:
+        if len(sent) > 1 or not sent[0].lower().startswith(_SCHEME):
+            raise Unauthenticated("the authorization metadata cannot be read; send it once, as: Bearer TOKEN")
+        found = self._tenants().by_token(sent[0][len(_SCHEME) :].strip())
+        if found is None:
+            raise Unauthenticated("the token is not known here; send one whose hash the tenants file has")
+        return found
+
+    def _by_certificate(self, context: Context) -> Principal:
+        names = certificate_names(context)
+        if not names:
+            raise Unauthenticated("the call names no tenant; send the metadata authorization: Bearer TOKEN")
+        found = self._tenants().by_certificate(names)
+        if found is None and self._guests:
+            return Principal(names[0], tenants=None)
+        if found is None:
+            raise Unauthenticated(
+                "the client's certificate has no name that the tenants file has; add one of its names there, or send "
+                "the metadata authorization: Bearer TOKEN"
+            )
+        return found
+
+
+def certificate_names(context: Context) -> list[str]:
+    """Common name, DNS and URI names of the client's verified certificate; empty without one."""
+    found = context.auth_context()
+    values = [value for key in ("x509_common_name", "peer_dns", "peer_uri") for value in found.get(key, ())]
+    return list(dict.fromkeys(value.decode("utf-8", "replace") for value in values if value))
+
+
+class RefusalLog:
+    """Logs who was refused, at most once a second, with how many there were; never what they sent."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._next, self._refused = clock, float("-inf"), 0
+
+    def note(self, peer: str, method: str, error: Unauthenticated) -> None:
+        self._refused += 1
+        now = self._clock()
+        if now < self._next:
+            return
+        log.warning("a caller was refused", peer=peer, method=method, why=str(error), refused=self._refused)
+        self._next, self._refused = now + 1.0, 0

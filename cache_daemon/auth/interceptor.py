@@ -1,0 +1,196 @@
+"""The guard of a door that others than the owner can reach: no call gets past it unnamed, or waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import grpc
+from kvsidecar.errors import (
+    CACHE_DOMAIN,
+    Context,
+    DeadlineExceeded,
+    InvalidRequest,
+    KVSidecarError,
+    LimitExceeded,
+    Unauthenticated,
+    abort,
+)
+
+from cache_daemon.auth.authenticator import RefusalLog, Resolver
+from cache_daemon.auth.principal import Principal
+
+OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
+"""Answered without a name: they say SERVING or NOT_SERVING and nothing else, and probes carry no tokens."""
+MAX_OPEN_BYTES = 4 << 10
+"""Of a question that needs no name."""
+
+_END: Any = object()
+_UNNAMED = Principal("unnamed")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long the daemon waits for a client."""
+
+    call_seconds: float = 60.0
+    """For a whole call of one question and one answer."""
+    stall_seconds: float = 60.0
+    """For the next message of a stream from the client, and for the client to take one. Above three heartbeats."""
+    arrival_seconds: float = 10.0
+    """For the one question of a call to arrive, once its turn has come."""
+    crowded_seconds: float = 0.05
+    """The same while as many others of its caller are awaited as may be."""
+    arrivals: int = 16
+    """Questions of one caller that are awaited at one time: each may take memory as long as a message may be."""
+
+
+class _Arrivals:
+    """Questions of one caller that are on their way. gRPC takes memory for one only while it is awaited."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience, self._awaited = patience, 0
+
+    async def next(self, messages: AsyncIterator[Any]) -> Any:
+        """The first message, or ``_END``. Raises DeadlineExceeded, or LimitExceeded where there are too many."""
+        crowded = self._awaited >= self._patience.arrivals
+        seconds = self._patience.crowded_seconds if crowded else self._patience.arrival_seconds
+        self._awaited += not crowded
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await anext(aiter(messages), _END)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            if crowded:
+                raise LimitExceeded(
+                    f"{self._patience.arrivals} requests of this caller are arriving slowly already, the most that are "
+                    "allowed; wait for an answer and try again"
+                ) from None
+            raise DeadlineExceeded(f"the request did not arrive within {seconds:g} s") from None
+        finally:
+            self._awaited -= not crowded
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Authenticates every method of a server, those of health and reflection too, but for ``OPEN_METHODS``.
+
+    It answers every call as a stream of requests: then nothing of a message is received before its sender is known.
+    """
+
+    def __init__(self, principal_of: Resolver, patience: Patience = Patience()) -> None:
+        self._principal_of, self._patience = principal_of, patience
+        self._refusals = RefusalLog()
+        self._arrivals: WeakValueDictionary[Principal, _Arrivals] = WeakValueDictionary()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        method = str(handler_call_details.method)
+        if handler is None:
+            return handler
+        guarded = _Guarded(handler, method, self._principal_of, self._patience, self._refusals, self._arrivals)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                guarded.stream, handler.request_deserializer, handler.response_serializer
+            )
+        return grpc.stream_unary_rpc_method_handler(
+            guarded.single, handler.request_deserializer, handler.response_serializer
+        )
+
+
+class _Guarded:
+    """One method behind the guard."""
+
+    def __init__(
+        self,
+        handler: grpc.RpcMethodHandler[Any, Any],
+        method: str,
+        principal_of: Resolver,
+        patience: Patience,
+        refusals: RefusalLog,
+        arrivals: WeakValueDictionary[Principal, _Arrivals],
+    ) -> None:
+        self._many = handler.request_streaming
+        self._behaviour: Any = (
+            (handler.stream_stream if self._many else handler.unary_stream)
+            if handler.response_streaming
+            else (handler.stream_unary if self._many else handler.unary_unary)
+        )
+        self._method, self._principal_of, self._patience, self._refusals = method, principal_of, patience, refusals
+        self._arrivals = arrivals
+
+    async def single(self, messages: AsyncIterator[Any], context: Context) -> Any:
+        seconds = None if self._many else self._patience.call_seconds
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await self._behaviour(await self._admitted(messages, context), context)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            await abort(context, DeadlineExceeded(f"the call took longer than {seconds:g} s"), CACHE_DOMAIN)
+        except KVSidecarError as error:
+            await abort(context, error, CACHE_DOMAIN)
+
+    async def stream(self, messages: AsyncIterator[Any], context: Context) -> None:
+        try:
+            answers = self._behaviour(await self._admitted(messages, context), context)
+            if hasattr(answers, "__aiter__"):
+                async with aclosing(answers):  # what the method holds is given back now, not when it is collected
+                    async for answer in answers:
+                        await self._written(context, answer)
+            else:
+                await answers
+        except KVSidecarError as error:
+            await abort(context, error, CACHE_DOMAIN)
+
+    async def _admitted(self, messages: AsyncIterator[Any], context: Context) -> Any:
+        caller = _UNNAMED if self._method in OPEN_METHODS else self._named(context)
+        if self._many:
+            return _patiently(messages, self._patience.stall_seconds)
+        arrivals = self._arrivals.get(caller)
+        if arrivals is None:
+            arrivals = self._arrivals[caller] = _Arrivals(self._patience)
+        request = await arrivals.next(messages)
+        if request is _END:
+            raise InvalidRequest("the call has no message; send one")
+        if caller is _UNNAMED and (size := request.ByteSize()) > MAX_OPEN_BYTES:
+            raise InvalidRequest(f"the request has {size} bytes; at most {MAX_OPEN_BYTES} are allowed")
+        return request
+
+    def _named(self, context: Context) -> Principal:
+        try:
+            return self._principal_of(context)
+        except Unauthenticated as error:
+            self._refusals.note(context.peer(), self._method, error)
+            raise
+
+    async def _written(self, context: Context, answer: Any) -> None:
+        seconds = self._patience.stall_seconds
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                await context.write(answer)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded(f"the client took nothing for {seconds:g} s") from None
+
+
+async def _patiently(messages: AsyncIterator[Any], seconds: float) -> AsyncIterator[Any]:
+    source = aiter(messages)
+    while True:
+        try:
+            async with asyncio.timeout(seconds):
+                message = await anext(source, _END)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the client sent nothing for {seconds:g} s") from None
+        if message is _END:
+            return
+        yield message

@@ -1,0 +1,145 @@
+"""Whether this store compresses payloads, and doing it.
+
+``auto`` compresses where that makes cold hits no slower. That depends on the disk and on the processor, so it is
+measured once in a process's life, on the writer's thread, when the store holds enough to read: the disk with O_DIRECT,
+unpacking on chunks that are just being written. Reading r of the bytes and unpacking must not take longer than reading
+all of them. Until then payloads are stored raw; every payload says how it was stored. And it packs with cores that
+nobody else computes on: what comes while an engine has them all is stored raw.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import structlog
+
+from cache_daemon.durable import codec
+from cache_daemon.durable.durable_tier import PAGE_BYTES, Put
+from cache_daemon.durable.idle_cores import SpareCores
+from cache_daemon.durable.payload_reader import THREADS, Entry
+
+log = structlog.get_logger("cache_daemon")
+Compression = Literal["auto", "none", "zstd"]
+MEASURED_FROM_BYTES = 16 << 20
+_SAMPLE_BYTES = 8 << 20
+_THREADS = 2
+_TRIALS = 3
+# Of a machine with one core, half of it.
+_SPARE_CORES = min(1.0, (os.cpu_count() or 1) / 2)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Speeds in bytes per second of raw payload, and packed bytes per raw byte."""
+
+    disk: float
+    unpack: float
+    ratio: float
+
+    @property
+    def pays(self) -> bool:
+        return self.ratio / self.disk + 1 / self.unpack <= 1 / self.disk
+
+
+class Packing:
+    """``active`` None means that it is not yet decided."""
+
+    def __init__(self, mode: Compression, spare: SpareCores | None = None) -> None:
+        self.active: bool | None = {"auto": None, "none": False, "zstd": True}[mode]
+        self._spare = (spare or SpareCores()) if mode == "auto" else None
+        self._tries = 8
+        self._packer = codec.Packer()
+        self._pool = ThreadPoolExecutor(_THREADS, "durable-pack")
+
+    def pack(self, puts: Sequence[Put]) -> list[bytes | None]:
+        """The packed payload of each put, None where it is to be stored raw."""
+        if not puts or not self.active or (self._spare is not None and self._spare.count() < _SPARE_CORES):
+            return [None] * len(puts)
+        return list(self._pool.map(self._packed, puts))
+
+    def decide(self, data: Path, entries: Collection[Entry], puts: Sequence[Put]) -> None:
+        """Measures, when ``puts`` are worth measuring. Raises nothing."""
+        sample = [put for put in puts if put.header.bits == 16]
+        if self.active is not None or not sample:
+            return
+        self._tries -= 1
+        try:
+            measured = self._measure(data, entries, sample)
+        except OSError:  # a file system without O_DIRECT is in memory, where nothing is gained
+            self.active = False
+            return
+        if measured is None:
+            self.active = None if self._tries else False
+            return
+        self.active = measured.pays
+        log.info(
+            "durable compression",
+            active=self.active,
+            disk_mb_per_s=round(measured.disk / 1e6),
+            unpack_mb_per_s=round(measured.unpack / 1e6),
+            packed_share=round(measured.ratio, 3),
+        )
+
+    def _measure(self, data: Path, entries: Collection[Entry], puts: Sequence[Put]) -> Measured | None:
+        """None when nothing of the sample can be packed: it says nothing about other models."""
+        raw = packed = 0
+        parts: list[tuple[bytes, int]] = []
+        for put in puts:
+            small = self._packed(put)
+            raw += len(put.payload)
+            packed += len(put.payload) if small is None else len(small)
+            if small is not None:
+                parts.append((small, len(put.payload)))
+            if raw >= _SAMPLE_BYTES:
+                break
+        if not parts:
+            return None
+        targets = [bytearray(size) for _, size in parts]
+        took = []
+        for _ in range(_TRIALS):  # the processor's speed is that of the trial that nothing else disturbed
+            began = time.perf_counter()
+            list(self._pool.map(_unpacked, [small for small, _ in parts], targets))
+            took.append(time.perf_counter() - began)
+        unpack = sum(map(len, targets)) / min(took)
+        return Measured(_disk_speed(data, entries), unpack, packed / raw)
+
+    def _packed(self, put: Put) -> bytes | None:
+        return self._packer.pack(put.header, put.payload)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def _unpacked(small: bytes, target: bytearray) -> None:
+    codec.unpack(memoryview(small), memoryview(target))
+
+
+def _disk_speed(data: Path, entries: Collection[Entry]) -> float:
+    """Bytes per second of reading payloads from the disk itself, as many at once as reads do. Raises OSError."""
+    handle = os.open(data, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    try:
+        chosen: list[Entry] = []
+        for entry in random.sample(list(entries), len(entries)):
+            chosen.append(entry)
+            if sum(e.stored_length for e in chosen) >= 2 * _SAMPLE_BYTES:
+                break
+
+        def read(entry: Entry) -> int:
+            size = -(-(16 + entry.stored_length) // PAGE_BYTES) * PAGE_BYTES
+            with mmap.mmap(-1, size) as target:
+                return os.preadv(handle, [target], entry.offset - 16)
+
+        began = time.perf_counter()
+        with ThreadPoolExecutor(THREADS) as pool:
+            total = sum(pool.map(read, chosen))
+        return max(1, total) / (time.perf_counter() - began)
+    finally:
+        os.close(handle)

@@ -1,0 +1,90 @@
+"""How large the data file may become, and room on the disk that is kept for removals."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+from kvsidecar.byte_sizes import format_size
+
+from cache_daemon.durable.durable_tier import PAGE_BYTES, NoRoom
+from cache_daemon.durable.lmdb_file import Damage, Meta, PageFile
+from cache_daemon.durable.page_walk import Walk
+
+# What a disk says that has no room: it is full, or a quota or a limit is reached.
+DISK_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+_LEAST_FILE_BYTES = 1 << 20
+_LEAST_RESERVE_BYTES = 32 * PAGE_BYTES
+_DISK_RESERVE_BYTES = 64 * PAGE_BYTES  # some removals one by one; they free more than they take
+PROBE_BYTES = 64 * PAGE_BYTES  # a disk that refuses so much beside a group is full
+_TREE_PAGES = 16  # what a group needs beside its payloads; more than its path to the root
+
+
+class Space:
+    """``most_bytes`` is the file's limit; ``reserve_bytes`` of it are for removals only."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        most = max(_LEAST_FILE_BYTES, budget_bytes * 3 // 2)
+        self.most_bytes = most // PAGE_BYTES * PAGE_BYTES
+        self.reserve_bytes = max(_LEAST_RESERVE_BYTES, self.most_bytes // 64 // PAGE_BYTES * PAGE_BYTES)
+
+    def map_bytes(self, needed_bytes: int) -> int:
+        """The map for chunks: a file that is too large already stays as it is until it is compacted."""
+        return max(self.most_bytes - self.reserve_bytes, needed_bytes)
+
+    def make_room(self, data: Path, file: PageFile, meta: Meta, size_bytes: int, map_bytes: int) -> None:
+        """Makes the disk promise room for a group of chunks, and for removals after it. Raises NoRoom, OSError.
+
+        The file is made longer than LMDB has filled it: what is allocated cannot be refused later. On a full disk a
+        group may still use pages that are free in the file, if enough are left.
+        """
+        reserve = min(self.reserve_bytes, _DISK_RESERVE_BYTES)
+        wanted = min(meta.needed_bytes + size_bytes + _TREE_PAGES * PAGE_BYTES + reserve, map_bytes)
+        if file.size_bytes >= wanted:
+            return
+        try:
+            allocate(data, file.size_bytes, wanted)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            free = self._free_bytes(file, meta)
+            if free < size_bytes + reserve:
+                needed, left = format_size(size_bytes), format_size(free)
+                raise NoRoom(f"the disk is full: {needed} are to be stored, {left} are free") from error
+
+    @staticmethod
+    def _free_bytes(file: PageFile, meta: Meta) -> int:
+        try:
+            return sum(Walk(file, meta).free_pages()) * PAGE_BYTES
+        except Damage:
+            return 0
+
+
+def is_full(folder: Path, wanted_bytes: int) -> bool:
+    """Whether the file system of a folder refuses a file of that size. Where it cannot be asked so, whether it has less
+    free."""
+    probe = folder / "probe"
+    try:
+        probe.touch(0o600)
+        allocate(probe, 0, wanted_bytes)
+    except OSError as error:
+        return error.errno in DISK_FULL
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize < wanted_bytes
+
+
+def allocate(data: Path, begin: int, end: int) -> None:
+    """Allocates a range of the file on disk, lengthening it. Raises OSError; where it is not known, does nothing."""
+    handle = os.open(data, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(handle, begin, end - begin)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+    finally:
+        os.close(handle)

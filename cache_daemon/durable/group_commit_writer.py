@@ -1,0 +1,393 @@
+"""The one thread that writes to the durable tier, many chunks to a transaction.
+
+Order is kept: what was asked for later wins. Removals and notes are never given up: what failed is tried again, with
+growing pauses, before anything newer. Chunks are: their owner hears what became of them, and decides.
+
+A removal is in the next transaction, before chunks that wait: none of those has its name. Notes are never on disk
+before a removal that was asked for earlier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+
+from cache_daemon.durable.durable_tier import DurableTier, NoRoom, Put, PutOutcome, PutResult, TierFailed, WriteGroup
+
+log = structlog.get_logger("cache_daemon")
+Done = Callable[[PutResult], None]
+_STORED, _FAILED, _CANCELLED = (PutResult(o) for o in (PutOutcome.STORED, PutOutcome.FAILED, PutOutcome.CANCELLED))
+_GROUP_BYTES = 32 << 20
+_GROUP_ITEMS = 256
+_GROUP_REMOVALS = 4096
+# A transaction that takes longer will not end soon: the disk hangs.
+HUNG_SECONDS = 10.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
+
+
+@dataclass(eq=False)
+class _Put:
+    header: ChunkHeader
+    payload: Callable[[], memoryview]
+    replaces: tuple[bytes, ...]
+    last_use: Callable[[], int]
+    done: Done
+    cancelled: bool = False
+
+
+@dataclass
+class _Small:
+    """What costs next to nothing and is kept until it is applied."""
+
+    remove: dict[bytes, None] = field(default_factory=dict)
+    notes: dict[bytes, bytes | None] = field(default_factory=dict)
+    used: dict[bytes, int] = field(default_factory=dict)
+    waiting: list[Done] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.remove or self.notes or self.used or self.waiting)
+
+    def group(self, put: tuple[Put, ...], used: Mapping[bytes, int]) -> WriteGroup:
+        return WriteGroup(tuple(self.remove), put, dict(self.notes), {**self.used, **used})
+
+
+class DurableWriter:
+    """All methods are called on the event loop, and so is every ``done``.
+
+    Raises nothing of the tier's: a failure is an outcome, and ``failing`` while it lasts.
+    """
+
+    def __init__(self, tier: DurableTier, loop: asyncio.AbstractEventLoop) -> None:
+        self._tier, self._loop = tier, loop
+        self._queue: deque[_Put] = deque()
+        self._removals: deque[bytes] = deque()
+        self._puts: dict[bytes, list[_Put]] = {}
+        self._next = _Small()
+        self._owed = _Small()
+        self._unanswered: dict[_Put, None] = {}
+        self._wake = threading.Condition()
+        self._stop_at: float | None = None
+        self._failing: tuple[str, float] | None = None
+        self._began: float | None = None  # when the transaction that is under way did
+        self.transactions = 0  # that succeeded
+        self._pause = 0.0
+        self._outcomes: list[tuple[Done, PutResult]] = []
+        self._thread = threading.Thread(target=self._run, name="durable-writer", daemon=True)
+        self._thread.start()
+
+    # ---- on the event loop ---------------------------------------------------------------------------------
+
+    def put(
+        self, header: ChunkHeader, payload: Callable[[], memoryview], replaces: Iterable[bytes],
+        last_use: Callable[[], int], done: Done,
+    ) -> None:  # fmt: skip
+        """Stores a chunk with the tick of its last use, and removes what it replaces, in one transaction.
+
+        ``payload`` and ``last_use`` are called on the writer's thread; the view that the first returns is released
+        there. What it shows must stay as it is until ``done``. With CANCELLED, what it was to replace is still stored.
+        """
+        item = _Put(header, payload, tuple(replaces), last_use, done)
+        with self._wake:
+            self._queue.append(item)
+            self._puts.setdefault(header.prefix_hash, []).append(item)
+            self._wake.notify()
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Removes chunks, whatever happens. A chunk of that name that is not yet being written never will be."""
+        with self._wake:
+            for key in keys:
+                for item in self._puts.pop(key, ()):
+                    item.cancelled = True
+                    self._loop.call_soon(item.done, _CANCELLED)
+                self._removals.append(key)
+            self._wake.notify()
+
+    def written(self, done: Done) -> None:
+        """``done`` hears STORED when all removals and notes up to now are on disk, or FAILED when they have to be tried
+        again. That takes no longer than the transaction that is under way and the next one."""
+        with self._wake:
+            if self._removals or self._next or self._owed:
+                self._next.waiting.append(done)
+                self._wake.notify()
+            else:
+                self._loop.call_soon(done, _STORED)
+
+    def note(self, name: bytes, value: bytes | None, done: Done | None = None) -> None:
+        """Keeps a small value, or removes it. ``done`` hears STORED, or FAILED when it has to be tried again."""
+        with self._wake:
+            self._next.notes[name] = value
+            if done is not None:
+                self._next.waiting.append(done)
+            self._wake.notify()
+
+    def used(self, ticks: Mapping[bytes, int]) -> None:
+        """Keeps when chunks were last used."""
+        with self._wake:
+            self._next.used.update(ticks)
+            self._wake.notify()
+
+    @property
+    def pending(self) -> int:
+        """Chunks that are queued or being written."""
+        with self._wake:
+            return sum(map(len, self._puts.values())) + len(self._unanswered)
+
+    def give_up_queued(self) -> int:
+        """Fails all queued chunks, but none that is being written. Returns how many."""
+        with self._wake:
+            items = [item for item in self._queue if not item.cancelled]
+            self._queue.clear()
+            for item in items:
+                item.cancelled = True
+                self._forget(item)
+                self._loop.call_soon(item.done, _FAILED)
+        return len(items)
+
+    @property
+    def failing(self) -> tuple[str, float] | None:
+        """Why the last transaction failed or does not end, and since when (monotonic); None when it succeeded."""
+        began = self._began
+        if began is not None and self.hung:
+            return f"the disk hangs: a write has taken more than {HUNG_SECONDS:g} s", began
+        return self._failing
+
+    @property
+    def hung(self) -> bool:
+        """True while the running transaction exceeds its time limit."""
+        began = self._began
+        return began is not None and time.monotonic() - began > HUNG_SECONDS
+
+    def stop(self, timeout: float) -> bool:
+        """Writes what is queued, then ends the thread; False when that took too long. Blocks."""
+        with self._wake:
+            self._stop_at = time.monotonic() + timeout
+            self._wake.notify()
+        self._thread.join(timeout)
+        return not self._thread.is_alive() and not (self._owed or self._queue or self._removals)
+
+    # ---- on the writer's thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            items = self._take()
+            if items is None:
+                return
+            try:
+                self._write(items)
+            except Exception as error:  # the thread outlives whatever is wrong with a group
+                self._note_failure(error)
+                self._after_owed_failed()
+                self._answer(list(self._unanswered), _FAILED)
+            del items  # a payload must not be held while waiting for the next
+            self._deliver()
+
+    def _take(self) -> list[_Put] | None:
+        """The next group's chunks; its removals and notes join those that are owed. None at the end."""
+        with self._wake:
+            while not self._has_work():
+                if self._stop_at is not None:
+                    return None
+                self._wake.wait()
+            if self._pause:
+                self._wait_out_pause()
+                if self._stop_at is not None and time.monotonic() >= self._stop_at:
+                    return None
+            while self._removals and len(self._owed.remove) < _GROUP_REMOVALS:
+                self._owed.remove[self._removals.popleft()] = None
+            items: list[_Put] = []
+            self._unanswered = {}
+            if self._removals:
+                return items  # nothing overtakes them
+            size = count = 0
+            while self._queue and count < _GROUP_ITEMS and size < _GROUP_BYTES:
+                item = self._queue.popleft()
+                count += 1
+                if not item.cancelled:
+                    size += item.header.payload_bytes
+                    items.append(item)
+                    self._forget(item)
+            fresh, self._next = self._next, _Small()
+            self._owed.notes.update(fresh.notes)
+            self._owed.used.update(fresh.used)
+            self._owed.waiting += fresh.waiting
+            self._unanswered = dict.fromkeys(items)
+            return items
+
+    def _has_work(self) -> bool:
+        return bool(self._removals or self._queue or self._next or self._owed)
+
+    def _wait_out_pause(self) -> None:
+        until = time.monotonic() + self._pause
+        if self._stop_at is not None:
+            until = min(until, self._stop_at)
+        while (left := until - time.monotonic()) > 0:
+            was_stopping = self._stop_at is not None
+            self._wake.wait(left)
+            if self._stop_at is not None and not was_stopping:
+                return  # one more try at once
+
+    def _forget(self, item: _Put) -> None:
+        waiting = self._puts.get(item.header.prefix_hash, [])
+        if item in waiting:
+            waiting.remove(item)
+        if not waiting:
+            self._puts.pop(item.header.prefix_hash, None)
+
+    def _write(self, items: list[_Put]) -> None:
+        ready = self._with_payloads(items)
+        try:
+            self._write_ready(ready)
+        finally:
+            for _, put in ready:
+                with contextlib.suppress(BufferError):
+                    put.payload.release()
+
+    def _with_payloads(self, items: Sequence[_Put]) -> list[tuple[_Put, Put]]:
+        ready = []
+        for item in items:
+            try:
+                ready.append((item, Put(item.header, item.payload(), item.replaces)))
+            except Exception as error:
+                log.warning("a chunk's payload cannot be read", error=str(error))
+                self._answer([item], _FAILED)
+        return ready
+
+    def _write_ready(self, ready: list[tuple[_Put, Put]]) -> None:
+        """The whole group; or, when that fails, its small parts alone and then its chunks in ever smaller groups."""
+        try:
+            self._apply(ready)
+        except Exception as error:
+            self._note_failure(error)
+            if len(ready) == 0 and not isinstance(error, NoRoom):
+                self._after_owed_failed()
+                return
+            if not self._write_owed():
+                self._answer([item for item, _ in ready], _outcome_of(error))
+                return
+            self._write_parts(ready, error)
+
+    def _write_owed(self, *, in_halves: bool = True) -> bool:
+        """Removals, notes and recency without chunks; ``in_halves`` where there is no room for the removals at once.
+        False when they are still owed."""
+        try:
+            self._apply([])
+            return True
+        except Exception as error:
+            self._note_failure(error)
+            if in_halves and isinstance(error, NoRoom) and self._remove_in_halves(list(self._owed.remove)):
+                return self._write_owed(in_halves=False)
+        self._after_owed_failed()
+        return False
+
+    def _remove_in_halves(self, names: list[bytes]) -> bool:
+        """Small transactions need little room. False when not even one removal succeeds."""
+        if not names:
+            return True
+        try:
+            self._transact(WriteGroup(tuple(names)))
+        except Exception as error:
+            self._note_failure(error)
+            if len(names) == 1 or not isinstance(error, NoRoom):
+                return False
+            middle = len(names) // 2
+            return self._remove_in_halves(names[:middle]) and self._remove_in_halves(names[middle:])
+        for name in names:
+            del self._owed.remove[name]
+        return True
+
+    def _after_owed_failed(self) -> None:
+        for done in self._owed.waiting:
+            self._outcomes.append((done, _FAILED))
+        self._owed.waiting.clear()
+        self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 2 or _FIRST_PAUSE_SECONDS)
+
+    def _write_parts(self, ready: list[tuple[_Put, Put]], error: Exception) -> None:
+        """Chunks that failed together, in halves, so that one bad chunk is alone in its failure.
+
+        A tier that failed gets one more try with the whole group, since it may have opened its file again. It ends with
+        the first chunk for which there is no room: the next would be written out of order, and its owner has to make
+        room first.
+        """
+        waiting = [ready] if isinstance(error, TierFailed) else _halves(ready)
+        while waiting:
+            part = waiting.pop()
+            try:
+                self._apply(part)
+            except Exception as again:
+                self._note_failure(again)
+                is_one = len(part) == 1
+                if isinstance(again, TierFailed) or (isinstance(again, NoRoom) and is_one):
+                    for left in (part, *waiting):
+                        self._answer([item for item, _ in left], _outcome_of(again))
+                    return
+                if is_one:
+                    self._answer([part[0][0]], _FAILED)
+                else:
+                    waiting += _halves(part)
+
+    def _apply(self, part: Sequence[tuple[_Put, Put]]) -> None:
+        """One transaction with all that is owed. Raises what the tier raises."""
+        if not part and not self._owed:
+            return
+        used = {item.header.prefix_hash: item.last_use() for item, _ in part}
+        results = self._transact(self._owed.group(tuple(put for _, put in part), used))
+        for (item, _), result in zip(part, results, strict=True):
+            self._answer([item], result)
+        self._outcomes += [(done, _STORED) for done in self._owed.waiting]
+        self._owed = _Small()
+        self._pause = 0.0
+        self._failing = None
+        self.transactions += 1
+
+    def _transact(self, group: WriteGroup) -> list[PutResult]:
+        self._began = time.monotonic()
+        try:
+            return self._tier.apply(group)
+        finally:
+            self._began = None
+
+    def _note_failure(self, error: Exception) -> None:
+        since = self._failing[1] if self._failing else time.monotonic()
+        if self._failing is None:
+            log.warning("durable writes fail", error=str(error) or type(error).__name__)
+        self._failing = (str(error) or type(error).__name__, since)
+
+    def _answer(self, items: Iterable[_Put], outcome: PutResult) -> None:
+        with self._wake:
+            for item in items:
+                if item in self._unanswered:
+                    del self._unanswered[item]
+                    self._outcomes.append((item.done, outcome))
+
+    def _deliver(self) -> None:
+        """All outcomes of a group in one call on the loop."""
+        outcomes, self._outcomes = self._outcomes, []
+        if outcomes and not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop closed meanwhile: nobody is left to hear
+                self._loop.call_soon_threadsafe(_call_all, outcomes)
+
+
+def _halves(ready: list[tuple[_Put, Put]]) -> list[list[tuple[_Put, Put]]]:
+    """Both halves, the second first: the last is taken next."""
+    middle = len(ready) // 2
+    return [ready[middle:], ready[:middle]] if middle else [ready]
+
+
+def _outcome_of(error: Exception) -> PutResult:
+    return PutResult(PutOutcome.NO_ROOM) if isinstance(error, NoRoom) else _FAILED
+
+
+def _call_all(outcomes: Sequence[tuple[Done, PutResult]]) -> None:
+    for done, outcome in outcomes:
+        try:
+            done(outcome)
+        except Exception:  # others are to hear of theirs
+            log.exception("the outcome of a durable write was not taken note of", outcome=outcome.outcome.value)

@@ -1,0 +1,115 @@
+"""LMDB as the durable tier uses it: for writing only.
+
+Reads go past it (``reader``), so there are no LMDB readers, no reader table and no lock file: one process has the
+folder, one thread at a time a transaction. The map is touched where keys are looked up for writing, never for payloads.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from cache_daemon.durable.durable_tier import NoRoom, TierFailed
+from cache_daemon.durable.encryption import Seal
+from cache_daemon.durable.lmdb_file import Damage
+from cache_daemon.durable.record_format import DATABASES, FORMAT, META, checked
+
+# LMDB calls a write that the system did not finish so, which a full disk causes, too.
+_SHORT_WRITE = os.strerror(errno.EIO)
+_CORRUPTED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)
+
+
+class ShortWrite(TierFailed):
+    """The system did not write all that it was given: the disk failed, or is full."""
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """LMDB's errors as NoRoom, ShortWrite, TierFailed or Damage."""
+    try:
+        yield
+    except (lmdb.MapFullError, lmdb.DiskError) as error:
+        raise NoRoom(f"the store is full: {error}") from error
+    except _CORRUPTED as error:
+        raise Damage(str(error)) from error
+    except lmdb.Error as error:
+        if str(error).endswith(_SHORT_WRITE):
+            raise ShortWrite(f"the store cannot be written: {error}") from error
+        raise TierFailed(f"the store cannot be written: {error}") from error
+    except OSError as error:
+        raise TierFailed(f"the store cannot be written: {error}") from error
+
+
+class Environment:
+    """An LMDB environment with the store's databases. Raises what ``translated`` says."""
+
+    def __init__(self, folder: Path, map_bytes: int, metasync: bool = False, sync: bool = True) -> None:
+        # From py-lmdb 3 on there are two engines; LMDB 1.0 writes another data format.
+        options: dict[str, Any] = {"lib_version": 0} if int(lmdb.__version__.split(".")[0]) >= 3 else {}
+        with translated():
+            self._env: Any = lmdb.open(
+                str(folder),
+                map_size=map_bytes,
+                max_dbs=len(DATABASES),
+                metasync=metasync,
+                sync=sync,
+                readahead=False,
+                lock=False,
+                mode=0o600,
+                **options,
+            )
+        self.map_bytes = map_bytes
+        self.databases: dict[bytes, Any] = {}
+        try:
+            with translated(), self._env.begin(write=True) as txn:
+                for name in DATABASES:
+                    self.databases[name] = self._env.open_db(name, txn=txn)
+        except BaseException:
+            self._env.close()
+            raise
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """A write transaction, committed at the end unless something was raised."""
+        with translated(), self._env.begin(write=True) as txn:
+            changing = Transaction(txn, self.databases)
+            yield changing
+            changing.put(META, b"commit", checked(META, b"commit", txn.id().to_bytes(8, "little")))
+
+    def initialise(self, seal: Seal) -> None:
+        """Writes what says that this is a store, and whose key it has."""
+        with self.transaction() as txn:
+            txn.put(META, b"format", checked(META, b"format", FORMAT))
+            txn.put(META, b"key", checked(META, b"key", seal.check_value()))
+
+    def resize(self, map_bytes: int) -> None:
+        """Never smaller than what is used. There must be no transaction."""
+        with translated():
+            self._env.set_mapsize(map_bytes)
+        self.map_bytes = map_bytes
+
+    def sync(self) -> None:
+        with translated():
+            self._env.sync(True)
+
+    def close(self) -> None:
+        self._env.close()
+
+
+class Transaction:
+    """Changes that become visible together."""
+
+    def __init__(self, txn: Any, databases: dict[bytes, Any]) -> None:
+        self._txn, self._databases = txn, databases
+
+    def put(self, database: bytes, key: bytes, value: bytes | memoryview) -> None:
+        self._txn.put(key, value, db=self._databases[database])
+
+    def delete(self, database: bytes, key: bytes) -> None:
+        self._txn.delete(key, db=self._databases[database])

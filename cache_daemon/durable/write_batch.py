@@ -1,0 +1,150 @@
+"""What a group of writes comes to: which entries go, which come, so that every chunk keeps its prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvsidecar import keys
+
+from cache_daemon.durable import codec
+from cache_daemon.durable.compression import Packing
+from cache_daemon.durable.durable_tier import Put, WriteGroup
+from cache_daemon.durable.encryption import Seal
+from cache_daemon.durable.lmdb_env import Transaction
+from cache_daemon.durable.payload_reader import Entry
+from cache_daemon.durable.record_format import (
+    HEADERS,
+    MINIMUM_VALUE_BYTES,
+    NOTES,
+    PAYLOADS,
+    RECENCY,
+    Record,
+    encode_note,
+    encode_record,
+    encode_tick,
+    seal_header,
+)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A chunk as it will be stored."""
+
+    put: Put
+    record: Record
+    stored: bytes | memoryview
+
+    @property
+    def key(self) -> bytes:
+        return self.put.header.prefix_hash
+
+    @property
+    def parent(self) -> bytes:
+        return self.put.header.parent_prefix_hash
+
+    def value(self) -> bytes | memoryview:
+        """The stored payload, long enough to get pages of its own."""
+        if len(self.stored) >= MINIMUM_VALUE_BYTES:
+            return self.stored
+        return bytes(self.stored).ljust(MINIMUM_VALUE_BYTES, b"\0")
+
+
+class Kin:
+    """The children of each stored chunk."""
+
+    def __init__(self, entries: Mapping[bytes, Entry]) -> None:
+        self._children: dict[bytes, set[bytes]] = {}
+        for key, entry in entries.items():
+            self.add(key, entry.parent)
+
+    def of(self, key: bytes) -> Iterable[bytes]:
+        return self._children.get(key, ())
+
+    def add(self, key: bytes, parent: bytes) -> None:
+        self._children.setdefault(parent, set()).add(key)
+
+    def discard(self, key: bytes, parent: bytes) -> None:
+        children = self._children.get(parent)
+        if children is not None:
+            children.discard(key)
+            if not children:
+                del self._children[parent]
+
+
+class Changes:
+    """The sum of a group over the entries that are stored; nothing is written here."""
+
+    def __init__(self, entries: Mapping[bytes, Entry], kin: Kin) -> None:
+        self._entries, self._kin = entries, kin
+        self.removed: dict[bytes, None] = {}
+        self.stored: dict[bytes, Packed] = {}
+
+    def has(self, key: bytes) -> bool:
+        """Whether a chunk will be stored, as far as the group has gone."""
+        return key in self.stored or (key in self._entries and key not in self.removed)
+
+    def remove(self, key: bytes) -> None:
+        self.stored.pop(key, None)
+        self.removed[key] = None
+
+    def put(self, packed: Packed) -> None:
+        """Stores a chunk and removes what it replaces, unless its parent is missing."""
+        if packed.parent != packed.put.header.root and not self.has(packed.parent):
+            return
+        for key in packed.put.replaces:
+            if key != packed.key:
+                self.remove(key)
+        self.removed.pop(packed.key, None)
+        self.stored[packed.key] = packed
+
+    def remove_orphans(self) -> None:
+        """What was removed takes its descendants along."""
+        waiting = list(self.removed)
+        young: dict[bytes, list[bytes]] = {}
+        for packed in self.stored.values():
+            young.setdefault(packed.parent, []).append(packed.key)
+        for key in waiting:
+            for child in (*self._kin.of(key), *young.get(key, ())):
+                entry_parent = self.stored[child].parent if child in self.stored else key
+                if self.has(child) and entry_parent == key:
+                    self.remove(child)
+                    waiting.append(child)
+
+
+def pack_puts(puts: Sequence[Put], packing: Packing, seal: Seal, last_order: int) -> list[Packed | None]:
+    """The chunks as they will be stored; None for those whose payload is not the one that the header describes."""
+    sound = [
+        len(put.payload) == put.header.payload_bytes and keys.checksum(put.payload) == put.header.checksum
+        for put in puts
+    ]
+    small = iter(packing.pack([put for put, good in zip(puts, sound, strict=True) if good]))
+    return [
+        _packed(put, next(small), seal, last_order + position + 1) if good else None
+        for position, (put, good) in enumerate(zip(puts, sound, strict=True))
+    ]
+
+
+def _packed(put: Put, small: bytes | None, seal: Seal, order: int) -> Packed:
+    kind, plain = (codec.RAW, put.payload) if small is None else (codec.PLANES, small)
+    stored = seal.close_value(PAYLOADS + b"\0" + put.header.prefix_hash, plain)
+    header = seal_header(seal, put.header)
+    return Packed(put, Record(kind, order, len(stored), keys.checksum(memoryview(stored)), header), stored)
+
+
+def write_changes(txn: Transaction, seal: Seal, group: WriteGroup, changes: Changes) -> None:
+    """The changes, and the group's notes and ticks, as one transaction's writes."""
+    for key in changes.removed:
+        for database in (HEADERS, PAYLOADS, RECENCY):
+            txn.delete(database, key)
+    for key, packed in changes.stored.items():
+        txn.put(HEADERS, key, encode_record(key, packed.record))
+        txn.put(PAYLOADS, key, packed.value())
+    for name, value in group.notes.items():
+        if value is None:
+            txn.delete(NOTES, name)
+        else:
+            txn.put(NOTES, name, encode_note(seal, name, value))
+    for key, tick in group.used.items():
+        if changes.has(key):
+            txn.put(RECENCY, key, encode_tick(key, tick))

@@ -1,0 +1,129 @@
+"""The memory socket: gives the descriptors of the arena, of staging and of the index summary to open sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.kv_transfer.mapped_memory import ARENA, STAGING, SUMMARY
+from kvsidecar.net.kept_socket import KeptSocket
+
+ID_BYTES = 16
+_PATIENCE_SECONDS = 2.0
+_MOST_AT_ONCE = 32
+_PAUSE_SECONDS = 0.2
+
+log = structlog.get_logger("cache_daemon")
+
+
+class Shares(Protocol):
+    """What a session may be given. Each sends to the peer and raises OSError, or KeyError when there is no such
+    session."""
+
+    def arena(self, session_id: bytes, peer: socket.socket) -> None: ...
+
+    def staging(self, session_id: bytes, peer: socket.socket) -> None: ...
+
+    def summary(self, session_id: bytes, peer: socket.socket) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def handing_out(
+    path: Path, shares: Shares, mode: int, admits: Callable[[socket.socket], bool]
+) -> AsyncIterator[None]:
+    """Serves the socket ``path`` meanwhile: a peer that ``admits`` lets in and that sends the id of an open session and
+    the name of a memory gets it. The socket is made again where it is deleted. Raises ConfigurationError when it cannot
+    be made.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def listen() -> None:
+            listener = stack.enter_context(_listener(path, mode))
+            task = asyncio.create_task(_accept(shares, listener, admits))
+            task.add_done_callback(_tell_failure)
+            stack.push_async_callback(_cancelled, task)
+
+        path.unlink(missing_ok=True)
+        await listen()
+        try:
+            async with KeptSocket(path, listen):
+                yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _listener(path: Path, mode: int) -> socket.socket:
+    """A socket that listens at a path. Raises ConfigurationError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o777 & ~mode)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ConfigurationError(f"no socket can be made at {path}: {error}; choose another --socket") from error
+    finally:
+        os.umask(before)
+    listener.listen(_MOST_AT_ONCE)
+    listener.setblocking(False)
+    return listener
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the memory socket has failed; no worker can map memory until a restart", exc_info=error)
+
+
+async def _accept(shares: Shares, listener: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
+    free = asyncio.Semaphore(_MOST_AT_ONCE)
+    async with asyncio.TaskGroup() as answers:  # one that says nothing keeps nobody waiting
+        while True:
+            await free.acquire()
+            try:
+                peer, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:  # no descriptors left, perhaps: others will be closed
+                free.release()
+                log.warning("the memory socket could not accept, trying again", error=str(error))
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            answers.create_task(_answer(shares, peer, admits)).add_done_callback(lambda _: free.release())
+
+
+async def _answer(shares: Shares, peer: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
+    """Answers one peer. Never raises: the next one is to be answered, too."""
+    try:
+        await _give(shares, peer, admits)
+    except Exception:
+        log.exception("memory could not be given to a session")
+
+
+async def _give(shares: Shares, peer: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
+    loop, given = asyncio.get_running_loop(), b""
+    with peer, contextlib.suppress(OSError, TimeoutError):
+        if not admits(peer):
+            log.warning("a process of another user asked for memory and was refused")
+            return
+        peer.setblocking(False)
+        async with asyncio.timeout(_PATIENCE_SECONDS):
+            while len(given) <= ID_BYTES and (more := await loop.sock_recv(peer, ID_BYTES + 1 - len(given))):
+                given += more
+        session_id, which = given[:ID_BYTES], given[ID_BYTES:]
+        try:
+            give = {ARENA: shares.arena, STAGING: shares.staging, SUMMARY: shares.summary}.get(which)
+            if give is not None:
+                give(session_id, peer)
+        except (KeyError, ConfigurationError) as error:
+            why = "there is no such session" if isinstance(error, KeyError) else str(error)
+            log.warning("memory was asked for and refused", reason=why)

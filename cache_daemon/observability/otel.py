@@ -1,0 +1,131 @@
+"""OpenTelemetry: spans of calls and of the slow parts within them, and the metrics of ``names``, sent over OTLP.
+
+Only where an endpoint is set. A call is the child of the span that its caller names (W3C Trace Context). Attributes
+hold sizes and outcomes, never tokens, salts or hashes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvsidecar.cache.v1.cache_pb2 import StatsResponse
+from kvsidecar.errors import Context
+from kvsidecar.telemetry.otlp_export import Providers, sending
+
+from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
+from cache_daemon.observability.spans import NOTHING, CallSpan, Span, WorkSpan, no_work_span
+from cache_daemon.observability.stats_snapshot import Snapshots
+
+SERVICE_NAME = "kvsidecar-cache"
+_SERVICE = "kvsidecar.cache.v1.CacheService"
+_PREFIX = "kvsidecar.cache."
+_FRESH_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """What the daemon calls. ``observe`` begins with the metrics, once there is something to read them from."""
+
+    call_span: CallSpan | None = None
+    work_span: WorkSpan = no_work_span
+    observe: Callable[[Snapshots], None] = lambda _: None
+
+
+@asynccontextmanager
+async def telemetry(endpoint: str) -> AsyncIterator[Telemetry]:
+    """Sends to an OTLP endpoint (gRPC) while the body runs, as ``telemetry.otlp_export.sending`` says; does nothing
+    where none is set. Raises ConfigurationError without the packages."""
+    async with sending(SERVICE_NAME, endpoint) as providers:
+        yield Telemetry() if providers is None else over(providers)
+
+
+def over(providers: Providers) -> Telemetry:
+    """Telemetry to the SDK's providers."""
+    spans, meter = _Spans(providers.traces.get_tracer("cache_daemon")), providers.meters.get_meter("cache_daemon")
+    return Telemetry(spans.of_call, spans.of_work, lambda snapshots: _observe(meter, snapshots))
+
+
+class _Spans:
+    """Spans by OpenTelemetry's conventions for RPC."""
+
+    def __init__(self, tracer: Any) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._tracer, self._trace = tracer, trace
+        self._propagator = TraceContextTextMapPropagator()
+
+    @contextmanager
+    def of_call(self, method: str, context: Context) -> Iterator[object]:
+        """A call of the service; ends with its outcome."""
+        sent = {key: value for key, value in context.invocation_metadata() or () if key.startswith("trace")}
+        with self._tracer.start_as_current_span(
+            f"{_SERVICE}/{method}",
+            context=self._propagator.extract(sent),
+            kind=self._trace.SpanKind.SERVER,
+            attributes={"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": method},
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            try:
+                yield span
+            except BaseException as error:
+                # Only the name: the text may hold hashes, or what is nobody's business at all.
+                span.set_attribute("error.type", getattr(error, "reason", type(error).__name__))
+                span.set_status(self._trace.StatusCode.ERROR)
+                raise
+
+    def of_work(self, what: str) -> Span:
+        """A part of the current call; nothing outside of one."""
+        if not self._trace.get_current_span().is_recording():
+            return NOTHING
+        # What failed is told by the call's span, and without its text.
+        found: Span = self._tracer.start_as_current_span(what, record_exception=False, set_status_on_exception=False)
+        return found
+
+
+def _observe(meter: Any, snapshots: Snapshots) -> None:
+    from opentelemetry.metrics import CallbackOptions, Observation
+
+    latest = _Latest(snapshots)
+
+    def reading(name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        return lambda _: [Observation(float(getattr(latest.stats(), name)))]
+
+    def failing(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(int(bool(latest.stats().durable_failing)))]
+
+    def remote_failing(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(int(bool(latest.stats().remote_failing)))]
+
+    def calls(_: CallbackOptions) -> Iterable[Observation]:
+        totals = snapshots.shared.calls.totals
+        return [Observation(n, {"rpc.method": m, "status": s}) for (m, s), n in list(totals.items())]
+
+    for name, text in GAUGES.items():
+        meter.create_observable_gauge(_PREFIX + name, [reading(name)], description=text)
+    for name, text in COUNTERS.items():
+        meter.create_observable_counter(_PREFIX + name, [reading(name)], description=text)
+    text = "1 while the durable tier cannot be written to"
+    meter.create_observable_gauge(_PREFIX + "durable_failing", [failing], description=text)
+    text = "1 while the remote tier is not used because it fails"
+    meter.create_observable_gauge(_PREFIX + "remote_failing", [remote_failing], description=text)
+    meter.create_observable_counter(_PREFIX + "calls", [calls], description="Calls by method and outcome")
+
+
+class _Latest:
+    """One snapshot for all the metrics of a collection."""
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
+        self._found: tuple[float, StatsResponse] | None = None
+
+    def stats(self) -> StatsResponse:
+        now = time.monotonic()
+        if self._found is None or now - self._found[0] > _FRESH_SECONDS:
+            self._found = now, self._snapshots.take()
+        return self._found[1]

@@ -1,0 +1,75 @@
+"""Prometheus metrics, read from the store's statistics when scraped."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from kvsidecar.errors import ConfigurationError
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
+from cache_daemon.observability.metrics_server import ScrapeServer
+from cache_daemon.observability.stats_snapshot import Snapshots
+from cache_daemon.rpc.servicer_base import Shared
+
+_PREFIX = "kvsidecar_cache_"
+
+
+class StoreCollector:
+    """Reads the statistics when it is asked to collect."""
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._snapshots.take()
+        for name, text in GAUGES.items():
+            yield GaugeMetricFamily(_PREFIX + name, text, value=getattr(stats, name))
+        for name, text in COUNTERS.items():
+            yield CounterMetricFamily(_PREFIX + name, text, value=getattr(stats, name))
+        yield GaugeMetricFamily(
+            _PREFIX + "durable_failing",
+            "1 while the durable tier cannot be written to",
+            value=bool(stats.durable_failing),
+        )
+        yield GaugeMetricFamily(
+            _PREFIX + "remote_failing",
+            "1 while the remote tier is not used because it fails",
+            value=bool(stats.remote_failing),
+        )
+        calls = self._snapshots.shared.calls
+        counted = CounterMetricFamily(_PREFIX + "calls", "Calls by method and outcome", labels=("method", "status"))
+        for (method, status), count in list(calls.totals.items()):
+            counted.add_metric((method, status), count)
+        yield counted
+        spent = CounterMetricFamily(_PREFIX + "call_seconds", "Time spent in calls by method", labels=("method",))
+        for method, seconds in list(calls.seconds.items()):
+            spent.add_metric((method,), seconds)
+        yield spent
+
+
+@contextmanager
+def serving_metrics(shared: Shared, port: int, host: str) -> Iterator[None]:
+    """Serves ``/metrics`` while the body runs. Raises ConfigurationError when the address is taken."""
+    registry = CollectorRegistry()
+    registry.register(StoreCollector(Snapshots(shared, asyncio.get_running_loop())))
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        server = ScrapeServer((str(address[0]), port), family, make_wsgi_app(registry))
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port or --metrics-host"
+        ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,61 @@
+"""Hedged reads: what does not answer soon is asked for once more, on another connection, and the first answer counts.
+
+Dean and Barroso, "The Tail at Scale", CACM 2013. At most a tenth of all reads are asked for twice, so that an engine
+that is slow for want of capacity is not asked for twice as much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from cache_daemon.remote.backend import RemoteFailed
+
+_SHARE, _MOST_SAVED = 0.1, 4.0
+
+T = TypeVar("T")
+
+
+class Hedging:
+    """Over ``lanes`` independent connections; with one, nothing is asked for twice."""
+
+    def __init__(self, lanes: int) -> None:
+        self._lanes, self._saved, self._next = lanes, _MOST_SAVED, 0
+        self.hedged = 0
+
+    async def first(self, work: Callable[[int], Awaitable[T]], patience_seconds: float) -> T:
+        """The first answer of ``work``, which is told its lane. Raises what the work raised when all of it did, and
+        RemoteFailed where the work was cancelled and the caller was not."""
+        self._saved = min(_MOST_SAVED, self._saved + _SHARE)
+        lane = self._next = (self._next + 1) % self._lanes
+        running = {asyncio.ensure_future(work(lane))}
+        try:
+            done, _ = await asyncio.wait(running, timeout=patience_seconds)
+            if not done and self._lanes > 1 and self._saved >= 1:
+                self._saved -= 1
+                self.hedged += 1
+                running.add(asyncio.ensure_future(work((lane + 1) % self._lanes)))
+            while True:
+                done, waiting = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                good = next((task for task in done if _failure(task) is None), None)
+                if good is not None:
+                    return good.result()
+                if not waiting:
+                    raise next(filter(None, map(_failure, done)))
+                running = waiting
+        finally:
+            for task in running:
+                task.cancel()
+                task.add_done_callback(_heard)
+
+
+def _failure(task: asyncio.Future[Any]) -> BaseException | None:
+    """What became of work that has ended. Work that was cancelled, though nobody cancelled us, has failed."""
+    return RemoteFailed("it gave a call up") if task.cancelled() else task.exception()
+
+
+def _heard(task: asyncio.Future[Any]) -> None:
+    """What a loser raised is nobody's concern."""
+    if not task.cancelled():
+        task.exception()

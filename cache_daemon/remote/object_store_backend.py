@@ -1,0 +1,211 @@
+"""Stores of objects, through ``obstore``: S3 and what speaks its protocol, Azure's blobs, and Google Cloud Storage.
+
+Credentials are those of ``--remote``, or what the AWS, AZURE or GOOGLE variables, files and services of the environment
+say.
+Objects have no time to live of their own: what is over is not believed, and the store's lifecycle rules remove it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from kvsidecar.errors import ConfigurationError
+
+from cache_daemon.remote.address import Credentials, RemoteAddress
+from cache_daemon.remote.backend import Item, RemoteFailed, told
+from cache_daemon.remote.certificates import distrust
+
+_AT_ONCE = 64
+_LISTED = 1000
+# What signs nothing asks for a token all the same before it writes, unless an account says that it needs none.
+_NOBODY = '{"client_email": "", "private_key": "", "private_key_id": "", "disable_oauth": true}'
+
+
+class ObjectEngine(ABC):
+    """A ``RemoteEngine``. Raises ConfigurationError without its client, or for settings that it refuses."""
+
+    name: str
+    part_bytes = 8 << 20
+    lanes = 2
+
+    def __init__(self, address: RemoteAddress, credentials: Credentials) -> None:
+        try:
+            import obstore
+        except ImportError as error:
+            raise ConfigurationError(
+                f"the remote tier is a store of objects, but its client is not installed; "
+                f"pip install 'kvsidecar[{self.name}]'"
+            ) from error
+        self._obstore: Any = obstore
+        self._missing: Any = (obstore.exceptions.NotFoundError, FileNotFoundError)
+        self._address, self._credentials = address, credentials
+        self._stores: list[Any] = []
+        self._room = asyncio.Semaphore(_AT_ONCE)
+
+    async def connect(self) -> None:
+        options: dict[str, Any] = {"allow_http": not self._address.tls, "connect_timeout": "1s", "timeout": "30s"}
+        if self._credentials.ca:
+            options["root_certificate"] = self._credentials.ca
+        # Who waits has a deadline of its own and asks again when it likes.
+        retries: Any = {"max_retries": 0}
+        try:
+            self._stores = [self._new(client_options=options, retry_config=retries) for _ in range(self.lanes)]
+        except Exception as error:
+            raise RemoteFailed(f"the client says {type(error).__name__}") from error
+
+    @abstractmethod
+    def _new(self, **options: Any) -> Any:
+        """A client of the store."""
+
+    async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
+        store = self._store(lane)
+        return list(await asyncio.gather(*(self._get(store, name) for name in names)))
+
+    async def _get(self, store: Any, name: str) -> bytes | None:
+        async with self._room:
+            with told(_reason), contextlib.suppress(*self._missing):
+                answer = await self._obstore.get_async(store, name)
+                return bytes(await answer.bytes_async())
+            return None
+
+    async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
+        store = self._store(0)
+
+        async def put(name: str, value: bytes | memoryview) -> None:
+            async with self._room:
+                await self._obstore.put_async(store, name, bytes(value), use_multipart=False)
+
+        with told(_reason):
+            await asyncio.gather(*(put(name, value) for name, value in items))
+
+    async def put_if_absent(self, name: str, value: bytes) -> None:
+        with told(_reason), contextlib.suppress(self._obstore.exceptions.AlreadyExistsError, FileExistsError):
+            await self._obstore.put_async(self._store(0), name, value, mode="create", use_multipart=False)
+
+    async def delete_many(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        store = self._store(0)
+        with told(_reason):
+            try:
+                await self._obstore.delete_async(store, list(names))
+            except self._missing:
+                # The client gives up at the first that is not there, with others still to be deleted.
+                await asyncio.gather(*(self._delete(store, name) for name in names))
+
+    async def _delete(self, store: Any, name: str) -> None:
+        async with self._room:
+            with contextlib.suppress(*self._missing):
+                await self._obstore.delete_async(store, name)
+
+    async def scan(self, prefix: str) -> AsyncIterator[list[str]]:
+        pages = self._obstore.list(self._store(0), prefix.rstrip("/"), chunk_size=_LISTED)
+        while True:
+            with told(_reason):
+                page = await anext(pages, None)
+            if page is None:
+                return
+            yield [str(item["path"]) for item in page]
+
+    async def close(self) -> None:
+        self._stores = []
+
+    def _store(self, lane: int) -> Any:
+        if not self._stores:
+            raise RemoteFailed("it is not connected")
+        return self._stores[lane % len(self._stores)]
+
+
+class S3Engine(ObjectEngine):
+    """Of a bucket."""
+
+    name = "s3"
+
+    def _new(self, **options: Any) -> Any:
+        from obstore.store import S3Store
+
+        address, secret = self._address, self._credentials.secret
+        given = {
+            "region": address.region,
+            "endpoint": address.endpoint,
+            "access_key_id": address.user,
+            "secret_access_key": secret,
+        }
+        return S3Store(address.bucket, config=_set(given), **options)
+
+
+class AzureEngine(ObjectEngine):
+    """Of a container; an account's key is in base64."""
+
+    name = "azure"
+
+    def _new(self, **options: Any) -> Any:
+        from obstore.store import AzureStore
+
+        address, secret = self._address, self._credentials.secret
+        given = {"account_name": address.user, "account_key": secret, "endpoint": address.endpoint}
+        return AzureStore(address.bucket, config=_set(given), **options)
+
+
+class GcsEngine(ObjectEngine):
+    """Of a bucket of Google's; the secret is the key file of a service account."""
+
+    name = "gcs"
+
+    def __init__(self, address: RemoteAddress, credentials: Credentials) -> None:
+        super().__init__(address, credentials)
+        if credentials.secret and address.anonymous:
+            raise ConfigurationError("the remote tier is anonymous and has a secret; leave one of the two out")
+        if credentials.secret and not _is_service_account(credentials.secret):
+            raise ConfigurationError(
+                "the remote tier's secret is no key of a service account; give the JSON file that Google made, with "
+                "client_email and private_key"
+            )
+
+    def _new(self, **options: Any) -> Any:
+        from obstore.store import GCSStore
+
+        address = self._address
+        account = _NOBODY if address.anonymous else self._credentials.secret
+        config = _set({"base_url": address.endpoint, "service_account_key": account})
+        return GCSStore(address.bucket, config=config | {"skip_signature": address.anonymous}, **options)
+
+
+def _is_service_account(secret: str) -> bool:
+    try:
+        found = json.loads(secret)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and all(
+        isinstance(found.get(name), str) and found[name] for name in ("client_email", "private_key")
+    )
+
+
+def _set(given: dict[str, str]) -> Any:
+    return {name: value for name, value in given.items() if value}
+
+
+def _reason(error: Exception) -> str:
+    """What happened, without the store's own words, which name objects and may quote headers."""
+    text = str(error)
+    if why := distrust(text):
+        return why
+    if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+        return "the store does not take the key, or its owner may not do that"
+    for sign, meaning in (
+        ("HTTP request to an HTTPS server", "it speaks TLS; write its endpoint with https://"),
+        ("NoSuchBucket", "there is no such bucket"),
+        ("ContainerNotFound", "there is no such container"),
+        ("SlowDown", "the store says that it is asked too much"),
+        ("status code: 507", "the store is full"),  # by itself it may be part of a name, or of a time
+        ("token request", "no key is given, and this machine has none for the store; see --remote-secret-file"),
+        ("kind: Connect", "it cannot be connected to"),
+    ):
+        if sign in text:
+            return meaning
+    return f"the client says {type(error).__name__}"

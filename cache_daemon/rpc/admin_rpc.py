@@ -1,0 +1,131 @@
+"""Pin, Unpin, Delete, Carry, List and Stats: looking at the store, and telling it what to keep where."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from itertools import accumulate
+
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.chunk_layout import Geometry
+from kvsidecar.errors import Context, FailedPrecondition, InvalidRequest
+from kvsidecar.keys import HASH_BYTES
+
+from cache_daemon.rpc import caller_budgets, request_validation
+from cache_daemon.rpc.call_wrapper import streaming, unary
+from cache_daemon.rpc.servicer_base import AtDoor
+
+# A page with tokens ends before it has more, but for its first chunk: others have their turn.
+_LISTED_TOKENS = 1 << 16
+
+
+class Keeping(AtDoor):
+    """Everybody sees what its salts open, operators see all."""
+
+    @unary
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
+        return pb.PinResponse(chunks=self.store.pin(*self._prefix(request.prefix, context)))
+
+    @unary
+    async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
+        return pb.UnpinResponse(chunks=self.store.unpin(*self._prefix(request.prefix, context)))
+
+    @unary
+    async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
+        prefix = request.prefix
+        if prefix.namespace or prefix.root:
+            root = self._root(prefix, context)
+        else:
+            if prefix.prefix_hash or prefix.tenant_salt:
+                raise InvalidRequest(
+                    "prefix_hash or tenant_salt is set without namespace or root; set one of them, or nothing to "
+                    "delete everything"
+                )
+            self.principal_of(context).require_operator("delete everything")
+            root = b""
+        key = request_validation.hash_of("prefix_hash", prefix.prefix_hash, optional=True)
+        return pb.DeleteResponse(deleted=await self.store.delete(root, key))
+
+    @streaming
+    async def Carry(self, request: pb.CarryRequest, context: Context) -> AsyncIterator[pb.CarryResponse]:
+        # Guests have what they ask for go there and come from there; all at once is work for everybody's engine.
+        self.principal_of(context).require_operator("carry a tenant to the remote tier, or from there")
+        root, remote = self.root(context, request.namespace, request.tenant_salt), self.store.remote
+        if remote is None:
+            raise FailedPrecondition("this daemon has no remote tier; start it with --remote")
+        with self.stream(context, "Carry", caller_budgets.CARRIERS):
+            if request.direction == pb.CARRY_DIRECTION_TO_REMOTE:
+                steps = remote.carrying.push([chunk async for chunk in self.store.walks.all_of(root)])
+            elif request.direction == pb.CARRY_DIRECTION_FROM_REMOTE:
+                request_validation.check_descriptor(request.descriptor)
+                if keys.namespace_id(request.descriptor) != request.namespace:
+                    raise InvalidRequest("the descriptor is not the namespace's; send that of one of its workers")
+                tenant = keys.tenant_id(request.tenant_salt)
+                steps = remote.carrying.pull(root, tenant, Geometry.of(request.descriptor))
+            else:
+                raise InvalidRequest("direction is not set; it must be TO_REMOTE or FROM_REMOTE")
+            async with aclosing(steps) as told:  # type: ignore[type-var]
+                async for now in told:
+                    yield pb.CarryResponse(
+                        done=now.done,
+                        total=now.total,
+                        chunks=now.chunks,
+                        payload_bytes=now.payload_bytes,
+                        known=now.known,
+                        lost=now.lost,
+                    )
+
+    @unary
+    async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:
+        request_validation.at_most("page_size", request.page_size, request_validation.MAX_PAGE)
+        size = request.page_size or 100
+        if request.namespace:
+            root = self.root(context, request.namespace, request.tenant_salt)
+        else:
+            self.principal_of(context).require_operator("list all tenants")
+            root = b""
+        if len(request.page_token) not in (0, 2 * HASH_BYTES):
+            raise InvalidRequest(f"page_token has {len(request.page_token)} bytes; use that of the previous answer")
+        chunks = self.store.walks.page(root, request.page_token, size + 1)
+        if request.with_tokens:
+            ends = accumulate(c.tokens for c in chunks)
+            size = min(size, max(1, sum(end <= _LISTED_TOKENS for end in ends)))
+        last = chunks[size - 1] if len(chunks) > size else None
+        now = self.store.tiers.clock()
+        return pb.ListResponse(
+            chunks=[c.info(now, with_tokens=request.with_tokens) for c in chunks[:size]],
+            next_page_token=last.root + last.key if last else b"",
+        )
+
+    @unary
+    async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
+        if request.namespace:
+            return await self.store.stats_of(self.root(context, request.namespace, request.tenant_salt))
+        self.principal_of(context).require_operator("see the statistics of all tenants")
+        out = self.store.stats()
+        out.loop_stall_ms = self.shared.stall_ms()
+        out.refused = self.calls.refused
+        out.calls.extend(self.calls.recent())
+        now = time.monotonic()
+        for session in self.store.sessions:
+            out.session_details.add(
+                client_name=session.name,
+                namespace=session.namespace,
+                age_seconds=now - session.opened_at,
+                leased_chunks=sum(len(hold.chunks) for hold in session.leases.values()),
+                reservations=len(session.reservations),
+                staging_used_bytes=session.staging.used_bytes if session.staging is not None else 0,
+                descriptor=session.descriptor,
+            )
+        return out
+
+    def _prefix(self, prefix: pb.PrefixRef, context: Context) -> tuple[bytes, bytes]:
+        return self._root(prefix, context), request_validation.hash_of("prefix_hash", prefix.prefix_hash)
+
+    def _root(self, prefix: pb.PrefixRef, context: Context) -> bytes:
+        if not prefix.root:
+            return self.root(context, prefix.namespace, prefix.tenant_salt)
+        self.principal_of(context).require_operator("name a tenant by its root")
+        return request_validation.hash_of("root", prefix.root)

@@ -1,0 +1,89 @@
+"""Budgets of what callers may have open at one time: streams, sessions, and bytes of large requests.
+
+The private socket always has a share of its own, which no other door can use up; of the rest, one caller has a part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvsidecar.errors import LimitExceeded
+
+from cache_daemon.auth.principal import Principal
+from cache_daemon.rpc import request_validation
+
+
+@dataclass(frozen=True)
+class Share:
+    """Limits of one kind of thing: of all callers, of those beyond the private socket, and of each of these."""
+
+    total: int
+    far: int
+    each: int
+
+    def check(self, what: str, total: int, far: int, own: int, *, private: bool) -> None:
+        """Raises LimitExceeded for one more."""
+        request_validation.room_for(what, total, self.total)
+        if not private:
+            request_validation.room_for(f"{what} of callers beyond the private socket", far, self.far)
+            request_validation.room_for(f"{what} of this caller", own, self.each)
+
+
+SESSIONS = Share(
+    request_validation.MAX_SESSIONS, request_validation.MAX_FAR_SESSIONS, request_validation.MAX_CALLER_SESSIONS
+)
+STREAMS = Share(
+    request_validation.MAX_STREAMS, request_validation.MAX_FAR_STREAMS, request_validation.MAX_CALLER_STREAMS
+)
+WATCHERS = Share(
+    request_validation.MAX_WATCHERS, request_validation.MAX_FAR_STREAMS, request_validation.MAX_CALLER_STREAMS
+)
+CARRIERS = Share(request_validation.MAX_CARRYING, request_validation.MAX_CARRYING, request_validation.MAX_CARRYING)
+
+
+class OpenStreams:
+    """Long calls that are open, by kind and caller. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self._open: Counter[tuple[str, Principal | None]] = Counter()  # None: at the private socket
+
+    @contextmanager
+    def one(self, kind: str, share: Share, caller: Principal | None) -> Iterator[None]:
+        """Counts a call while it lasts. Raises LimitExceeded."""
+        of_kind = {who: n for (name, who), n in self._open.items() if name == kind}
+        total, near = sum(of_kind.values()), of_kind.get(None, 0)
+        share.check(f"open {kind} calls", total, total - near, of_kind.get(caller, 0), private=caller is None)
+        self._open[kind, caller] += 1
+        try:
+            yield
+        finally:
+            self._open[kind, caller] -= 1
+            if not self._open[kind, caller]:
+                del self._open[kind, caller]
+
+
+class LargeRequests:
+    """Bytes of large requests that are being served, by caller. Used on the event loop."""
+
+    def __init__(self, max_bytes: int = request_validation.MAX_LARGE_REQUEST_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._used: Counter[Principal] = Counter()
+
+    @contextmanager
+    def one(self, size_bytes: int, caller: Principal) -> Iterator[None]:
+        """Counts a request while it is served. Raises LimitExceeded."""
+        if self._used[caller] + size_bytes > self._max_bytes:
+            raise LimitExceeded(
+                f"{self._used[caller]} bytes of this caller's large requests are being served and {size_bytes} came; "
+                f"at most {self._max_bytes} are allowed at one time; wait for an answer and try again"
+            )
+        self._used[caller] += size_bytes
+        try:
+            yield
+        finally:
+            self._used[caller] -= size_bytes
+            if not self._used[caller]:
+                del self._used[caller]

@@ -1,0 +1,219 @@
+"""Fetch, Store, Fill and Watch: byte streams for callers that share no memory, and the event stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.errors import (
+    ArenaFull,
+    ChecksumMismatch,
+    Context,
+    DeadlineExceeded,
+    InvalidRequest,
+    KVSidecarError,
+    Overloaded,
+    QuotaExceeded,
+    UnknownLease,
+)
+from kvsidecar.payload_wire import encoded_piece
+
+from cache_daemon.memory.arena import Slot
+from cache_daemon.rpc import caller_budgets, request_validation
+from cache_daemon.rpc.call_wrapper import streaming, unary
+from cache_daemon.rpc.request_decoder import decoded
+from cache_daemon.rpc.servicer_base import AtDoor
+from cache_daemon.store.sessions import Hold, Session
+
+# A stream that stands still so long gives back what it holds.
+STALL_SECONDS = 10.0
+
+T = TypeVar("T")
+M = TypeVar("M", pb.StoreRequest, pb.FillRequest)
+
+
+class Streams(AtDoor):
+    """What each holds, one chunk or those of a lease, it does not hold for longer than its caller takes or sends
+    something."""
+
+    @streaming
+    async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
+        if request.session_id:
+            await self._fetch_leased(request, context)
+            return
+        root = self.root(context, request.namespace, request.tenant_salt)
+        chunk = self.store.find(root, request_validation.hash_of("prefix_hash", request.prefix_hash))
+        with self.stream(context, "Fetch", caller_budgets.STREAMS):
+            async with self.store.reading(chunk) as payload:
+                await _send(context, chunk.whole_header(), payload)
+        return
+        yield  # what makes it a generator: answers are written with a deadline
+
+    async def _fetch_leased(self, request: pb.FetchRequest, context: Context) -> None:
+        session = self.session(context, request.session_id)
+        request_validation.at_most(
+            "the number of prefix_hashes", len(request.prefix_hashes), request_validation.MAX_ITEMS
+        )
+        chunks = session.leased(request.lease_id, request.prefix_hashes)
+        with self.stream(context, "Fetch", caller_budgets.STREAMS), Hold(chunks, self.store.tiers.unused):
+            for chunk in chunks:
+                self.session(context, request.session_id)  # one that has ended, or may no longer, is sent no more
+                await _send(context, chunk.header, await self.store.read(chunk))
+
+    @unary
+    async def Store(self, request_iterator: AsyncIterator[pb.StoreRequest], context: Context) -> pb.StoreResponse:
+        messages = aiter(request_iterator)
+        start = (await _first(messages, "Store", "start")).start
+        salt = self.salt(context, start.tenant_salt)
+        request_validation.check_descriptor(start.descriptor)
+        request_validation.check_headers([start.header])
+        until = self.store.terms.until(request_validation.ttl_of(start.ttl_seconds))
+        with self.stream(context, "Store", caller_budgets.STREAMS):
+            session = self.store.open_session(
+                "store", start.descriptor, keys.namespace_id(start.descriptor),
+                shares_memory=False, owner=self.principal_of(context), listed=False,
+            )  # fmt: skip
+            try:
+                return await self._store(session, salt, start.header, until, messages)
+            finally:
+                self.store.close_session(session)
+
+    async def _store(
+        self, session: Session, salt: bytes, header: Any, until: float, messages: AsyncIterator[pb.StoreRequest]
+    ) -> pb.StoreResponse:
+        with self.store.staged(session, salt, header, until) as reserved:
+            if reserved.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED:
+                return pb.StoreResponse(prefix_hash=reserved.prefix_hash, already_stored=True)
+            if reserved.staged is None:
+                raise _not_reserved(reserved.outcome)
+            filling = _Filling(session, reserved.reservation_id)
+            while (message := await _next(messages)) is not None:
+                filling.take(message.data)
+            filling.check_whole()
+            items = [(reserved.reservation_id, header.checksum)]
+            outcome = (await self.store.commit(session, self.store.epoch, items))[0]
+        if outcome != pb.COMMIT_OUTCOME_COMMITTED:
+            raise _not_committed(outcome)
+        return pb.StoreResponse(prefix_hash=reserved.prefix_hash)
+
+    @unary
+    async def Fill(self, request_iterator: AsyncIterator[pb.FillRequest], context: Context) -> pb.FillResponse:
+        messages = aiter(request_iterator)
+        session = self.session(context, (await _first(messages, "Fill", "session_id")).session_id)
+        filled: list[_Filling] = []
+        with self.stream(context, "Fill", caller_budgets.STREAMS):
+            while (message := await _next(messages)) is not None:
+                if message.WhichOneof("message") == "reservation_id":
+                    if filled:
+                        filled[-1].check_whole()
+                    filled.append(_Filling(session, message.reservation_id))
+                elif not filled:
+                    raise InvalidRequest("a payload has no reservation; send its reservation_id first")
+                else:
+                    filled[-1].take(message.data)
+            if filled:
+                filled[-1].check_whole()
+        return pb.FillResponse(filled=len(filled))
+
+    @streaming
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
+        root = b""
+        if request.namespace:
+            root = self.root(context, request.namespace, request.tenant_salt)
+        else:
+            self.principal_of(context).require_operator("watch all tenants")
+        with self.stream(context, "Watch", caller_budgets.WATCHERS):
+            events = self.store.events
+            async for event in events.follow(
+                request.epoch, request.after_sequence, root, with_tokens=request.with_tokens
+            ):
+                yield event
+
+
+async def _send(context: Context, header: ChunkHeader, payload: memoryview) -> None:
+    await _written(context, pb.FetchResponse(header=header))
+    for at in range(0, len(payload), request_validation.MESSAGE_BYTES):
+        await _written(context, encoded_piece(payload[at : at + request_validation.MESSAGE_BYTES]))
+
+
+async def _written(context: Context, answer: pb.FetchResponse | bytes) -> None:
+    try:
+        async with asyncio.timeout(STALL_SECONDS):
+            await context.write(answer)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the caller took nothing for {STALL_SECONDS:g} s; fetch the chunk again") from None
+
+
+async def _first(messages: AsyncIterator[M], call: str, field: str) -> M:
+    """The message that a stream begins with. Raises InvalidRequest where it is another one, or none."""
+    message = await _next(messages)
+    if message is None or message.WhichOneof("message") != field:
+        raise InvalidRequest(f"the first message of {call} must be {field}")
+    return message
+
+
+async def _next(messages: AsyncIterator[T]) -> T | None:
+    try:
+        async with asyncio.timeout(STALL_SECONDS):
+            return await decoded(await anext(messages, None))
+    except TimeoutError:
+        raise DeadlineExceeded(f"the caller sent nothing for {STALL_SECONDS:g} s; send it again") from None
+
+
+class _Filling:
+    """A reservation's payload that arrives, into its session's staging. Raises UnknownLease when the reservation ends
+    meanwhile."""
+
+    def __init__(self, session: Session, reservation_id: bytes) -> None:
+        self._session, self._id, self._at = session, reservation_id, 0
+        self._size = self._place().size_bytes
+
+    def take(self, data: bytes) -> None:
+        """Raises InvalidRequest for more than was announced, and for a message that is too large."""
+        request_validation.at_most("the size of a data message in bytes", len(data), request_validation.MESSAGE_BYTES)
+        if self._at + len(data) > self._size:
+            raise InvalidRequest(f"more than the announced {self._size} payload bytes were sent")
+        staging, place = self._session.staging, Slot(self._place().offset + self._at, len(data))
+        assert staging is not None, "a session with reservations has staging"
+        with staging.view(place) as target:
+            target[:] = data
+        self._at += len(data)
+
+    def check_whole(self) -> None:
+        """Raises InvalidRequest when less was sent than was announced."""
+        if self._at != self._size:
+            raise InvalidRequest(f"{self._at} payload bytes were sent, the header announced {self._size}")
+
+    def _place(self) -> Slot:
+        reservation = self._session.reservations.get(self._id)
+        if reservation is None:
+            raise UnknownLease("the reservation is not one of this session's, or has ended; reserve the chunk again")
+        return reservation.staged
+
+
+def _not_reserved(outcome: pb.ReserveOutcome.ValueType) -> KVSidecarError:
+    match outcome:
+        case pb.RESERVE_OUTCOME_PARENT_MISSING:
+            return InvalidRequest("parent_prefix_hash is not stored, or does not end where start_position begins")
+        case pb.RESERVE_OUTCOME_IN_PROGRESS:
+            return Overloaded("another session is writing this chunk now; try again later")
+        case pb.RESERVE_OUTCOME_STAGING_FULL:
+            return Overloaded("other calls of this caller use up the memory that it may write into; try again later")
+        case _:
+            return InvalidRequest("the chunk is larger than the staging memory, the arena or the tenant's quota")
+
+
+def _not_committed(outcome: pb.CommitOutcome.ValueType) -> KVSidecarError:
+    match outcome:
+        case pb.COMMIT_OUTCOME_CHECKSUM_MISMATCH:
+            return ChecksumMismatch("the bytes received do not have the header's checksum; the chunk was discarded")
+        case pb.COMMIT_OUTCOME_PARENT_MISSING:
+            return InvalidRequest("the parent was evicted meanwhile; store it first")
+        case pb.COMMIT_OUTCOME_QUOTA_EXCEEDED:
+            return QuotaExceeded("the tenant's quota is used up by chunks that cannot go now")
+        case _:
+            return ArenaFull("the arena has no room: all in it is leased, pinned or being written; try again later")

@@ -1,0 +1,352 @@
+"""Reserve, commit, abort: how chunks come in.
+
+A worker writes into its session's staging; Commit copies into the arena, verifies the copy, and makes it visible. So
+nothing that a worker does, early or late, changes a byte that somebody reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from kvsidecar import keys
+from kvsidecar.cache.v1.cache_pb2 import (
+    COMMIT_OUTCOME_ARENA_FULL,
+    COMMIT_OUTCOME_CHECKSUM_MISMATCH,
+    COMMIT_OUTCOME_COMMITTED,
+    COMMIT_OUTCOME_PARENT_MISSING,
+    COMMIT_OUTCOME_QUOTA_EXCEEDED,
+    RESERVE_OUTCOME_ALREADY_STORED,
+    RESERVE_OUTCOME_GRANTED,
+    RESERVE_OUTCOME_IN_PROGRESS,
+    RESERVE_OUTCOME_PARENT_MISSING,
+    RESERVE_OUTCOME_STAGING_FULL,
+    RESERVE_OUTCOME_TOO_LARGE,
+    CommitOutcome,
+    ReserveOutcome,
+)
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.chunk_layout import Geometry, layout_of
+from kvsidecar.errors import InvalidRequest, StaleEpoch, UnknownLease
+
+from cache_daemon.memory.arena import Slot, footprint
+from cache_daemon.memory.fd_server import ID_BYTES
+from cache_daemon.store.insertion import Arrival, Inserter, Insertion, InsertOutcome
+from cache_daemon.store.sessions import Reservation, Session
+from cache_daemon.store.tenant_usage import Tenant
+from cache_daemon.store.tier_manager import Tiers
+from cache_daemon.store.yield_timer import Turns
+
+# A copy of so many bytes or chunks is one piece of work on the copying threads.
+_PIECE_BYTES, _PIECE_CHUNKS = 16 << 20, 32
+# A full arena may be full of chunks that are being written to disk: so long a commit waits for that, in all.
+_PATIENCE_SECONDS, _STEP_SECONDS = 2.0, 0.25
+_MOMENT_SECONDS = 30.0
+
+_OUTCOMES = {
+    InsertOutcome.INSERTED: COMMIT_OUTCOME_COMMITTED,
+    InsertOutcome.PRESENT: COMMIT_OUTCOME_COMMITTED,  # somebody else was faster
+    InsertOutcome.PARENT_MISSING: COMMIT_OUTCOME_PARENT_MISSING,
+    InsertOutcome.DELETED: COMMIT_OUTCOME_PARENT_MISSING,
+    InsertOutcome.ENTRIES_EXCEEDED: COMMIT_OUTCOME_QUOTA_EXCEEDED,
+}
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What became of one reservation."""
+
+    outcome: ReserveOutcome.ValueType
+    prefix_hash: bytes
+    reservation_id: bytes = b""
+    staged: Slot | None = None
+
+
+@dataclass(frozen=True)
+class _Copy:
+    reservation: Reservation
+    slot: Slot
+    checksum: int
+
+
+class Writing:
+    """``in_thread`` runs copies."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        inserter: Inserter,
+        epoch: int,
+        in_thread: Callable[[Callable[[], list[bool]]], Awaitable[list[bool]]],
+    ) -> None:
+        self._tiers, self._inserter = tiers, inserter
+        self._persistence, self._terms = inserter.persistence, inserter.terms
+        self._epoch, self._in_thread = epoch, in_thread
+        self._in_progress: dict[bytes, tuple[Session, Reservation]] = {}
+        self._running: set[asyncio.Future[list[CommitOutcome.ValueType]]] = set()
+
+    # ---- reserve --------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader], until: float = inf
+    ) -> list[Reserved]:
+        """Takes room in staging for new chunks, parents before children; they are kept ``until`` then, on the store's
+        clock, and so are those that are there. Raises InvalidRequest for a malformed header, with nothing reserved."""
+        root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
+        for header in headers:
+            self._check_header(header, session.geometry)
+        account = self._tiers.accounts.of(tenant)
+        return [self._reserve_one(session, root, tenant, account, header, until) for header in headers]
+
+    @staticmethod
+    def _check_header(header: ChunkHeader, expected: Geometry) -> None:
+        if len(header.token_ids) != header.token_count:
+            raise InvalidRequest(f"token_count is {header.token_count}; {len(header.token_ids)} token_ids were sent")
+        geometry = Geometry.of(header)
+        if geometry != expected:
+            raise InvalidRequest(f"the chunk's geometry is {geometry}, the session's namespace has {expected}")
+        size = layout_of(header).size_bytes
+        if size != header.payload_bytes:
+            raise InvalidRequest(f"payload_bytes is {header.payload_bytes}; the header's layout has {size}")
+        if not 0 <= header.prefill_seconds < float("inf"):
+            raise InvalidRequest(f"prefill_seconds is {header.prefill_seconds}; a number from 0 is needed")
+
+    def _reserve_one(
+        self, session: Session, root: bytes, tenant: bytes, account: Tenant, header: ChunkHeader, until: float
+    ) -> Reserved:
+        parent = header.parent_prefix_hash or root
+        ids = keys.token_bytes(header.token_ids)
+        key = keys.prefix_hash(parent, ids)
+        stored = self._tiers.index.get(key)
+        if stored is not None:
+            self._terms.keep(stored, until)
+            return Reserved(RESERVE_OUTCOME_ALREADY_STORED, key)
+        if key in self._in_progress:
+            other = self._in_progress[key][1]
+            other.kept_until = max(other.kept_until, until)
+            return Reserved(RESERVE_OUTCOME_IN_PROGRESS, key)
+        if not self._parent_known(session, root, parent, header.start_position):
+            return Reserved(RESERVE_OUTCOME_PARENT_MISSING, key)
+        assert session.staging is not None
+        if self._too_large(session.staging.size_bytes, account, header.payload_bytes):
+            return Reserved(RESERVE_OUTCOME_TOO_LARGE, key)
+        staged = session.staging.allocate(header.payload_bytes)
+        if staged is None:
+            return Reserved(RESERVE_OUTCOME_STAGING_FULL, key)
+        kept = ChunkHeader()
+        kept.CopyFrom(header)
+        kept.DiscardUnknownFields()
+        kept.ClearField("token_ids")
+        kept.root, kept.tenant, kept.parent_prefix_hash, kept.prefix_hash = root, tenant, parent, key
+        kept.content_hash = keys.content_hash(root, ids)
+        reservation_id = secrets.token_bytes(ID_BYTES)
+        session.reservations[reservation_id] = made = Reservation(kept, ids, account, staged, until)
+        self._in_progress[key] = session, made
+        self._terms.keep(self._tiers.index.get(parent), until)
+        return Reserved(RESERVE_OUTCOME_GRANTED, key, reservation_id, staged)
+
+    def _too_large(self, staging_bytes: int, tenant: Tenant, size_bytes: int) -> bool:
+        quota = tenant.limits.arena_bytes
+        room = min(staging_bytes, self._tiers.arena.size_bytes)
+        return footprint(size_bytes) > (room if quota is None else min(room, quota))
+
+    def _parent_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
+        """The parent is the root, stored, or being written by this session, and ends where the chunk begins."""
+        if parent == root or self._tiers.index.get(parent) is not None:
+            return self._inserter.continues(root, parent, start)
+        writer, reservation = self._in_progress.get(parent, (None, None))
+        if writer is not session or reservation is None:
+            return False
+        header = reservation.header
+        return header.root == root and header.start_position + header.token_count == start
+
+    # ---- commit ---------------------------------------------------------------------------------------------
+
+    async def commit(
+        self, session: Session, epoch: int, items: Sequence[tuple[bytes, int]]
+    ) -> list[CommitOutcome.ValueType]:
+        """Makes reserved chunks visible. ``items`` are ``(reservation id, checksum)``, parents before children.
+
+        Raises StaleEpoch, UnknownLease and InvalidRequest with nothing changed; otherwise all reservations named have
+        ended, and each item has its outcome. A caller that goes away meanwhile changes nothing about that.
+        """
+        if epoch != self._epoch:
+            raise StaleEpoch(f"the reservations are of epoch {epoch}, the daemon's is {self._epoch}; attach again")
+        if len({reservation_id for reservation_id, _ in items}) < len(items):
+            raise InvalidRequest("a reservation is named twice in one Commit; name each once")
+        for reservation_id, _ in items:
+            if reservation_id not in session.reservations:
+                raise UnknownLease("the reservation is not one of this session's; reserve the chunk again")
+        taken = [(session.reservations.pop(reservation_id), checksum) for reservation_id, checksum in items]
+        session.committing += 1
+        running = asyncio.ensure_future(self._commit(session, taken))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return await asyncio.shield(running)
+
+    async def idle(self) -> None:
+        """Waits for commits that run, also for those whose caller went away."""
+        while self._running:
+            await asyncio.wait(self._running)
+
+    async def _commit(self, session: Session, taken: list[tuple[Reservation, int]]) -> list[CommitOutcome.ValueType]:
+        outcomes: list[CommitOutcome.ValueType] = []
+        patience, turns = _PATIENCE_SECONDS, Turns()
+        try:
+            with self._inserter.begin(r.header.parent_prefix_hash for r, _ in taken) as insertion:
+                while len(outcomes) < len(taken):
+                    copies, refusal, patience = await self._rooms(taken[len(outcomes) :], patience)
+                    sound = await self._copied(session, copies)
+                    outcomes += [self._insert(insertion, c, ok) for c, ok in zip(copies, sound, strict=True)]
+                    await turns.give_way()
+                    if refusal is not None and len(outcomes) < len(taken):
+                        outcomes.append(refusal)
+        finally:
+            for reservation, _ in taken:
+                self._end(session, reservation)
+            session.committing -= 1
+            session.close_staging()
+        self._touch([r for (r, _), o in zip(taken, outcomes, strict=True) if o == COMMIT_OUTCOME_COMMITTED])
+        return outcomes
+
+    async def _rooms(
+        self, taken: Sequence[tuple[Reservation, int]], patience: float
+    ) -> tuple[list[_Copy], CommitOutcome.ValueType | None, float]:
+        """Slots for the next chunks, up to a piece of work; and why the one after them has none, if it has none."""
+        copies: list[_Copy] = []
+        size = 0
+        for reservation, checksum in taken:
+            header, tenant = reservation.header, reservation.tenant
+            if len(copies) == _PIECE_CHUNKS or (size and size + header.payload_bytes > _PIECE_BYTES):
+                break
+            slot = self._tiers.allocate(header.payload_bytes, tenant)
+            while slot is None and not copies and patience > 0 and self._persistence is not None:
+                if not await self._persistence.progress(_STEP_SECONDS):
+                    break
+                patience -= _STEP_SECONDS / 4
+                slot = self._tiers.allocate(header.payload_bytes, tenant)
+            if slot is None:
+                if copies:
+                    break
+                over = self._tiers.over_quota(tenant, header.payload_bytes)
+                return copies, COMMIT_OUTCOME_QUOTA_EXCEEDED if over else COMMIT_OUTCOME_ARENA_FULL, patience
+            copies.append(_Copy(reservation, slot, checksum))
+            size += header.payload_bytes
+        return copies, None, patience
+
+    async def _copied(self, session: Session, copies: Sequence[_Copy]) -> list[bool]:
+        """Copies from staging; for each whether the copy has the checksum that was promised."""
+        staging, arena = session.staging, self._tiers.arena
+        assert staging is not None, "staging is kept while a commit runs"
+        views = [staging.view(c.reservation.staged) for c in copies]
+
+        def work() -> list[bool]:
+            sound = []
+            for view, copy in zip(views, copies, strict=True):
+                arena.write(copy.slot, view)
+                sound.append(keys.checksum(arena.read(copy.slot)) == copy.checksum)
+            return sound
+
+        try:
+            return await self._in_thread(work)
+        except BaseException:
+            for copy in copies:
+                self._tiers.give_back(copy.slot)
+            raise
+        finally:
+            for view in views:
+                with contextlib.suppress(BufferError):
+                    view.release()
+
+    def _insert(self, insertion: Insertion, copy: _Copy, sound: bool) -> CommitOutcome.ValueType:
+        reservation = copy.reservation
+        if not sound:
+            self._tiers.give_back(copy.slot)
+            return COMMIT_OUTCOME_CHECKSUM_MISMATCH
+        reservation.header.checksum = copy.checksum
+        arrival = Arrival(
+            reservation.header, reservation.ids, reservation.tenant, copy.slot, reservation.kept_until, reservation.void
+        )
+        outcome = insertion.insert([arrival])[0]
+        self._tiers.counts.commits += outcome is InsertOutcome.INSERTED
+        return _OUTCOMES[outcome]
+
+    def _touch(self, committed: Sequence[Reservation]) -> None:
+        """What the new chunks continue was used, unless a Match has said so a moment ago."""
+        since = self._tiers.clock() - _MOMENT_SECONDS
+        for reservation in committed:
+            chunk = self._tiers.index.get(reservation.header.parent_prefix_hash)
+            while chunk is not None and chunk.used_at < since:
+                chunk.used_at = self._tiers.clock()
+                self._tiers.touch(chunk)
+                chunk = self._tiers.parent_of(chunk)
+
+    # ---- giving up ------------------------------------------------------------------------------------------
+
+    def abort(self, session: Session, reservation_ids: Iterable[bytes]) -> int:
+        """Gives reservations up; unknown ones are ignored. Returns how many were open."""
+        aborted = 0
+        for reservation_id in reservation_ids:
+            reservation = session.reservations.pop(reservation_id, None)
+            if reservation is not None:
+                self._end(session, reservation)
+                aborted += 1
+        return aborted
+
+    def void(self, root: bytes, key: bytes, made_by: float = inf) -> None:
+        """Voids the reservations that a deletion concerns, of commits that run too: their chunks are not listed.
+
+        Those of a tenant, with no root everybody's, made by a time (monotonic); with ``key`` those of that chunk and
+        of what continues it. Their names are free for whoever computes the same anew.
+        """
+        leads: dict[bytes, bool] = {}
+        concerned = {
+            name: reservation
+            for name, (_, reservation) in self._in_progress.items()
+            if root in (b"", reservation.header.root)
+            and reservation.made_at <= made_by
+            and (not key or self._leads_through(name, key, leads))
+        }
+        for name, reservation in concerned.items():
+            reservation.void = True
+            del self._in_progress[name]
+
+    def _leads_through(self, name: bytes, key: bytes, known: dict[bytes, bool]) -> bool:
+        """Whether the path to a chunk contains ``key``; ``known`` keeps the answers."""
+        path = []
+        at: bytes | None = name
+        while at is not None and at != key and at not in known:
+            path.append(at)
+            at = self._parent_of(at)
+        found = at == key or (at is not None and known[at])
+        known.update(dict.fromkeys(path, found))
+        return found
+
+    def _parent_of(self, key: bytes) -> bytes | None:
+        """The parent of a chunk that is reserved or listed, None of others."""
+        if key in self._in_progress:
+            return self._in_progress[key][1].header.parent_prefix_hash
+        chunk = self._tiers.index.get(key)
+        return chunk.parent_key if chunk is not None else None
+
+    def _end(self, session: Session, reservation: Reservation) -> None:
+        key = reservation.header.prefix_hash
+        if self._in_progress.get(key, (None, None))[1] is reservation:
+            del self._in_progress[key]
+        if session.staging is not None:
+            session.staging.free(reservation.staged)
+
+    @contextlib.contextmanager
+    def staged(
+        self, session: Session, tenant_salt: bytes, header: ChunkHeader, until: float = inf
+    ) -> Iterator[Reserved]:
+        """One reservation for the length of a block; given up unless it was committed."""
+        reserved = self.reserve(session, tenant_salt, [header], until)[0]
+        try:
+            yield reserved
+        finally:
+            self.abort(session, [reserved.reservation_id])

@@ -1,0 +1,250 @@
+"""The prefix index: parent -> children, with their token ids, for token-granular longest-prefix search; and by content
+hash, for chunks that were read in another context."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from kvsidecar.keys import TOKEN_BYTES
+from sortedcontainers import SortedDict, SortedList
+
+from cache_daemon.store.bloom_filter import SummaryWriter
+from cache_daemon.store.chunk import Chunk, Residency
+
+# Copies of one text in different contexts that are looked at for the one to reuse.
+_MOST_COPIES = 16
+# Enough for 2^20 tokens in chunks of 128.
+MOST_MATCHED = 8192
+# Ways to cut one prompt that a look-up follows; and lengths of siblings that it tries.
+_MOST_WAYS, _MOST_LENGTHS = 256, 64
+
+
+class Found(NamedTuple):
+    """A chunk and how many of its leading tokens match."""
+
+    chunk: Chunk
+    tokens: int
+
+
+def _common_bytes(a: bytes, b: bytes) -> int:
+    """Length of the token prefix that two sequences share, in bytes."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n - n % TOKEN_BYTES
+    differ = int.from_bytes(a[:n], "little") ^ int.from_bytes(b[:n], "little")
+    shared = ((differ & -differ).bit_length() - 1) // 8
+    return shared - shared % TOKEN_BYTES
+
+
+@dataclass(slots=True)
+class _Siblings:
+    """Several children of one parent. Sorted by bytes, those that share most with a query stand next to its place."""
+
+    by_tokens: SortedDict[bytes, Chunk] = field(default_factory=SortedDict)
+    lengths: Counter[int] = field(default_factory=Counter)  # length in bytes -> how many
+
+    def add(self, chunk: Chunk) -> None:
+        self.by_tokens[chunk.ids] = chunk
+        self.lengths[len(chunk.ids)] += 1
+
+    def remove(self, chunk: Chunk) -> None:
+        del self.by_tokens[chunk.ids]
+        self.lengths[len(chunk.ids)] -= 1
+        if not self.lengths[len(chunk.ids)]:
+            del self.lengths[len(chunk.ids)]
+
+    def nearest(self, rest: bytes) -> tuple[Chunk, int]:
+        """The one that shares most leading tokens with ``rest``, and how many bytes."""
+        at = self.by_tokens.bisect_left(rest)
+        around = [self.by_tokens.peekitem(i) for i in (at - 1, at) if 0 <= i < len(self.by_tokens)]
+        chunk, shared = max(((c, _common_bytes(t, rest)) for t, c in around), key=lambda found: found[1])
+        return chunk, shared
+
+
+class PrefixIndex:
+    """Committed chunks by prefix hash and by parent, kept in a ``summary`` too if there is one. Not thread-safe."""
+
+    def __init__(self, summary: SummaryWriter | None = None) -> None:
+        self.summary = summary
+        self._chunks: dict[bytes, Chunk] = {}
+        self._sorted: SortedDict[bytes, SortedList[bytes]] = SortedDict()  # root -> prefix hashes
+        self._children: dict[bytes, Chunk | _Siblings] = {}  # most parents have one child
+        self._contents: dict[bytes, dict[bytes, Chunk]] = {}  # content hash -> prefix hash -> chunk
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self._chunks.values())
+
+    def get(self, prefix_hash: bytes) -> Chunk | None:
+        return self._chunks.get(prefix_hash)
+
+    def add(self, chunk: Chunk) -> None:
+        """Adds a chunk. Raises KeyError when its key is there already: two chunks of one name would tear the maps
+        apart."""
+        if chunk.key in self._chunks:
+            raise KeyError(f"the index has a chunk {chunk.key.hex()} already")
+        siblings = self._children.get(chunk.parent_key)
+        if siblings is None:
+            self._children[chunk.parent_key] = chunk
+        elif isinstance(siblings, Chunk):
+            both = _Siblings()
+            both.add(siblings)
+            both.add(chunk)
+            self._children[chunk.parent_key] = both
+        else:
+            siblings.add(chunk)
+        self._chunks[chunk.key] = chunk
+        self._sorted.setdefault(chunk.root, SortedList()).add(chunk.key)
+        self._contents.setdefault(chunk.header.content_hash, {})[chunk.key] = chunk
+        self.tokens += chunk.tokens
+        if self.summary is not None:
+            self.summary.add(chunk)
+
+    def remove(self, chunk: Chunk) -> None:
+        siblings = self._children[chunk.parent_key]
+        if isinstance(siblings, Chunk):
+            del self._children[chunk.parent_key]
+        else:
+            siblings.remove(chunk)
+            if len(siblings.by_tokens) == 1:
+                self._children[chunk.parent_key] = siblings.by_tokens.peekitem(0)[1]
+        del self._chunks[chunk.key]
+        of_root = self._sorted[chunk.root]
+        of_root.remove(chunk.key)
+        if not of_root:
+            del self._sorted[chunk.root]
+        same = self._contents[chunk.header.content_hash]
+        del same[chunk.key]
+        if not same:
+            del self._contents[chunk.header.content_hash]
+        self.tokens -= chunk.tokens
+        if self.summary is not None:
+            self.summary.remove(chunk)
+
+    def has_children(self, chunk: Chunk) -> bool:
+        return chunk.key in self._children
+
+    def children(self, parent: bytes) -> list[Chunk]:
+        found = self._children.get(parent)
+        if found is None:
+            return []
+        # In any order, which costs a thirtieth of theirs.
+        return [found] if isinstance(found, Chunk) else list(dict.values(found.by_tokens))
+
+    def subtree(self, chunk: Chunk) -> list[Chunk]:
+        """The chunk and all that continue it, parents before children."""
+        out = [chunk]
+        for found in out:
+            out.extend(self.children(found.key))
+        return out
+
+    def path(self, chunk: Chunk) -> list[Chunk]:
+        """The chunk's ancestors and the chunk, first one first."""
+        out = [chunk]
+        while (parent := self._chunks.get(out[-1].parent_key)) is not None:
+            out.append(parent)
+        return out[::-1]
+
+    def of_root(self, root: bytes, after: bytes, limit: int) -> list[Chunk]:
+        """A tenant's chunks ordered by prefix hash."""
+        keys = self._sorted.get(root, ())
+        if not keys:
+            return []
+        first = keys.bisect_right(after)
+        return [self._chunks[key] for key in keys[first : first + limit]]
+
+    def roots_from(self, first: bytes) -> Iterator[bytes]:
+        """All roots that have chunks, in order, from one on."""
+        found: Iterator[bytes] = self._sorted.irange(first)
+        return found
+
+    def superseded_by(self, chunk: Chunk) -> list[Chunk]:
+        """Childless siblings whose tokens are a proper prefix of the chunk's."""
+        siblings = self._children[chunk.parent_key]
+        if isinstance(siblings, Chunk):
+            return []
+        tokens = chunk.ids
+        lengths = islice(siblings.lengths, _MOST_LENGTHS)
+        found = (siblings.by_tokens.get(tokens[:length]) for length in lengths if length < len(tokens))
+        return [s for s in found if s is not None and not self.has_children(s)]
+
+    def match(self, root: bytes, tokens: bytes) -> list[Found]:
+        """The longest stored prefix of ``tokens`` (uint32 little-endian).
+
+        All but the last chunk match wholly; the last may match only at its start, which is as good, because
+        attention is causal. Token ids are compared, never only hashes. Time is linear in what matches; a prefix of
+        more than ``MOST_MATCHED`` chunks is found up to there. Where a prompt is stored in many ways, only some of them
+        are followed, so that it takes no longer.
+        """
+        best, last, shared_last = 0, None, 0
+        open_ends, ways, steps = [(root, 0, 0)], 0, 0
+        while open_ends and ways < _MOST_WAYS and steps < 2 * MOST_MATCHED:
+            parent, at, depth = open_ends.pop()
+            ways, steps = ways + 1, steps - depth
+            siblings = self._children.get(parent)
+            # Most of a path has one child at each step: this loop is what a long prompt's time goes into.
+            only: Chunk | None = None
+            while isinstance(siblings, Chunk) and depth < MOST_MATCHED and tokens.startswith(siblings.ids, at):
+                only, at, depth = siblings, at + len(siblings.ids), depth + 1
+                siblings = self._children.get(only.key)
+            steps += depth
+            if only is not None and at > best:
+                best, last, shared_last = at, only, len(only.ids)
+            if siblings is None or at == len(tokens) or depth == MOST_MATCHED:
+                continue
+            # The one that shares most comes first: it is followed first, as the last one in.
+            for chunk, shared in reversed(list(self._continuations(siblings, tokens, at))):
+                if at + shared > best:
+                    best, last, shared_last = at + shared, chunk, shared
+                if shared == len(chunk.ids):
+                    open_ends.append((chunk.key, at + shared, depth + 1))
+        if last is None:
+            return []
+        path = self.path(last)
+        return [*[Found(c, c.tokens) for c in path[:-1]], Found(last, shared_last // TOKEN_BYTES)]
+
+    @staticmethod
+    def _continuations(siblings: Chunk | _Siblings, tokens: bytes, at: int) -> Iterator[tuple[Chunk, int]]:
+        """Children that go on with ``tokens`` from ``at``, and the bytes that they share: all that match wholly, and
+        the one that shares most."""
+        if isinstance(siblings, Chunk):
+            own = siblings.ids
+            shared = len(own) if tokens.startswith(own, at) else _common_bytes(own, tokens[at : at + len(own)])
+            if shared:
+                yield siblings, shared
+            return
+        rest = tokens[at : at + max(siblings.lengths)]
+        chunk, shared = siblings.nearest(rest)
+        if shared:
+            yield chunk, shared
+        for length in islice(siblings.lengths, _MOST_LENGTHS):
+            whole = siblings.by_tokens.get(rest[:length]) if length <= len(rest) else None
+            if whole is not None and whole is not chunk:
+                yield whole, length
+
+    def find_content(self, content_hash: bytes, tokens: bytes) -> Chunk | None:
+        """A chunk with these tokens in whatever context: one in memory if there is, else the newest."""
+        same = self._contents.get(content_hash)
+        if same is None:
+            return None
+        newest = [c for c, _ in zip(reversed(same.values()), range(_MOST_COPIES), strict=False) if c.ids == tokens]
+        return next((c for c in newest if c.in_arena is Residency.PRESENT), newest[0] if newest else None)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless all maps, and the summary, hold the same chunks."""
+        listed = [c for parent in self._children for c in self.children(parent)]
+        assert len(listed) == len(self._chunks), "children and chunks differ in number"
+        assert all(self._chunks.get(c.key) is c for c in listed), "a child is not in the index"
+        assert sum(map(len, self._sorted.values())) == len(listed), "roots and chunks differ in number"
+        contents = [c for same in self._contents.values() for c in same.values()]
+        assert len(contents) == len(self._chunks), "contents and chunks differ in number"
+        assert self.tokens == sum(c.tokens for c in listed), "tokens do not add up"
+        if self.summary is not None:
+            self.summary.check_integrity(listed)

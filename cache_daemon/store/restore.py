@@ -1,0 +1,67 @@
+"""Taking up what an earlier start left in the durable tier."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import structlog
+from kvsidecar import keys
+
+from cache_daemon.durable.durable_tier import DurableTier, Loaded
+from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.insertion import Inserter
+from cache_daemon.store.persistence import Persistence
+
+_LISTED_AT_ONCE = 500
+
+log = structlog.get_logger("cache_daemon")
+
+
+@dataclass(frozen=True)
+class Restoring:
+    """``note`` hears the name and value of every small value that was kept."""
+
+    inserter: Inserter
+    persistence: Persistence
+    note: Callable[[bytes, bytes], None]
+
+    async def restore(self, durable: DurableTier, reading: Executor) -> None:
+        """Lists the tier's chunks, and tells of its notes. Reads on ``reading``."""
+        loop = asyncio.get_running_loop()
+        loaded = await loop.run_in_executor(reading, lambda: list(durable.load()))
+        notes = await loop.run_in_executor(reading, durable.notes)
+        tiers = self.inserter.tiers
+        now = tiers.clock()
+        unfit = 0
+        for n, item in enumerate(loaded):
+            if not self.inserter.restore(self._chunk(item, now)):
+                self.persistence.discard(item.header.prefix_hash)
+                unfit += 1
+            if n % _LISTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        if unfit:
+            log.warning("dropping stored chunks that do not continue their parents", chunks=unfit)
+        await self.persistence.restored()
+        tiers.counts.corrupt_chunks += durable.load_report.corrupt + unfit
+        for name, value in notes.items():
+            self.note(name, value)
+
+    def _chunk(self, item: Loaded, now: float) -> Chunk:
+        ids = keys.token_bytes(item.header.token_ids)
+        item.header.ClearField("token_ids")
+        tiers = self.inserter.tiers
+        tenant = tiers.accounts.of(item.header.tenant)
+        used_at = min(now, item.last_use / 1000)
+        if not item.last_use:  # it came in shortly before a sudden end: from now on that is known
+            used_at = tiers.used[item.header.prefix_hash] = now
+        return Chunk(
+            item.header,
+            ids,
+            tenant,
+            on_disk=Residency.PRESENT,
+            stored_bytes=item.stored_bytes,
+            used_at=used_at,
+        )

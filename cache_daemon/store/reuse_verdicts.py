@@ -1,0 +1,55 @@
+"""What verifications of approximate reuse have found, by namespace."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from google.protobuf.message import DecodeError
+from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
+from kvsidecar.errors import StoreUnavailable
+
+from cache_daemon.durable.durable_tier import PutOutcome, PutResult
+from cache_daemon.durable.group_commit_writer import DurableWriter
+
+NOTE_PREFIX = b"verdict:"
+_WRITTEN_SECONDS = 10.0
+
+
+class Verdicts:
+    """Kept in memory, so that a heartbeat asks no disk, and as notes in the durable tier, if there is one."""
+
+    def __init__(self, writer: DurableWriter | None) -> None:
+        self._writer = writer
+        self._verdicts: dict[bytes, ReuseVerdict] = {}
+
+    def get(self, namespace: bytes) -> ReuseVerdict | None:
+        return self._verdicts.get(namespace)
+
+    async def put(self, namespace: bytes, verdict: ReuseVerdict) -> None:
+        """Returns when it is on disk, where there is one.
+
+        Raises StoreUnavailable when the disk does not take it in time: it is in use all the same, and is written as
+        soon as the disk works again.
+        """
+        self._verdicts[namespace] = verdict
+        if self._writer is not None:
+            written: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
+
+            def done(result: PutResult) -> None:
+                if not written.done():
+                    written.set_result(result.outcome)
+
+            self._writer.note(NOTE_PREFIX + namespace, verdict.SerializeToString(), done)
+            await asyncio.wait({written}, timeout=_WRITTEN_SECONDS)
+            if not written.done() or written.result() is not PutOutcome.STORED:
+                why = self._writer.failing[0] if self._writer.failing else "the disk does not answer"
+                raise StoreUnavailable(
+                    f"the verdict is in use, but the durable store has not written it yet ({why}): it is lost if the "
+                    "daemon is killed now"
+                )
+
+    def restore(self, name: bytes, value: bytes) -> None:
+        """Takes up a note of an earlier start; one that cannot be read is forgotten."""
+        with contextlib.suppress(DecodeError):
+            self._verdicts[name[len(NOTE_PREFIX) :]] = ReuseVerdict.FromString(value)

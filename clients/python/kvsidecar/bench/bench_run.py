@@ -1,0 +1,41 @@
+"""A whole measurement: prompts with shared beginnings, sent for the first time and again, and what both took."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from kvsidecar.bench.bench_summary import figures, speedup
+from kvsidecar.bench.load_generator import Answer, Server, model_of, send
+from kvsidecar.bench.shared_prefix_prompts import Prompt, Shape, prompts
+
+
+async def measured(
+    server: Server, shape: Shape, requests: int, seed: int, options: dict[str, Any], console: Console
+) -> dict[str, Any]:
+    """What was ``asked``, the figures of the ``first`` requests and of those that came ``again``, and what the cache
+    was worth. ``options`` are those of ``send``; a bar on ``console`` shows how far it is."""
+    if not server.model:
+        server = replace(server, model=await model_of(server))
+    firsts, others = prompts(shape, requests, seed)
+    asked = {"url": server.url, "model": server.model, "chat": server.chat, "seed": seed, **asdict(shape), **options}
+    result: dict[str, Any] = {"asked": asked}
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("asking", total=len(firsts) + len(others))
+
+        async def phase(some: list[Prompt]) -> dict[str, Any]:
+            def told(_: Answer) -> None:
+                progress.advance(task)
+
+            began = time.perf_counter()
+            answers = await send(server, some, told=told, **options)
+            return figures(answers, time.perf_counter() - began)
+
+        result["first"] = await phase(firsts)
+        result["again"] = await phase(others)
+    result["ttft_speedup"] = speedup(result["first"], result["again"])
+    return result

@@ -1,0 +1,169 @@
+"""Sends prompts to a server, so many at a time, and notes when the tokens of their answers come.
+
+``POST /chat/completions`` or ``/completions``, streamed, with ``stream_options.include_usage``:
+https://platform.openai.com/docs/api-reference/chat-streaming
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from kvsidecar.bench.shared_prefix_prompts import Prompt
+from kvsidecar.errors import InvalidRequest, KVSidecarError, Unavailable
+
+_CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where to ask. ``url`` ends where OpenAI's does, in ``/v1``; without a ``model`` the first that is listed."""
+
+    url: str
+    model: str = ""
+    key: str = ""
+    chat: bool = True
+    timeout_seconds: float = 600.0
+
+    def client(self, connections: int) -> httpx.AsyncClient:
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+        timeout = httpx.Timeout(self.timeout_seconds, connect=_CONNECT_SECONDS)
+        return httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=timeout)
+
+
+@dataclass
+class Answer:
+    """What came of a prompt. Times in seconds from when it was sent; ``why`` says what went wrong."""
+
+    first: bool
+    first_token: float = 0.0
+    between: list[float] = field(default_factory=list)
+    whole: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None
+    """None where the server does not say."""
+    generated_tokens: int = 0
+    why: str = ""
+
+
+async def model_of(server: Server) -> str:
+    """The first model that a server lists. Raises Unavailable, KVSidecarError."""
+    try:
+        async with server.client(1) as client:
+            answer = await client.get("models")
+            if answer.status_code != 200:
+                raise KVSidecarError(f"{server.url}/models says {_reason(answer.status_code, answer.content)}")
+            listed = answer.json()["data"]
+    except httpx.InvalidURL as error:
+        raise InvalidRequest(f"{server.url!r} is no URL: {error}") from error
+    except httpx.HTTPError as error:
+        raise Unavailable(f"no answer from {server.url}: {error or type(error).__name__}; is it running?") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise KVSidecarError(f"{server.url}/models is no list of models; does the URL end in /v1?") from error
+    if not listed:
+        raise Unavailable(f"{server.url} serves no model yet; try again in a moment")
+    return str(listed[0]["id"])
+
+
+async def send(
+    server: Server,
+    given: Iterable[Prompt],
+    *,
+    concurrency: int,
+    max_tokens: int,
+    ignore_eos: bool,
+    told: Callable[[Answer], None] = lambda _: None,
+) -> list[Answer]:
+    """Asks all prompts in order, at most ``concurrency`` at a time; ``told`` hears of each answer as it ends."""
+    todo, answers = iter(given), list[Answer]()
+    body: dict[str, Any] = {
+        "model": server.model,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if ignore_eos:
+        body["ignore_eos"] = True
+
+    async def ask_on(client: httpx.AsyncClient) -> None:
+        for prompt in todo:
+            answer = Answer(prompt.first)
+            try:
+                await _ask(client, server.chat, body, prompt.text, answer)
+            except (httpx.HTTPError, KVSidecarError, ValueError) as error:
+                answer.why = str(error) or type(error).__name__
+            answers.append(answer)
+            told(answer)
+
+    async with server.client(concurrency) as client, asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(ask_on(client))
+    return answers
+
+
+async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text: str, answer: Answer) -> None:
+    asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    began = last = time.perf_counter()
+    path = "chat/completions" if chat else "completions"
+    async with client.stream("POST", path, json={**body, **asked}) as response:
+        if response.status_code != 200:
+            raise KVSidecarError(_reason(response.status_code, await response.aread()))
+        ended = False
+        async for line in response.aiter_lines():
+            if not line.startswith("data:"):
+                continue
+            data = line.removeprefix("data:").strip()
+            if data == "[DONE]":
+                ended = True
+                break
+            event = json.loads(data)
+            now = time.perf_counter()
+            if "error" in event:
+                raise KVSidecarError(str(event["error"].get("message", event["error"])))
+            if _says_something(event):
+                if answer.first_token:
+                    answer.between.append(now - last)
+                else:
+                    answer.first_token = now - began
+                last = now
+            if event.get("usage"):
+                _count(event["usage"], answer)
+    answer.whole = time.perf_counter() - began
+    if not ended:
+        raise KVSidecarError("the answer broke off")
+    # An answer may be empty: its end is then all that comes.
+    answer.first_token = answer.first_token or answer.whole
+
+
+def _says_something(event: dict[str, Any]) -> bool:
+    """Whether there is text in it, of whatever kind; the first event of a chat only names a role."""
+    for choice in event.get("choices", ()):
+        delta = choice.get("delta") or {}
+        if choice.get("text") or any(delta.get(k) for k in ("content", "reasoning_content", "reasoning", "tool_calls")):
+            return True
+    return False
+
+
+def _count(usage: dict[str, Any], answer: Answer) -> None:
+    answer.prompt_tokens = usage.get("prompt_tokens") or 0
+    answer.generated_tokens = usage.get("completion_tokens") or 0
+    details = usage.get("prompt_tokens_details") or {}
+    answer.cached_tokens = details.get("cached_tokens")
+
+
+def _reason(code: int, content: bytes) -> str:
+    try:
+        found = json.loads(content)
+        error = found.get("error", found) if isinstance(found, dict) else found
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except ValueError:
+        text = content.decode("utf-8", "replace")
+    return f"{code}: {text[:300]}"

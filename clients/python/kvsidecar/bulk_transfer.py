@@ -1,0 +1,199 @@
+"""Chunks carried from one daemon to another, by Fetch and Store: each is checked by its checksum at both ends, and is
+stored there as if it had been read there. What requests asked to be kept for a time is kept for what is left of it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from typing import Any
+
+import grpc
+
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
+from kvsidecar.chunk_layout import MAX_TTL_SECONDS
+from kvsidecar.errors import ChunkNotFound, InvalidRequest, Overloaded, from_rpc
+
+_PAGE = 1000
+_AT_ONCE = 4  # a daemon serves many more streams; the link is full before that
+_CALL_SECONDS = 120.0
+# Two lists are read one after the other: so much later is no longer time.
+_SLACK_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Of a namespace, 32 bytes."""
+
+    namespace: bytes
+    salt: bytes = b""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """``known`` chunks were there already; ``lost`` ones were evicted before they could be fetched, or their time was
+    over, or their beginning was gone, at one end or the other, or somebody else was writing them there."""
+
+    chunks: int = 0
+    payload_bytes: int = 0
+    known: int = 0
+    lost: int = 0
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A chunk, and when its time is over (``time.monotonic``; infinite when it has no end)."""
+
+    info: pb.ChunkInfo
+    ends_at: float
+
+
+def descriptor_of(namespace: bytes, *daemons: Any) -> NamespaceDescriptor:
+    """What the chunks of a namespace look like, as workers said that are attached to one of these daemons. Raises
+    InvalidRequest when no worker of the namespace is, grpc.RpcError."""
+    for daemon in daemons:
+        try:
+            sessions = daemon.Stats(pb.StatsRequest(), timeout=_CALL_SECONDS).session_details
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.PERMISSION_DENIED:  # guests are not told
+                raise
+            continue
+        for session in sessions:
+            if session.namespace == namespace:
+                found: NamespaceDescriptor = session.descriptor
+                return found
+    raise InvalidRequest(
+        f"no worker of the namespace {namespace.hex()} is attached to {'either' if len(daemons) > 1 else 'the'} "
+        f"daemon, or you may not see it; start one, and be an operator at its daemon"
+    )
+
+
+def carry(
+    source: Any,
+    target: Any,
+    tenant: Tenant,
+    descriptor: NamespaceDescriptor,
+    heard: Callable[[int, int], None] = lambda done, total: None,
+) -> Carried:
+    """Stores at ``target`` what ``source`` has of a tenant and ``target`` has not, or keeps for less time; both are
+    stubs. Parents go before children. ``heard`` is told of the chunks that are done. Raises KVSidecarErrors; what was
+    carried until then stays.
+    """
+    there = {chunk.info.prefix_hash: chunk.ends_at for chunk in _listed(target, tenant)}
+    found = _listed(source, tenant)
+    missing = [chunk for chunk in found if chunk.ends_at > there.get(chunk.info.prefix_hash, -inf) + _SLACK_SECONDS]
+    carried, lost = Carried(known=len(found) - len(missing)), set[bytes]()
+    done = 0
+    with ThreadPoolExecutor(_AT_ONCE, "carry") as threads:
+        for wave in _waves(missing):
+            sent = [chunk for chunk in wave if chunk.info.parent_prefix_hash not in lost]
+            outcomes = threads.map(lambda chunk: _carry_one(source, target, tenant, descriptor, chunk), sent)
+            gone = {chunk.info.prefix_hash for chunk in wave} - {chunk.info.prefix_hash for chunk in sent}
+            for chunk, size in zip(sent, outcomes, strict=True):
+                if size is None:
+                    gone.add(chunk.info.prefix_hash)
+                elif size:
+                    carried = replace(carried, chunks=carried.chunks + 1, payload_bytes=carried.payload_bytes + size)
+                else:
+                    carried = replace(carried, known=carried.known + 1)
+            lost |= gone
+            carried = replace(carried, lost=len(lost))
+            done += len(wave)
+            heard(done, len(missing))
+    return carried
+
+
+def _waves(chunks: list[_Listed]) -> Iterator[list[_Listed]]:
+    """Those that continue nothing of these, then their children, and so on."""
+    names = {chunk.info.prefix_hash for chunk in chunks}
+    children: dict[bytes, list[_Listed]] = defaultdict(list)
+    for chunk in chunks:
+        children[chunk.info.parent_prefix_hash].append(chunk)
+    wave = [chunk for chunk in chunks if chunk.info.parent_prefix_hash not in names]
+    while wave:
+        yield wave
+        wave = [child for chunk in wave for child in children[chunk.info.prefix_hash]]
+
+
+def _listed(daemon: Any, tenant: Tenant) -> list[_Listed]:
+    found, token = list[_Listed](), b""
+    while True:
+        request = pb.ListRequest(namespace=tenant.namespace, tenant_salt=tenant.salt, page_size=_PAGE, page_token=token)
+        try:
+            page = daemon.List(request, timeout=_CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+        now = time.monotonic()
+        found += [
+            _Listed(chunk, now + chunk.ttl_seconds if chunk.HasField("ttl_seconds") else inf) for chunk in page.chunks
+        ]
+        token = page.next_page_token
+        if not token:
+            return found
+
+
+def _carry_one(
+    source: Any, target: Any, tenant: Tenant, descriptor: NamespaceDescriptor, listed: _Listed
+) -> int | None:
+    """Bytes of the payload, 0 when it was there; None when the chunk, or what it continues, is gone. Raises
+    KVSidecarErrors."""
+    chunk, left = listed.info, listed.ends_at - time.monotonic()
+    if left <= 0:
+        return None
+    ttl = 0 if left == inf else min(MAX_TTL_SECONDS, ceil(left))
+    request = pb.FetchRequest(namespace=tenant.namespace, tenant_salt=tenant.salt, prefix_hash=chunk.prefix_hash)
+    fetched = source.Fetch(request, timeout=_CALL_SECONDS)
+    failed: list[grpc.RpcError] = []
+    header = ChunkHeader()
+    try:
+        header = next(fetched).header
+        stored = target.Store(_pieces(fetched, header, tenant, descriptor, ttl, failed), timeout=_CALL_SECONDS)
+        if stored.already_stored:
+            return 0
+        return None if failed or stored.prefix_hash != chunk.prefix_hash else int(header.payload_bytes)
+    except grpc.RpcError as error:
+        kind = from_rpc(failed[0] if failed else error)
+        if isinstance(kind, ChunkNotFound | Overloaded) or _has_no_parent(target, tenant, chunk):
+            return None
+        raise kind from error
+    finally:
+        fetched.cancel()
+
+
+def _pieces(
+    fetched: Any,
+    header: ChunkHeader,
+    tenant: Tenant,
+    descriptor: NamespaceDescriptor,
+    ttl_seconds: int,
+    failed: list[grpc.RpcError],
+) -> Iterator[pb.StoreRequest]:
+    """What Store is sent. gRPC reads it on a thread of its own and would only say that it failed: why is ``failed``."""
+    start = pb.StoreStart(descriptor=descriptor, tenant_salt=tenant.salt, header=header, ttl_seconds=ttl_seconds)
+    yield pb.StoreRequest(start=start)
+    try:
+        for message in fetched:
+            yield pb.StoreRequest(data=message.data)
+    except grpc.RpcError as error:
+        failed.append(error)
+
+
+def _has_no_parent(target: Any, tenant: Tenant, chunk: pb.ChunkInfo) -> bool:
+    """Whether the daemon says that what a chunk continues is not stored."""
+    parent = chunk.parent_prefix_hash
+    if parent == keys.tenant_root(tenant.namespace, tenant.salt):
+        return False
+    request = pb.FetchRequest(namespace=tenant.namespace, tenant_salt=tenant.salt, prefix_hash=parent)
+    call = target.Fetch(request, timeout=_CALL_SECONDS)
+    try:
+        next(call)
+    except grpc.RpcError as error:
+        return isinstance(from_rpc(error), ChunkNotFound)
+    finally:
+        call.cancel()
+    return False

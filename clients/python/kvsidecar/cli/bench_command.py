@@ -1,0 +1,97 @@
+"""``kvsidecar bench``: time to the first token and throughput of any server with OpenAI's paths."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvsidecar.errors import InvalidRequest, KVSidecarError
+
+_ROWS = {
+    "TTFT (ms)": "ttft_ms",
+    "between tokens (ms)": "inter_token_ms",
+    "whole answer (ms)": "whole_ms",
+}
+
+
+def bench(
+    url: Annotated[str, typer.Option(help="Where OpenAI's paths begin.")] = "http://localhost:8000/v1",
+    model: Annotated[str, typer.Option(help="Which one to ask; the first that the server lists when left out.")] = "",
+    requests: Annotated[int, typer.Option(min=1, help="Requests that go on from a shared beginning.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests at one time.")] = 4,
+    prefixes: Annotated[int, typer.Option(min=1, help="Different shared beginnings.")] = 4,
+    prefix_words: Annotated[int, typer.Option(min=0, help="Words that each of them has.")] = 1000,
+    question_words: Annotated[int, typer.Option(min=1, help="Words at the end that are each request's own.")] = 30,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 32,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Ask for just as many (vLLM's option).")] = False,
+    completions: Annotated[bool, typer.Option("--completions", help="Ask /completions, without a chat.")] = False,
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Bearer token.")] = "",
+    seed: Annotated[int | None, typer.Option(help="Makes the same prompts again; others each time without.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the figures to this file, as JSON.")] = None,
+) -> None:
+    """Measure TTFT and throughput of any OpenAI URL, with prompts that share beginnings.
+
+    First every beginning is read once; then come the requests that go on from one. Both are shown side by side. The
+    exit code is 1 when a request failed.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise InvalidRequest(f"--url is {url!r}; it must begin with http:// or https://")
+    # Here: it brings an HTTP client, which takes longer than what most commands do.
+    from kvsidecar.bench.bench_run import measured
+    from kvsidecar.bench.load_generator import Server
+    from kvsidecar.bench.shared_prefix_prompts import Shape
+
+    shape = Shape(prefixes, prefix_words, question_words)
+    seed = secrets.randbits(32) if seed is None else seed
+    server = Server(url.rstrip("/"), model, api_key, chat=not completions)
+    console = Console(stderr=as_json)
+    options = {"concurrency": concurrency, "max_tokens": max_tokens, "ignore_eos": ignore_eos}
+    result = asyncio.run(measured(server, shape, requests, seed, options, console))
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _show(result, console)
+    if not result["again"]["requests_per_s"]:
+        (why, *_) = {**result["first"]["reasons"], **result["again"]["reasons"]}
+        raise KVSidecarError(f"no request succeeded; the first said: {why}")
+    if result["first"]["failed"] + result["again"]["failed"]:
+        raise SystemExit(1)
+
+
+def _show(result: dict[str, Any], console: Console) -> None:
+    asked, first, again = result["asked"], result["first"], result["again"]
+    console.print(f"{asked['model']} at {asked['url']}, {asked['concurrency']} at a time", highlight=False)
+    table = Table("", "beginning read for the first time", "beginning read before")
+    table.add_row("requests, failed", *(f"{p['requests']}, {p['failed']}" for p in (first, again)))
+    each = [p["prompt_tokens"] / max(1, p["requests"] - p["failed"]) for p in (first, again)]
+    table.add_row("prompt tokens, each", *(f"{tokens:.0f}" for tokens in each))
+    table.add_row("of these cached", *(_share(p["cached_share"]) for p in (first, again)))
+    for title, name in _ROWS.items():
+        table.add_row(f"{title}: p50, p90, p99", *(_spread(p[name]) for p in (first, again)))
+    for title, name in (("requests", "requests"), ("prompt tokens", "prompt_tokens"), ("tokens", "generated_tokens")):
+        table.add_row(f"{title} per second", *(f"{p[f'{name}_per_s']:g}" for p in (first, again)))
+    console.print(table)
+    if result["ttft_speedup"]:
+        console.print(
+            f"the first token comes [bold]{result['ttft_speedup']:g}[/bold] times sooner after a shared beginning"
+        )
+    for why, count in [*first["reasons"].items(), *again["reasons"].items()]:
+        console.print(f"{count} failed: {why}", style="red", markup=False, highlight=False)
+
+
+def _share(value: float | None) -> str:
+    return "the server does not say" if value is None else f"{value:.0%}"
+
+
+def _spread(times: dict[str, float] | None) -> str:
+    return "-" if times is None else ", ".join(f"{times[f'p{share}']:.0f}" for share in (50, 90, 99))

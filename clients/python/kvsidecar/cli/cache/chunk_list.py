@@ -1,0 +1,206 @@
+"""``kvsidecar cache list`` and ``show``: what is stored."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from typing import Annotated, Any
+
+import grpc
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from kvsidecar import keys
+from kvsidecar.byte_sizes import format_size
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.cli.cache.daemon_target import CALL_SECONDS, AsJson, Namespace, Salt, at_daemon, salt_bytes, scope
+from kvsidecar.cli.cache.output_format import as_dict, duration, print_json, where
+from kvsidecar.cli.terminal import TerminalConsole
+from kvsidecar.client import Client
+from kvsidecar.errors import InvalidRequest, PermissionDenied, from_rpc
+
+_PAGE = 1000
+_SHORT = 12
+_COLUMNS = (
+    "chunk", "parent", "root", "workers", "position", "tokens", "bits", "payload_bytes", "stored_bytes", "where",
+    "leases", "hits", "idle_seconds",
+)  # fmt: skip
+_NARROW = ("chunk", "of", "tokens", "size", "where", "hits")
+_WIDE = ("chunk", "of", "position", "tokens", "bits", "size", "where", "leases", "hits", "idle")
+_WIDE_FROM = 118
+
+ChunkName = Annotated[str, typer.Argument(help="The chunk's hash, or its beginning, from `cache list`.")]
+
+
+@at_daemon
+def list_chunks(
+    daemon: Any,
+    limit: Annotated[int, typer.Option(min=0, help="Most chunks to show; 0 shows all.")] = 100,
+    json: AsJson = False,
+    namespace: Namespace = "",
+    salt: Salt = "",
+) -> None:
+    """Stored chunks: a table on a terminal, tab-separated lines with full hashes anywhere else.
+
+    `workers` are those attached whose chunks look like this and have no salt. `cache show` tells a chunk's text.
+    """
+    found = chunks(daemon, namespace, salt)
+    shown = list(islice(found, limit or None))
+    more = next(found, None) is not None
+    known = _workers(daemon, salt)
+    if json:
+        print_json([{**as_dict(c), "workers": known.get(c.root, [])} for c in shown])
+    elif sys.stdout.isatty():
+        _print_table(shown, known)
+    else:
+        _print_lines(shown, known)
+    if more:
+        print(f"there are more than these {limit}; --limit 0 shows all", file=sys.stderr)
+
+
+def chunks(daemon: Any, namespace: str = "", salt: str = "") -> Iterator[pb.ChunkInfo]:
+    """All stored chunks, or a tenant's, a page at a time."""
+    token, restricted = b"", scope(namespace, salt)
+    while True:
+        request = pb.ListRequest(page_size=_PAGE, page_token=token, **restricted)
+        page = daemon.List(request, timeout=CALL_SECONDS)
+        yield from page.chunks
+        token = page.next_page_token
+        if not token:
+            return
+
+
+def find(daemon: Any, beginning: str, namespace: str = "", salt: str = "") -> pb.ChunkInfo:
+    """The chunk whose hash begins so. Raises InvalidRequest unless there is exactly one."""
+    found = [c for c in chunks(daemon, namespace, salt) if c.prefix_hash.hex().startswith(beginning.lower())]
+    if not found:
+        raise InvalidRequest(f"no chunk begins with {beginning!r}; `cache list` shows which there are")
+    if len(found) > 1:
+        raise InvalidRequest(
+            f"{len(found)} chunks begin with {beginning!r}; give more of the hash that `cache list` shows"
+        )
+    return found[0]
+
+
+def prefix_of(chunk: pb.ChunkInfo, namespace: str, salt: str) -> pb.PrefixRef:
+    """Names a chunk as its tenant does, or without a namespace as operators may."""
+    restricted = scope(namespace, salt) or {"root": chunk.root}
+    return pb.PrefixRef(prefix_hash=chunk.prefix_hash, **restricted)
+
+
+@at_daemon
+def show(
+    daemon: Any,
+    chunk: ChunkName,
+    worker: Annotated[
+        str | None, typer.Option(help="Socket or host:port of a worker of this model, which makes text of the tokens.")
+    ] = None,
+    json: AsJson = False,
+    namespace: Namespace = "",
+    salt: Salt = "",
+) -> None:
+    """One chunk: where it is, how it is used and, with --worker, what it says.
+
+    The text needs the chunk's namespace and salt: those of an attached worker's common tenant are found by themselves.
+    """
+    found = find(daemon, chunk, namespace, salt if namespace else "")
+    details = as_dict(found)
+    details["workers"] = _workers(daemon, salt).get(found.root, [])
+    if worker is not None:
+        header = _header(daemon, found, namespace, salt)
+        with Client(worker) as client:
+            details["model"] = client.model().model_id
+            details["text"] = client.detokenize(list(header.token_ids))
+    if json:
+        print_json(details)
+        return
+    for name, value in details.items():
+        label = name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ")
+        print(f"{label + ':':<20}{_readable(name, value)}")
+
+
+def _readable(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(value)
+    if name.endswith("_bytes"):
+        return format_size(value)
+    return duration(value) if name.endswith("_seconds") else str(value)
+
+
+def _header(daemon: Any, chunk: pb.ChunkInfo, namespace: str, salt: str) -> ChunkHeader:
+    """With its tokens. Brings the chunk into the arena."""
+    tenant = scope(namespace, salt) if namespace else {}
+    if not tenant:
+        sessions = daemon.Stats(pb.StatsRequest(), timeout=CALL_SECONDS).session_details
+        known = {keys.tenant_root(s.namespace, salt_bytes(salt)): s.namespace for s in sessions}
+        if chunk.root not in known:
+            raise InvalidRequest("no attached worker's chunks look like this one; give its --namespace and --salt")
+        tenant = {"namespace": known[chunk.root], "tenant_salt": salt_bytes(salt)}
+    call = daemon.Fetch(pb.FetchRequest(prefix_hash=chunk.prefix_hash, **tenant), timeout=CALL_SECONDS)
+    try:
+        header: ChunkHeader = next(call).header
+        return header
+    finally:
+        call.cancel()
+
+
+def _workers(daemon: Any, salt: str) -> dict[bytes, list[str]]:
+    """Names of attached workers by the root that their chunks have; empty for who may not know."""
+    try:
+        found = daemon.Stats(pb.StatsRequest(), timeout=CALL_SECONDS)
+    except grpc.RpcError as error:
+        if isinstance(from_rpc(error), PermissionDenied):
+            return {}
+        raise
+    out: dict[bytes, list[str]] = {}
+    for session in found.session_details:
+        for known in {b"", salt_bytes(salt)}:
+            out.setdefault(keys.tenant_root(session.namespace, known), []).append(session.client_name)
+    return {root: sorted(set(names)) for root, names in out.items()}
+
+
+def _print_table(found: list[pb.ChunkInfo], known: dict[bytes, list[str]]) -> None:
+    """Columns that fit: a narrow terminal has the most telling ones."""
+    console = TerminalConsole()
+    cells = [_cells(c, known) for c in found]
+    names = _WIDE if console.width >= _WIDE_FROM else _NARROW
+    table = Table(*names)
+    for column in table.columns:
+        column.no_wrap = True
+        column.justify = "left" if column.header in ("chunk", "of", "where") else "right"
+    for row in cells:
+        table.add_row(*(row[name] for name in names))
+    console.print(table)
+
+
+def _cells(c: pb.ChunkInfo, known: dict[bytes, list[str]]) -> dict[str, str]:
+    workers = known.get(c.root, [])
+    more = f" +{len(workers) - 1}" if len(workers) > 1 else ""
+    return {
+        "chunk": c.prefix_hash.hex()[:_SHORT],
+        "of": escape(workers[0][:_SHORT]) + more if workers else c.root.hex()[:8],
+        "position": str(c.start_position),
+        "tokens": str(c.tokens),
+        "bits": str(c.bits),
+        "size": format_size(c.payload_bytes),
+        "where": where(c),
+        "leases": str(c.leases),
+        "hits": str(c.hits),
+        "idle": duration(c.idle_seconds),
+    }
+
+
+def _print_lines(found: list[pb.ChunkInfo], known: dict[bytes, list[str]]) -> None:
+    print("\t".join(_COLUMNS))
+    for c in found:
+        row = (
+            c.prefix_hash.hex(), c.parent_prefix_hash.hex(), c.root.hex(), ",".join(known.get(c.root, [])),
+            c.start_position, c.tokens, c.bits, c.payload_bytes, c.stored_bytes, where(c), c.leases, c.hits,
+            f"{c.idle_seconds:.1f}",
+        )  # fmt: skip
+        print("\t".join(map(str, row)))

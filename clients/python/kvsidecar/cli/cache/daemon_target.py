@@ -1,0 +1,123 @@
+"""Reaching the daemon from a command: which one, and as whom."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Concatenate, ParamSpec
+
+import grpc
+import typer
+
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.errors import InvalidRequest, from_rpc
+from kvsidecar.keys import HASH_BYTES
+from kvsidecar.net.channel import channel, explain, read_token
+from kvsidecar.process.runtime_dir import own_runtime_dir
+
+CALL_SECONDS = 10
+P = ParamSpec("P")
+
+_OPTIONS: dict[str, Any] = {
+    "socket": Annotated[
+        str | None,
+        typer.Option(envvar="KVSIDECAR_CACHE_SOCKET", help="The daemon's socket or host:port.", show_envvar=True),
+    ],
+    "token_file": Annotated[Path | None, typer.Option(help="File with the token that the daemon knows you by.")],
+    "ca": Annotated[Path | None, typer.Option(help="PEM file of the authority that vouches for the daemon.")],
+    "cert": Annotated[Path | None, typer.Option(help="PEM file of your certificate.")],
+    "key": Annotated[Path | None, typer.Option(help="PEM file of its key.")],
+}
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document, in whole numbers and full hashes.")]
+Namespace = Annotated[str, typer.Option(help="Only this namespace (64 hex digits), with --salt its tenant.")]
+Salt = Annotated[
+    str, typer.Option(help="The tenant's salt, or @FILE to read it from a file; none is the common tenant.")
+]
+
+
+def at_daemon(command: Callable[Concatenate[Any, P], None]) -> Callable[..., None]:
+    """Gives a command whose first argument is a stub of the daemon the options that say where that is. The daemon's
+    failures become KVSidecarErrors."""
+
+    def once(reach: Any, /, *given: P.args, **named: P.kwargs) -> None:
+        with reach() as stub:
+            command(stub, *given, **named)
+
+    functools.update_wrapper(once, command)
+    return reaching(once)
+
+
+def reaching(command: Callable[Concatenate[Any, P], None]) -> Callable[..., None]:
+    """Likewise for one whose first argument connects anew with every call: ``with reach() as stub``."""
+    own = inspect.signature(command, eval_str=True)
+
+    def run(**given: Any) -> None:
+        reached = {name: given.pop(name) for name in _OPTIONS}
+        command(functools.partial(connected, **reached), **given)  # type: ignore[call-arg]
+
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in _OPTIONS.items()
+    ]
+    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in list(own.parameters.values())[1:]]
+    parameters = [*kept, *options]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+@contextmanager
+def connected(
+    socket: str | None,
+    token_file: Path | None = None,
+    ca: Path | None = None,
+    cert: Path | None = None,
+    key: Path | None = None,
+) -> Iterator[Any]:
+    """A stub of the daemon; its failures become KVSidecarErrors. That nothing listens there is one sentence, which says
+    what to do."""
+    token = read_token(token_file) if token_file is not None else None
+    target = socket or own_runtime_dir() / "cache.sock"
+    with channel(target, token=token, ca=ca, certificate=cert, key=key) as reached:
+        try:
+            yield CacheServiceStub(reached)
+        except grpc.RpcError as error:
+            encrypted = any(part is not None for part in (token, ca, cert, key))
+            advice = "start one with: kvsidecar serve" if socket is None else "is it running, and is that its address?"
+            absent = f"no cache daemon listens on {target}; {advice}"
+            raise explain(from_rpc(error), target, encrypted=encrypted, absent=absent) from error
+
+
+def namespace_bytes(text: str) -> bytes:
+    """A namespace from its hex digits; empty for none. Raises InvalidRequest."""
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        found = b"?"
+    if len(found) not in (0, HASH_BYTES):
+        raise InvalidRequest(f"--namespace is {text!r}; it must have {2 * HASH_BYTES} hex digits")
+    return found
+
+
+def salt_bytes(text: str) -> bytes:
+    """A salt as it was given, or the contents of the file that ``@FILE`` names, without the line's end. Raises
+    InvalidRequest."""
+    if not text.startswith("@"):
+        return text.encode()
+    try:
+        return Path(text[1:]).read_bytes().rstrip(b"\r\n")
+    except OSError as error:
+        raise InvalidRequest(f"cannot read the salt from {text[1:]}: {error.strerror}") from error
+
+
+def scope(namespace: str, salt: str) -> dict[str, Any]:
+    """The fields that restrict a request to a tenant. Raises InvalidRequest for a salt without a namespace."""
+    if salt and not namespace:
+        raise InvalidRequest("--salt names a tenant of a namespace; give --namespace, too")
+    found = namespace_bytes(namespace)
+    return {"namespace": found, "tenant_salt": salt_bytes(salt)} if found else {}

@@ -1,0 +1,50 @@
+"""``kvsidecar cache pin``, ``unpin`` and ``delete``: what the daemon is to keep."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cli.cache.chunk_list import ChunkName, find, prefix_of
+from kvsidecar.cli.cache.daemon_target import CALL_SECONDS, Namespace, Salt, at_daemon, scope
+from kvsidecar.errors import InvalidRequest
+
+
+@at_daemon
+def pin(daemon: Any, chunk: ChunkName, namespace: Namespace = "", salt: Salt = "") -> None:
+    """Keep a chunk and all before it, whatever is evicted. Pins are counted and survive restarts."""
+    prefix = prefix_of(find(daemon, chunk, namespace, salt), namespace, salt)
+    result = daemon.Pin(pb.PinRequest(prefix=prefix), timeout=CALL_SECONDS)
+    print(f"pinned {result.chunks} chunks")
+
+
+@at_daemon
+def unpin(daemon: Any, chunk: ChunkName, namespace: Namespace = "", salt: Salt = "") -> None:
+    """End one pin."""
+    prefix = prefix_of(find(daemon, chunk, namespace, salt), namespace, salt)
+    result = daemon.Unpin(pb.UnpinRequest(prefix=prefix), timeout=CALL_SECONDS)
+    print(f"unpinned {result.chunks} chunks")
+
+
+@at_daemon
+def delete(
+    daemon: Any,
+    chunk: Annotated[str, typer.Argument(help="The chunk's hash or its beginning; leave out with --all.")] = "",
+    everything: Annotated[
+        bool, typer.Option("--all", help="Delete all chunks; with --namespace those of the tenant.")
+    ] = False,
+    namespace: Namespace = "",
+    salt: Salt = "",
+) -> None:
+    """Remove a chunk and all that continues it."""
+    if bool(chunk) == everything:
+        raise InvalidRequest("name one chunk, or say --all")
+    prefix = (
+        pb.PrefixRef(**scope(namespace, salt))
+        if everything
+        else prefix_of(find(daemon, chunk, namespace, salt), namespace, salt)
+    )
+    result = daemon.Delete(pb.DeleteRequest(prefix=prefix), timeout=10 * CALL_SECONDS)
+    print(f"deleted {result.deleted} chunks")

@@ -1,0 +1,60 @@
+"""The commands that become a service's process: which program each is, and which settings it has.
+
+Imports nothing that takes time, so that ``kvsidecar daemon`` becomes the daemon without loading the command line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from kvsidecar.process.interpreter import python_command
+
+PROGRAMS = {
+    "serve": ("inference_svc", "serve"),
+    "daemon": ("cache_daemon",),
+    "worker": ("inference_svc", "worker"),
+    "gateway": ("inference_svc", "gateway"),
+    "verify": ("inference_svc", "verify"),
+    "quantize": ("inference_svc", "quantize"),
+}
+SETTINGS = {
+    "serve": ("inference_svc.node.supervisor", "ServeConfig"),
+    "daemon": ("cache_daemon.config", "DaemonConfig"),
+    "worker": ("inference_svc.server.worker_config", "WorkerConfig"),
+    "gateway": ("inference_svc.gateway.gateway_config", "GatewayConfig"),
+}
+# Set by the script that --install-completion installs.
+ASKED_BY_SHELL = "_KVSIDECAR_COMPLETE"
+
+
+def become(command: str, arguments: Sequence[str]) -> NoReturn:
+    """Replaces this process by the program of a command, which has a command line of its own."""
+    os.execv(sys.executable, python_command("-m", *PROGRAMS[command], *arguments))
+
+
+def of_another(flag: str) -> str:
+    """For a flag that ``serve`` has not and processes of its node have: whose it is, and the variables that set it
+    there. Else nothing."""
+    name = flag.removeprefix("--").replace("-", "_")
+    variables = {}
+    for service in ("daemon", "worker", "gateway"):
+        settings = settings_of(service)
+        if name in settings.model_fields:
+            variables[service] = f"{settings.model_config['env_prefix']}{name.upper()}"
+    if not variables:
+        return ""
+    if len(variables) == 1:
+        ((service, variable),) = variables.items()
+        return f"{flag} is of kvsidecar {service}: set {variable}"
+    owners = " and ".join(f"kvsidecar {service}" for service in variables)
+    return f"{flag} is of {owners}: set " + " or ".join(f"{v} (the {s}'s)" for s, v in variables.items())
+
+
+def settings_of(service: str) -> Any:
+    """The settings class of one of ``SETTINGS``."""
+    module, name = SETTINGS[service]
+    return getattr(importlib.import_module(module), name)

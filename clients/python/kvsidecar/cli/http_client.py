@@ -1,0 +1,183 @@
+"""Asking a gateway over HTTP, as ``chat`` and ``generate`` do with ``--url``: a node on another machine, or a fleet."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from kvsidecar.cli.worker_client import connected
+from kvsidecar.client import Client, Completion, CompletionChunk
+from kvsidecar.errors import (
+    InvalidRequest,
+    KVSidecarError,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+    UnknownModel,
+)
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+Url = Annotated[
+    str, typer.Option("--url", help="A gateway, of a node or a fleet, as http://HOST:8000, in the place of a worker.")
+]
+ApiKey = Annotated[str, typer.Option(envvar="KVSIDECAR_API_KEY", help="The gateway's key.")]
+_KINDS: dict[int, type[KVSidecarError]] = {
+    400: InvalidRequest,
+    401: Unauthenticated,
+    403: PermissionDenied,
+    404: UnknownModel,
+    503: Unavailable,
+}
+_CONNECT_SECONDS = 10.0
+
+
+@contextmanager
+def asking(worker: str | None, url: str, api_key: str) -> Iterator[Client | HttpClient]:
+    """A client of a worker or, where a URL is given, of a gateway."""
+    if not url:
+        with connected(worker) as client:
+            yield client
+        return
+    if worker is not None:
+        raise InvalidRequest("give --worker or --url, not both")
+    if not url.startswith(("http://", "https://")):
+        raise InvalidRequest(f"--url is {url!r}; write it like http://HOST:8000")
+    with HttpClient(url, api_key) as over_http:
+        yield over_http
+
+
+class HttpClient:
+    """What of ``Client`` these commands use, by OpenAI's paths. Close it, or use it as a context manager. Raises
+    KVSidecarErrors."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        import httpx  # here: without a URL nobody needs it, and it takes long
+
+        self._url = url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
+        try:
+            self._client = httpx.Client(base_url=f"{self._url}/v1/", headers=headers, timeout=timeout)
+        except (httpx.InvalidURL, UnicodeEncodeError) as error:
+            raise InvalidRequest(f"--url or --api-key cannot be used: {error}") from error
+        self._failed: type[Exception] = httpx.HTTPError
+
+    def __enter__(self) -> HttpClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def model(self) -> pb.GetModelResponse:
+        """The first that is served; only its name is known."""
+        try:
+            answer = self._client.get("models", timeout=_CONNECT_SECONDS)
+        except self._failed as error:
+            raise self._absent(error) from error
+        found = _body(answer.status_code, answer.read())
+        models = found.get("data")
+        if not isinstance(models, list) or not models:
+            raise Unavailable(f"{self._url} serves no model yet; try again in a moment")
+        return pb.GetModelResponse(model_id=str(models[0]["id"]))
+
+    def stream(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int,
+        temperature: float | None = None,
+        seed: int | None = None,
+        model: str = "",
+    ) -> Generator[CompletionChunk, None, None]:
+        """An answer as it comes, to a text or to a conversation's messages. Closing the iterator ends the request."""
+        chat = not isinstance(prompt, str)
+        given = {"temperature": temperature, "seed": seed, "model": model or self.model().model_id}
+        body = {name: value for name, value in given.items() if value is not None} | {
+            "messages" if chat else "prompt": prompt,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        try:
+            with self._client.stream("POST", "chat/completions" if chat else "completions", json=body) as answer:
+                if answer.status_code != 200:
+                    _body(answer.status_code, answer.read())
+                yield from _chunks(answer.iter_lines(), time.perf_counter())
+        except self._failed as error:
+            raise self._absent(error) from error
+
+    def _absent(self, error: Exception) -> Unavailable:
+        return Unavailable(f"{self._url} does not answer: {error or type(error).__name__}; is it running, and its URL?")
+
+
+def _body(code: int, content: bytes) -> dict[str, Any]:
+    """What an answer says. Raises KVSidecarErrors for refusals and for what no gateway says."""
+    try:
+        found = json.loads(content)
+        if code == 200 and isinstance(found, dict):
+            return found
+        text = str(found["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        text = f"it answers {code}, and nothing that a gateway says"
+    raise _KINDS.get(code, KVSidecarError)(text)
+
+
+def _chunks(lines: Iterator[str], began: float) -> Iterator[CompletionChunk]:
+    """The events of a stream that was asked for at ``began``. Where the server says no times, those seen from here."""
+    texts: list[str] = []
+    first, finish = 0.0, ""
+    for line in lines:
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or not data:
+            continue
+        if data == "[DONE]":
+            return
+        event = _event(data)
+        for choice in event.get("choices", ()):
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            finish = choice.get("finish_reason") or finish
+            if text:
+                first = first or time.perf_counter()
+                texts.append(text)
+                yield CompletionChunk(text, [])
+        if event.get("usage"):
+            now = time.perf_counter()
+            seen = {"ttft_ms": ((first or now) - began) * 1e3, "decode_ms": (now - (first or now)) * 1e3}
+            whole = _completion("".join(texts), finish, event["usage"], seen | (event.get("timings") or {}))
+            yield CompletionChunk("", [], whole)
+    raise KVSidecarError("the answer broke off")
+
+
+def _event(data: str) -> dict[str, Any]:
+    """Raises KVSidecarError for an error that the server tells in its stream, and for what is no event."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise KVSidecarError(f"it answers {data[:80]!r}, and nothing that a gateway says")
+    if "error" in found:
+        error = found["error"]
+        raise KVSidecarError(str(error.get("message", error) if isinstance(error, dict) else error))
+    return found
+
+
+def _completion(text: str, finish: str, usage: Mapping[str, Any], timings: dict[str, float]) -> Completion:
+    prompt, generated = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
+    return Completion(
+        text=text,
+        token_ids=[],
+        finish_reason=finish,
+        prompt_tokens=usage.get("prompt_tokens") or 0,
+        cached_tokens=prompt.get("cached_tokens") or 0,
+        generated_tokens=usage.get("completion_tokens") or 0,
+        approximate_tokens=prompt.get("approximate_tokens") or 0,
+        recomputed_tokens=0,
+        timings=timings,
+        accepted_tokens=generated.get("accepted_prediction_tokens") or 0,
+    )

@@ -1,0 +1,289 @@
+"""``kvsidecar status`` and ``kvsidecar stop``: the node whose sockets lie in a folder.
+
+Who listens at a socket is asked of the kernel (SO_PEERCRED, unix(7)); what does not listen yet is known from what
+``serve`` says of its node (``kvsidecar.process.node_report``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from http import HTTPStatus
+from pathlib import Path
+from typing import Annotated
+
+import grpc
+import psutil
+import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.table import Column, Table
+
+from kvsidecar.byte_sizes import format_size
+from kvsidecar.cache.v1 import cache_pb2
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.cli.exec_service import PROGRAMS
+from kvsidecar.cli.sharing_group import numerics_text, sharing_groups
+from kvsidecar.cli.terminal import TerminalConsole
+from kvsidecar.errors import Unavailable
+from kvsidecar.inference.v1 import inference_pb2
+from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
+from kvsidecar.net.http_health import health_status
+from kvsidecar.process.node_report import STARTING, ProcessReport, Supervised, read_reports, supervised
+from kvsidecar.process.runtime_dir import default_runtime_dir, listener_of, require_private_dir, socket_target
+
+RuntimeDir = Annotated[Path | None, typer.Option(help="Folder of the sockets; that of `serve` when left out.")]
+_PATIENCE_SECONDS = 3.0
+_CACHE = "cache.sock"
+SERVING, LOADING, NOT_READY, NOT_SERVING = "serving", "loading", "not ready", "not serving"
+_COLORS = {SERVING: "green", LOADING: "yellow", NOT_READY: "yellow", NOT_SERVING: "red"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process of a node. ``pid`` is 0 for one in another container, -1 where there is none. The detail of the
+    gateway is its URL."""
+
+    name: str
+    pid: int
+    serving: bool
+    uptime_seconds: float
+    detail: str
+    state: str
+    """``serving``; ``loading`` what a supervisor has started and does not listen yet; ``not ready`` a gateway without a
+    worker to ask; ``not serving``."""
+    restarts: int = 0
+    """How often a supervisor had to start it again."""
+    kills: int = 0
+    """Of these, how often because it did not answer."""
+
+
+def status(
+    runtime_dir: RuntimeDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Say what runs here and whether it serves; exit code 0 when all of it does, else 1.
+
+    While a model is loaded its worker is `loading`, the gateway is `not ready`, and the exit code is 1.
+    """
+    folder = _trusted(runtime_dir)
+    parts = parts_in(folder)
+    if as_json:
+        print(json.dumps([asdict(part) for part in parts]))
+    elif not parts:
+        print(f"nothing runs in {folder}; start it with: kvsidecar serve")
+    else:
+        table = Table("what", "", "pid", "up", Column(overflow="fold"))
+        for part in parts:
+            color = _COLORS[part.state]
+            table.add_row(part.name, f"[{color}]{part.state}[/{color}]", _pid(part), _ago(part), _shown(part))
+        TerminalConsole().print(table)
+    if not parts or not all(part.serving for part in parts):
+        raise SystemExit(1)
+
+
+def stop(
+    runtime_dir: RuntimeDir = None,
+    seconds: Annotated[float, typer.Option(help="How long the end may take; what is queued is written first.")] = 60.0,
+) -> None:
+    """End what runs here in order: no new requests, then running ones, then the cache. What is durable stays."""
+    folder = _trusted(runtime_dir)
+    ending = _to_end(folder)
+    for process in ending:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            what = f"{_typed(process.cmdline())} (process {process.pid})"
+            process.terminate()
+            if not _ended(process, seconds):
+                raise Unavailable(f"{what} did not end within {seconds:g} s; wait, or kill it")
+            print(f"stopped {what}")
+    if left := [part.name for part in parts_in(folder) if part.pid >= 0]:
+        raise Unavailable(f"{', '.join(left)} still runs in {folder}; stop it where it was started")
+    if not ending:
+        print(f"nothing runs in {folder}")
+
+
+def _trusted(runtime_dir: Path | None) -> Path:
+    """The folder to look into. Raises ConfigurationError where another user could have put there what is in it."""
+    folder = runtime_dir or default_runtime_dir()
+    require_private_dir(folder)
+    return folder
+
+
+def _typed(arguments: list[str]) -> str:
+    """What a user calls a program of ours."""
+    module = arguments.index("-m") + 1 if "-m" in arguments else 0
+    named = [word for word in arguments[module : module + 2] if not word.startswith("-")]
+    ours = [name for name, program in PROGRAMS.items() if list(program) == named[: len(program)]]
+    return f"kvsidecar {ours[0]}" if ours else " ".join(named)
+
+
+def _ended(process: psutil.Process, seconds: float) -> bool:
+    """Waits for a process's end. One whose parent has not asked how it ended has ended all the same."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+    return True
+
+
+def parts_in(folder: Path) -> list[Part]:
+    """The daemon and the workers by name; where a supervisor is, those that do not listen yet, and the gateway."""
+    sockets = sorted(folder.glob("*.sock"), key=lambda path: (path.name != _CACHE, path.name))
+    found = [_part(path) for path in sockets]
+    node = supervised(folder)
+    return found if node is None else _with_awaited(folder, {part.name: part for part in found}, node)
+
+
+def _with_awaited(folder: Path, found: dict[str, Part], node: Supervised) -> list[Part]:
+    """All parts of a node: of those that do not listen, whether they are on their way."""
+    children, reports = _children(node), read_reports(folder, node.pid)
+    for name in ["cache", *(f"worker-{i}" for i in range(node.workers))]:
+        if (name != "cache" or node.cache) and (name not in found or found[name].pid < 0):
+            child = children.get(name)
+            doing = "its model is being loaded" if name != "cache" else "its store is being opened"
+            if child is not None and name not in found and _report_on(name, reports).state != STARTING:
+                gone = f"it runs, and nobody reaches it: {folder / name}.sock is gone; it should be back in a moment"
+                found[name] = Part(name, child.pid, False, _age(child), gone, NOT_SERVING)
+            elif child is None:
+                found[name] = Part(name, -1, False, 0.0, "its process is about to be started", LOADING)
+            else:
+                found[name] = Part(name, child.pid, False, _age(child), doing, LOADING)
+    gateway = gateway_of(node, children.get("gateway"))
+    ordered = sorted(found.values(), key=lambda part: (part.name != "cache", len(part.name), part.name))
+    return [_with_restarts(part, _report_on(part.name, reports)) for part in (*ordered, gateway)]
+
+
+def _report_on(name: str, reports: dict[str, ProcessReport]) -> ProcessReport:
+    """The supervisor's report on a part."""
+    return reports.get("daemon" if name == "cache" else name, ProcessReport())
+
+
+def _with_restarts(part: Part, report: ProcessReport) -> Part:
+    return replace(part, restarts=report.deaths + report.kills, kills=report.kills)
+
+
+def _shown(part: Part) -> str:
+    """The detail of a part, and how often it had to be started again."""
+    if not part.restarts:
+        return part.detail
+    again = f"{part.detail}; started again {part.restarts} time{'s' if part.restarts > 1 else ''}"
+    return f"{again}, {part.kills} of them because it did not answer" if part.kills else again
+
+
+def gateway_of(node: Supervised, process: psutil.Process | None = None) -> Part:
+    """The gateway of a node, asked whether it has a worker to ask."""
+    ready = health_status(node.url, _PATIENCE_SECONDS) == HTTPStatus.OK
+    state = SERVING if ready else NOT_READY
+    return Part("gateway", process.pid if process else -1, ready, _age(process) if process else 0.0, node.url, state)
+
+
+def _children(node: Supervised) -> dict[str, psutil.Process]:
+    """A supervisor's processes by the name of their part."""
+    found = {}
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(node.pid).children():
+            given = _arguments(child)
+            names = [word.removeprefix("--name=") for word in given if word.startswith("--name=")]
+            if "cache_daemon" in given:
+                found["cache"] = child
+            elif "gateway" in given:
+                found["gateway"] = child
+            elif names:
+                found[names[0]] = child
+    return found
+
+
+def _age(process: psutil.Process) -> float:
+    """Seconds since its start."""
+    with contextlib.suppress(psutil.Error):
+        return float(time.time() - process.create_time())
+    return 0.0
+
+
+def _part(path: Path) -> Part:
+    pid = listener_of(path, _PATIENCE_SECONDS)
+    name = path.name.removesuffix(".sock")
+    if pid is None:
+        return Part(name, -1, False, 0.0, "its socket is left, and nobody listens there", NOT_SERVING)
+    uptime = 0.0
+    with contextlib.suppress(psutil.Error):
+        uptime = _age(psutil.Process(pid)) if pid else 0.0
+    with grpc.insecure_channel(socket_target(path)) as channel:
+        try:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            answer = check(health_pb2.HealthCheckRequest(), timeout=_PATIENCE_SECONDS)
+            serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+            detail = _of_cache(channel) if path.name == _CACHE else _of_worker(channel)
+        except grpc.RpcError as error:
+            serving, detail = False, error.details() or error.code().name
+    return Part(name, pid, serving, uptime, detail, SERVING if serving else NOT_SERVING)
+
+
+def _of_cache(channel: grpc.Channel) -> str:
+    stats = CacheServiceStub(channel).Stats(cache_pb2.StatsRequest(), timeout=_PATIENCE_SECONDS)
+    held = f"{stats.tokens} tokens in {stats.chunks} chunks, {format_size(stats.arena_used_bytes)} of the arena"
+    text = "; ".join([f"{stats.sessions} attached, {held}", *(g.text for g in sharing_groups(stats.session_details))])
+    return f"{text}; writing fails: {stats.durable_failing}" if stats.durable_failing else text
+
+
+def _of_worker(channel: grpc.Channel) -> str:
+    stub = InferenceServiceStub(channel)
+    model = stub.GetModel(inference_pb2.GetModelRequest(), timeout=_PATIENCE_SECONDS)
+    stats = stub.GetStats(inference_pb2.GetStatsRequest(), timeout=_PATIENCE_SECONDS)
+    cache = "attached" if stats.cache_attached else "without cache"
+    told = [f"{model.model_id} on {model.device}, {cache}", f"{stats.running} running, {stats.waiting} waiting"]
+    return "; ".join(filter(None, [*told, numerics_text(model.numerics)]))
+
+
+def _to_end(folder: Path) -> list[psutil.Process]:
+    """Supervisors, who end their children in order; then what runs without one, the daemon last."""
+    listeners = _listeners(folder)
+    supervisors = _supervisors(folder, listeners)
+    own = {child.pid for supervisor in supervisors for child in supervisor.children()}
+    alone = [process for process in listeners if process.pid not in own]
+    return [*supervisors, *sorted(alone, key=lambda process: "cache_daemon" in _arguments(process))]
+
+
+def _listeners(folder: Path) -> list[psutil.Process]:
+    """Who listens at the sockets; for the daemon's its guardian, whose command line is the same."""
+    found = []
+    for path in folder.glob("*.sock"):
+        with contextlib.suppress(psutil.Error):
+            if pid := listener_of(path, _PATIENCE_SECONDS):
+                process, parent = psutil.Process(pid), psutil.Process(pid).parent()
+                guarded = parent is not None and _arguments(parent) == _arguments(process)
+                found.append(parent if parent is not None and guarded else process)
+    return found
+
+
+def _supervisors(folder: Path, listeners: list[psutil.Process]) -> list[psutil.Process]:
+    found = {}
+    if node := supervised(folder):  # whose parts may not listen yet
+        with contextlib.suppress(psutil.Error):
+            found[node.pid] = psutil.Process(node.pid)
+    for process in listeners:
+        with contextlib.suppress(psutil.Error):
+            parent = process.parent()
+            if parent is not None and {"inference_svc", "serve"} <= set(_arguments(parent)):
+                found[parent.pid] = parent
+    return list(found.values())
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _pid(part: Part) -> str:
+    return str(part.pid) if part.pid > 0 else "-"
+
+
+def _ago(part: Part) -> str:
+    minutes, seconds = divmod(int(part.uptime_seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

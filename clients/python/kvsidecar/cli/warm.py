@@ -1,0 +1,224 @@
+"""``kvsidecar warm``: texts are read before anybody asks about them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsidecar.chunk_layout import MAX_TTL_SECONDS
+from kvsidecar.cli.cache.daemon_target import salt_bytes
+from kvsidecar.cli.worker_client import Adapter, Address, connected, console
+from kvsidecar.durations import parse_duration
+from kvsidecar.errors import DeadlineExceeded, InvalidRequest, KVSidecarError, Unavailable
+
+if TYPE_CHECKING:
+    import httpx
+
+_PATH = "/kvsidecar/v1/warm"
+_LISTS = ".jsonl"
+_FIELDS = frozenset({"prompt", "messages", "tools"})
+_NO_HURRY_SECONDS = 24 * 3600.0
+_PAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Text:
+    """Something to read: ``prompt``, or ``messages`` with ``tools``."""
+
+    name: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """Tokens of a text; of these, those that had been read before, and those that are stored now."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    stored_tokens: int
+
+
+Read = Callable[[Text, float], Warmed]
+
+
+def warm(
+    prompts: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Text files, folders of them, or lists of prompts (.jsonl: a prompt, or messages and tools, a line).",
+            exists=True,
+        ),
+    ],
+    worker: Address = None,
+    model: Adapter = "",
+    url: Annotated[
+        str, typer.Option(help="A gateway, of a node or a fleet, as http://HOST:8000, in the place of a worker.")
+    ] = "",
+    api_key: Annotated[str, typer.Option(envvar="KVSIDECAR_API_KEY", help="The gateway's key.")] = "",
+    salt: Annotated[
+        str, typer.Option(help="The tenant's salt, or @FILE to read it from a file; none is the common tenant.")
+    ] = "",
+    within: Annotated[
+        str, typer.Option(help="By when, as 30s or 10m: what is not read by then is of no use, and is left.")
+    ] = "",
+    ttl: Annotated[
+        str, typer.Option(help="How long it is to be kept, as 1h or 7d; as long as there is room when left out.")
+    ] = "",
+    wait: Annotated[
+        str, typer.Option(help="How long the gateway may take to come up, as 10m; with --url.", show_default=False)
+    ] = "",
+) -> None:
+    """Read texts into the cache before anybody asks about them."""
+    from rich.progress import track
+
+    if url and worker is not None:
+        raise InvalidRequest("give --worker or --url, not both")
+    if url and not url.startswith(("http://", "https://")):
+        raise InvalidRequest(f"--url is {url!r}; write it like http://HOST:8000")
+    if wait and not url:
+        raise InvalidRequest("--wait is for a gateway; give its --url")
+    found, deadline = texts(prompts), time.monotonic() + (_seconds("--within", within) or _NO_HURRY_SECONDS)
+    kept = _kept(ttl)
+    reaching = (
+        _gateway(url, api_key, salt, model, kept, _seconds("--wait", wait))
+        if url
+        else _worker(worker, salt, model, kept, deadline - time.monotonic())
+    )
+    with reaching as read:
+        for done, text in enumerate(track(found, description="warming", console=console, disable=len(found) < 2)):
+            try:
+                result = read(text, deadline - time.monotonic())
+            except DeadlineExceeded:
+                raise DeadlineExceeded(f"{len(found) - done} of {len(found)} texts were not read in time") from None
+            console.print(
+                f"{text.name}: {result.prompt_tokens} tokens, {result.cached_tokens} were cached, "
+                f"{result.stored_tokens} are stored now"
+            )
+
+
+def texts(paths: list[Path]) -> list[Text]:
+    """The files that were named, and the texts in folders that were; what else lies in a folder is left out, by name.
+    Raises InvalidRequest when nothing is left, and for lists that are none."""
+    found = [text for path in paths if path.is_file() for text in _of_file(path)]
+    for path in sorted(p for folder in paths if folder.is_dir() for p in folder.rglob("*") if p.is_file()):
+        try:
+            found += _of_file(path)
+        except UnicodeDecodeError:
+            console.print(f"{path}: not a text in UTF-8, left out", style="dim", highlight=False)
+    if not found:
+        raise InvalidRequest(f"there is no text in {', '.join(map(str, paths))}")
+    return found
+
+
+def _of_file(path: Path) -> list[Text]:
+    content = path.read_text(encoding="utf-8")
+    if path.suffix != _LISTS:
+        return [Text(str(path), {"prompt": content})] if content.strip() else []
+    lines = ((i, line) for i, line in enumerate(content.splitlines(), 1) if line.strip())
+    return [Text(f"{path}:{i}", _prompt(f"{path}:{i}", line)) for i, line in lines]
+
+
+def _prompt(where: str, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise InvalidRequest(f"{where} is not JSON: {error}") from error
+    if not isinstance(found, dict) or ("prompt" in found) == ("messages" in found) or not found.keys() <= _FIELDS:
+        raise InvalidRequest(f"{where} is no prompt; a line has a prompt, or messages and perhaps tools")
+    if not isinstance(found.get("prompt", ""), str) or not isinstance(found.get("messages", []), list):
+        raise InvalidRequest(f"{where} is no prompt; prompt is a text, messages are a list")
+    return found
+
+
+def _seconds(option: str, text: str) -> float:
+    try:
+        return float(parse_duration(text)) if text else 0.0
+    except ValueError as error:
+        raise InvalidRequest(f"{option}: {error}") from error
+
+
+def _kept(ttl: str) -> int | None:
+    if not ttl:
+        return None
+    seconds = _seconds("--ttl", ttl)
+    if not 1 <= seconds <= MAX_TTL_SECONDS:
+        raise InvalidRequest(f"--ttl is {ttl}; allowed are 1s to {MAX_TTL_SECONDS // 86400}d")
+    return int(seconds)
+
+
+@contextmanager
+def _worker(address: str | None, salt: str, model: str, kept: int | None, seconds: float) -> Iterator[Read]:
+    with connected(address, seconds) as client:
+
+        def read(text: Text, seconds: float) -> Warmed:
+            prompt: Any = text.fields.get("prompt", text.fields.get("messages"))
+            tools = text.fields.get("tools") or ()
+            left = max(0.0, seconds)
+            found = client.warm(
+                prompt,
+                deadline=left,
+                tenant_salt=salt_bytes(salt),
+                tools=tools,
+                model=model,
+                cache_ttl_seconds=kept,
+            )
+            return Warmed(found.prompt_tokens, found.cached_tokens, found.stored_tokens)
+
+        yield read
+
+
+@contextmanager
+def _gateway(url: str, api_key: str, salt: str, model: str, kept: int | None, wait_seconds: float) -> Iterator[Read]:
+    import httpx  # here: no other command asks a gateway, and it takes long
+
+    until = time.monotonic() + wait_seconds
+    try:
+        named = salt_bytes(salt).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("a gateway takes salts that are text in UTF-8; warm at the worker instead") from error
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=None) as client:
+
+        def read(text: Text, seconds: float) -> Warmed:
+            if seconds <= 0:
+                raise DeadlineExceeded("the time is over")
+            body = (
+                text.fields
+                | {
+                    "model": model,
+                    "cache_salt": named,
+                    "within_seconds": min(seconds, _NO_HURRY_SECONDS),
+                }
+                | ({} if kept is None else {"cache_ttl_seconds": kept})
+            )
+            while True:
+                try:
+                    return _warmed(client.post(_PATH, json=body, timeout=httpx.Timeout(seconds + 5, connect=5)))
+                except httpx.ReadTimeout:
+                    raise DeadlineExceeded("the gateway did not answer in time") from None
+                except (httpx.TransportError, Unavailable) as error:
+                    if time.monotonic() > until:
+                        raise Unavailable(f"no gateway serves at {url}: {error}") from error
+                    time.sleep(_PAUSE_SECONDS)
+
+        yield read
+
+
+def _warmed(answer: httpx.Response) -> Warmed:
+    """Raises KVSidecarErrors for answers that are none."""
+    try:
+        body = answer.json()
+        if answer.status_code == 200:
+            return Warmed(body["prompt_tokens"], body["cached_tokens"], body["stored_tokens"])
+        said = str(body["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        said = f"it answers {answer.status_code}, and nothing that a gateway says"
+    kinds: dict[int, type[KVSidecarError]] = {400: InvalidRequest, 503: Unavailable, 504: DeadlineExceeded}
+    raise kinds.get(answer.status_code, KVSidecarError)(said)

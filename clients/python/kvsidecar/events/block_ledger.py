@@ -1,0 +1,159 @@
+"""Which blocks the stored chunks make up, and what of it changes when a chunk does.
+
+Chunks have any length, routers count in blocks of one length. A block is held by the chunk that it ends in, behind the
+chunks before that one, without which the daemon would not have it. Chunks with a common beginning hold the same
+blocks: a block is there as long as one of them is. Each tier is counted for itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED, ChunkInfo, EventType
+from kvsidecar.events.block_hashes import block_hash, external, seed_hash
+from kvsidecar.events.vllm_events import BlockRemoved, BlockStored, Event
+
+ARENA, DISK = "CPU", "STORAGE"
+"""The tiers as vLLM names media."""
+
+
+@dataclass(frozen=True)
+class _End:
+    """Where a chunk ends: the hash of the last whole block, and the tokens behind it."""
+
+    block: bytes
+    rest: tuple[int, ...]
+    first: bool  # there is no whole block yet
+
+
+@dataclass
+class _Held:
+    """A chunk: its end, the names of the blocks that end in it, and where it is."""
+
+    end: _End
+    blocks: tuple[int, ...]
+    media: frozenset[str] = frozenset()
+
+
+@dataclass
+class Ledger:
+    """Of one tenant of a namespace. ``salt`` is the tenant's. For one thread."""
+
+    block_tokens: int
+    salt: bytes
+    seed: str
+    _chunks: dict[bytes, _Held] = field(default_factory=dict)
+    _holders: Counter[tuple[str, int]] = field(default_factory=Counter)  # how many chunks hold a block in a medium
+
+    def change(self, kind: EventType.ValueType, chunk: ChunkInfo) -> list[Event]:
+        """Takes in an event of Watch, whose chunk comes with its tokens. What cannot be placed is left out: what it
+        continues is gone, and so will it be."""
+        gone = kind in (EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED)
+        return self._move(chunk, frozenset() if gone else _media(chunk))
+
+    def replace(self, chunks: Iterable[ChunkInfo]) -> list[Event]:
+        """Takes in all that is stored now. Returns what differs from before."""
+        listed = sorted(chunks, key=lambda chunk: chunk.start_position)  # parents first
+        now = {chunk.prefix_hash for chunk in listed}
+        out: list[Event] = []
+        for key in [key for key in self._chunks if key not in now]:
+            out += self._leave(self._chunks.pop(key), frozenset())
+        for chunk in listed:
+            out += self._move(chunk, _media(chunk))
+        return out
+
+    def forget(self) -> None:
+        """What was said is said anew from here on."""
+        self._chunks.clear()
+        self._holders.clear()
+
+    def _move(self, chunk: ChunkInfo, media: frozenset[str]) -> list[Event]:
+        """A chunk is in these media now."""
+        held = self._chunks.get(chunk.prefix_hash)
+        if held is None and not media:
+            return []
+        before = self._before(chunk)
+        if held is None:
+            if before is None:
+                return []
+            held = self._chunks[chunk.prefix_hash] = self._placed(before, chunk.token_ids)
+        out = self._leave(held, media)
+        if not media:
+            del self._chunks[chunk.prefix_hash]
+        elif before is not None:
+            for medium in sorted(media - held.media):
+                out += self._enter(held, before, chunk.token_ids, medium)
+            held.media = media
+        return out
+
+    def _before(self, chunk: ChunkInfo) -> _End | None:
+        """What a chunk continues; None when that is not there."""
+        if not chunk.start_position:
+            return _End(seed_hash(self.seed), (), True)
+        parent = self._chunks.get(chunk.parent_prefix_hash)
+        return None if parent is None else parent.end
+
+    def _placed(self, before: _End, tokens: Sequence[int]) -> _Held:
+        ids, last, names = (*before.rest, *tokens), before.block, list[int]()
+        first, whole = before.first, len(ids) // self.block_tokens * self.block_tokens
+        for at in range(0, whole, self.block_tokens):
+            last = block_hash(last, ids[at : at + self.block_tokens], self._named_salt if first else b"")
+            first = False
+            names.append(external(last))
+        return _Held(_End(last, ids[whole:], first), tuple(names))
+
+    def _enter(self, held: _Held, before: _End, tokens: Sequence[int], medium: str) -> list[Event]:
+        """Counts a chunk's blocks in a medium; those that are new there are told, one event for each unbroken run."""
+        ids, out, run = (*before.rest, *tokens), list[Event](), list[int]()
+        for i, name in enumerate(held.blocks):
+            self._holders[medium, name] += 1
+            if self._holders[medium, name] == 1:
+                run.append(i)
+            if run and (run[-1] < i or i == len(held.blocks) - 1):
+                out.append(self._stored(held, before, ids[: len(held.blocks) * self.block_tokens], run, medium))
+                run = []
+        return out
+
+    def _stored(self, held: _Held, before: _End, ids: tuple[int, ...], run: list[int], medium: str) -> BlockStored:
+        first, last = run[0], run[-1]
+        parent = held.blocks[first - 1] if first else None if before.first else external(before.block)
+        salted = self._named_salt and before.first and not first
+        return BlockStored(
+            block_hashes=list(held.blocks[first : last + 1]),
+            parent_block_hash=parent,
+            token_ids=list(ids[first * self.block_tokens : (last + 1) * self.block_tokens]),
+            block_size=self.block_tokens,
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            extra_keys=[(self._named_salt,), *[None] * (last - first)] if salted else None,
+        )
+
+    def _leave(self, held: _Held, media: frozenset[str]) -> list[Event]:
+        """A chunk is in no other media than these."""
+        out: list[Event] = []
+        for medium in sorted(held.media - media):
+            gone = []
+            for name in held.blocks:
+                self._holders[medium, name] -= 1
+                if not self._holders[medium, name]:
+                    del self._holders[medium, name]
+                    gone.append(name)
+            if gone:
+                out.append(BlockRemoved(block_hashes=gone, medium=medium))
+        held.media &= media
+        return out
+
+    @property
+    def _named_salt(self) -> str | bytes:
+        """As vLLM has it: text. Salts that are none come from elsewhere."""
+        try:
+            return self.salt.decode()
+        except UnicodeDecodeError:
+            return self.salt
+
+
+def _media(chunk: ChunkInfo) -> frozenset[str]:
+    return frozenset(name for name, there in ((ARENA, chunk.resident), (DISK, chunk.durable)) if there)

@@ -1,0 +1,141 @@
+"""Follows the daemon, through its death and its own falling behind: what is published is what the daemon holds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.errors import Cancelled, InvalidRequest, KVSidecarError, PermissionDenied, Unauthenticated
+from kvsidecar.events.block_ledger import Ledger
+from kvsidecar.events.vllm_events import AllBlocksCleared, Event
+
+log = logging.getLogger(__name__)
+
+Reach = Callable[[], AbstractContextManager[Any]]
+"""Opens a connection to the daemon and gives its stub; failures in it are KVSidecarErrors."""
+
+_PAGE, _BATCH = 100, 256
+_CALL_SECONDS = 30.0
+_RETRY_SECONDS = 0.2
+# So long the daemon may be away before routers are told that what it held is not there.
+_GRACE_SECONDS = 2.0
+# Everything is said anew at most so often.
+_AGAIN_SECONDS = 10.0
+# What does not go away by itself.
+_LASTING = (InvalidRequest, PermissionDenied, Unauthenticated)
+
+
+class Follower:
+    """``scope`` has the ``namespace`` and the ``tenant_salt``; the daemon shows the chunks of that tenant alone.
+
+    ``run`` is for one thread, the rest for any.
+    """
+
+    def __init__(self, reach: Reach, scope: dict[str, Any], ledger: Ledger) -> None:
+        self._reach, self._scope, self._ledger = reach, scope, ledger
+        self._heard, self._told_again = time.monotonic(), -_AGAIN_SECONDS
+        self._again, self._closed = False, threading.Event()
+        self._call: Any = None
+
+    def run(self, publish: Callable[[list[Event]], None]) -> None:
+        """Publishes until it is closed. Raises a KVSidecarError when the daemon says that this caller may not ask."""
+        publish([AllBlocksCleared()])  # whoever followed a process before this one believes in what may be gone
+        logged = ""
+        while not self._closed.is_set():
+            try:
+                with self._reach() as daemon:
+                    for events in self._changes(daemon):
+                        logged = ""
+                        publish(events)
+            except _LASTING:
+                raise
+            except Cancelled:  # by ``_break_off``
+                pass
+            except KVSidecarError as error:
+                if str(error) != logged:
+                    logged = str(error)
+                    log.warning("following the cache daemon broke off, trying again: %s", error)
+                if time.monotonic() - self._heard > _GRACE_SECONDS:
+                    publish(self._ledger.replace([]))
+            self._closed.wait(_RETRY_SECONDS)
+
+    def tell_again(self) -> None:
+        """Somebody missed what is not kept for replays any more: tells all that is stored once more."""
+        if not self._again:
+            self._again = True
+            wait = threading.Timer(self._told_again + _AGAIN_SECONDS - time.monotonic(), self._break_off)
+            wait.daemon = True
+            wait.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._break_off()
+
+    def _break_off(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+
+    def _changes(self, daemon: Any) -> Iterator[list[Event]]:
+        """What changes, from what is stored now on."""
+        # Subscribed before it lists: what happens meanwhile is heard afterwards, and taking it in twice is harmless.
+        self._call = daemon.Watch(pb.WatchRequest(with_tokens=True, **self._scope))
+        if self._closed.is_set():
+            return
+        next(self._call)
+        chunks = self._listed(daemon)
+        yield from _in_batches(self._ledger.replace(chunks))
+        if self._again:
+            self._ledger.forget()
+            yield [AllBlocksCleared()]  # what was missed may have been removals
+            yield from _in_batches(self._ledger.replace(chunks))
+            self._again, self._told_again = False, time.monotonic()
+        self._heard = time.monotonic()
+        try:
+            for event in self._call:
+                yield self._ledger.change(event.type, event.chunk)
+        finally:
+            self._heard = time.monotonic()  # it was there until now
+
+    def _listed(self, daemon: Any) -> list[pb.ChunkInfo]:
+        found, token = list[pb.ChunkInfo](), b""
+        while True:
+            request = pb.ListRequest(page_size=_PAGE, page_token=token, with_tokens=True, **self._scope)
+            page = daemon.List(request, timeout=_CALL_SECONDS)
+            found += page.chunks
+            token = page.next_page_token
+            if not token:
+                return found
+
+
+def attached_namespace(reach: Reach) -> bytes:
+    """The namespace that sessions of the daemon have. Waits for the daemon and for the first one. Raises InvalidRequest
+    when there are several, and PermissionDenied for callers that may not see them."""
+    said = False
+    while True:
+        try:
+            with reach() as daemon:
+                sessions = daemon.Stats(pb.StatsRequest(), timeout=_CALL_SECONDS).session_details
+        except _LASTING:
+            raise
+        except KVSidecarError:
+            sessions = []
+        found: dict[bytes, str] = {session.namespace: session.client_name for session in sessions}
+        if len(found) > 1:
+            named = ", ".join(f"{namespace.hex()} ({name})" for namespace, name in found.items())
+            raise InvalidRequest(f"{len(found)} namespaces are attached; choose one with --namespace: {named}")
+        if found:
+            return next(iter(found))
+        if not said:
+            log.warning("waiting for an engine to attach to the cache daemon; --namespace names one that does not")
+            said = True
+        time.sleep(_RETRY_SECONDS)
+
+
+def _in_batches(events: list[Event]) -> Iterator[list[Event]]:
+    for at in range(0, len(events), _BATCH):
+        yield events[at : at + _BATCH]

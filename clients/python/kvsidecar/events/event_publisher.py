@@ -1,0 +1,113 @@
+"""vLLM's event sockets: numbered batches to whoever subscribes, and past ones to whoever asks.
+
+A batch is three frames, ``[topic, number, msgpack]``, its number 8 bytes big-endian and counted from 0 since the start.
+A subscriber that missed some sends the first number that it wants to the replay socket, behind an empty frame, and is
+sent ``["", topic, number, msgpack]`` for each from there on that is kept, and at the end the number -1 with no payload.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.events.vllm_events import Event, EventBatch, encode
+
+END = (-1).to_bytes(8, "big", signed=True)
+KEPT = 10_000
+_HIGH_WATER = 100_000
+_STOP = b"stop"
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """``connects`` says that the subscriber listens, and not this process. An empty ``replay`` is none."""
+
+    events: str
+    replay: str = ""
+    topic: str = ""
+    connects: bool = False
+
+
+class Publisher:
+    """``publish`` is for one thread; replays are answered on another. ``on_gap`` is called there when somebody asked
+    for what is not kept any more. Raises ConfigurationError for endpoints that cannot be had."""
+
+    def __init__(self, endpoints: Endpoints, on_gap: Callable[[], None], kept: int = KEPT) -> None:
+        self._topic, self._on_gap, self._kept = endpoints.topic.encode(), on_gap, kept
+        self._past: deque[tuple[bytes, bytes]] = deque()  # numbers and payloads
+        self._next, self._lock = 0, threading.Lock()
+        self._context = zmq.Context()
+        self._context.linger = 0
+        try:
+            self._events = self._socket(zmq.PUB, endpoints.events, endpoints.connects)
+            self._replay = self._socket(zmq.ROUTER, endpoints.replay) if endpoints.replay else None
+        except ConfigurationError:
+            self._context.destroy()
+            raise
+        stop = f"inproc://{id(self)}"
+        self._stop, self._stopped = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._stopped.bind(stop)
+        self._stop.connect(stop)
+        self._thread = threading.Thread(target=self._answer_replays, name="kv-events-replay", daemon=True)
+        self._thread.start()
+
+    def _socket(self, kind: int, endpoint: str, connects: bool = False) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.set_hwm(_HIGH_WATER)
+        try:
+            socket.connect(endpoint) if connects else socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigurationError(
+                f"the endpoint {endpoint} cannot be had: {error}; give one such as tcp://127.0.0.1:5557 or ipc:///PATH"
+            ) from error
+        return socket
+
+    def publish(self, events: list[Event]) -> None:
+        """Sends a batch. Without events nothing is sent."""
+        if not events:
+            return
+        payload = encode(EventBatch(time.time(), events, 0))
+        with self._lock:
+            number = self._next.to_bytes(8, "big")
+            self._next += 1
+            self._past.append((number, payload))
+            if len(self._past) > self._kept:
+                self._past.popleft()
+        self._events.send_multipart((self._topic, number, payload))
+
+    def close(self) -> None:
+        """Waits for a replay that is being answered."""
+        self._stop.send(_STOP)
+        self._thread.join()
+        self._context.destroy()
+
+    def _answer_replays(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._stopped, self._replay):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._stopped in ready:
+                return
+            assert self._replay is not None
+            asked = self._replay.recv_multipart()
+            if len(asked) == 3 and len(asked[2]) == 8:  # of anything else, nobody waits for an answer that it knows
+                self._answer(asked[0], asked[2])
+
+    def _answer(self, client: bytes, first: bytes) -> None:
+        assert self._replay is not None
+        with self._lock:
+            wanted = [one for one in self._past if one[0] >= first]
+            lost = bool(self._past) and first < self._past[0][0]
+        for number, payload in wanted:
+            self._replay.send_multipart((client, b"", self._topic, number, payload))
+        self._replay.send_multipart((client, b"", b"", END, b""))
+        if lost:
+            self._on_gap()

@@ -1,0 +1,227 @@
+"""Objects of bytes in the daemon, under locks that are its leases.
+
+What LMCache stores has the layout, the compression and the encryption that it is set to, so it is bytes to us: a chunk
+of one layer and one head whose tokens have ``TOKEN_BYTES`` each, as many as the object needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
+from kvsidecar.chunk_layout import Geometry
+from kvsidecar.errors import ChunkNotFound, StoreUnavailable, from_rpc
+from kvsidecar.kv_transfer.chunk_writer import Written
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.error_policy import give_up
+from kvsidecar.kv_transfer.named_pages import NAME_TOKENS, Held, NamedPages, Page
+from kvsidecar.kv_transfer.prefix_lookup import header_of
+from kvsidecar.kv_transfer.session import Session
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 32 << 10
+GEOMETRY = Geometry(1, 1, TOKEN_BYTES // 4, DATA_TYPE_BFLOAT16, 16)  # keys and values of 2 bytes
+_DELETE_SECONDS = 60.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Name:
+    """An object's name among those of its tenant."""
+
+    salt: bytes
+    name: bytes
+
+
+@dataclass(eq=False)
+class _Lease:
+    """Objects that one lookup found and whose locks nobody has given back yet."""
+
+    held: Held
+    pages: dict[Name, pb.ChunkMatch] = field(default_factory=dict)
+
+
+class ObjectKeeper:
+    """Any thread may use it. Nothing of it raises for a daemon that is gone, hangs or answers wrongly."""
+
+    def __init__(self, link: DaemonLink, timeout: float) -> None:
+        self._link, self._pages = link, NamedPages.of(link.namespace, GEOMETRY, timeout)
+        self._lock = threading.Lock()
+        self._locks: dict[Name, deque[_Lease]] = defaultdict(deque)
+
+    @property
+    def attached(self) -> bool:
+        return self._link.session is not None
+
+    def close(self) -> None:
+        self._link.close()
+
+    def store(self, names: Sequence[Name], objects: Sequence[memoryview]) -> Written:
+        """Stores objects. What is larger than a chunk may be is not stored."""
+        there, fresh = [False] * len(names), [False] * len(names)
+
+        def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
+            these = [i for i in these if tokens_of(len(objects[i])) <= session.max_chunk_tokens]
+            pages = [_page(names[i], len(objects[i])) for i in these]
+
+            def fill(at: int, payload: memoryview) -> None:
+                source = objects[these[at]]
+                _copy(source, payload)
+                payload[len(source) :] = bytes(len(payload) - len(source))
+
+            written = self._pages.store(session, pages, salt, fill)
+            for i, is_there, is_fresh in zip(these, written.there, written.fresh, strict=True):
+                there[i], fresh[i] = is_there, is_fresh
+
+        self._by_tenant("storing", names, of_tenant)
+        return Written(tuple(there), tuple(fresh))
+
+    def lock(self, names: Sequence[Name], sizes: Sequence[int]) -> list[bool]:
+        """Which objects of these sizes in bytes are stored, and stay until they are unlocked as often."""
+        done = [False] * len(names)
+
+        def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
+            held = self._find(session, names, sizes, these)
+            if held is None:
+                return
+            lease = _Lease(held, {names[these[at]]: match for at, match in held.pages.items()})
+            if not lease.pages:
+                self._pages.release(held)
+            with self._lock:
+                for name in lease.pages:
+                    self._locks[name].append(lease)
+            for at in held.pages:
+                done[these[at]] = True
+
+        self._by_tenant("looking up", names, of_tenant)
+        return done
+
+    def unlock(self, names: Sequence[Name]) -> None:
+        """Gives locks back; those that are not held are ignored."""
+        for name in names:
+            with self._lock:
+                leases = self._locks.get(name)
+                if not leases:
+                    continue
+                lease = leases.popleft()
+                if not leases:
+                    del self._locks[name]
+                del lease.pages[name]
+                last = not lease.pages
+            if last:
+                self._pages.release(lease.held)
+
+    def load(self, names: Sequence[Name], targets: Sequence[memoryview]) -> list[bool]:
+        """Copies objects into memory of their sizes. Returns which of them it holds now; the others may hold
+        anything."""
+        done = [False] * len(names)
+
+        def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
+            locked = {i: found for i in these if (found := self._locked(session, names[i])) is not None}
+            absent = [i for i in these if i not in locked]
+            held = self._find(session, names, [len(target) for target in targets], absent) if absent else None
+            under: dict[Held, dict[int, pb.ChunkMatch]] = defaultdict(dict)
+            for i, (lease, match) in locked.items():
+                under[lease][i] = match
+            if held is not None:
+                under[held] = {absent[at]: match for at, match in held.pages.items()}
+            try:
+                good = [i for lease, matches in under.items() for i in self._copied(lease, matches, targets)]
+                if not session.trusted:
+                    raise ConnectionError("the session ended while objects were copied")
+                for i in good:
+                    done[i] = True
+            finally:
+                if held is not None:
+                    self._pages.release(held)
+
+        self._by_tenant("loading", names, of_tenant)
+        return done
+
+    def delete(self, names: Sequence[Name], sizes: Sequence[int]) -> list[bool]:
+        """Deletes objects of these sizes; locked ones go with their locks. Returns which there were."""
+        done = [False] * len(names)
+
+        def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
+            held = self._find(session, names, sizes, these)
+            if held is None:
+                return
+            self._pages.release(held)
+            for at, match in held.pages.items():
+                prefix = pb.PrefixRef(namespace=self._link.namespace, tenant_salt=salt, prefix_hash=match.prefix_hash)
+                try:
+                    session.stub.Delete(pb.DeleteRequest(prefix=prefix), timeout=_DELETE_SECONDS)
+                except grpc.RpcError as error:
+                    failed = from_rpc(error)
+                    if isinstance(failed, ChunkNotFound):
+                        continue  # somebody was faster
+                    if not isinstance(failed, StoreUnavailable):  # with that it is found no more, and the disk follows
+                        raise
+                done[these[at]] = True
+
+        self._by_tenant("deleting", names, of_tenant)
+        return done
+
+    def _copied(self, held: Held, matches: dict[int, pb.ChunkMatch], targets: Sequence[memoryview]) -> list[int]:
+        """Copies what has its target's size. Returns which that is."""
+        good = []
+        for i, match in matches.items():
+            header_of(match, GEOMETRY)
+            if match.tokens == tokens_of(len(targets[i])):
+                good.append(i)
+        with closing(self._pages.read(held, [matches[i] for i in good])) as payloads:
+            for i, payload in zip(good, payloads, strict=True):
+                assert isinstance(payload, memoryview), "it has no GPU"
+                _copy(payload[: len(targets[i])], targets[i])
+        return good
+
+    def _locked(self, session: Session, name: Name) -> tuple[Held, pb.ChunkMatch] | None:
+        """An object that is under lock in this session."""
+        with self._lock:
+            for lease in self._locks.get(name, ()):
+                if lease.held.found.session is session:
+                    return lease.held, lease.pages[name]
+        return None
+
+    def _find(self, session: Session, names: Sequence[Name], sizes: Sequence[int], these: list[int]) -> Held | None:
+        pages = [_page(names[i], sizes[i]) for i in these]
+        return self._pages.find(session, pages, names[these[0]].salt)
+
+    def _by_tenant(self, what: str, names: Sequence[Name], work: Callable[[Session, bytes, list[int]], Any]) -> None:
+        """Does some work for each tenant's objects; what fails with the daemon is said, and costs misses."""
+        of: dict[bytes, list[int]] = defaultdict(list)
+        for i, name in enumerate(names):
+            of[name.salt].append(i)
+        for salt, these in of.items():
+            session = self._link.session
+            if session is None:
+                return
+            try:
+                work(session, salt, these)
+            except Exception as error:
+                log.warning("%s objects failed: %s", what, give_up(self._link, session, error))
+
+
+def tokens_of(size_bytes: int) -> int:
+    """How many tokens an object takes; its name needs some."""
+    return max(NAME_TOKENS, -(-size_bytes // TOKEN_BYTES))
+
+
+def _page(name: Name, size_bytes: int) -> Page:
+    return Page(name.name, tokens_of(size_bytes))
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """Into the first bytes of the target, without holding other threads up."""
+    np.frombuffer(target, np.uint8)[: len(source)] = np.frombuffer(source, np.uint8)

@@ -1,0 +1,72 @@
+"""Where SGLang's host pools keep keys and values: said for each layout by name, from its code, and never guessed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from kvsidecar.chunk_layout import Geometry
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.kv_transfer.kv_layout import LayerPlacement, PagedCache, data_type, strided
+from kvsidecar.kv_transfer.layout_selftest import check_placement
+from kvsidecar.kv_transfer.named_pages import NAME_TOKENS
+
+log = logging.getLogger(__name__)
+
+# The one with keys and values of all layers; others keep latents, states, or quantized pages with scales.
+_POOL = "MHATokenToKVPoolHost"
+
+# Keys or values of one layer as [pages, tokens, heads, channels], from those of all (``init_kv_buffer`` of
+# ``sglang/srt/mem_cache/pool_host/mha.py``) and the tokens of a page.
+LAYOUTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "layer_first": lambda half, layer, tokens: half[layer].view(-1, tokens, *half.shape[2:]),
+    "page_first": lambda half, layer, tokens: half.view(-1, tokens, *half.shape[1:])[:, :, layer],
+    "page_first_direct": lambda half, layer, tokens: half[:, layer],
+}
+
+
+def cache_of(pool: Any, bits: int) -> PagedCache:
+    """The cache that a ``HostKVCache`` is, checked with marked values while nothing is in it. Raises ConfigurationError
+    for a pool or a layout that is not known, and for one that is not what it is known as."""
+    if type(pool).__name__ != _POOL:
+        raise ConfigurationError(
+            f"the host pool is a {type(pool).__name__}; KVSidecar keeps a {_POOL}: models with keys and values of one "
+            "kind, in 16 or 32 bits"
+        )
+    if pool.layout not in LAYOUTS:
+        raise ConfigurationError(
+            f"--hicache-mem-layout is {pool.layout}, which KVSidecar does not know; known are {', '.join(LAYOUTS)}"
+        )
+    if pool.head_dim != pool.v_head_dim:
+        raise ConfigurationError(
+            f"keys have {pool.head_dim} channels and values {pool.v_head_dim}; KVSidecar keeps those with the same"
+        )
+    if pool.page_size < NAME_TOKENS:
+        raise ConfigurationError(
+            f"--page-size is {pool.page_size}; at least {NAME_TOKENS} are needed to name a page, 64 is usual"
+        )
+    geometry = Geometry(pool.layer_num, pool.head_num, pool.head_dim, data_type(pool.dtype), bits)
+    lay, tokens = LAYOUTS[pool.layout], pool.page_size
+    layers = tuple(
+        LayerPlacement(strided(lay(pool.k_buffer, i, tokens), "bthc"), strided(lay(pool.v_buffer, i, tokens), "bthc"))
+        for i in range(pool.layer_num)
+    )
+    cache = PagedCache(f"SGLang's {pool.layout}", geometry, tokens, layers)
+    if pool.available_size() == pool.logical_size:
+        check_placement(cache, lambda layer, keys, values, slots: _write(pool, layer, keys, values, slots))
+    else:  # it was attached while SGLang ran
+        log.info("the host pool is in use, so its layout %s was not checked", pool.layout)
+    return cache
+
+
+def _write(pool: Any, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Writes through the views of a layer that SGLang's own copies go through."""
+    for refs, rows in ((pool.k_data_refs, keys), (pool.v_data_refs, values)):
+        view = refs[layer]
+        if view.ndim == 4:  # pages and their tokens are apart
+            view[slots // pool.page_size, slots % pool.page_size] = rows
+        else:
+            view[slots] = rows

@@ -1,0 +1,185 @@
+"""A worker's half: copies between vLLM's blocks and the daemon's memory, on two threads of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from kvkernels.cpu.thread_pool import spread
+
+from kvsidecar import keys
+from kvsidecar.integrations.vllm.connector_settings import Settings
+from kvsidecar.integrations.vllm.step_metadata import Introduction, Load, Step, Store
+from kvsidecar.integrations.vllm.transfer_stats import Tally
+from kvsidecar.kv_transfer.block_chunking import Cutting
+from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
+from kvsidecar.kv_transfer.chunk_reader import Reader
+from kvsidecar.kv_transfer.chunk_writer import Cancelled, Prefix, Writer
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.error_policy import give_up
+from kvsidecar.kv_transfer.kv_layout import PagedCache
+from kvsidecar.kv_transfer.session import Session
+
+log = logging.getLogger("vllm.kvsidecar")
+
+_END_SECONDS = 5.0
+
+
+class _Storing:
+    """A store under way."""
+
+    def __init__(self, job: Store, event: Any) -> None:
+        self.job, self.event = job, event
+        self.token_seconds = (time.monotonic() - job.began) / job.computed if job.began and job.computed else 0.0
+        self.cancelled = False
+        self._reading = threading.Lock()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """While blocks are read. Raises Cancelled."""
+        with self._reading:
+            if self.cancelled:
+                raise Cancelled
+            yield
+
+    def cancel(self) -> None:
+        """Waits until no block is read, and none will be."""
+        with self._reading:
+            self.cancelled = True
+
+
+class WorkerHalf:
+    """``block_tokens`` is the length of a block in the scheduler's numbers."""
+
+    def __init__(self, settings: Settings, cache: PagedCache, link: DaemonLink, rank: int, block_tokens: int) -> None:
+        self._settings, self._cache, self._link, self._rank, self._block = settings, cache, link, rank, block_tokens
+        g = cache.geometry
+        copier = BlockCopier(cache)
+        copier.warm_up()
+        self._reader = Reader(copier, g, settings.timeout)
+        chunk_tokens = Cutting.of_blocks(settings.chunk_tokens, block_tokens).chunk_tokens
+        self._writer = Writer(BlockCopier(cache), g, chunk_tokens, settings.timeout)
+        self._loads = ThreadPoolExecutor(1, "kvsidecar-load", spread)
+        self._stores = ThreadPoolExecutor(1, "kvsidecar-store", spread)
+        self._loading: dict[str, Future[set[int]]] = {}
+        self._storing: dict[str, list[tuple[_Storing, Future[None]]]] = defaultdict(list)
+        self._ending: set[str] = set()
+        self.tally = Tally()
+        self._failed: set[int] = set()
+
+    def introduction(self) -> Introduction:
+        return Introduction(self._link.descriptor.SerializeToString())
+
+    def close(self) -> None:
+        """Stores what is queued, for a few seconds."""
+        deadline = time.monotonic() + _END_SECONDS
+        for jobs in self._storing.values():
+            for job, future in jobs:
+                with contextlib.suppress(TimeoutError):
+                    future.result(max(0.0, deadline - time.monotonic()))
+                job.cancel()
+        self._loads.shutdown(cancel_futures=True)
+        self._stores.shutdown(cancel_futures=True)
+        self._link.close()
+
+    # ---- a step ---------------------------------------------------------------------------------------------
+
+    def preempted(self, step: Step) -> None:
+        """Blocks of these requests are somebody else's now: what was read of them is kept, no more is read."""
+        self.tally.add(dropped_stores=len(step.dropped))
+        for name in step.preempted | step.dropped:
+            for job, _ in self._storing.pop(name, ()):
+                job.cancel()
+
+    def load(self, step: Step) -> None:
+        for job in step.loads:
+            self._loading[job.request] = self._loads.submit(self._load, job)
+
+    def store(self, step: Step) -> None:
+        """Begins what is to be stored. What this step computes is there behind what is enqueued now."""
+        self._ending |= step.ending
+        if not step.stores:
+            return
+        event = None
+        if self._cache.device.type == "cuda":
+            cuda: Any = torch.cuda
+            event = cuda.Event()
+            event.record(cuda.current_stream(self._cache.device))
+        for order in step.stores:
+            job = _Storing(order, event)
+            self._storing[order.request].append((job, self._stores.submit(self._store, job)))
+
+    def done(self) -> tuple[set[str], set[str]]:
+        """Requests whose blocks are not read any more, and requests whose loads have ended, well or not."""
+        received = {name for name, future in self._loading.items() if future.done()}
+        for name in received:
+            self._failed |= self._loading.pop(name).result()
+        for name, jobs in list(self._storing.items()):
+            left = [one for one in jobs if not one[1].done()]
+            if left:
+                self._storing[name] = left
+            else:
+                del self._storing[name]
+        sent = {name for name in self._ending if name not in self._storing}
+        self._ending -= sent
+        return sent, received
+
+    def failed_blocks(self) -> set[int]:
+        """Blocks that hold nothing although a load was to fill them; told once."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    # ---- on threads -----------------------------------------------------------------------------------------
+
+    def _load(self, job: Load) -> set[int]:
+        """Returns the blocks that could not be filled."""
+        slots = slots_of(job.blocks, self._block)
+        there, began = job.first, time.perf_counter()
+        with self._guard("loading") as session:
+            if session is not None:
+                there = self._reader.load(session, job.tokens, job.salt, slots, job.first, leased=True)
+        failed = there < len(job.tokens)
+        self.tally.add(loaded_tokens=there - job.first, failed_loads=failed, load_seconds=time.perf_counter() - began)
+        return set(job.blocks[there // self._block :])
+
+    def _store(self, storing: _Storing) -> None:
+        job = storing.job
+        with self._guard("storing") as session:
+            if session is None or storing.cancelled:
+                return
+            root = keys.tenant_root(self._link.namespace, job.salt)
+            slots = slots_of(job.blocks, self._block)
+            prefix = Prefix(*job.known[self._rank])
+            outcome = self._writer.store(
+                session,
+                root,
+                job.tokens,
+                job.salt,
+                slots,
+                prefix,
+                token_seconds=storing.token_seconds,
+                after=storing.event,
+                turn=storing.turn,
+            )
+            self.tally.add(stored_chunks=outcome.stored_chunks, refused_chunks=outcome.refused_chunks)
+
+    @contextlib.contextmanager
+    def _guard(self, what: str) -> Iterator[Session | None]:
+        """The session, if there is one; whatever fails with it is said, and costs a miss."""
+        session = self._link.session
+        try:
+            yield session
+        except Cancelled:
+            pass
+        except Exception as error:
+            if session is None:
+                raise
+            self.tally.add(failed_stores=what == "storing")
+            log.warning("%s failed, computing instead: %s", what, give_up(self._link, session, error))

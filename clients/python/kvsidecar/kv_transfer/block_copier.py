@@ -1,0 +1,121 @@
+"""Copies between an engine's blocks and the payloads of chunks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from kvkernels import Payload, pack_chunk, unpack_chunk
+from kvkernels.paged_gather import Integers, PagedMemory, gather, scatter
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.chunk_layout import layout_of, new_header
+from kvsidecar.kv_transfer.kv_layout import PagedCache, Placement
+
+_WARM_UP_TOKENS = 8
+
+
+def slots_of(blocks: NDArray[Any] | list[int], block_tokens: int) -> Integers:
+    """The slots of all tokens of some blocks, in order. A slot is ``block * block_tokens + token``."""
+    numbers = np.asarray(blocks, np.int64)
+    return (numbers[:, None] * block_tokens + np.arange(block_tokens, dtype=np.int64)).reshape(-1)
+
+
+class BlockCopier:
+    """Moves chunks in and out of a cache. For one thread: it has memory and, on CUDA, a stream of its own."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self.cache = cache
+        self._keys = _memory([layer.keys for layer in cache.layers], cache.block_tokens)
+        self._values = _memory([layer.values for layer in cache.layers], cache.block_tokens)
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream(cache.device) if cache.device.type == "cuda" else None
+
+    def warm_up(self) -> None:
+        """Compiles what chunks of this cache need, before the first one does. Touches no block."""
+        header = new_header(self.cache.geometry, [0] * _WARM_UP_TOKENS, 0)
+        payload = memoryview(bytearray(header.payload_bytes))
+        nothing = np.full(_WARM_UP_TOKENS, -1, np.int64)
+        self.pack(nothing, header, payload)
+        for slots in (nothing, nothing[1:]):
+            self.unpack(slots, header, payload.toreadonly())
+
+    def pack(self, slots: Integers, header: ChunkHeader, payload: Payload, after: Any = None) -> None:
+        """Writes the tokens at ``slots`` into a payload, quantizing as the header says; returns when it is there.
+
+        ``after`` is a CUDA event that the engine recorded when it had enqueued what wrote these tokens. Raises
+        ValueError for slots outside of the cache.
+        """
+        self._check(slots)
+        with self._turn(after):
+            if isinstance(payload, memoryview) and self._directly(header):
+                arrays = layout_of(header).arrays(payload)
+                gather(self._keys, slots, arrays["keys"])
+                gather(self._values, slots, arrays["values"])
+                return
+            keys, values = self._scratch(len(slots))
+            gather(self._keys, slots, keys.transpose(1, 2))
+            gather(self._values, slots, values.transpose(1, 2))
+            self._wait()
+            pack_chunk(keys, values, torch.arange(len(slots)), header, payload)
+
+    def unpack(self, slots: Integers, header: ChunkHeader, payload: Payload) -> None:
+        """Writes the first ``len(slots)`` tokens of a payload to ``slots``, dequantizing; returns when the cache has
+        them. Tokens whose slot is negative are left out. Raises ValueError for slots outside of the cache."""
+        self._check(slots)
+        with self._turn(None):
+            if isinstance(payload, memoryview) and self._directly(header):
+                arrays = layout_of(header).arrays(payload)
+                scatter(self._keys, slots, arrays["keys"][:, : len(slots)])
+                scatter(self._values, slots, arrays["values"][:, : len(slots)])
+                return
+            keys, values = self._scratch(len(slots))
+            self._wait()  # the chunk kernels run on a stream of their own
+            unpack_chunk(keys, values, torch.arange(len(slots)), header, payload)
+            scatter(self._keys, slots, keys.transpose(1, 2))
+            scatter(self._values, slots, values.transpose(1, 2))
+            self._wait()
+
+    def _check(self, slots: Integers) -> None:
+        """What copies knows only addresses, and would write into somebody else's memory."""
+        end = self.cache.blocks * self.cache.block_tokens
+        if len(slots) and slots.max() >= end:
+            raise ValueError(f"slot {slots.max()} is outside of the cache, whose last one is {end - 1}")
+
+    def _directly(self, header: ChunkHeader) -> bool:
+        """Whether the payload's sections have the cache's elements, and both are in the host's memory."""
+        return header.bits == 16 and self._stream is None
+
+    def _scratch(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[layers, kv_heads, tokens, head_dim]``, as the chunk kernels take them."""
+        g = self.cache.geometry
+        shape = (2, g.layers, g.kv_heads, tokens, g.head_dim)
+        both = torch.zeros(shape, dtype=self.cache.dtype, device=self.cache.device)
+        return both[0], both[1]
+
+    @contextlib.contextmanager
+    def _turn(self, after: Any) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        cuda: Any = torch.cuda
+        with cuda.device(self.cache.device), cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            yield
+
+    def _wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _memory(places: list[Placement], block_tokens: int) -> PagedMemory:
+    token, head, channel = places[0].tables()
+    return PagedMemory(
+        tuple(place.flat() for place in places), block_tokens, places[0].block_stride, token, head, channel
+    )

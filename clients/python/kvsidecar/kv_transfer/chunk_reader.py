@@ -1,0 +1,57 @@
+"""Match → copy → release: what of a prompt is stored, into an engine's blocks."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from kvkernels.paged_gather import Integers
+
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.chunk_layout import Geometry
+from kvsidecar.kv_transfer.block_copier import BlockCopier
+from kvsidecar.kv_transfer.prefix_lookup import Matcher, header_of
+from kvsidecar.kv_transfer.session import Session
+
+
+class Reader:
+    """Copies stored prefixes. For one thread."""
+
+    def __init__(self, copier: BlockCopier, geometry: Geometry, timeout: float) -> None:
+        self._copier, self._geometry, self._timeout = copier, geometry, timeout
+        self._matcher = Matcher(geometry, timeout)
+
+    def load(
+        self,
+        session: Session,
+        tokens: list[int],
+        salt: bytes,
+        slots: Integers,
+        first: int,
+        *,
+        leased: bool = False,
+    ) -> int:
+        """Copies what is stored of ``tokens[first:]`` to ``slots [len(tokens)]``, of which those before ``first`` are
+        not looked at. Returns how many leading tokens there are then, those before ``first`` included.
+        ``leased`` says that all of it is under lease already.
+
+        Raises grpc.RpcError, ValueError, and ConnectionError when the lease may have ended while it copied; then the
+        blocks hold anything.
+        """
+        found = self._matcher.match(session, tokens, salt, leased=leased)
+        try:
+            at, wanted = 0, list[tuple[pb.ChunkMatch, Integers]]()
+            for match in found.matches:
+                end = min(at + match.matched_tokens, len(tokens))
+                if end > first:
+                    targets = slots[at:end].copy()
+                    targets[: max(0, first - at)] = -1
+                    wanted.append((match, targets))
+                at = end
+            with closing(session.read(found.lease_id, [match for match, _ in wanted], self._timeout)) as payloads:
+                for (match, targets), payload in zip(wanted, payloads, strict=True):
+                    self._copier.unpack(targets, header_of(match, self._geometry), payload)
+            if not session.trusted:
+                raise ConnectionError("the session ended while chunks were copied")
+            return max(at, first)
+        finally:
+            self._matcher.release(found)

@@ -1,0 +1,57 @@
+"""The daemon's GPU memory in this process: imported, read by kernels."""
+
+from __future__ import annotations
+
+import os
+
+from kvkernels.chunk_payload import DeviceBytes
+from kvkernels.cuda import device_visible_memory
+
+from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_CUDA_IPC, Welcome
+from kvsidecar.kv_transfer.cuda_ipc import (
+    HANDLE_BYTES,
+    CudaUnavailable,
+    DescriptorMemory,
+    LegacyMemory,
+    SharedMemory,
+    device_uuid,
+)
+from kvsidecar.kv_transfer.mapped_memory import ARENA, receive_descriptor, receive_handle
+
+
+class CudaArena:
+    """An imported arena, on the device that torch computes on.
+
+    Raises OSError when the driver or the daemon refuses, ValueError when the arena is another device's.
+    """
+
+    def __init__(self, welcome: Welcome, device: int) -> None:
+        try:
+            if device_uuid(device) != welcome.arena.device_uuid:
+                raise ValueError(f"the daemon's arena is on another GPU than cuda:{device}; start it with --gpu-device")
+            self._memory = _imported(welcome, device)
+        except CudaUnavailable as error:
+            raise OSError(f"the daemon's GPU arena cannot be imported: {error}") from error
+        device_visible_memory.adopt(self._memory.address, len(self))
+
+    def __len__(self) -> int:
+        return self._memory.size_bytes
+
+    def part(self, offset: int, size_bytes: int) -> DeviceBytes:
+        """A slot's bytes."""
+        return DeviceBytes(self._memory.address + offset, size_bytes)
+
+    def close(self) -> None:
+        """Lets go of the memory, once no kernel uses it. Idempotent."""
+        device_visible_memory.give_up(self._memory.address, self._memory.close)
+
+
+def _imported(welcome: Welcome, device: int) -> SharedMemory:
+    size_bytes = welcome.arena.size_bytes
+    if welcome.arena.kind == ARENA_KIND_CUDA_IPC:
+        return LegacyMemory.imported(receive_handle(welcome, HANDLE_BYTES), size_bytes, device)
+    descriptor = receive_descriptor(welcome, ARENA)
+    try:
+        return DescriptorMemory.imported(descriptor, size_bytes, device)
+    finally:
+        os.close(descriptor)

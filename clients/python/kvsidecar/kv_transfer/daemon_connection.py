@@ -1,0 +1,218 @@
+"""The link to the daemon: a session is kept open while it can be, and tried again when it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import grpc
+
+from kvsidecar import keys
+from kvsidecar.bloom_filter import Summary
+from kvsidecar.byte_sizes import format_size
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
+from kvsidecar.errors import ConfigurationError, from_rpc
+from kvsidecar.kv_transfer.mapped_memory import map_summary
+from kvsidecar.kv_transfer.session import Served, Session
+from kvsidecar.kv_transfer.shm_transport import Mapped
+from kvsidecar.kv_transfer.stream_transport import Streamed
+from kvsidecar.kv_transfer.trace_context import with_trace_context
+from kvsidecar.net.channel import Address
+
+PROTOCOL_VERSION = 2
+CONNECT_SECONDS = 2.0
+_FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 2.0
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+]
+# No thread, no memory, or a GPU that does not map what it is given: it may be otherwise in a moment.
+_LACKING = (RuntimeError, MemoryError)
+_Outgoing = queue.SimpleQueue[pb.AttachRequest | None]
+
+
+class Log(Protocol):
+    """Where a link says what becomes of it: a logger of the standard library, or of structlog."""
+
+    def info(self, text: str, /) -> Any: ...
+
+    def warning(self, text: str, /) -> Any: ...
+
+
+class DaemonLink:
+    """Works on a thread of its own. ``session`` is None while there is none."""
+
+    def __init__(
+        self,
+        address: Address,
+        name: str,
+        descriptor: NamespaceDescriptor,
+        gpu: int | None = None,
+        *,
+        maps: bool = True,
+        log: Log | None = None,
+    ) -> None:
+        """``gpu`` is the CUDA device that reads and writes chunks, if one does. Where the daemon shares memory with us,
+        chunks are in it; where it does not, at TCP, they are streamed. A link that maps nothing looks up and leases,
+        wherever the daemon's memory is; it can read and write no chunk."""
+        self._log = log or logging.getLogger(__name__)
+        self._address, self._name, self.descriptor, self._gpu = address, name, descriptor, gpu
+        self._maps = maps
+        self.namespace = keys.namespace_id(descriptor)
+        self.served: Callable[[], Served] = Served  # what heartbeats tell; the runtime knows it
+        self._session: Session | None = None
+        self._stop = threading.Event()
+        self._current: Session | None = None
+        self._changed = threading.Condition()
+        self._logged = ""
+        self._thread = threading.Thread(target=self._run, name="kv-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def session(self) -> Session | None:
+        """The session, if there is one and the daemon answers."""
+        found = self._session
+        return found if found is not None and found.answers else None
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for a session; True when there is one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.session is not None, seconds)
+
+    def drop(self, session: Session) -> None:
+        """Ends a session that cannot go on; a new one is tried. All its leases are freed."""
+        session.finish()
+
+    def close(self) -> None:
+        self._stop.set()
+        if (current := self._current) is not None:
+            current.finish()
+        self._thread.join(timeout=CONNECT_SECONDS + 1)
+
+    def _run(self) -> None:
+        backoff = _FIRST_BACKOFF
+        while not self._stop.is_set():
+            try:
+                attached = self._attach_once()
+            except _LACKING as error:
+                attached = False
+                self._note(f"no session with the cache daemon: {str(error) or 'no memory'}; serving without cache")
+            backoff = _FIRST_BACKOFF if attached else min(_LAST_BACKOFF, backoff * 2)
+            self._stop.wait(backoff)
+
+    def _attach_once(self) -> bool:
+        """One session from beginning to end. True when it came about, with its memory."""
+        outgoing: _Outgoing = queue.SimpleQueue()
+        hello = pb.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            client_name=self._name,
+            descriptor=self.descriptor,
+            namespace=self.namespace,
+        )
+        outgoing.put(pb.AttachRequest(hello=hello))
+        try:
+            opened = self._address.channel(_CHANNEL_OPTIONS)
+        except ConfigurationError as error:  # its files are read every time, and somebody may be replacing them
+            self._note(f"{error}; serving without cache")
+            return False
+        with opened as channel:
+            try:
+                grpc.channel_ready_future(channel).result(timeout=CONNECT_SECONDS)
+            except grpc.FutureTimeoutError:
+                self._note("the cache daemon does not answer; serving without cache")
+                return False
+            stub: Any = CacheServiceStub(with_trace_context(channel))
+            incoming = stub.Attach(iter(outgoing.get, None))
+            watchdog = threading.Timer(CONNECT_SECONDS, incoming.cancel)
+            session: Session | None = None
+            held = False
+            try:
+                watchdog.start()
+                welcome = next(incoming).welcome
+                watchdog.cancel()
+                session = Session(
+                    welcome.epoch,
+                    welcome.session_id,
+                    stub,
+                    welcome.heartbeat_interval_ms / 1000,
+                    welcome.max_chunk_tokens,
+                    welcome.verdict if welcome.HasField("verdict") else None,
+                    remote=welcome.remote,
+                    served_before=self.served(),
+                )
+                self._current = session
+                if not self._stop.is_set():
+                    held = self._hold(session, welcome, channel, incoming, outgoing)
+            except (grpc.RpcError, StopIteration, OSError, ValueError) as error:
+                text = str(from_rpc(error)) if isinstance(error, grpc.RpcError) else str(error)
+                self._note(f"the session with the cache daemon ended: {text}; serving without cache")
+            finally:
+                watchdog.cancel()
+                self._session = self._current = None
+                if session is not None:
+                    session.end()
+                outgoing.put(None)
+                incoming.cancel()
+            return held
+
+    def _hold(
+        self,
+        session: Session,
+        welcome: pb.Welcome,
+        channel: grpc.Channel,
+        incoming: Iterator[pb.AttachResponse],
+        outgoing: _Outgoing,
+    ) -> bool:
+        """Heartbeats go from the beginning on: mapping and registering a large arena may take longer than the daemon
+        waits for one. Returns when the stream ends, the session is dropped or the link is closed, and whether there was
+        a session that could be used."""
+        for work in (self._read, self._beat):
+            arguments = (session, incoming if work == self._read else outgoing)
+            threading.Thread(target=work, args=arguments, name=f"kv-link-{work.__name__[1:]}", daemon=True).start()
+        self._map(session, welcome, channel)
+        if not session.alive:
+            return False
+        with self._changed:
+            self._session = session
+            self._logged = ""
+            self._changed.notify_all()
+        how = f"arena of {format_size(welcome.arena.size_bytes)}" if welcome.memory_socket else "chunks are streamed"
+        self._log.info(f"attached to the cache daemon of epoch {welcome.epoch:x}, {how}")
+        session.over.wait()
+        return True
+
+    def _map(self, session: Session, welcome: pb.Welcome, channel: grpc.Channel) -> None:
+        if self._maps and welcome.memory_socket:
+            session.carrier = Mapped(welcome, self._gpu)
+        elif self._maps:
+            session.carrier = Streamed(welcome, session.stub, channel, self._gpu)
+        if welcome.HasField("summary"):
+            with contextlib.suppress(OSError):  # without it every prompt is looked up
+                session.summary = Summary(map_summary(welcome))
+
+    def _read(self, session: Session, incoming: Iterator[pb.AttachResponse]) -> None:
+        try:
+            for answer in incoming:
+                session.answered(answer.heartbeat_ack)
+        except grpc.RpcError as error:
+            if not self._stop.is_set() and session.alive:
+                self._note(f"the session with the cache daemon ended: {from_rpc(error)}; serving without cache")
+        session.finish()
+
+    def _beat(self, session: Session, outgoing: _Outgoing) -> None:
+        while session.wait_for_beat():
+            outgoing.put(pb.AttachRequest(heartbeat=session.beat(self.served())))
+
+    def _note(self, text: str) -> None:
+        """Logs a state once, not at every attempt."""
+        if text != self._logged:
+            self._logged = text
+            self._log.warning(text)

@@ -1,0 +1,28 @@
+"""What a failure with the daemon means for the session: nothing of it ever fails a request."""
+
+from __future__ import annotations
+
+import grpc
+
+from kvsidecar.errors import from_rpc
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.session import Session
+
+REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+"""Said of one call, which changed nothing: other requests of the session are none the worse."""
+
+
+def give_up(link: DaemonLink, session: Session, error: Exception) -> str:
+    """Does with the session what a failure asks for, and says the failure in a sentence.
+
+    A call that was not answered in time is undone by the daemon, and one that was refused (a salt that the daemon lets
+    others use, too much at one time) changed nothing; any other failure ends the session, and with it all that it held.
+    """
+    if isinstance(error, grpc.RpcError):
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            session.doubt()
+        elif error.code() not in REFUSALS:
+            link.drop(session)
+        return str(from_rpc(error))
+    link.drop(session)
+    return str(error) or type(error).__name__

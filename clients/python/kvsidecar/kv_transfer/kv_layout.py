@@ -1,0 +1,161 @@
+"""Where the keys and values of a paged cache lie, said by the engine and never guessed from a shape.
+
+A placement gives, for one layer's keys or values, an offset and the strides of blocks, tokens, heads and channels. An
+axis may be split into several modes, as in CuTe's layouts: the tiles of Intel's AMX have tokens as ``(n / 16, 16)``
+with strides of their own. So any order of dimensions can be said, packed or apart; what cannot be said cannot be used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT16, DATA_TYPE_FLOAT32, DataType
+from kvsidecar.chunk_layout import Geometry
+from kvsidecar.errors import ConfigurationError
+
+_DATA_TYPES: dict[torch.dtype, DataType.ValueType] = {
+    torch.float32: DATA_TYPE_FLOAT32,
+    torch.float16: DATA_TYPE_FLOAT16,
+    torch.bfloat16: DATA_TYPE_BFLOAT16,
+}
+
+
+def data_type(dtype: torch.dtype) -> DataType.ValueType:
+    """A cache's element type, as chunks have it. Raises ConfigurationError."""
+    if dtype not in _DATA_TYPES:
+        raise ConfigurationError(f"the KV cache is of {dtype}; allowed are {', '.join(map(str, _DATA_TYPES))}")
+    return _DATA_TYPES[dtype]
+
+
+Mode = tuple[int, int]
+"""Extent and stride, the stride in elements."""
+Axis = tuple[Mode, ...]
+"""Modes from the outermost to the innermost: index ``i`` is taken apart as a mixed-radix number."""
+
+
+def extent(axis: Axis) -> int:
+    return prod(size for size, _ in axis)
+
+
+def offsets(axis: Axis) -> NDArray[np.int64]:
+    """Where each index of an axis lies, in elements from index 0: ``[extent]``."""
+    out = np.zeros(1, np.int64)
+    for size, stride in axis:
+        out = (out[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
+    return out
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One layer's keys, or its values, in an engine's memory. Element ``[block, token, head, channel]`` lies at
+    ``memory[offset + block * block_stride + token's + head's + channel's]``.
+
+    ``memory`` is any tensor of the cache's dtype that begins where offset 0 is meant; only its storage is used, and
+    it is the engine's.
+    """
+
+    memory: Tensor
+    offset: int
+    blocks: int
+    block_stride: int
+    token: Axis
+    head: Axis
+    channel: Axis
+
+    @property
+    def axes(self) -> tuple[Axis, Axis, Axis]:
+        return self.token, self.head, self.channel
+
+    def flat(self) -> Tensor:
+        """The memory from the place of element 0 to its end, in one dimension."""
+        begin = self.memory.storage_offset() + self.offset
+        room = self.memory.untyped_storage().nbytes() // self.memory.element_size() - begin
+        return torch.as_strided(self.memory, (room,), (1,), begin)
+
+    def tables(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Offsets of a block's tokens, heads and channels, in elements."""
+        token, head, channel = self.axes
+        return offsets(token), offsets(head), offsets(channel)
+
+
+def strided(tensor: Tensor, order: str) -> Placement:
+    """The placement of a tensor whose dimensions are named by ``order``: a permutation of ``b t h c`` for block, token,
+    head and channel. Raises ConfigurationError."""
+    if sorted(order) != ["b", "c", "h", "t"] or tensor.ndim != 4:
+        raise ConfigurationError(
+            f"the order is {order!r} for {tensor.ndim} dimensions; it must name each of b, t, h and c once"
+        )
+    at = {name: i for i, name in enumerate(order)}
+    axes: dict[str, Axis] = {name: ((tensor.shape[i], tensor.stride(i)),) for name, i in at.items()}
+    return Placement(tensor, 0, tensor.shape[at["b"]], tensor.stride(at["b"]), axes["t"], axes["h"], axes["c"])
+
+
+@dataclass(frozen=True)
+class LayerPlacement:
+    """A layer's keys and values."""
+
+    keys: Placement
+    values: Placement
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """An engine's cache: its layers in the model's order, all of one geometry. ``name`` says the layout in messages.
+
+    Raises ConfigurationError when the layers do not fit each other or the geometry.
+    """
+
+    name: str
+    geometry: Geometry
+    block_tokens: int
+    layers: tuple[LayerPlacement, ...]
+
+    def __post_init__(self) -> None:
+        g = self.geometry
+        if len(self.layers) != g.layers:
+            raise ConfigurationError(f"the cache has {len(self.layers)} layers, its geometry says {g.layers}")
+        expected = (self.block_tokens, g.kv_heads, g.head_dim)
+        for i, layer in enumerate(self.layers):
+            for what, place in (("keys", layer.keys), ("values", layer.values)):
+                found = (extent(place.token), extent(place.head), extent(place.channel))
+                if found != expected:
+                    raise ConfigurationError(
+                        f"a block of layer {i}'s {what} has {found} tokens, heads and channels; expected is {expected}"
+                    )
+                if place.memory.dtype != self.dtype or place.memory.device != self.device:
+                    raise ConfigurationError(
+                        f"layer {i}'s {what} are {place.memory.dtype} on {place.memory.device}, layer 0's are "
+                        f"{self.dtype} on {self.device}; all must be alike"
+                    )
+                _check_bounds(i, what, place)
+                first = self.layers[0].keys if what == "keys" else self.layers[0].values
+                if (place.block_stride, *place.axes) != (first.block_stride, *first.axes):
+                    raise ConfigurationError(f"layer {i}'s {what} are laid out otherwise than layer 0's")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layers[0].keys.memory.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].keys.memory.device
+
+    @property
+    def blocks(self) -> int:
+        return min(min(layer.keys.blocks, layer.values.blocks) for layer in self.layers)
+
+
+def _check_bounds(layer: int, what: str, place: Placement) -> None:
+    """A kernel that writes by offsets must not be able to leave the memory."""
+    axes = (*place.token, *place.head, *place.channel, (place.blocks, place.block_stride))
+    first = place.memory.storage_offset() + place.offset
+    last = first + sum((size - 1) * stride for size, stride in axes)
+    room = place.memory.untyped_storage().nbytes() // place.memory.element_size()
+    if min((stride for _, stride in axes), default=0) < 0 or first < 0 or last >= room:
+        raise ConfigurationError(f"layer {layer}'s {what} reach to element {last} of a memory of {room}")

@@ -1,0 +1,98 @@
+"""Whether a cache is laid out as it is said to be: a round trip of marked values, written by the engine itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvsidecar.chunk_layout import layout_of, new_header
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
+from kvsidecar.kv_transfer.kv_layout import PagedCache
+
+Write = Callable[[int, Tensor, Tensor, Tensor], None]
+"""Writes keys and values ``[tokens, kv_heads, head_dim]`` of a layer to slots ``[tokens]``, as the engine does."""
+
+# Marks are the digits of an element's number: whole numbers below 128 are exact in every type.
+_BASE = 128
+
+
+def check_placement(cache: PagedCache, write: Write) -> None:
+    """Has the engine write values that say where they belong, and reads them through the placement; then writes others
+    through the placement, and reads them again. Uses two blocks, which are zero afterwards.
+
+    Raises ConfigurationError when a value is not where the placement says.
+    """
+    if cache.blocks < 2:
+        raise ConfigurationError(f"the cache has {cache.blocks} blocks; a check of its layout needs 2")
+    # No neighbours where there are so many, in descending order, as an engine may give them.
+    slots = slots_of([cache.blocks - 1, 1 if cache.blocks > 2 else 0], cache.block_tokens)
+    where = torch.from_numpy(slots).to(cache.device)
+    shape = (2, len(slots), cache.geometry.kv_heads, cache.geometry.head_dim)
+    number = np.arange(np.prod(shape)).reshape(shape)
+    copier, marks = BlockCopier(cache), _Marks(cache, len(slots))
+    while number.any():
+        for layer in range(cache.geometry.layers):
+            keys, values = (torch.from_numpy(m).to(cache.device, cache.dtype) for m in _marked(number, layer))
+            write(layer, keys, values, where)
+        _synchronize(cache)
+        copier.pack(slots, marks.header, marks.payload)
+        marks.compare(number, f"is not where {cache.name} is known to keep it")
+        number //= _BASE
+    number = np.arange(np.prod(shape))[::-1].reshape(shape)
+    for payload in (marks.write(number), memoryview(bytes(len(marks.payload)))):
+        copier.unpack(slots, marks.header, payload)
+        copier.pack(slots, marks.header, marks.payload)
+        if payload != marks.payload:
+            raise ConfigurationError(f"what is written to {cache.name} is not what is read from it")
+
+
+def _marked(number: NDArray[Any], layer: int) -> NDArray[Any]:
+    """A digit of every element's number; layers differ, so that one that is taken for another is found."""
+    return ((number + layer) % _BASE).astype(np.float32)
+
+
+class _Marks:
+    """A 16-bit payload of marks."""
+
+    def __init__(self, cache: PagedCache, tokens: int) -> None:
+        self._cache = cache
+        # What is quantized on the way would not be what was written.
+        self.header = new_header(replace(cache.geometry, bits=16), [0] * tokens, 0)
+        self.payload = memoryview(bytearray(self.header.payload_bytes))
+
+    def write(self, number: NDArray[Any]) -> memoryview:
+        out = memoryview(bytearray(len(self.payload)))
+        arrays = layout_of(self.header).arrays(out)
+        for layer in range(self._cache.geometry.layers):
+            for array, marks in zip((arrays["keys"], arrays["values"]), _marked(number, layer), strict=True):
+                array[layer] = self._bits(marks)
+        return out
+
+    def compare(self, number: NDArray[Any], complaint: str) -> None:
+        arrays = layout_of(self.header).arrays(self.payload)
+        for layer in range(self._cache.geometry.layers):
+            for name, marks in zip(("keys", "values"), _marked(number, layer), strict=True):
+                wrong = np.argwhere(arrays[name][layer] != self._bits(marks))
+                if len(wrong):
+                    token, head, channel = wrong[0]
+                    raise ConfigurationError(
+                        f"layer {layer}'s {name} of token {token}, head {head}, channel {channel} {complaint}; "
+                        f"{len(wrong)} of {marks.size} values are elsewhere, and its chunks would be wrong"
+                    )
+
+    def _bits(self, marks: NDArray[Any]) -> NDArray[Any]:
+        """As the payload has them."""
+        tensor = torch.from_numpy(marks).to(self._cache.dtype)
+        return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.uint16).numpy()
+
+
+def _synchronize(cache: PagedCache) -> None:
+    if cache.device.type == "cuda":
+        torch.cuda.synchronize(cache.device)

@@ -1,0 +1,141 @@
+"""Looking a prompt up, and giving back what was leased."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.chunk_layout import Geometry, layout_of
+from kvsidecar.kv_transfer.block_chunking import Cutting
+from kvsidecar.kv_transfer.session import Session
+
+# What is cold comes from a disk: a call may take so much longer for each byte that it may have to bring in.
+_SLOW_BYTES_PER_SECOND = 200e6
+# The daemon waits no longer for a remote tier.
+_MOST_AFAR_SECONDS = 10.0
+_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Found:
+    """The longest stored prefix of some tokens, and what was found of them by content, under lease until released.
+    ``cutting`` is how nodes that share chunks cut them; None where none do."""
+
+    session: Session
+    matches: tuple[pb.ChunkMatch, ...]
+    tokens: int
+    lease_id: bytes
+    contents: tuple[pb.ContentMatch, ...] = ()
+    cutting: Cutting | None = None
+
+    @property
+    def whole(self) -> tuple[int, bytes]:
+        """Tokens of the leading chunks that match wholly, and the last one's prefix hash: where storing goes on. Where
+        nodes share chunks, of those that all of them cut so: behind a tail in between, which others do not know, they
+        would find nothing, so the chunk that takes its place is stored anew."""
+        tokens, last, most = 0, b"", self.session.max_chunk_tokens
+        for match in self.matches:
+            if match.matched_tokens < match.tokens:
+                break
+            if self.cutting is not None and match.tokens != self.cutting.length(most):
+                break
+            tokens, last = tokens + match.tokens, match.prefix_hash
+        return tokens, last
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """Asks the daemon. ``timeout`` is in seconds, for a prompt of no length. With a ``cutting``, the daemon asks its
+    remote tier, if it has one, for what is not there: keys follow from the cuts. Any thread may use it."""
+
+    geometry: Geometry
+    timeout: float
+    cutting: Cutting | None = None
+
+    def match(
+        self,
+        session: Session,
+        tokens: list[int],
+        salt: bytes,
+        *,
+        leased: bool = False,
+        contents: Sequence[pb.ContentProbe] = (),
+        seconds_per_token: float = 0.0,
+    ) -> Found:
+        """Finds and leases. What is ``leased`` already, by whom it may be, is in memory, and no disk is waited for.
+        ``seconds_per_token`` is what computing takes, 0 when unknown: what is further away is not brought. Raises
+        grpc.RpcError, and ValueError for an answer that cannot be meant."""
+        cutting = self.cutting if session.remote else None
+        request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
+        patience = self._patience(0 if leased else len(tokens))
+        if cutting is not None and not leased:
+            request.cuts.extend(cutting.known(len(tokens), session.max_chunk_tokens))
+            request.seconds_per_token = seconds_per_token
+            patience += min(len(tokens) * seconds_per_token, _MOST_AFAR_SECONDS)
+        answer = session.match(request, patience)
+        if answer.epoch != session.epoch:
+            raise ValueError(f"an answer of epoch {answer.epoch:x} in a session of epoch {session.epoch:x}")
+        found = Found(
+            session, tuple(answer.matches), answer.matched_tokens, answer.lease_id, tuple(answer.contents), cutting
+        )
+        at = 0
+        for match in found.matches:
+            if match.start_position != at:
+                self.release(found)
+                raise ValueError(f"a chunk at {match.start_position} does not continue {at} tokens")
+            at += match.matched_tokens
+        return found
+
+    def bring(self, session: Session, prompts: Sequence[list[int]], salt: bytes) -> Iterator[list[bytes]]:
+        """Has the daemon bring prompts that are a chunk each from its remote tier, ``_AT_ONCE`` at a time; yields the
+        leases of those that are here, to be given back by the caller. Raises grpc.RpcError."""
+        for at in range(0, len(prompts), _AT_ONCE):
+            calls = [
+                session.matching(
+                    pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, cuts=[len(tokens)]),
+                    self._patience(len(tokens)),
+                )
+                for tokens in prompts[at : at + _AT_ONCE]
+            ]
+            leases, failed = list[bytes](), None
+            for call in calls:  # all are heard, or what they leased would stay
+                try:
+                    leases += filter(None, [call().lease_id])
+                except grpc.RpcError as error:
+                    failed = error
+            yield leases
+            if failed is not None:
+                raise failed
+
+    def release(self, found: Found) -> None:
+        """Gives the lease back without waiting for the answer."""
+        found.session.give_back([found.lease_id])
+
+    def _patience(self, tokens: int) -> float:
+        """Seconds to wait for a Match, which may have to read so many tokens from disk."""
+        g = self.geometry
+        token_bytes = 4 * g.layers * g.kv_heads * g.head_dim * g.bits / 8  # roughly: keys and values
+        return self.timeout + tokens * token_bytes / _SLOW_BYTES_PER_SECOND
+
+
+def header_of(match: pb.ChunkMatch, geometry: Geometry) -> ChunkHeader:
+    """The header, without token ids, of a chunk that was found. Raises ValueError when its payload has another size."""
+    header = ChunkHeader(
+        layers=geometry.layers,
+        kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=geometry.dtype,
+        bits=geometry.bits,
+        token_count=match.tokens,
+        key_group_tokens=match.key_group_tokens,
+        sink_tokens=match.sink_tokens,
+        format_version=keys.FORMAT_VERSION,
+    )
+    if match.payload_bytes != layout_of(header).size_bytes:
+        raise ValueError(f"{match.payload_bytes} bytes are not a chunk of {match.tokens} tokens of this model")
+    return header

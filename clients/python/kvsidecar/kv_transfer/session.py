@@ -1,0 +1,234 @@
+"""One session with the daemon: how chunks come and go in it, and whether it can be trusted."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from kvkernels import Payload
+
+from kvsidecar.bloom_filter import Summary
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.kv_transfer.transport import Carrier, NoCarrier, carrying_seconds
+
+_NAME_BYTES = 16
+_GIVING_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a worker has served since it started: prompts, their tokens, those that were not computed, and of these
+    those that were in its own pool."""
+
+    prompts: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    pool_tokens: int = 0
+
+
+@dataclass(eq=False)
+class Session:
+    """One attachment to one start of the daemon."""
+
+    epoch: int
+    id: bytes
+    stub: CacheServiceStub
+    heartbeat_seconds: float
+    max_chunk_tokens: int
+    verdict: pb.ReuseVerdict | None = None
+    carrier: Carrier = field(default_factory=NoCarrier)
+    summary: Summary | None = None  # of what the daemon's index might hold
+    remote: bool = False  # the daemon has a tier of which the summary knows nothing
+    over: threading.Event = field(default_factory=threading.Event)
+    acknowledged: float = field(default_factory=time.monotonic)  # when the last beat was sent that was answered
+    doubted: float = 0.0  # when a call was not answered in time
+    skipped_matches: int = 0
+    skipped_tokens: int = 0
+    served_before: Served = field(default_factory=Served)
+    _due: threading.Event = field(default_factory=threading.Event)
+    _sent: deque[float] = field(default_factory=deque)
+    _giving: set[Any] = field(default_factory=set)
+
+    @property
+    def alive(self) -> bool:
+        return not self.over.is_set()
+
+    @property
+    def trusted(self) -> bool:
+        """What was read a moment ago under a lease is what was leased: the daemon cannot have ended the session yet, or
+        each payload came with its checksum."""
+        return self.alive and (
+            not self.carrier.at_once or time.monotonic() - self.acknowledged < 2 * self.heartbeat_seconds
+        )
+
+    @property
+    def answers(self) -> bool:
+        """The daemon has answered something since it last did not."""
+        return self.alive and self.acknowledged >= self.doubted
+
+    def end(self) -> None:
+        """Marks the session as over and lets go of its memory; views in use keep it mapped until they are done.
+
+        Explicitly: a failed call refers to its own traceback, and through it to this object, until a garbage
+        collection that may be hours away. A dead daemon's arena would stay in memory all that time.
+        """
+        self.finish()
+        self.carrier.close()
+        self.summary = None
+
+    # ---- leases ---------------------------------------------------------------------------------------------
+
+    def match(self, request: pb.MatchRequest, timeout: float) -> pb.MatchResponse:
+        """Asks for a prompt, and gives back what an answer leased that was lost. Raises grpc.RpcError."""
+        request.lease_id = secrets.token_bytes(_NAME_BYTES)
+        try:
+            return self.stub.Match(request, timeout=timeout)
+        except grpc.RpcError as error:
+            self._lost(request, error)
+            raise
+
+    def matching(self, request: pb.MatchRequest, timeout: float) -> Callable[[], pb.MatchResponse]:
+        """The same, asked now; called, it waits for the answer, which somebody must."""
+        request.lease_id = secrets.token_bytes(_NAME_BYTES)
+        call = self.stub.Match.future(request, timeout=timeout)
+
+        def answer() -> pb.MatchResponse:
+            try:
+                return call.result()
+            except grpc.RpcError as error:
+                self._lost(request, error)
+                raise
+
+        return answer
+
+    def _lost(self, request: pb.MatchRequest, error: grpc.RpcError) -> None:
+        """The daemon undoes a call that was cancelled while it worked on it, not one that it has answered."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self.give_back([request.lease_id])
+
+    def give_back(self, lease_ids: Sequence[bytes]) -> None:
+        """Gives leases back without waiting for the answer. Empty names are of nothing that was leased."""
+        held = [lease_id for lease_id in lease_ids if lease_id]
+        if held:
+            self._give(self.stub.Release, pb.ReleaseRequest(session_id=self.id, lease_ids=held))
+
+    # ---- reservations ---------------------------------------------------------------------------------------
+
+    def reserve(self, request: pb.ReserveRequest, timeout: float) -> list[pb.Reservation]:
+        """Takes room for chunks, and gives up what an answer granted that was lost. Raises grpc.RpcError."""
+        request.reservation_ids.extend(secrets.token_bytes(_NAME_BYTES) for _ in request.headers)
+        try:
+            return list(self.stub.Reserve(request, timeout=timeout).reservations)
+        except grpc.RpcError:
+            self.give_up(request.reservation_ids)
+            raise
+
+    def commit(self, items: Sequence[pb.CommitItem], timeout: float) -> pb.CommitResponse:
+        """Makes chunks visible, and gives up those of which nobody knows whether they are. Raises grpc.RpcError."""
+        request = pb.CommitRequest(session_id=self.id, epoch=self.epoch, items=items)
+        try:
+            return self.stub.Commit(request, timeout=timeout)
+        except grpc.RpcError:
+            self.give_up([item.reservation_id for item in items])
+            raise
+
+    def give_up(self, reservation_ids: Sequence[bytes], patience: float = 0.0) -> None:
+        """Gives reservations up; those that have ended are ignored. Waits for the answer, so many seconds at most."""
+        if not reservation_ids:
+            return
+        call = self._give(self.stub.Abort, pb.AbortRequest(session_id=self.id, reservation_ids=reservation_ids))
+        if call is not None and patience:
+            with suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
+                call.result(patience)
+
+    def _give(self, method: Any, request: Any) -> Any:
+        """Calls, and again and again where no answer comes in time, until the session is over, and all it holds.
+        Returns the first call, if there is one."""
+        if not self.alive:
+            return None
+        try:
+            call = method.future(request, timeout=_GIVING_SECONDS)
+        except ValueError:  # the channel was closed meanwhile
+            return None
+        # A call nobody refers to is cancelled, and what it gives would stay until the session ends.
+        self._giving.add(call)
+        call.add_done_callback(lambda call: self._given(call, method, request))
+        return call
+
+    def _given(self, call: Any, method: Any, request: Any) -> None:
+        self._giving.discard(call)
+        if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._give(method, request)
+
+    # ---- heartbeats -----------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Nothing more is asked of it; its memory stays for who uses it now."""
+        self.over.set()
+        self._due.set()
+
+    def doubt(self) -> None:
+        """A call was not answered in time: asks at once whether the daemon is there, and nothing else until it is."""
+        self.doubted = time.monotonic()
+        self._due.set()
+
+    def wait_for_beat(self) -> bool:
+        """Waits until a heartbeat is due. False when none will be."""
+        self._due.wait(self.heartbeat_seconds)
+        self._due.clear()
+        return self.alive
+
+    def beat(self, served: Served) -> pb.Heartbeat:
+        """The heartbeat that is sent now."""
+        self._sent.append(time.monotonic())
+        before = self.served_before
+        return pb.Heartbeat(
+            skipped_matches=self.skipped_matches,
+            skipped_tokens=self.skipped_tokens,
+            prompts=served.prompts - before.prompts,
+            prompt_tokens=served.prompt_tokens - before.prompt_tokens,
+            cached_tokens=served.cached_tokens - before.cached_tokens,
+            pool_tokens=served.pool_tokens - before.pool_tokens,
+        )
+
+    def answered(self, ack: pb.HeartbeatAck) -> None:
+        """The oldest unanswered heartbeat was answered. What counts is when it was sent: the daemon may have taken it
+        in as early as that."""
+        if self._sent:
+            self.acknowledged = self._sent.popleft()
+        if ack.HasField("verdict"):
+            self.verdict = ack.verdict
+
+    # ---- what is stored -------------------------------------------------------------------------------------
+
+    def may_hold(self, root: bytes, tokens: Sequence[int]) -> bool:
+        """Whether a prompt might begin with something stored."""
+        summary = self.summary
+        return summary is None or summary.may_hold_prefix(root, tokens)
+
+    def may_hold_content(self, root: bytes, tokens: Sequence[int]) -> bool:
+        """Whether these tokens might be stored as a chunk, in whatever context."""
+        summary = self.summary
+        return summary is None or summary.may_hold_content(root, tokens)
+
+    def skipped(self, tokens: int) -> None:
+        """Counts a prompt that was not looked up because nothing of it is stored."""
+        self.skipped_matches += 1
+        self.skipped_tokens += tokens
+
+    # ---- bytes ----------------------------------------------------------------------------------------------
+
+    def read(
+        self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float, most: float = float("inf")
+    ) -> Generator[Payload, None, None]:
+        """See ``Carrier.read``. ``timeout`` is in seconds, for what moves nothing, ``most`` for all."""
+        size = sum(match.payload_bytes for match in matches)
+        return self.carrier.read(lease_id, matches, min(carrying_seconds(size, timeout), most))

@@ -1,0 +1,81 @@
+"""Chunks in memory that the daemon shares with this process: nothing is carried, all is where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+from kvkernels import Payload
+from kvkernels.cuda import device_visible_memory
+
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.kv_transfer.cuda_arena import CudaArena
+from kvsidecar.kv_transfer.mapped_memory import map_arena, map_staging
+from kvsidecar.kv_transfer.transport import Fill
+
+
+class Mapped:
+    """The daemon's arena for reading, the session's staging for writing."""
+
+    at_once = True
+
+    def __init__(self, welcome: pb.Welcome, gpu: int | None = None) -> None:
+        """``gpu`` is the CUDA device that reads and writes the memory directly, if one does. Raises OSError when the
+        memory cannot be had, ValueError when it is not this process's to map."""
+        self._arena: memoryview | CudaArena
+        if welcome.arena.kind in (pb.ARENA_KIND_CUDA, pb.ARENA_KIND_CUDA_IPC) and gpu is not None:
+            self._arena = CudaArena(welcome, gpu)
+        else:
+            self._arena = map_arena(welcome)
+        self._staging = memoryview(b"")
+        self._pinned: list[int] = []  # addresses of what is page-locked
+        try:
+            self._staging = map_staging(welcome)
+            if gpu is not None:
+                self._pin()
+        except BaseException:
+            self.close()
+            raise
+        self.room_bytes = len(self._staging)
+
+    def read(self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float) -> Generator[Payload, None, None]:
+        for match in matches:
+            yield self._payload(match)
+
+    def write(self, granted: Sequence[tuple[int, pb.Reservation]], fill: Fill, timeout: float) -> list[pb.CommitItem]:
+        items = []
+        for i, reservation in granted:
+            payload = self._staged(reservation.staging)
+            fill(i, payload)
+            items.append(pb.CommitItem(reservation_id=reservation.reservation_id, checksum=keys.checksum(payload)))
+        return items
+
+    def close(self) -> None:
+        pinned, self._pinned = self._pinned, []
+        for address in pinned:
+            device_visible_memory.unpin(address)
+        if isinstance(self._arena, CudaArena):
+            self._arena.close()
+        self._arena = self._staging = memoryview(b"")
+
+    def _pin(self) -> None:
+        """Page-locks the memory for a CUDA device, where the driver agrees."""
+        for view in (self._arena, self._staging):
+            if isinstance(view, memoryview) and len(view) and device_visible_memory.pin(view):
+                self._pinned.append(device_visible_memory.address_of(view))
+
+    def _payload(self, match: pb.ChunkMatch) -> Payload:
+        """Raises ValueError for a place outside the arena."""
+        end = match.offset + match.payload_bytes
+        if end > len(self._arena):
+            raise ValueError(f"a payload at {match.offset}+{match.payload_bytes} is outside the arena")
+        if isinstance(self._arena, CudaArena):
+            return self._arena.part(match.offset, match.payload_bytes)
+        return self._arena[match.offset : end]
+
+    def _staged(self, place: pb.StagingRef) -> memoryview:
+        """Raises ValueError for a reference that cannot be this session's."""
+        end = place.offset + place.size_bytes
+        if end > len(self._staging):
+            raise ValueError(f"staging {place.offset}+{place.size_bytes} is outside of {len(self._staging)} bytes")
+        return self._staging[place.offset : end]

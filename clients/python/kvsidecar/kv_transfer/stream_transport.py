@@ -1,0 +1,197 @@
+"""Chunks of a daemon on another host: Fetch streams what is leased, Fill what is reserved.
+
+What goes over the link is bounded at both ends: gRPC's flow control lets nobody send what the other has no room for,
+and here a payload is received while the one before it is used, and hardly further ahead.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import grpc
+import numpy as np
+from kvkernels import Payload
+from kvkernels.cuda import device_visible_memory
+
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.kv_transfer.transport import Fill
+from kvsidecar.payload_wire import decoded_piece
+
+_FETCH = f"/{pb.DESCRIPTOR.services_by_name['CacheService'].full_name}/Fetch"
+_MESSAGE_BYTES = 1 << 20
+_CHUNKS_OF_A_CALL = 1024
+_ROOM_BYTES = 64 << 20  # what is sent is in this process's memory until the daemon has it
+_BUFFERS = 3  # one is used, one is complete, one is received into
+_STALL_SECONDS = 3.0  # a link that says nothing for so long is taken for cut
+
+
+class Streamed:
+    """A session's. The daemon holds what a call was asked for until the call ends, whatever becomes of the lease."""
+
+    at_once = False
+
+    def __init__(
+        self, welcome: pb.Welcome, stub: CacheServiceStub, channel: grpc.Channel, gpu: int | None = None
+    ) -> None:
+        """``channel`` is the stub's. ``gpu`` is the CUDA device that payloads go to, if one does: it reads them where
+        they arrive."""
+        self._session_id, self._stub, self._pins = welcome.session_id, stub, gpu is not None
+        self._fetch: Any = channel.unary_stream(
+            _FETCH, request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=decoded_piece
+        )
+        self.room_bytes = min(welcome.staging.size_bytes, _ROOM_BYTES)
+
+    def read(self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float) -> Generator[Payload, None, None]:
+        ends = time.monotonic() + timeout
+        for first in range(0, len(matches), _CHUNKS_OF_A_CALL):
+            group = matches[first : first + _CHUNKS_OF_A_CALL]
+            names = [match.prefix_hash for match in group]
+            request = pb.FetchRequest(session_id=self._session_id, lease_id=lease_id, prefix_hashes=names)
+            left = max(0.0, ends - time.monotonic())
+            with _Arriving(partial(self._fetch, request, timeout=left), group, self._pins) as arriving:
+                yield from arriving
+
+    def write(self, granted: Sequence[tuple[int, pb.Reservation]], fill: Fill, timeout: float) -> list[pb.CommitItem]:
+        items, payloads = [], []
+        for i, reservation in granted:
+            payload = np.empty(reservation.staging.size_bytes, np.uint8).data
+            fill(i, payload)
+            items.append(pb.CommitItem(reservation_id=reservation.reservation_id, checksum=keys.checksum(payload)))
+            payloads.append((reservation.reservation_id, payload))
+        sending = _Sending(self._session_id, payloads)
+        call = self._stub.Fill.future(iter(sending), timeout=timeout)
+        try:
+            sending.wait(call)
+        finally:
+            call.cancel()
+        return items
+
+    def close(self) -> None:
+        pass
+
+
+class _Sending:
+    """What one Fill is sent; gRPC asks for the next message, on a thread of its own, when there is room for it."""
+
+    def __init__(self, session_id: bytes, payloads: Sequence[tuple[bytes, memoryview]]) -> None:
+        self._session_id, self._payloads = session_id, payloads
+        self._taken = time.monotonic()
+
+    def __iter__(self) -> Iterator[pb.FillRequest]:
+        yield pb.FillRequest(session_id=self._session_id)
+        for reservation_id, payload in self._payloads:
+            yield pb.FillRequest(reservation_id=reservation_id)
+            for at in range(0, len(payload), _MESSAGE_BYTES):
+                self._taken = time.monotonic()
+                yield pb.FillRequest(data=bytes(payload[at : at + _MESSAGE_BYTES]))
+        self._taken = time.monotonic()
+
+    def wait(self, call: Any) -> None:
+        """Raises grpc.RpcError, and ConnectionError when the link stands still."""
+        while (left := self._taken + _STALL_SECONDS - time.monotonic()) > 0:
+            try:
+                call.result(timeout=left)
+                return
+            except grpc.FutureTimeoutError:  # unless a message was taken meanwhile
+                continue
+        raise ConnectionError(f"the cache daemon took nothing for {_STALL_SECONDS:g} s")
+
+
+class _Arriving:
+    """The payloads of one Fetch, received and checked on a thread of its own while those before them are used."""
+
+    def __init__(self, fetch: Callable[[], Any], matches: Sequence[pb.ChunkMatch], pins: bool) -> None:
+        """Calls ``fetch`` when there is memory for what it streams: the daemon holds all that a call was asked for
+        until it ends. Raises what memory, pinning or starting a thread raise, with nothing open."""
+        self._matches = matches
+        size = max(match.payload_bytes for match in matches)
+        self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[tuple[memoryview, int] | Exception] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._receive, name="kv-fetch", daemon=True)
+        with ExitStack() as held:
+            for _ in matches[:_BUFFERS]:
+                buffer = np.empty(size, np.uint8).data
+                if pins and size and device_visible_memory.pin(buffer):
+                    held.callback(device_visible_memory.unpin, device_visible_memory.address_of(buffer))
+                self._free.put(buffer)
+            self._call = fetch()
+            held.callback(self._end)
+            self._heard = time.monotonic()
+            self._thread.start()
+            self._held = held.pop_all()
+
+    def __enter__(self) -> _Arriving:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._held.close()
+
+    def _end(self) -> None:
+        self._call.cancel()
+        self._free.put(None)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for _ in self._matches:
+            buffer, size = self._next()
+            yield buffer[:size].toreadonly()
+            self._free.put(buffer)
+
+    def _next(self) -> tuple[memoryview, int]:
+        """Raises ConnectionError when the link stands still, and what receiving raised."""
+        asked = time.monotonic()
+        while True:
+            left = max(self._heard, asked) + _STALL_SECONDS - time.monotonic()
+            if left <= 0:
+                raise ConnectionError(f"the cache daemon sent nothing for {_STALL_SECONDS:g} s")
+            try:
+                found = self._ready.get(timeout=left)
+            except queue.Empty:  # unless a message came meanwhile
+                continue
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    def _receive(self) -> None:
+        try:
+            for match in self._matches:
+                buffer = self._free.get()
+                if buffer is None:
+                    return
+                self._receive_one(match, buffer)
+                self._ready.put((buffer, match.payload_bytes))
+        except Exception as error:
+            self._ready.put(error)
+
+    def _receive_one(self, match: pb.ChunkMatch, buffer: memoryview) -> None:
+        """Raises ValueError for anything but the chunk that was asked for, grpc.RpcError."""
+        first, at = self._message(), 0
+        header = pb.FetchResponse().header if isinstance(first, memoryview) else first.header
+        if header.prefix_hash != match.prefix_hash or header.payload_bytes != match.payload_bytes:
+            raise ValueError("the daemon sent another chunk than was asked for")
+        while at < match.payload_bytes:
+            message = self._message()
+            data = message if isinstance(message, memoryview) else message.data
+            if not data or at + len(data) > match.payload_bytes:
+                raise ValueError(f"{at + len(data)} bytes of a chunk came, it has {match.payload_bytes}")
+            buffer[at : at + len(data)] = data
+            at += len(data)
+        if keys.checksum(buffer[:at]) != header.checksum:
+            raise ValueError("the bytes of a chunk that came do not have its checksum")
+
+    def _message(self) -> pb.FetchResponse | memoryview:
+        found: pb.FetchResponse | memoryview | None = next(self._call, None)
+        if found is None:
+            raise ValueError("the daemon's stream ended within a chunk")
+        self._heard = time.monotonic()
+        return found

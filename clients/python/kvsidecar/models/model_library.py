@@ -1,0 +1,278 @@
+"""The user's models on disk: what was pulled, and what was written out of GGUF files for faster starts.
+
+``pulled/NAME`` holds the files as they came and ``entry.json``; ``converted/NAME-SHA-DTYPE`` a folder that transformers
+reads, with ``source.json`` about the file it was made of. A folder appears whole or not at all: it is built beside its
+place under a lock, flushed, and renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsidecar.byte_sizes import format_size
+from kvsidecar.errors import ConfigurationError, UnknownModel
+from kvsidecar.process.runtime_dir import default_data_dir
+
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_SPARE_BYTES = 256 << 20  # of a disk, for others
+ENTRY, SOURCE = "entry.json", "source.json"
+BUILT_IN = "demo"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?(:[A-Za-z0-9_]+)?")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A pulled model, as written beside its files."""
+
+    name: str  # what --model takes
+    source: str  # where it came from, for people
+    architecture: str
+    licence: str
+    file: str = ""  # the GGUF file in the folder; empty for a folder of safetensors
+
+
+@dataclass(frozen=True)
+class Known:
+    """A GGUF file that was read before, as long as it has this size and time."""
+
+    size_bytes: int
+    modified_ns: int
+    sha256: str
+    dtype: str  # which its weights have, or are worth
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One line of ``kvsidecar models``."""
+
+    name: str
+    size_bytes: int
+    architecture: str
+    source: str
+    where: str
+
+
+class Library:
+    """A folder of models. Its methods may be called from several processes at once."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.root = root or default_data_dir() / "models"
+
+    # ---- what is there --------------------------------------------------------------------------------------
+
+    def folder_of(self, name: str) -> Path:
+        """Where a pulled model of this name lies, or would. Raises UnknownModel for what cannot be a name."""
+        if not _NAME.fullmatch(name):
+            raise UnknownModel(f"{name!r} is not a name of a model; allowed are letters, digits, . _ -, and ORG/NAME")
+        return self.root / "pulled" / name.replace("/", "--").replace(":", "@")
+
+    def find(self, name: str) -> Path | None:
+        """The GGUF file or folder of a pulled model, or None."""
+        if not _NAME.fullmatch(name):
+            return None
+        folder = self.folder_of(name)
+        entry = _read_entry(folder)
+        return None if entry is None else folder / entry.file
+
+    def entries(self) -> list[tuple[Entry, Path]]:
+        """The pulled models and their folders, by name."""
+        found = [(_read_entry(folder), folder) for folder in _folders(self.root / "pulled")]
+        return sorted(((e, f) for e, f in found if e is not None), key=lambda pair: pair[0].name)
+
+    def listed(self) -> list[Listed]:
+        """Everything, pulled models first, then what was written out of other people's files."""
+        conversions = [(_read_json(f / SOURCE), f) for f in _folders(self.root / "converted")]
+        out = []
+        for entry, folder in self.entries():
+            mine = [f for source, f in conversions if _made_of(source, folder)]
+            size = sum(map(size_of, [folder, *mine]))
+            out.append(Listed(entry.name, size, entry.architecture, entry.source, str(folder)))
+        for source, folder in conversions:
+            path = Path(source.get("path", ""))
+            if not any(_made_of(source, folder_) for _, folder_ in self.entries()):
+                kind = ", ".join(_read_json(folder / "config.json").get("architectures", []))
+                out.append(Listed(folder.name, size_of(folder), kind, f"written out of {path}", str(folder)))
+        return out
+
+    def remove(self, name: str) -> int:
+        """Removes a pulled model with all that was made of it, or one conversion, by the name that ``listed`` gives.
+        Returns the freed bytes. Raises UnknownModel."""
+        known = {one.name: one for one in self.listed()}
+        if name not in known:
+            raise UnknownModel(f"there is no model {name!r} to remove; there are {', '.join(known) or 'none'}")
+        self._discard_all(Path(known[name].where))
+        return known[name].size_bytes
+
+    def _discard_all(self, folder: Path) -> None:
+        """A folder, after what was made of it, and what was made of that."""
+        for made in _folders(self.root / "converted"):
+            if _made_of(_read_json(made / SOURCE), folder):
+                self._discard_all(made)
+        self._discard(folder)
+
+    def discard(self, folder: Path, inode: int) -> None:
+        """Removes a folder that is damaged, unless another one has come in its place: ``inode`` is that of the damaged
+        one."""
+        if folder.is_dir():
+            self._discard(folder, inode)
+
+    def _discard(self, folder: Path, inode: int | None = None) -> None:
+        # Renamed first: nobody finds half of it.
+        with self._locked(folder):
+            if inode is not None and (not folder.is_dir() or folder.stat().st_ino != inode):
+                return
+            gone = folder.with_name(f".gone-{folder.name}")
+            shutil.rmtree(gone, ignore_errors=True)
+            folder.rename(gone)
+            shutil.rmtree(gone)
+
+    # ---- putting models there -------------------------------------------------------------------------------
+
+    @contextmanager
+    def building(self, target: Path) -> Iterator[Path | None]:
+        """An empty folder that becomes ``target`` when the block ends without an error, and is gone when it does not;
+        None when ``target`` is there already. Others who build the same wait meanwhile. Raises ConfigurationError when
+        the disk is full or must not be written to."""
+        with self._locked(target):
+            if target.is_dir():
+                yield None
+                return
+            partial = target.with_name(f".partial-{target.name}")
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            with appearing(target, partial):
+                yield partial
+
+    @contextmanager
+    def _locked(self, target: Path) -> Iterator[None]:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            handle = target.with_name(f".lock-{target.name}").open("w")
+        except OSError as error:
+            raise ConfigurationError(f"cannot write to {target.parent}: {error.strerror}") from error
+        with handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    # ---- files that were read before ------------------------------------------------------------------------
+
+    def known(self, file: Path) -> Known | None:
+        """What is known of a file that did not change since."""
+        found = _read_json(self._note_of(file))
+        try:
+            known = Known(**found)
+        except TypeError:
+            return None
+        stat = file.stat()
+        return known if (known.size_bytes, known.modified_ns) == (stat.st_size, stat.st_mtime_ns) else None
+
+    def remember(self, file: Path, dtype: str) -> Known:
+        """Reads a file for its checksum, and notes it."""
+        stat = file.stat()
+        known = Known(stat.st_size, stat.st_mtime_ns, sha256_of(file), dtype)
+        note = self._note_of(file)
+        fresh = note.with_suffix(f".{os.getpid()}")
+        try:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(json.dumps(asdict(known)), encoding="utf-8")
+            fresh.replace(note)
+        except OSError as error:
+            raise ConfigurationError(f"cannot write to {note.parent}: {error.strerror}") from error
+        return known
+
+    def _note_of(self, file: Path) -> Path:
+        return self.root / "known" / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
+
+
+def check_room(what: str, size_bytes: int, folder: Path, otherwise: str = "") -> None:
+    """Raises ConfigurationError where a folder's disk has too little room for what writes so many bytes."""
+    free = shutil.disk_usage(folder).free
+    if free < size_bytes + _SPARE_BYTES:
+        raise ConfigurationError(
+            f"{what} takes {format_size(size_bytes)}, and {folder} has {format_size(free)} left{otherwise}"
+        )
+
+
+@contextmanager
+def appearing(target: Path, partial: Path) -> Iterator[None]:
+    """Makes ``partial`` an empty folder that becomes ``target`` when the block ends without an error, flushed, and is
+    gone when it does not. Raises ConfigurationError when the disk is full or must not be written to."""
+    try:
+        partial.mkdir()
+        yield
+        _flush(partial)
+        partial.rename(target)
+        _flush_folder(target.parent)
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        raise ConfigurationError(f"cannot write to {target.parent}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_entry(folder: Path, entry: Entry) -> None:
+    (folder / ENTRY).write_text(json.dumps(asdict(entry), indent=1) + "\n", encoding="utf-8")
+
+
+def sha256_of(file: Path) -> str:
+    """Hexadecimal SHA-256 of a file's contents."""
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+
+def _made_of(source: dict[str, Any], folder: Path) -> bool:
+    """Whether a conversion was made of a file in this folder."""
+    return Path(source.get("path", "")).parent == folder.resolve()
+
+
+def _folders(parent: Path) -> list[Path]:
+    if not parent.is_dir():
+        return []
+    return sorted(f for f in parent.iterdir() if f.is_dir() and not f.name.startswith("."))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_entry(folder: Path) -> Entry | None:
+    try:
+        return Entry(**_read_json(folder / ENTRY))
+    except TypeError:
+        return None
+
+
+def _flush(folder: Path) -> None:
+    """Brings a folder's files to the disk, so that the rename cannot be there before them."""
+    for file in [f for f in folder.rglob("*") if f.is_file()]:
+        with file.open("rb") as data:
+            os.fsync(data.fileno())
+    _flush_folder(folder)
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,1 @@
+"""gRPC channels and servers, and the addresses that they use."""

@@ -1,0 +1,321 @@
+"""How both services listen: Unix sockets and TCP ports under one health state, reflection, and one graceful end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import grp
+import os
+import signal
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
+from kvsidecar.net.kept_socket import KeptSocket
+from kvsidecar.process.runtime_dir import socket_target
+
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+Register = Callable[[grpc.aio.Server], None]
+
+# A peer that vanished without a word (power, cable, a firewall that forgot the connection) is noticed within these.
+# A client's pings must not come faster than the server permits, or it is told to go away.
+_SERVER_KEEPALIVE_MS, _CLIENT_KEEPALIVE_MS, _KEEPALIVE_PATIENCE_MS, _FASTEST_PING_MS = 60_000, 30_000, 10_000, 10_000
+
+# Of a door that answers health alone: a question is a service's name.
+_HEALTH_MESSAGE_BYTES, _HEALTH_STREAMS = 4 << 10, 16
+
+CLIENT_KEEPALIVE: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", _CLIENT_KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", _KEEPALIVE_PATIENCE_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Options for every channel to a service of ours: with a call open, a dead peer is noticed within 40 s."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one connection may cost."""
+
+    message_bytes: int = 16 << 20
+    """Longest message that is received."""
+    metadata_bytes: int = 16 << 10
+    """Most metadata of one call."""
+    streams: int = 1024
+    """Most calls at once on one connection; further ones wait at the client, or are UNAVAILABLE in the moment when
+    others end: gRPC's server lets go of a call a little after its client."""
+    connections: int = 512
+    """Most connections at once at a door that others than the owner can reach; further ones are closed at once."""
+    handshake_seconds: float = 10.0
+    """A connection that has not said hello (TLS, HTTP/2) by then is closed."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """One address, and what answers there. Several doors of a process share its health and its end."""
+
+    at: Path | TcpAddress
+    """A Unix socket's path, or a TCP address."""
+    add: Register | None
+    """Adds the servicer that answers at this door; None for health alone, without reflection."""
+    credentials: grpc.ServerCredentials | None = None
+    """TLS, for a TCP address; None is plain."""
+    interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
+    """They see health and reflection, too."""
+    group: str | None = None
+    """A Unix socket's group, which may connect (mode 0660; "" is the process's own). None: the owner alone (0600)."""
+    service: str = ""
+    """Full name of what answers here, for health and reflection; empty where that is the process's own service."""
+    message_bytes: int | None = None
+    """Longest message that is received here, where that is another limit than the process's."""
+    streams: int | None = None
+    """Most calls at once on one connection, where that is another limit than the process's."""
+
+    @property
+    def private(self) -> bool:
+        """Whether only the owner of the process, and root, can connect."""
+        return isinstance(self.at, Path) and self.group is None
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A service with one servicer: its private socket, a plain TCP port unless ``tcp`` is empty, one that answers
+    health alone unless ``health_tcp`` is, and doors of ``others``."""
+
+    service: str
+    socket: Path
+    tcp: str = ""
+    max_message_bytes: int = Limits.message_bytes
+    health_tcp: str = ""
+    others: tuple[Door, ...] = ()
+
+
+@asynccontextmanager
+async def listening(
+    endpoint: Endpoint,
+    add: Register,
+    grace_seconds: Callable[[], float],
+    health: health_aio.HealthServicer | None = None,
+) -> AsyncIterator[list[str]]:
+    """``listening_at`` the doors of an endpoint."""
+    doors = [Door(endpoint.socket, add)]
+    for address, register in ((endpoint.tcp, add), (endpoint.health_tcp, None)):
+        try:
+            if address:
+                doors.append(Door(parse_tcp(address), register))
+        except ValueError as error:
+            raise ConfigurationError(f"cannot listen: {error}") from error
+    doors += endpoint.others
+    limits = Limits(message_bytes=endpoint.max_message_bytes)
+    async with listening_at(endpoint.service, doors, grace_seconds, limits, health) as addresses:
+        yield addresses
+
+
+@asynccontextmanager
+async def listening_at(
+    service: str,
+    doors: Sequence[Door],
+    grace_seconds: Callable[[], float],
+    limits: Limits = Limits(),
+    health: health_aio.HealthServicer | None = None,
+) -> AsyncIterator[list[str]]:
+    """Serves at all doors while the body runs, which gets their gRPC addresses with the ports that were given out.
+
+    Every port is bound before the first call is answered. At the end all doors say NOT_SERVING, then wait
+    ``grace_seconds()`` for calls together; then the sockets are gone. A Unix socket has its mode from the moment that
+    it can be connected to; where its path is deleted, another server listens there beside the first, whose connections
+    go on. ``health`` may say more than that the service is there. Raises ConfigurationError, with nothing left behind,
+    for an address that cannot be listened on.
+    """
+    health = health or health_aio.HealthServicer()
+    async with contextlib.AsyncExitStack() as stack:
+        servers: list[grpc.aio.Server] = []
+
+        def bind(door: Door) -> str:
+            server = _server(service, door, health, limits)
+            stack.push_async_callback(server.stop, None)
+            if isinstance(door.at, Path):
+                address = stack.enter_context(_bound_socket(server, door.at, door.group))
+            else:
+                address = _bind_port(server, door.at, door.credentials)
+            servers.append(server)
+            return address
+
+        async def bind_again(door: Door) -> None:
+            # The server before is not stopped: its connections live, and gRPC would delete the new one's path.
+            bind(door)
+            await servers[-1].start()
+
+        addresses = [bind(door) for door in doors]
+        for server in servers:
+            await server.start()
+        for name in {"", service, *(door.service for door in doors)}:
+            await health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        try:
+            async with contextlib.AsyncExitStack() as kept:
+                for door in doors:
+                    if isinstance(door.at, Path):
+                        watch = KeptSocket(door.at, partial(bind_again, door), private=door.private)
+                        await kept.enter_async_context(watch)
+                yield addresses
+        finally:
+            await health.enter_graceful_shutdown()
+            grace = grace_seconds()
+            await asyncio.gather(*(server.stop(grace) for server in servers))
+
+
+def _limits_at(door: Door, limits: Limits) -> Limits:
+    """The door's own limits; of one that answers health alone, which asks for no name, the least that it needs."""
+    if door.add is None:
+        return replace(limits, message_bytes=_HEALTH_MESSAGE_BYTES, streams=_HEALTH_STREAMS)
+    return replace(
+        limits,
+        message_bytes=limits.message_bytes if door.message_bytes is None else door.message_bytes,
+        streams=limits.streams if door.streams is None else door.streams,
+    )
+
+
+def _server(service: str, door: Door, health: health_aio.HealthServicer, limits: Limits) -> grpc.aio.Server:
+    limits = _limits_at(door, limits)
+    options = [
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_metadata_size", limits.metadata_bytes),
+        ("grpc.absolute_max_metadata_size", limits.metadata_bytes),
+        ("grpc.max_concurrent_streams", limits.streams),
+        ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", _SERVER_KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_PATIENCE_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _FASTEST_PING_MS),
+    ]
+    if not door.private:
+        options.append(("grpc.max_allowed_incoming_connections", limits.connections))
+    server = grpc.aio.server(interceptors=door.interceptors, options=options)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    if door.add is not None:
+        door.add(server)
+        reflection.enable_server_reflection((door.service or service, HEALTH), server)
+    return server
+
+
+@contextlib.contextmanager
+def _bound_socket(server: grpc.aio.Server, path: Path, group: str | None) -> Iterator[str]:
+    target = socket_target(path)
+    number = _group_number(group) if group is not None else -1
+    if group is not None:
+        _refuse_replaceable(path)
+    mask = os.umask(0o177)
+    try:
+        server.add_insecure_port(target)
+    except RuntimeError as error:
+        raise ConfigurationError(f"cannot listen on {path}: {error}") from error
+    finally:
+        os.umask(mask)
+    try:
+        if group is not None:
+            _open_to_group(path, number)
+        yield target
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _group_number(name: str) -> int:
+    if not name:
+        return os.getgid()
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ConfigurationError(f"there is no group {name!r} on this machine; name one that exists") from None
+
+
+def _refuse_replaceable(path: Path) -> None:
+    """A member of the group who could replace the socket would be taken for the service by the others."""
+    try:
+        mode = path.parent.stat().st_mode
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {path}: {error.strerror}; create its folder first") from error
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        raise ConfigurationError(
+            f"others can write to the folder of {path} and so replace the socket; run: chmod go-w {path.parent}"
+        )
+
+
+def _open_to_group(path: Path, group: int) -> None:
+    try:
+        os.chown(path, -1, group)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot give {path} to the group {group}: {error.strerror}; choose a group that this user is in"
+        ) from error
+    path.chmod(0o660)
+
+
+def _bind_port(server: grpc.aio.Server, address: TcpAddress, credentials: grpc.ServerCredentials | None) -> str:
+    why = why_not_bindable(address) if address.port else ""
+    try:
+        if why:
+            raise RuntimeError(why)
+        port = (
+            server.add_secure_port(str(address), credentials)
+            if credentials is not None
+            else server.add_insecure_port(str(address))
+        )
+    except RuntimeError as error:
+        raise ConfigurationError(f"cannot listen on {address}: {error}; choose another address or port") from error
+    return str(TcpAddress(address.host, port))
+
+
+@contextlib.contextmanager
+def refuse_second(path: Path, what: str = "daemon") -> Iterator[None]:
+    """Makes the process the only one that may listen at a Unix socket while the body runs.
+
+    A lock on ``PATH.lock``, which the kernel gives back with the process, decides between two that start at once, so
+    that a dead one's socket is removed by one process that then owns the path. The lock file stays. Raises
+    ConfigurationError when another process listens there or is about to.
+    """
+    socket_target(path)  # refuses a path that is too long for a socket
+    taken = ConfigurationError(f"another {what} listens on {path}; stop it, or choose another --socket")
+    try:
+        lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigurationError(f"cannot lock {path}: {error.strerror}; choose another --socket") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise taken from None
+        if _somebody_listens(path):
+            raise taken
+        if path.exists() and not path.is_socket():
+            raise ConfigurationError(f"{path} is there and is no socket; remove it, or choose another --socket")
+        path.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _somebody_listens(path: Path) -> bool:
+    """Only a refusal, and a path that is not there, mean dead: a live one with a full backlog says EAGAIN."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
+
+
+def stop_on_signals(stop: asyncio.Event) -> None:
+    """Sets ``stop`` at SIGTERM and SIGINT. Call it on the loop's thread."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)

@@ -1,0 +1,1 @@
+"""Process start-up and process limits: runtime directory, imports, signals, descriptors, memory."""

@@ -1,0 +1,1 @@
+"""Tracing spans without a backend, and their export over OTLP."""

@@ -1,0 +1,183 @@
+"""Export of spans and metrics over OTLP (gRPC).
+
+Only where an endpoint is set: without one its packages are not loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvsidecar.errors import Cancelled, ConfigurationError
+from kvsidecar.telemetry.tracing import Attributes, Metadata, Span, Tracer, error_name
+
+ENDPOINT_VARIABLES = (
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
+)
+_LAST_WORDS_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Providers:
+    """The SDK's."""
+
+    traces: Any
+    meters: Any
+
+    def tracer(self, name: str) -> Tracer:
+        """Of a package."""
+        return _Tracer(self.traces.get_tracer(name))
+
+
+def checked_endpoint(value: str) -> str:
+    """For settings. Raises ValueError for what is no URL."""
+    if value and not value.startswith(("http://", "https://")):
+        raise ValueError("it must begin with http:// (plain) or https:// (TLS)")
+    return value
+
+
+def wanted(endpoint: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether anything says where to send it. ``OTEL_SDK_DISABLED=true`` wins."""
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    return bool(endpoint) or any(environment.get(name) for name in ENDPOINT_VARIABLES)
+
+
+@asynccontextmanager
+async def sending(service: str, endpoint: str) -> AsyncIterator[Providers | None]:
+    """Sends to an OTLP endpoint (gRPC) while the body runs: the given one, or what the standard variables
+    ``OTEL_EXPORTER_OTLP_...`` say; None without either. Raises ConfigurationError without the packages."""
+    if not wanted(endpoint):
+        yield None
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigurationError(
+            "an OTLP endpoint is set, but OpenTelemetry is not installed; pip install 'kvsidecar[otel]'"
+        ) from error
+    at = {"endpoint": endpoint} if endpoint else {}
+    processor = BatchSpanProcessor(OTLPSpanExporter(**at))
+    reader = PeriodicExportingMetricReader(OTLPMetricExporter(**at))
+    async with providing(service, processor, reader) as found:
+        yield found
+
+
+@asynccontextmanager
+async def providing(service: str, processor: Any, reader: Any) -> AsyncIterator[Providers]:
+    """Providers over an SDK span processor and an SDK metric reader, which are shut down at the end."""
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+
+    # The standard variables OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win.
+    resource = Resource({"service.name": service}).merge(Resource.create())
+    if resource.attributes.get("service.name", "").startswith("unknown_service"):
+        resource = resource.merge(Resource({"service.name": service}))
+    traces = TracerProvider(resource=resource, shutdown_on_exit=False)
+    traces.add_span_processor(processor)
+    meters = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
+    try:
+        yield Providers(traces, meters)
+    finally:
+        # On threads: the last metrics may be read on the loop that this runs on.
+        await asyncio.to_thread(_shut_down, traces, meters)
+
+
+def _shut_down(*providers: Any) -> None:
+    """Sends what is left, unless that takes too long: an absent collector must not keep the process from ending."""
+    threads = [threading.Thread(target=provider.shutdown, daemon=True) for provider in providers]
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class _Tracer(Tracer):
+    def __init__(self, tracer: Any) -> None:
+        self._tracer = tracer
+
+    def serve(self, name: str, sent: Iterable[tuple[str, str | bytes]], attributes: Attributes) -> Span:
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        carrier = {key: value for key, value in sent if key in ("traceparent", "tracestate")}
+        # The clock that children's times come by, set to the one that other processes go by.
+        offset_ns = time.time_ns() - time.perf_counter_ns()
+        began = time.perf_counter()
+        span = self._tracer.start_span(
+            name,
+            context=TraceContextTextMapPropagator().extract(carrier),
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+            start_time=offset_ns + int(began * 1e9),
+        )
+        return _Recorded(self._tracer, span, offset_ns, began)
+
+
+class _Recorded(Span):
+    """A span that OpenTelemetry's SDK keeps."""
+
+    def __init__(self, tracer: Any, span: Any, offset_ns: int, began: float) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        self._tracer, self._span, self._offset_ns, self.began = tracer, span, offset_ns, began
+        self._within = set_span_in_context(span)
+
+    def call(self, name: str) -> Span:
+        from opentelemetry.trace import SpanKind
+
+        began = time.perf_counter()
+        span = self._tracer.start_span(name, self._within, SpanKind.CLIENT, start_time=self._ns(began))
+        return _Recorded(self._tracer, span, self._offset_ns, began)
+
+    def metadata(self) -> Metadata:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        named: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(named, self._within)
+        return tuple(named.items())
+
+    def phase(self, name: str, began: float, ended: float) -> None:
+        self._tracer.start_span(name, self._within, start_time=self._ns(began)).end(self._ns(ended))
+
+    @contextmanager
+    def part(self, name: str, began: float) -> Iterator[object]:
+        from opentelemetry.trace import use_span
+
+        span = self._tracer.start_span(name, self._within, start_time=self._ns(began))
+        quietly = use_span(span, record_exception=False, set_status_on_exception=False)
+        with _Recorded(self._tracer, span, self._offset_ns, began) as found, quietly:
+            yield found
+
+    def event(self, name: str) -> None:
+        self._span.add_event(name, timestamp=self._ns(time.perf_counter()))
+
+    def note(self, attributes: Attributes) -> None:
+        self._span.set_attributes(attributes)
+
+    def fail(self, error: BaseException) -> None:
+        from opentelemetry.trace import StatusCode
+
+        name = error_name(error)
+        self._span.set_attribute("error.type", name)
+        if name != Cancelled.reason:  # whoever asked went away: no failure of the work
+            self._span.set_status(StatusCode.ERROR)
+
+    def end(self) -> None:
+        self._span.end(self._ns(time.perf_counter()))
+
+    def _ns(self, seconds: float) -> int:
+        return self._offset_ns + int(seconds * 1e9)

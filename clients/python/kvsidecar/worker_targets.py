@@ -1,0 +1,65 @@
+"""The workers that a client may ask: the one of its address, or all of the node that ``kvsidecar serve`` runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
+from kvsidecar.net.addresses import socket_path
+from kvsidecar.process.runtime_dir import own_runtime_dir, socket_target
+
+
+def default_target() -> str:
+    """The first worker of ``kvsidecar serve``."""
+    return socket_target(own_runtime_dir() / "worker-0.sock")
+
+
+def target_of(address: str | Path | None) -> str:
+    """A gRPC target from a socket's path, ``host:port``, or None for the default."""
+    if address is None:
+        return default_target()
+    path = socket_path(address)
+    return str(address) if path is None else socket_target(path)
+
+
+class Workers:
+    """Channels to them, and which is asked now. Thread-safe. A channel stays open until the client is closed, because
+    others may still wait for an answer on it; whoever made it closes it."""
+
+    def __init__(self, address: str | Path | None, connect: Callable[[str], Any]) -> None:
+        self._address, self._connect = address, connect
+        self._lock = threading.Lock()
+        self.now = target_of(address)
+        self.channels: dict[str, Any] = {self.now: connect(self.now)}
+        self._stubs: dict[str, Any] = {self.now: InferenceServiceStub(self.channels[self.now])}
+
+    @property
+    def stub(self) -> Any:
+        return self._stubs[self.now]
+
+    def stub_of(self, target: str) -> Any:
+        """Of one that is or was asked."""
+        return self._stubs[target]
+
+    def another(self, tried: set[str]) -> bool:
+        """Whether there is a worker that was not tried; it is the one that is asked from now on."""
+        with self._lock:
+            if self.now not in tried:  # another thread has found one
+                return True
+            left = [target for target in self._all() if target not in tried]
+            if not left:
+                return False
+            if left[0] not in self.channels:
+                self.channels[left[0]] = self._connect(left[0])
+                self._stubs[left[0]] = InferenceServiceStub(self.channels[left[0]])
+            self.now = left[0]
+            return True
+
+    def _all(self) -> list[str]:
+        if self._address is not None:
+            return [self.now]
+        found = own_runtime_dir().glob("worker-*.sock")
+        return [socket_target(path) for path in sorted(found, key=lambda path: (len(path.name), path.name))]

@@ -1,0 +1,156 @@
+"""Where a prompt is cut into chunks.
+
+Every strategy cuts from the start and looks only at tokens up to the cut and a few behind it, so that a longer
+prompt with the same beginning is cut the same there. Only ``document`` and ``content_defined`` cut the same text
+alike wherever it stands.
+
+================  ==============================================================================================
+fixed             every N tokens
+boundary          every N tokens, moved back to the last end of a sentence within a window
+document          before every separator and at the ends of segments that the client marks; long ones every N
+content_defined   where the hash of the last tokens is the largest far around (local maximum chunking: Bjorner,
+                  Blass, Gurevich, "Content-dependent chunking for differential compression", JCSS 2010)
+================  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+Strategy = Literal["fixed", "boundary", "document", "content_defined"]
+
+_HASH_WINDOW = 8
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a request says about its documents: a separator's token ids, and where marked segments end."""
+
+    separator: tuple[int, ...] = ()
+    segment_ends: tuple[int, ...] = ()
+
+
+class Chunker(Protocol):
+    """Cuts token ids. ``ends`` returns rising end indices, the last one ``len(tokens)``."""
+
+    def ends(self, tokens: Sequence[int], marks: Marks = Marks()) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Every ``size`` tokens."""
+
+    size: int
+
+    def ends(self, tokens: Sequence[int], marks: Marks = Marks()) -> list[int]:
+        return _every(self.size, 0, len(tokens))
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Every ``size`` tokens, but after the last of the ``sentence_ends`` tokens within ``window`` before that."""
+
+    size: int
+    sentence_ends: frozenset[int]
+    window: int
+
+    def ends(self, tokens: Sequence[int], marks: Marks = Marks()) -> list[int]:
+        out, start = [], 0
+        while len(tokens) - start > self.size:
+            cut = start + self.size
+            for at in range(cut, max(start, cut - self.window), -1):
+                if tokens[at - 1] in self.sentence_ends:
+                    cut = at
+                    break
+            out.append(cut)
+            start = cut
+        return [*out, len(tokens)] if len(tokens) > start else out
+
+
+@dataclass(frozen=True)
+class Document:
+    """Before every separator and at marked ends; documents of more than ``largest`` tokens are cut further."""
+
+    separator: tuple[int, ...]
+    largest: int
+
+    def ends(self, tokens: Sequence[int], marks: Marks = Marks()) -> list[int]:
+        separator = marks.separator or self.separator
+        cuts = set(marks.segment_ends) | set(_occurrences(tokens, separator))
+        out, start = [], 0
+        for end in sorted(c for c in cuts | {len(tokens)} if 0 < c <= len(tokens)):
+            out += _every(self.largest, start, end)
+            start = end
+        return out
+
+
+@dataclass(frozen=True)
+class ContentDefined:
+    """Cuts where the hash of the tokens before is larger than at ``reach`` places on both sides.
+
+    No cut depends on the one before it, so that the same text is cut alike as soon as ``reach`` tokens of it have
+    passed, and no chunk but the last is shorter than ``reach``; on average they have ``2 * reach + 1`` tokens.
+    """
+
+    reach: int
+    largest: int
+
+    def ends(self, tokens: Sequence[int], marks: Marks = Marks()) -> list[int]:
+        out: list[int] = []
+        start, reach = 0, self.reach
+        if len(tokens) > 2 * reach:
+            hashes = rolling_hashes(tokens)
+            around = sliding_window_view(hashes, 2 * reach + 1).max(1)
+            for cut in np.flatnonzero(hashes[reach:-reach] == around) + reach:
+                if cut - start >= reach:
+                    out += _every(self.largest, start, int(cut))
+                    start = int(cut)
+        return out + _every(self.largest, start, len(tokens))
+
+
+def rolling_hashes(tokens: Sequence[int]) -> NDArray[np.uint64]:
+    """``[i]`` hashes the ``_HASH_WINDOW`` tokens before index ``i`` (a cut at ``i`` depends on them alone)."""
+    mixed = (np.asarray(tokens, np.uint64) + np.uint64(1)) * _MIX
+    mixed ^= mixed >> np.uint64(29)
+    out = np.zeros(len(tokens) + 1, np.uint64)
+    if len(tokens) < _HASH_WINDOW:
+        return out
+    total = np.zeros(len(tokens) - _HASH_WINDOW + 1, np.uint64)
+    for i in range(_HASH_WINDOW):
+        total = total * np.uint64(0x100000001B3) + mixed[i : i + len(total)]
+    total ^= total >> np.uint64(32)
+    out[_HASH_WINDOW:] = total * _MIX
+    return out
+
+
+def new_chunker(strategy: Strategy, size: int, separator: Sequence[int], sentence_ends: frozenset[int]) -> Chunker:
+    """The chunker of a worker's settings; ``size`` is the (target) number of tokens."""
+    if strategy == "fixed":
+        return Fixed(size)
+    if strategy == "boundary":
+        return Boundary(size, sentence_ends, max(1, size // 4))
+    if strategy == "document":
+        return Document(tuple(separator), min(4 * size, MAX_CHUNK_TOKENS))
+    return ContentDefined(max(1, 3 * size // 8), min(4 * size, MAX_CHUNK_TOKENS))
+
+
+def _every(size: int, start: int, end: int) -> list[int]:
+    return [*range(start + size, end, size), end] if end > start else []
+
+
+def _occurrences(tokens: Sequence[int], separator: tuple[int, ...]) -> list[int]:
+    if not separator or len(separator) > len(tokens):
+        return []
+    array = np.asarray(tokens)
+    hit = np.ones(len(array) - len(separator) + 1, bool)
+    for i, token in enumerate(separator):
+        hit &= array[i : i + len(hit)] == token
+    return [int(i) for i in np.flatnonzero(hit)]

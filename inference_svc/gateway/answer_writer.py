@@ -1,0 +1,155 @@
+"""Writes one answer in OpenAI's format, whole or as events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from kvsidecar.cli.flags import meant
+from kvsidecar.errors import KVSidecarError, status_of
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.gateway import openai_format
+from inference_svc.gateway.echo import echoing
+from inference_svc.gateway.merged_stream import Choice, Piece, with_first
+from inference_svc.gateway.openai_tools import call_deltas, whole_calls
+from inference_svc.gateway.request_log import line
+from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
+
+# A path that is longer is nobody's mistake in writing.
+_LONGEST_PATH = 100
+# Errors that have a name in OpenAI's API, which its clients look for (https://platform.openai.com/docs/guides/error-codes).
+# Others have our own.
+_CODES = {
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "PROMPT_EXCEEDS_POOL": "context_length_exceeded",
+    "UNKNOWN_MODEL": "model_not_found",
+    "UNSUPPORTED_OPTION": "unsupported_parameter",
+    "OVERLOADED": "rate_limit_exceeded",
+    "UNAUTHENTICATED": "invalid_api_key",
+}
+
+
+def error_response(error: KVSidecarError) -> JSONResponse:
+    """An error in OpenAI's format."""
+    _, code = status_of(error)
+    kind = "invalid_request_error" if code < 500 else "server_error"
+    named = _CODES.get(error.reason, error.reason.lower())
+    body = {"error": {"message": str(error), "type": kind, "param": error.param or None, "code": named}}
+    return JSONResponse(body, status_code=code)
+
+
+def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] | None, known: set[str]) -> JSONResponse:
+    """What is not served, in OpenAI's format; ``known`` are paths that are."""
+    asked = meant(path[:_LONGEST_PATH], known)
+    text = f"{path[:_LONGEST_PATH]} is not served here{asked}" if code == 404 else f"{path} takes no {method}"
+    named = {404: "not_found", 405: "method_not_allowed"}.get(code, "invalid_request")
+    error = {"message": text, "type": "invalid_request_error", "param": None, "code": named}
+    return JSONResponse({"error": error}, status_code=code, headers=headers)
+
+
+class Writer:
+    """Writes one answer, whole or as events."""
+
+    def __init__(self, answer_id: str, model: str, chat: bool, request: ChatRequest | CompletionRequest) -> None:
+        self._chat, self._request = chat, request
+        kind = "chat.completion" if chat else "text_completion"
+        self._head = {"id": answer_id, "created": int(time.time()), "model": model}
+        self._written: Counter[int] = Counter()  # characters of each choice's tokens so far, for their offsets
+        self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if chat else kind
+
+    async def whole(self, pieces: AsyncIterator[Piece], count: int) -> dict[str, Any]:
+        choices = [Choice() for _ in range(count)]
+        async for piece in self._echoed(pieces):
+            choices[piece.choice].add(piece.part)
+        first, told = choices[0].first, dict[str, Any]()
+        if self._request.explain and first is not None:
+            told |= openai_format.explained(first)
+        if self._chat and self._request.prompt_logprobs is not None and first is not None:
+            told["prompt_logprobs"] = openai_format.prompt_logprobs(first.prompt_logprobs)
+        return {
+            **self._head,
+            "object": self._whole_kind,
+            "choices": [self._whole_choice(i, choice) for i, choice in enumerate(choices)],
+            "usage": openai_format.usage([choice.last.usage for choice in choices], self._request.choices),
+            "timings": openai_format.timings(choices[0].last.timings),
+            **told,
+        }
+
+    def _echoed(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+        request = self._request
+        return echoing(request, pieces) if isinstance(request, CompletionRequest) and request.echo else pieces
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        text = "".join(choice.texts)
+        body: dict[str, Any] = {"text": text}
+        if self._chat:
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if choice.calls:
+                message |= {"content": text or None, "tool_calls": whole_calls(choice.calls)}
+            body = {"message": message}
+        elif self._request.prompt_logprobs is not None and choice.first is not None:
+            body["prompt_logprobs"] = openai_format.prompt_logprobs(choice.first.prompt_logprobs)
+        return {
+            "index": index,
+            **body,
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": openai_format.finish_reason(choice.last.finish_reason),
+            "stop_reason": openai_format.stop_reason(choice.last),
+        }
+
+    async def stream(self, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+        opened: set[int] = set()
+        last: dict[int, pb.GenerateStreamResponse] = {}
+        try:
+            async for piece in self._echoed(with_first(first, pieces)):
+                for event in self._events(piece, opened, last):
+                    yield event
+        except KVSidecarError as error:
+            line().abort(error.reason)
+            yield openai_format.event(json.loads(bytes(error_response(error).body)))
+            return
+        options = self._request.stream_options
+        if options is not None and options.include_usage:
+            usage = openai_format.usage([last[i].usage for i in sorted(last)], self._request.choices)
+            head = {**self._head, "object": self._chunk_kind, "choices": []}
+            yield openai_format.event({**head, "usage": usage, "timings": openai_format.timings(last[0].timings)})
+        yield openai_format.event("[DONE]")
+
+    def _events(self, piece: Piece, opened: set[int], last: dict[int, pb.GenerateStreamResponse]) -> list[bytes]:
+        part, out = piece.part, []
+        if self._chat and piece.choice not in opened:
+            out.append(self._chunk(piece.choice, {"delta": {"role": "assistant", "content": ""}}, None))
+        opened.add(piece.choice)
+        if part.prompt_parts:
+            head = {**self._head, "object": self._chunk_kind, "choices": []}
+            out.append(openai_format.event({**head, **openai_format.explained(part)}))
+        if part.text or part.logprobs:
+            content: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
+            logprobs = self._logprobs(list(part.logprobs), self._written[piece.choice])
+            self._written[piece.choice] += sum(len(p.text) for p in part.logprobs)
+            out.append(self._chunk(piece.choice, {**content, "logprobs": logprobs}, None))
+        if part.tool_calls:
+            out.append(self._chunk(piece.choice, {"delta": {"tool_calls": call_deltas(list(part.tool_calls))}}, None))
+        if part.finish_reason:
+            last[piece.choice] = part
+            empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+            empty["stop_reason"] = openai_format.stop_reason(part)
+            out.append(self._chunk(piece.choice, empty, openai_format.finish_reason(part.finish_reason)))
+        return out
+
+    def _chunk(self, choice: int, content: dict[str, Any], finish: str | None) -> bytes:
+        body = {"index": choice, "logprobs": None, **content, "finish_reason": finish}
+        return openai_format.event({**self._head, "object": self._chunk_kind, "choices": [body]})
+
+    def _logprobs(self, parts: list[pb.TokenLogprob], at: int = 0) -> dict[str, Any] | None:
+        most = self._request.top_logprobs_wanted()
+        if most is None:
+            return None
+        if isinstance(self._request, ChatRequest):
+            return openai_format.chat_logprobs(parts)
+        return openai_format.completion_logprobs(parts, most, at, self._request.echo and not at)

@@ -1,0 +1,49 @@
+"""The HTTP application that a node's gateway and a fleet's have in common: errors in OpenAI's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from kvsidecar.errors import KVSidecarError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+
+from inference_svc.gateway.answer_writer import error_response, unknown_path
+from inference_svc.gateway.client_disconnect import ClientGone
+from inference_svc.gateway.request_log import Logged, line
+
+
+def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    """One without paths, which serves while ``lifespan`` lasts."""
+    app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.router.redirect_slashes = False  # a redirect would lead wherever the request's Host says
+
+    @app.exception_handler(KVSidecarError)
+    async def failed(_: Request, error: KVSidecarError) -> JSONResponse:
+        line().note(error=error.reason)
+        return error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def not_here(request: Request, error: HTTPException) -> JSONResponse:
+        known = {path for route in app.routes if "{" not in (path := getattr(route, "path", "{"))}
+        return unknown_path(request.method, request.url.path, error.status_code, error.headers, known)
+
+    @app.exception_handler(ClientGone)
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
+    return app
+
+
+def surround(app: FastAPI, origins: list[str]) -> None:
+    """Lets pages of these origins use the API from a browser (https://fetch.spec.whatwg.org/#http-cors-protocol), and
+    logs every request; to be called last, because browsers ask before they send a key, and nothing goes unlogged."""
+    if origins:
+        methods = ["GET", "POST", "DELETE"]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
+    app.add_middleware(Logged)

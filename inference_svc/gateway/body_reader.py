@@ -1,0 +1,110 @@
+"""Requests' bodies: received within limits, decoded where that stalls nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastapi import Request
+from kvsidecar.errors import InvalidRequest, KVSidecarError
+
+from inference_svc.gateway.api_keys import Keys
+from inference_svc.gateway.byte_budget import ByteBudget, Share
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.json_scanner import JsonScanner
+
+T = TypeVar("T")
+
+# What is larger is decoded in a thread: these take a few ms.
+INLINE_BYTES, _INLINE_VALUES = 64 << 10, 4096
+# So many bodies of the largest size, of one caller and of all.
+_MOST_OF_CALLER, _MOST = 8, 32
+
+
+class BodyReader:
+    """Reads bodies. One instance per process, on its event loop.
+
+    The limits on values and nesting are checked on each part as it arrives, so the decoder's time and memory are
+    bounded before it begins. Bodies beyond ``INLINE_BYTES`` are decoded in one thread, one at a time for each caller
+    in turn. That thread shares the interpreter's lock with the event loop, so no single C call of it may take long:
+    the limits of ``JsonScanner`` and of the classes that check bodies keep them to some 30 ms.
+    """
+
+    def __init__(self, config: GatewayConfig, keys: Keys) -> None:
+        self._max_bytes, self._seconds, self._keys = config.max_body_bytes, config.receive_seconds, keys
+        self._budget = ByteBudget(_MOST * config.max_body_bytes, _MOST_OF_CALLER * config.max_body_bytes)
+        self._thread = ThreadPoolExecutor(1, "body")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, request: Request, use: Callable[[bytes, Any], T], apart: bool = False) -> T:
+        """Returns what ``use`` makes of the body's bytes and of what they say; in a thread where the body is large, or
+        ``apart`` says that something else is.
+
+        Raises InvalidRequest, also for a body that is not there in time, Overloaded, and what ``use`` raises.
+        """
+        with self._budget.share(self._keys.caller(request.scope)) as share:
+            try:
+                async with asyncio.timeout(self._seconds):
+                    raw, values = await self._receive(request, share)
+            except TimeoutError as error:
+                raise InvalidRequest(f"the body did not come within {self._seconds:g} s") from error
+            if len(raw) <= INLINE_BYTES and values <= _INLINE_VALUES and not apart:
+                return use(raw, decoded(raw))
+            async with share.turn:
+                run = contextvars.copy_context().run
+                work = asyncio.get_running_loop().run_in_executor(self._thread, run, lambda: use(raw, decoded(raw)))
+                return await work
+
+    async def _receive(self, request: Request, share: Share) -> tuple[bytes, int]:
+        """The bytes, and how many values they have. Raises InvalidRequest, Overloaded.
+
+        A body beyond a limit is received to its end all the same, and dropped: a client that is still sending when the
+        connection closes would not read why.
+        """
+        size, parts, scanner = 0, list[bytes](), JsonScanner()
+        refusal: KVSidecarError | None = None
+        async for part in request.stream():
+            size += len(part)
+            if size > self._max_bytes:
+                raise InvalidRequest(f"the body is larger than the {self._max_bytes} bytes allowed")
+            if refusal is not None:
+                continue
+            try:
+                share.add(len(part))
+                scanner.feed(part)
+            except KVSidecarError as error:
+                refusal, parts = error, []
+                continue
+            parts.append(part)
+        if refusal is not None:
+            raise refusal
+        return b"".join(parts), scanner.num_values
+
+
+def decoded(raw: bytes) -> Any:
+    """What a body says. Raises InvalidRequest."""
+    try:
+        return json.loads(raw.decode("utf-8"), parse_constant=_refused, parse_float=_finite)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not UTF-8: byte {error.start} is {error.object[error.start]:#x}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+
+
+def _refused(word: str) -> float:
+    raise ValueError(f"{word} is no number there")
+
+
+def _finite(text: str) -> float:
+    """Infinity has no JSON, in which some of a body comes back."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return number

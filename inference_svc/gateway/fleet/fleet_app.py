@@ -1,0 +1,178 @@
+"""The HTTP application over nodes: the paths of a node, handed on, and those that tell of the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import httpx
+import structlog
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from kvsidecar import __version__
+from kvsidecar.errors import (
+    ConfigurationError,
+    PermissionDenied,
+    Unavailable,
+    UnknownModel,
+    UnknownResponse,
+    UnsupportedOption,
+)
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from inference_svc.gateway.api_keys import Keys
+from inference_svc.gateway.app_factory import new_application, surround
+from inference_svc.gateway.body_reader import BodyReader
+from inference_svc.gateway.fleet.discovery import BROKEN, Members, Node, NodeFailed
+from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
+from inference_svc.gateway.fleet.node_wait import NodeWait
+from inference_svc.gateway.fleet.prefix_query import RESPONSES, Asking, to_place
+from inference_svc.gateway.fleet.proxy import Relay, whole
+from inference_svc.gateway.fleet_api import WARM
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.lora_routes import LOAD, UNLOAD
+from inference_svc.gateway.origin_policy import OriginPolicy
+from inference_svc.gateway.request_guard import FLEET, Guard
+from inference_svc.gateway.worker_wait import preferred_wait_seconds
+
+log = structlog.get_logger("gateway")
+
+# What has a body with a prompt or tokens, for any one node.
+_RELAYED = ("/v1/chat/completions", "/v1/completions", RESPONSES, "/v1/embeddings", "/tokenize", "/detokenize", WARM)
+_CONNECT_SECONDS = 2.0
+# Less than the 5 s after which a node's server closes a connection that nobody uses.
+_IDLE_SECONDS = 3.0
+
+
+class Fleet:
+    """The handlers. One instance per process. Raises ConfigurationError for certificates that cannot be used."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self.keys, self.metrics = Keys(config), FleetMetrics()
+        self.bodies = BodyReader(config, self.keys)
+        self.client = _client(config)
+        self.members = Members(config.places, self.client, config.node_seconds)
+        self.metrics.watch(self.members)
+        self._asking = Asking(self.members, self.client, self.metrics.asking)
+        wait = NodeWait(self.members, config.worker_start_seconds)
+        self._relay = Relay(self._asking, self.client, self.metrics, config.request_seconds, wait)
+
+    async def relay(self, request: Request) -> Response:
+        read = await self.bodies.read(request, partial(to_place, request.url.path))
+        return await self._relay.answer(request, replace(read, wait_seconds=preferred_wait_seconds(request.headers)))
+
+    async def response(self, request: Request) -> Response:
+        """A response that some node keeps, or its deletion."""
+        name = request.path_params["name"]
+        node = await self._asking.holder(name)
+        if node is None:
+            raise UnknownResponse(f"the response {name[:80]!r} is not kept by any node that is up")
+        url, deadline = f"{node.url}{RESPONSES}/{name}", asyncio.get_running_loop().time() + self._config.node_seconds
+        try:
+            asked = self.client.request(request.method, url, extensions=node.extensions)
+            answer = await node.until(asked, deadline)
+        except (*BROKEN, NodeFailed, TimeoutError) as error:
+            raise Unavailable("the node that keeps the response does not answer; try again in a moment") from error
+        return whole(answer, answer.content)
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": list(self.members.models().values())})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self._asking.check_model(name)
+        found = self.members.models().get(name)
+        if found is None:
+            raise UnknownModel("name a model", param="model")
+        return JSONResponse(found)
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def health(self, request: Request) -> Response:
+        up, known = len(self.members.alive), len(self.members.all)
+        body = {"status": "ok" if up else "no node is up", "nodes_up": up, "nodes": known}
+        return JSONResponse(body, status_code=200 if up else 503)
+
+    async def refuse_adapters(self, request: Request) -> Response:
+        raise UnsupportedOption(
+            "a fleet's gateway loads and unloads no adapters: send this to the gateway of each node, and the fleet has "
+            "what they have"
+        )
+
+    async def show_metrics(self, request: Request) -> Response:
+        return PlainTextResponse(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def show_fleet(self, request: Request) -> Response:
+        if not self.keys.of_operator(request.scope):
+            raise PermissionDenied("what the fleet does is for operators; send the operator's key")
+        shown = [_shown(node) for node in sorted(self.members.all, key=lambda node: node.url)]
+        return JSONResponse({"version": __version__, "nodes": shown}, headers={"Cache-Control": "no-store"})
+
+
+def _shown(node: Node) -> dict[str, Any]:
+    return {
+        "node": node.url,
+        "state": "ready" if node.alive else "down" if node.seen else "starting",
+        "why": "" if node.alive else node.why,
+        "models": sorted(node.models),
+        "workers": node.workers,
+        "requests": node.busy,
+        "from_here": node.in_flight,
+    }
+
+
+def _client(config: GatewayConfig) -> httpx.AsyncClient:
+    key = config.node_key.get_secret_value()
+    if any(place.in_clear for place in config.places):
+        log.warning("prompts and the nodes' key can be read on the way to nodes beyond this machine; use https there")
+    try:
+        tls = ssl.create_default_context(cafile=config.node_ca)
+        if config.node_cert is not None:
+            tls.load_cert_chain(config.node_cert, config.node_cert_key)
+    except OSError as error:  # ssl.SSLError is one
+        named = ", ".join(str(f) for f in (config.node_ca, config.node_cert, config.node_cert_key) if f is not None)
+        raise ConfigurationError(f"cannot use the certificates for nodes ({named}): {error}") from error
+    return httpx.AsyncClient(
+        verify=tls,
+        trust_env=False,  # nodes are reached directly
+        headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
+        timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_IDLE_SECONDS),
+    )
+
+
+def create_app(config: GatewayConfig) -> FastAPI:
+    """The application; its nodes are asked from startup to shutdown. Raises ConfigurationError."""
+    fleet = Fleet(config)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await fleet.members.start()
+        yield
+        fleet.bodies.close()
+        await fleet.members.close()
+        await fleet.client.aclose()
+
+    app = new_application(lifespan)
+    app.state.fleet, app.state.counted = fleet, fleet.metrics
+    app.add_middleware(Guard, keys=fleet.keys, policy=OriginPolicy(config), metrics=fleet.metrics)
+    surround(app, config.origins)
+    for path in _RELAYED:
+        app.add_api_route(path, fleet.relay, methods=["POST"])
+    app.add_api_route(RESPONSES + "/{name}", fleet.response, methods=["GET", "DELETE"])
+    app.add_api_route("/v1/models", fleet.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", fleet.model, methods=["GET"])
+    for path in (LOAD, UNLOAD):
+        app.add_api_route(path, fleet.refuse_adapters, methods=["POST"])
+    app.add_api_route("/version", fleet.version, methods=["GET"])
+    app.add_api_route("/health", fleet.health, methods=["GET"])
+    app.add_api_route("/metrics", fleet.show_metrics, methods=["GET"])
+    app.add_api_route(FLEET, fleet.show_fleet, methods=["GET"])
+    return app

@@ -1,0 +1,93 @@
+"""What a node says to the gateway of a fleet: what it serves, and how much of a prompt it has. And reading ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from kvsidecar.cache.v1 import cache_pb2
+from kvsidecar.errors import InvalidRequest, from_rpc
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from pydantic import Field
+
+from inference_svc.gateway import openai_format
+from inference_svc.gateway.body_model import BodyModel
+from inference_svc.gateway.chat_messages import Messages
+from inference_svc.gateway.openai_tools import Tools, to_chat
+from inference_svc.gateway.request_schema import CacheTtl
+from inference_svc.gateway.worker_router import Router, Worker
+
+SERVING, HELD, WARM = "/kvsidecar/v1/serving", "/kvsidecar/v1/held", "/kvsidecar/v1/warm"
+_PATIENCE_SECONDS = 2.0
+MOST_WARMING_SECONDS = 86400.0
+
+
+class WarmBody(BodyModel):
+    """A text or a conversation to read before anybody asks about it, and by when that is of no use any more."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    cache_salt: str = ""
+    cache_ttl_seconds: CacheTtl = None
+    within_seconds: float = Field(default=600.0, gt=0, le=MOST_WARMING_SECONDS)
+
+    def to_grpc(self) -> pb.WarmRequest:
+        """Raises InvalidRequest."""
+        if (self.prompt is None) == (not self.messages):
+            raise InvalidRequest("one of prompt and messages must be set", param="prompt")
+        if self.prompt is not None:
+            prompt = pb.Prompt(text=self.prompt)
+        else:
+            chat = to_chat(self.messages or [], self.tools, None, pb.ANSWER_START_UNSPECIFIED)
+            prompt = pb.Prompt(chat=chat)
+        cache = pb.CacheOptions(tenant_salt=self.cache_salt.encode(), ttl_seconds=self.cache_ttl_seconds)
+        return pb.WarmRequest(prompt=prompt, model=self.model, cache=cache)
+
+
+def serving(router: Router, starting: bool) -> dict[str, Any]:
+    """What is served, and by how many workers; without any, whether one is being started."""
+    alive = [worker for worker in router.workers if worker.alive]
+    models = {
+        name: openai_format.model(worker.model, name, router.started) for worker in alive for name in worker.names
+    }
+    return {"models": list(models.values()), "workers": len(alive), "starting": starting and not alive}
+
+
+def busy(router: Router) -> int:
+    """How many requests the workers have."""
+    return sum(worker.in_flight for worker in router.workers)
+
+
+async def held(worker: Worker, model: str, daemon: Any, prompt: pb.Prompt, salt: bytes) -> dict[str, Any]:
+    """How many tokens a prompt has for a model or an adapter, and how many of them the daemon has keys and values of.
+    Leases nothing and counts as no use. Raises KVSidecarError."""
+    try:
+        tokens = prompt.token_ids.ids
+        if prompt.WhichOneof("kind") != "token_ids":
+            asked = pb.TokenizeRequest(prompt=prompt)
+            tokens = (await worker.client.stub.Tokenize(asked, timeout=_PATIENCE_SECONDS)).token_ids
+        found, namespace = 0, worker.namespace(model)
+        if daemon is not None and namespace and tokens:
+            match = cache_pb2.MatchRequest(namespace=namespace, tenant_salt=salt, token_ids=tokens)
+            found = (await daemon.Match(match, timeout=_PATIENCE_SECONDS)).matched_tokens
+    except grpc.RpcError as error:
+        raise from_rpc(error) from error
+    return {"prompt_tokens": len(tokens), "held_tokens": found}
+
+
+async def warm(worker: Worker, request: pb.WarmRequest, within_seconds: float) -> dict[str, Any]:
+    """Reads a prompt into the cache. Raises KVSidecarError, DeadlineExceeded when it was not read in time."""
+    worker.in_flight += 1
+    try:
+        found = await worker.client.stub.Warm(request, timeout=within_seconds)
+    except grpc.RpcError as error:
+        raise from_rpc(error) from error
+    finally:
+        worker.in_flight -= 1
+    return {
+        "prompt_tokens": found.prompt_tokens,
+        "cached_tokens": found.cached_tokens,
+        "stored_tokens": found.stored_tokens,
+    }

@@ -1,0 +1,176 @@
+"""The gateway's Prometheus metrics: vLLM's by their names where they mean the same, and a few of its own.
+
+So dashboards, autoscalers and routers that know vLLM read a node of ours. What vLLM calls an engine is a worker here;
+``prefix_cache`` is what a worker's own pool had of prompts, ``external_prefix_cache`` what came from the cache daemon.
+Histograms are of what this gateway answered, counters of all that its workers did; both of these have further ones.
+https://docs.vllm.ai/en/latest/usage/metrics/
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.process.node_report import read_reports
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from inference_svc.gateway.openai_format import finish_reason
+from inference_svc.gateway.request_counters import Counted
+from inference_svc.gateway.request_log import line
+from inference_svc.gateway.worker_router import Router
+
+# vLLM's.
+_FIRST = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+_EACH = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_WHOLE = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_Reading = Callable[[pb.GetStatsResponse], float]
+_GAUGES: dict[str, tuple[str, _Reading]] = {
+    "num_requests_running": ("Requests in the batch", lambda s: s.running),
+    "num_requests_waiting": ("Requests that wait for a place in the batch", lambda s: s.waiting),
+    "kv_cache_usage_perc": (
+        "Share of the pool that running requests hold; 1 is all of it",
+        lambda s: 1 - s.pool_free_pages / s.pool_pages if s.pool_pages else 0.0,
+    ),
+}
+_COUNTERS: dict[str, tuple[str, _Reading]] = {
+    "prompt_tokens": ("Tokens of all prompts", lambda s: s.prompt_tokens),
+    "generation_tokens": ("Tokens of answers", lambda s: s.generated_tokens),
+    "prompt_tokens_cached": ("Tokens of prompts that were not computed anew", lambda s: s.cached_tokens),
+    "prefix_cache_queries": (
+        "Tokens of prompts that the worker's pool was searched for: not those of requests that skip the cache",
+        lambda s: s.prompt_tokens - s.skipping_tokens,
+    ),
+    "prefix_cache_hits": ("Of these, tokens that it had", lambda s: s.resident_tokens),
+    "external_prefix_cache_queries": (
+        "Tokens that the pool did not have, and the cache was searched for",
+        lambda s: s.prompt_tokens - s.skipping_tokens - s.resident_tokens,
+    ),
+    "external_prefix_cache_hits": ("Of these, tokens that it had", lambda s: s.cached_tokens - s.resident_tokens),
+    "num_preemptions": ("Requests that gave their pages back and were queued again", lambda s: s.preemptions),
+    "spec_decode_num_drafts": ("Times that a request's guesses were verified", lambda s: s.drafts),
+    "spec_decode_num_draft_tokens": ("Guessed tokens that were verified", lambda s: s.draft_tokens),
+    "spec_decode_num_accepted_tokens": ("Of these, tokens of answers", lambda s: s.accepted_tokens),
+    "spec_decode_num_branches": ("Branches verified beside the first of a draft", lambda s: s.draft_branches),
+    "spec_decode_num_branched_tokens": ("Accepted tokens of such a branch", lambda s: s.branched_tokens),
+}
+_LABELS = ("model_name", "engine")
+
+
+class Metrics(Counted):
+    """All that ``/metrics`` shows."""
+
+    def __init__(self, router: Router, supervisor_dir: Path | None = None) -> None:
+        super().__init__()
+        registry = self.registry
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"vllm:{name}", text, ("model_name",), buckets=buckets, registry=registry)
+
+        up = Gauge("kvsidecar_gateway_workers_up", "Workers that answer", registry=registry)
+        up.set_function(lambda: sum(w.alive for w in router.workers))
+        self.success = counter("vllm:request_success", "Answers by how they ended", ("model_name", "finished_reason"))
+        self.first = histogram("time_to_first_token_seconds", "From a request's arrival to its first token", _FIRST)
+        self.between = histogram("inter_token_latency_seconds", "From one token to the next", _EACH)
+        self.whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its last token", _WHOLE)
+        self.queue = histogram("request_queue_time_seconds", "Waiting for a place in the batch", _WHOLE)
+        self.prefill = histogram("request_prefill_time_seconds", "Computing up to the first token", _WHOLE)
+        self.decode = histogram("request_decode_time_seconds", "From the first token to the last", _WHOLE)
+        self.asked = histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
+        self.answered = histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
+        registry.register(_Workers(router))
+        if supervisor_dir is not None:
+            registry.register(_Restarts(supervisor_dir))
+
+    def answer(self) -> Answer:
+        """An answer begins."""
+        return Answer(self, time.perf_counter())
+
+
+@dataclass
+class Answer:
+    """One answer as its parts come."""
+
+    metrics: Metrics
+    began: float
+    last: float = 0.0
+
+    @property
+    def started(self) -> bool:
+        """Something has come."""
+        return self.last > 0
+
+    def add(self, model: str, part: pb.GenerateStreamResponse) -> None:
+        """The next part has come, from a worker with this model."""
+        m, now = self.metrics, time.perf_counter()
+        if not self.started:
+            m.first.labels(model).observe(now - self.began)
+            line().first_token()
+        elif part.token_ids:
+            m.between.labels(model).observe(now - self.last)
+        self.last = now
+        if part.finish_reason:
+            m.success.labels(model, finish_reason(part.finish_reason) or "").inc()
+            m.whole.labels(model).observe(now - self.began)
+            m.queue.labels(model).observe(part.timings.queue_ms / 1e3)
+            m.prefill.labels(model).observe(part.timings.prefill_ms / 1e3)
+            m.decode.labels(model).observe(part.timings.decode_ms / 1e3)
+            m.asked.labels(model).observe(part.usage.prompt_tokens)
+            m.answered.labels(model).observe(part.usage.generated_tokens)
+            line().answered(model, part.usage)
+
+
+class _Workers:
+    """What the workers said last."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def collect(self) -> Iterable[Metric]:
+        known = [
+            (worker.stats, (worker.model.model_id, str(i)))
+            for i, worker in enumerate(self._router.workers)
+            if worker.alive and worker.stats is not None
+        ]
+        kinds: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], dict[str, tuple[str, _Reading]]], ...]
+        kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
+        for family, named in kinds:
+            for name, (text, read) in named.items():
+                metric = family(f"vllm:{name}", text, labels=_LABELS)
+                for stats, labels in known:
+                    metric.add_metric(labels, read(stats))
+                yield metric
+
+
+class _Restarts:
+    """How often the supervisor, this process's parent, had to start processes of the node again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def collect(self) -> Iterable[Metric]:
+        metric = CounterMetricFamily(
+            "kvsidecar_process_restarts",
+            "Times that a process of the node was started again because it died or was silent",
+            labels=("process", "reason"),
+        )
+        for name, report in read_reports(self._folder, os.getppid()).items():
+            metric.add_metric((name, "died"), report.deaths)
+            metric.add_metric((name, "silent"), report.kills)
+        yield metric

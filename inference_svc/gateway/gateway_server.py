@@ -1,0 +1,131 @@
+"""Runs the gateway on uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.net.addresses import TcpAddress
+from kvsidecar.process.fd_limit import raise_descriptor_limit
+from kvsidecar.process.runtime_dir import default_runtime_dir, own_runtime_dir
+from kvsidecar.telemetry.otlp_export import sending
+from kvsidecar.telemetry.tracing import NO_TRACER
+
+from inference_svc.gateway.connections import ConnectionLimits, bounded, max_connections
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.http_tracing import SERVICE_NAME
+from inference_svc.gateway.routes import create_app
+
+# The thread that decodes large bodies keeps the event loop waiting so long, each time that the loop wakes up.
+_SWITCH_SECONDS = 0.001
+
+log = structlog.get_logger("gateway")
+
+
+async def serve(config: GatewayConfig) -> None:
+    """Serves until SIGTERM or SIGINT; SIGHUP reads the tenants again. Raises ConfigurationError when it cannot
+    listen."""
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --host or --port"
+        ) from error
+    if not (config.for_this_machine or config.api_key.get_secret_value() or config.tenants):
+        log.warning("listening beyond this machine without an API key", host=config.host)
+    if not config.nodes:
+        _refuse_foreign(config)
+    raise_descriptor_limit()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    _tell_of_uvicorn()
+    url = f"{'http' if config.tls_cert is None else 'https'}://{TcpAddress(config.host, listener.getsockname()[1])}/v1"
+    async with sending(SERVICE_NAME, config.otlp_endpoint) as providers:
+        tracer = NO_TRACER if providers is None else providers.tracer("inference_svc.gateway")
+        app = _fleet(config) if config.nodes else create_app(config, tracer)
+        server = _Server(configured(app, config))
+        server.hear_signals()
+        if config.tenants is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.keys.reload)
+        await asyncio.sleep(0)  # a signal that came until now cancels here, where nothing has begun
+        if config.nodes:
+            log.info("listening; it answers as soon as a node is ready", url=url, nodes=config.nodes)
+        else:
+            log.info("listening; it answers as soon as a worker is ready", url=url, workers=config.targets)
+        await server.serve(sockets=[listener])
+
+
+def _refuse_foreign(config: GatewayConfig) -> None:
+    """Whoever could put a socket into the runtime folder would be sent all prompts. Raises ConfigurationError."""
+    sockets = {Path(target).parent for target in config.targets} | {(config.cache_socket or Path("-")).parent}
+    if default_runtime_dir() in sockets:
+        own_runtime_dir()
+
+
+def _fleet(config: GatewayConfig) -> FastAPI:
+    # Here: it brings an HTTP client, which a node's own gateway starts sooner without.
+    from inference_svc.gateway.fleet.fleet_app import create_app
+
+    return create_app(config)
+
+
+class _Structured(logging.Handler):
+    """Lines of uvicorn's own, such as that a request is no HTTP, in the form of all others."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log.log(record.levelno, record.getMessage().rstrip("."), exc_info=record.exc_info)
+
+
+def _tell_of_uvicorn() -> None:
+    its = logging.getLogger("uvicorn.error")
+    its.handlers, its.propagate = [_Structured()], False
+
+
+class _Server(uvicorn.Server):
+    """Hears signals through the loop, from before it starts: uvicorn's own way hears them only while it runs, and one
+    that comes before would end it with a traceback."""
+
+    def hear_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def configured(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
+    """Raises ConfigurationError for certificates that cannot be used."""
+    # A fleet's request has a connection to its client and one to a node.
+    most = max_connections(descriptors_each=2 if config.nodes else 1)
+    limits = ConnectionLimits(config.receive_seconds, config.send_seconds, app.state.counted.refused, most)
+    found = uvicorn.Config(
+        app,
+        http=bounded(limits),
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=10,
+        ssl_certfile=config.tls_cert,
+        ssl_keyfile=config.tls_key,
+        ssl_ca_certs=None if config.tls_client_ca is None else str(config.tls_client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if config.tls_client_ca is None else ssl.CERT_REQUIRED,
+    )
+    try:
+        found.load()
+    except OSError as error:  # ssl.SSLError is one
+        named = ", ".join(str(f) for f in (config.tls_cert, config.tls_key, config.tls_client_ca) if f is not None)
+        raise ConfigurationError(f"cannot use the certificates ({named}): {error}") from error
+    return found

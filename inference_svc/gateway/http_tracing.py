@@ -1,0 +1,50 @@
+"""Spans of HTTP requests, by OpenTelemetry's conventions for them; what is called meanwhile are spans within.
+
+https://opentelemetry.io/docs/specs/semconv/http/http-spans/
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.telemetry.tracing import NOT_TRACED, Span, Tracer
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+SERVICE_NAME = "kvsidecar-gateway"
+FIRST_TOKEN = "first token"
+GENERATE_STREAM = f"{pb.DESCRIPTOR.services_by_name['InferenceService'].full_name}/GenerateStream"
+_TRACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_current: ContextVar[Span] = ContextVar("span", default=NOT_TRACED)
+
+
+def current() -> Span:
+    """Of the HTTP request that this is done for."""
+    return _current.get()
+
+
+class Traced:
+    """A span around every request that generates, until the last byte of its answer. Plain ASGI, as ``Guard`` is."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self._app, self._tracer = app, tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in _TRACED:
+            await self._app(scope, receive, send)
+            return
+        method, route = scope["method"], scope["path"]
+        sent = ((key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"])
+        attributes = {"http.request.method": method, "http.route": route}
+        with self._tracer.serve(f"{method} {route}", sent, attributes) as span:
+
+            async def noted(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    span.note({"http.response.status_code": message["status"]})
+                await send(message)
+
+            token = _current.set(span)
+            try:
+                await self._app(scope, receive, noted)
+            finally:
+                _current.reset(token)

@@ -1,0 +1,155 @@
+"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM has them: an adapter comes to all workers, or to
+none.
+
+A worker that comes back is made to have what was loaded and not to have what was unloaded, before it gets a request.
+A gateway that is started anew has forgotten that; workers have not, as long as they run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import grpc
+import structlog
+from fastapi import Request, Response
+from fastapi.responses import PlainTextResponse
+from kvsidecar.errors import KVSidecarError, PermissionDenied, UnknownModel, from_rpc
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from pydantic import Field
+
+from inference_svc.gateway.api_keys import Keys
+from inference_svc.gateway.body_model import BodyModel
+from inference_svc.gateway.body_reader import BodyReader
+from inference_svc.gateway.unsupported_options import B, parse
+from inference_svc.gateway.worker_router import Router, Worker, retryable
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+# Reading and packing a large one; what is queued for the daemon is waited for when one goes.
+_SECONDS = 300.0
+_LONGEST_NAME, _LONGEST_PATH = 96, 4096
+_FIELDS = {"name": "lora_name", "path": "lora_path"}
+
+log = structlog.get_logger("gateway")
+
+
+class LoadBody(BodyModel):
+    """An adapter's name, and its folder below the workers' --lora-root."""
+
+    lora_name: str = Field(min_length=1, max_length=_LONGEST_NAME)
+    lora_path: str = Field(min_length=1, max_length=_LONGEST_PATH)
+
+
+class UnloadBody(BodyModel):
+    """An adapter's name."""
+
+    lora_name: str = Field(min_length=1, max_length=_LONGEST_NAME)
+
+
+class Adapters:
+    """What workers were told, one thing after another."""
+
+    def __init__(self, router: Router, keys: Keys, bodies: BodyReader) -> None:
+        self._router, self._keys, self._bodies = router, keys, bodies
+        self._loaded: dict[str, pb.LoadAdapterRequest] = {}
+        self._unloaded: set[str] = set()
+        self._turn = asyncio.Lock()
+        router.prepare = self._prepare
+
+    async def load(self, request: Request) -> Response:
+        return PlainTextResponse(await self._load_on_all(await self._orders(LoadBody, request)))
+
+    async def unload(self, request: Request) -> Response:
+        return PlainTextResponse(await self._unload_on_all(await self._orders(UnloadBody, request)))
+
+    async def _orders(self, kind: type[B], request: Request) -> B:
+        if not self._keys.of_operator(request.scope):
+            raise PermissionDenied("adapters are loaded and unloaded by operators; send the operator's key")
+        return await self._bodies.read(request, partial(parse, kind))
+
+    async def _load_on_all(self, body: LoadBody) -> str:
+        """Loads an adapter on every worker that is up. Raises KVSidecarError; no worker has more than before then."""
+        request = pb.LoadAdapterRequest(name=body.lora_name, path=body.lora_path)
+        async with self._turn:
+            workers = self._router.alive
+            new = [worker for worker in workers if body.lora_name not in worker.names]
+            try:
+                # The first says what it is, so that it is the same on all.
+                request.namespace = (await _load(workers[0], request)).namespace
+                found = await asyncio.gather(*(_load(w, request) for w in workers[1:]), return_exceptions=True)
+                for error in found:
+                    if isinstance(error, BaseException):
+                        raise error
+            except BaseException:
+                rid = asyncio.gather(*(_unload(w, request.name) for w in new), return_exceptions=True)
+                await asyncio.shield(rid)
+                raise
+            self._loaded[request.name] = request
+            self._unloaded.discard(request.name)
+            await asyncio.gather(*(worker.poll() for worker in workers))
+        log.info("an adapter was loaded", adapter=request.name)
+        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+    async def _unload_on_all(self, body: UnloadBody) -> str:
+        """Unloads it from every worker that is up. Raises KVSidecarError, UnknownModel where none has it."""
+        name = body.lora_name
+        async with self._turn:
+            workers = self._router.alive
+            found = await asyncio.gather(*(_unload(worker, name) for worker in workers), return_exceptions=True)
+            if None in found or name in self._loaded:
+                self._loaded.pop(name, None)
+                self._unloaded.add(name)
+            await asyncio.gather(*(worker.poll() for worker in workers))
+            for error in found:
+                if error is not None and not isinstance(error, UnknownModel):
+                    raise error
+            if None not in found:
+                raise UnknownModel(f"there is no adapter {name[:100]!r} to unload", param="lora_name")
+        log.info("an adapter was unloaded", adapter=name)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    async def _prepare(self, worker: Worker, model: pb.GetModelResponse) -> bool:
+        """Makes a worker have what all have; False when there was nothing to do."""
+        if not self._owed(worker, model):
+            return False
+        async with self._turn:
+            for request in self._owed(worker, model):
+                try:
+                    if isinstance(request, str):
+                        await _unload(worker, request)
+                    else:
+                        await _load(worker, request)
+                except KVSidecarError as error:
+                    if not retryable(error):
+                        name = request if isinstance(request, str) else request.name
+                        worker.refused.add(name)
+                        log.warning("a worker is without the others' adapters", worker=worker.target, error=str(error))
+        return True
+
+    def _owed(self, worker: Worker, model: pb.GetModelResponse) -> list[pb.LoadAdapterRequest | str]:
+        """What it is to load, and the names of what it is to unload; without what it has refused since it came up."""
+        there = {adapter.name for adapter in model.adapters}
+        lacks = [request for name, request in self._loaded.items() if name not in there | worker.refused]
+        return [*sorted(self._unloaded & there - worker.refused), *lacks]
+
+
+async def _load(worker: Worker, request: pb.LoadAdapterRequest) -> pb.Adapter:
+    try:
+        found: pb.LoadAdapterResponse = await worker.client.stub.LoadAdapter(request, timeout=_SECONDS)
+        return found.adapter
+    except grpc.RpcError as error:
+        raise _told(error) from error
+
+
+async def _unload(worker: Worker, name: str) -> None:
+    try:
+        await worker.client.stub.UnloadAdapter(pb.UnloadAdapterRequest(name=name), timeout=_SECONDS)
+    except grpc.RpcError as error:
+        raise _told(error) from error
+
+
+def _told(error: grpc.RpcError) -> KVSidecarError:
+    """What a worker refused, about the fields of a body."""
+    found = from_rpc(error)
+    found.param = _FIELDS.get(found.param, found.param)
+    return found

@@ -1,0 +1,105 @@
+"""Tools as OpenAI has them (https://platform.openai.com/docs/guides/function-calling)."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+from inference_svc.gateway.chat_messages import Message
+
+
+class Function(BodyModel):
+    """A function. A call that is demanded (``tool_choice``) always has arguments as ``parameters`` has them; one that
+    the model makes by itself has them where the function is ``strict``, and otherwise what the model wrote."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BodyModel):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+    def to_grpc(self) -> pb.Tool:
+        f = self.function
+        return pb.Tool(
+            name=f.name,
+            description=f.description or "",
+            parameters=_json("tools", f.parameters) if f.parameters else "",
+            strict=bool(f.strict),
+        )
+
+
+Tools = Annotated[list[Tool], FIRST_ERROR]
+
+
+class FunctionName(BodyModel):
+    """The function that is to be called."""
+
+    name: str
+
+
+class NamedTool(BodyModel):
+    """``tool_choice`` of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+def to_chat(
+    messages: list[Message],
+    tools: list[Tool] | None,
+    template_arguments: dict[str, Any] | None,
+    start: pb.AnswerStart.ValueType,
+) -> pb.Chat:
+    """A conversation for a worker. Raises InvalidRequest."""
+    return pb.Chat(
+        messages=[m.to_grpc(i) for i, m in enumerate(messages)],
+        tools=[tool.to_grpc() for tool in tools or ()],
+        template_arguments=_json("chat_template_kwargs", template_arguments) if template_arguments else "",
+        answer_start=start,
+    )
+
+
+def _json(name: str, value: dict[str, Any]) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError as error:
+        raise InvalidRequest(f"{name} is nested too deeply", param=name) from error
+
+
+def tool_use(choice: str | NamedTool | None, parallel: bool | None, any_tools: bool) -> pb.ToolUse | None:
+    """How tools are used; None for the default. Raises InvalidRequest."""
+    if not any_tools:
+        if choice in (None, "none", "auto"):
+            return None
+        raise InvalidRequest("tool_choice demands a call and tools is empty; name the tools", param="tool_choice")
+    modes = {"none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
+    if isinstance(choice, NamedTool):
+        return pb.ToolUse(mode=pb.TOOL_MODE_REQUIRED, name=choice.function.name, single=True)
+    return pb.ToolUse(mode=modes.get(choice or "", pb.TOOL_MODE_UNSPECIFIED), single=parallel is False)
+
+
+def whole_calls(calls: list[pb.ToolCall]) -> list[dict[str, Any]]:
+    """``tool_calls`` of a message."""
+    return [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+
+
+def call_deltas(deltas: list[pb.ToolCallDelta]) -> list[dict[str, Any]]:
+    """``tool_calls`` of a chunk: the first of a call has its id and name."""
+    out: list[dict[str, Any]] = []
+    for d in deltas:
+        if d.name:
+            function = {"name": d.name, "arguments": d.arguments}
+            out.append({"index": d.index, "id": d.id, "type": "function", "function": function})
+        else:
+            out.append({"index": d.index, "function": {"arguments": d.arguments}})
+    return out

@@ -1,0 +1,277 @@
+"""OpenAI's requests, and what the worker is asked for."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from kvsidecar.chunk_layout import MAX_TTL_SECONDS
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import REST_OF_CONTEXT, speculation_of, truncation_of
+from pydantic import BeforeValidator, Field
+
+from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+from inference_svc.gateway.chat_messages import Messages, answer_start
+from inference_svc.gateway.openai_tools import NamedTool, Tools, to_chat, tool_use
+from inference_svc.gateway.response_format import ResponseFormat, StructuredOutputs, one_grammar
+
+MAX_CHOICES = 8
+# Answers of one request in all: prompts times choices.
+MAX_ANSWERS = 512
+MAX_LOGPROBS = 20
+MAX_BIASED = 1024
+_LARGEST = 2**31 - 1
+_Ints = Annotated[list[int], FIRST_ERROR]
+DEFAULT_LENGTH = "Without a value: what the context still holds, or what the gateway's --default-max-tokens says."
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+TokenIds = Annotated[list[TokenId], FIRST_ERROR]
+CacheTtl = Annotated[int, Field(ge=1, le=MAX_TTL_SECONDS)] | None
+
+
+def _few(biased: Any) -> Any:
+    """The same, otherwise unchecked. Raises InvalidRequest for more tokens than a worker takes."""
+    if isinstance(biased, dict) and len(biased) > MAX_BIASED:
+        raise InvalidRequest(
+            f"logit_bias has {len(biased)} tokens; at most {MAX_BIASED} are allowed", param="logit_bias"
+        )
+    return biased
+
+
+_FEW = BeforeValidator(_few)
+
+
+class StreamOptions(BodyModel):
+    """``stream_options``."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Common(BodyModel):
+    """What chats and completions have alike."""
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(default=None, ge=1, le=_LARGEST)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(default=None, ge=-1, le=_LARGEST)
+    """vLLM's, like the next three; -1, as 0, for all tokens."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    allowed_token_ids: TokenIds | None = None
+    logit_bias: Annotated[dict[TokenId, float], _FEW] | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], FIRST_ERROR] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop_token_ids: TokenIds | None = None
+    """vLLM's, like the next six: ends an answer as an end-of-sequence token does."""
+    min_tokens: int | None = Field(default=None, ge=0, le=_LARGEST)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=_LARGEST)
+    """Reads the prompt's last tokens only; -1 for as many as there is room for."""
+    truncate: Literal["left", "middle"] | None = None
+    """Where a prompt that is too long loses tokens; without truncate_prompt_tokens, those that there is no room for."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    cache_salt: str = ""
+    """Separates tenants: requests with different salts never share cached text."""
+    cache_ttl_seconds: CacheTtl = None
+    """For how long what is used and stored is to be kept; without it, as long as there is room."""
+    document_separator: str | None = Field(default=None, max_length=64)
+    """Text before which the prompt's documents begin; each is found again wherever it stands."""
+    segment_ends: Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST)]], FIRST_ERROR] = Field(default_factory=list)
+    """Where documents end in a prompt of token ids."""
+    exact_only: bool = False
+    """Reuse nothing that was read in another context."""
+    speculation: Literal["off", "ngram", "draft", "auto"] | None = None
+    """Who guesses tokens that the model then verifies; answers stay the same. As the worker is set to when left out."""
+    speculation_branches: int = Field(default=0, ge=0, le=_LARGEST)
+    """How many ways of going on are guessed at once at most; 0, and never more: as the worker is set to."""
+    skip_cache: bool = False
+    """Reuse nothing and store nothing."""
+    explain: bool = False
+    """Say which parts of the prompt had been read before."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's, like the older names behind it."""
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], FIRST_ERROR] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+    @cached_property
+    def grammar(self) -> tuple[str, pb.Grammar | None]:
+        """What the answer must be, and the option that says so. Raises InvalidRequest when several do."""
+        return one_grammar(
+            self.response_format,
+            self.structured_outputs,
+            {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")},
+            self.guided_whitespace_pattern,
+        )
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    def top_logprobs_wanted(self) -> int | None:
+        raise NotImplementedError
+
+    def tokens_kept(self) -> int | None:
+        """How many of the prompt's tokens are read at most; 0 for as many as there is room for, None for all. Raises
+        InvalidRequest."""
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens is 0; allowed are 1 and more, and -1 for as many as there is room for",
+                param="truncate_prompt_tokens",
+            )
+        return None if self.truncate_prompt_tokens is None else max(0, self.truncate_prompt_tokens)
+
+    def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs is not for streams; leave stream out, or take echo with logprobs of completions",
+                param="prompt_logprobs",
+            )
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        seed = None if self.seed is None else (self.seed + choice) % 2**64
+        return pb.GenerateRequest(
+            prompt=prompt,
+            max_tokens=self.max_tokens,
+            stop=stops,
+            stop_token_ids=self.stop_token_ids or (),
+            min_tokens=self.min_tokens or 0,
+            ignore_eos=self.ignore_eos,
+            include_stop=self.include_stop_str_in_output,
+            show_special_tokens=not self.skip_special_tokens,
+            truncate_prompt_tokens=self.tokens_kept(),
+            truncation=truncation_of(self.truncate),
+            prompt_logprobs=self.prompt_logprobs,
+            logprobs=self.top_logprobs_wanted(),
+            sampling=pb.Sampling(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=None if self.top_k is None else max(0, self.top_k),
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                logit_bias=self.logit_bias or {},
+                allowed_tokens=self.allowed_token_ids or (),
+                seed=seed,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+            ),
+            cache=pb.CacheOptions(
+                skip_read=self.skip_cache,
+                skip_write=self.skip_cache,
+                tenant_salt=self.cache_salt.encode(),
+                document_separator=self.document_separator,
+                segment_ends=self.segment_ends,
+                exact_only=self.exact_only,
+                ttl_seconds=self.cache_ttl_seconds,
+            ),
+            request_id=request_id,
+            grammar=self.grammar[1],
+            speculation=speculation_of(self.speculation),
+            speculation_branches=self.speculation_branches,
+            explain=self.explain,
+        )
+
+
+class ChatRequest(Common):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Messages = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=_LARGEST, description=DEFAULT_LENGTH)
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, le=_LARGEST, description=f"Counts instead of max_tokens. {DEFAULT_LENGTH}"
+    )
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tools: Tools | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's, like the next two: what else the template is told, such as ``enable_thinking``."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def prompts(self) -> list[pb.Prompt]:
+        start = answer_start(self.add_generation_prompt, self.continue_final_message)
+        return [pb.Prompt(chat=to_chat(self.messages, self.tools, self.chat_template_kwargs, start))]
+
+    def top_logprobs_wanted(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
+        request = super().to_grpc(prompt, choice, request_id)
+        if self.max_completion_tokens is not None:
+            request.max_tokens = self.max_completion_tokens
+        elif self.max_tokens is None:
+            request.max_tokens = REST_OF_CONTEXT
+        use = tool_use(self.tool_choice, self.parallel_tool_calls, bool(self.tools))
+        if use is not None:
+            request.tool_use.CopyFrom(use)
+        if request.tool_use.mode == pb.TOOL_MODE_REQUIRED and self.grammar[0] == "response_format":
+            request.ClearField("grammar")  # it is about the text, of which there is none
+        return request
+
+
+class CompletionRequest(Common):
+    """Body of ``/v1/completions``."""
+
+    prompt: str | _Ints | Annotated[list[str], FIRST_ERROR] | Annotated[list[_Ints], FIRST_ERROR]
+    max_tokens: int | None = Field(default=None, ge=0, le=_LARGEST, description="Without a value: 256.")
+    """0, with ``echo``, for nothing but the prompt."""
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """OpenAI has 5 at most."""
+    add_special_tokens: bool = True
+    """vLLM's: False tokenizes text without the beginning-of-sequence token."""
+
+    def prompts(self) -> list[pb.Prompt]:
+        if isinstance(self.prompt, str):
+            return [self._text(self.prompt)]
+        if not self.prompt:
+            raise InvalidRequest("prompt is empty; at least one token is needed", param="prompt")
+        if isinstance(self.prompt[0], int):
+            return [_ids(self.prompt)]
+        if len(self.prompt) * self.choices > MAX_ANSWERS:  # before they are made: each is many times its text
+            raise InvalidRequest(
+                f"prompt has {len(self.prompt)} prompts with n = {self.choices} answers each; at most {MAX_ANSWERS} "
+                f"answers are allowed"
+            )
+        return [self._text(p) if isinstance(p, str) else _ids(p) for p in self.prompt]
+
+    def _text(self, text: str) -> pb.Prompt:
+        return pb.Prompt(text=text, without_special_tokens=not self.add_special_tokens)
+
+    def top_logprobs_wanted(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def only_prompt(self) -> bool:
+        """Nothing is to be generated. Raises InvalidRequest where that would leave nothing at all."""
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens is 0; at least 1 is needed without echo", param="max_tokens")
+        return self.max_tokens == 0
+
+    def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
+        request = super().to_grpc(prompt, choice, request_id)
+        request.echo = self.echo
+        if self.echo and self.logprobs is not None:
+            request.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
+        if self.only_prompt:  # a worker generates a token; it is not shown
+            request.max_tokens = 1
+        return request
+
+
+def _ids(ids: Any) -> pb.Prompt:
+    if any(not 0 <= i < 2**32 for i in ids):
+        raise InvalidRequest("prompt has a token id outside 0 to 4294967295", param="prompt")
+    return pb.Prompt(token_ids=pb.TokenIds(ids=ids))

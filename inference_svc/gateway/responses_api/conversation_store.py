@@ -1,0 +1,116 @@
+"""Conversations that a later request may go on from (``previous_response_id``), in memory and bounded."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from kvsidecar.errors import InvalidRequest, UnknownResponse
+
+from inference_svc.gateway.body_reader import INLINE_BYTES
+from inference_svc.gateway.openai_format import written
+
+_MAX_RESPONSES, _MAX_BYTES, _MAX_BYTES_IN_ALL = 1024, 64 << 20, 256 << 20
+_OVERHEAD_BYTES = 1024  # of the objects around two texts
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A response, and the messages of the chat up to it, as JSON: a text's size in memory is its length."""
+
+    id: str
+    response: bytes
+    messages: bytes
+
+    @classmethod
+    def of(cls, response: dict[str, Any], messages: list[dict[str, Any]]) -> Stored:
+        return cls(response["id"], written(response), written(messages))
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.response) + len(self.messages) + _OVERHEAD_BYTES
+
+
+class _Shelf:
+    """One tenant's responses, the oldest first."""
+
+    def __init__(self) -> None:
+        self.stored: OrderedDict[str, Stored] = OrderedDict()
+        self.num_bytes = 0
+
+    def add(self, stored: Stored) -> None:
+        self.stored[stored.id] = stored
+        self.num_bytes += stored.num_bytes
+
+    def remove(self, response_id: str) -> None:
+        self.num_bytes -= self.stored.pop(response_id).num_bytes
+
+    def evict(self) -> None:
+        self.remove(next(iter(self.stored)))
+
+
+class Memory:
+    """The last responses of each tenant. They go with the process.
+
+    A tenant's newer responses evict its own older ones, and no others while all tenants together are within
+    ``max_bytes_in_all``; beyond that the tenant that has the most bytes loses its oldest. A tenant finds its own
+    responses alone: another's id is as unknown as one that never was. Changed on the event loop; ``messages`` may be
+    called in any thread.
+    """
+
+    def __init__(
+        self,
+        max_responses: int = _MAX_RESPONSES,
+        max_bytes: int = _MAX_BYTES,
+        max_bytes_in_all: int = _MAX_BYTES_IN_ALL,
+    ) -> None:
+        self._max_responses, self._max_bytes, self._max_in_all = max_responses, max_bytes, max_bytes_in_all
+        self._shelves: dict[Hashable, _Shelf] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shelf.num_bytes for shelf in self._shelves.values())
+
+    def keep(self, tenant: Hashable, stored: Stored) -> None:
+        """Keeps a response."""
+        own = self._shelves.setdefault(tenant, _Shelf())
+        own.add(stored)
+        while len(own.stored) > self._max_responses or own.num_bytes > self._max_bytes:
+            own.evict()
+        while self.num_bytes > self._max_in_all:
+            max(self._shelves.values(), key=lambda shelf: shelf.num_bytes).evict()
+
+    def is_large(self, tenant: Hashable) -> bool:
+        """Whether what a tenant keeps is too large to be decoded on the event loop."""
+        return tenant in self._shelves and self._shelves[tenant].num_bytes > INLINE_BYTES
+
+    def messages(self, tenant: Hashable, response_id: str | None) -> list[dict[str, Any]]:
+        """The chat up to a response; empty for None. Raises InvalidRequest for one that is not kept."""
+        if response_id is None:
+            return []
+        try:
+            found: list[dict[str, Any]] = json.loads(self._find(tenant, response_id).messages)
+        except UnknownResponse as error:
+            raise InvalidRequest(str(error), param="previous_response_id") from None
+        return found
+
+    def response(self, tenant: Hashable, response_id: str) -> bytes:
+        """JSON. Raises UnknownResponse."""
+        return self._find(tenant, response_id).response
+
+    def drop(self, tenant: Hashable, response_id: str) -> None:
+        """Raises UnknownResponse."""
+        self._find(tenant, response_id)
+        self._shelves[tenant].remove(response_id)
+
+    def _find(self, tenant: Hashable, response_id: str) -> Stored:
+        shelf = self._shelves.get(tenant)
+        found = None if shelf is None else shelf.stored.get(response_id)
+        if found is None:
+            raise UnknownResponse(
+                f"the response {response_id[:80]!r} is not kept: it was never stored, or newer ones took its place"
+            )
+        return found

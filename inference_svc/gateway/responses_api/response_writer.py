@@ -1,0 +1,198 @@
+"""An answer in the form of ``/v1/responses``: its items and events, in the order in which the pieces came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from secrets import token_hex
+from typing import Any
+
+from kvsidecar.errors import KVSidecarError
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.gateway import openai_format
+from inference_svc.gateway.merged_stream import Piece, with_first
+from inference_svc.gateway.request_log import line
+from inference_svc.gateway.responses_api.conversation_store import Stored
+from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest, add_call
+
+
+class ResponseWriter:
+    """One response. ``whole`` or ``stream`` is called once, and hands it to ``keep`` if it is to be stored."""
+
+    def __init__(
+        self, request: ResponsesRequest, model: str, keep: Callable[[Stored], None], chat: list[dict[str, Any]]
+    ) -> None:
+        """``chat`` are the messages that the answer is to, without the instructions."""
+        self._request, self._keep, self._chat = request, keep, chat
+        self._items: list[dict[str, Any]] = []
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._open: dict[str, Any] | None = None
+        self._sent = 0
+        given = request.model_dump(
+            include={
+                "instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user",
+            }
+        )  # fmt: skip
+        self._body: dict[str, Any] = {
+            "id": f"resp_{token_hex(24)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            **given,
+            "metadata": request.metadata or {},
+            "model": model,
+            "output": self._items,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "store": request.store is not False,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": [tool.model_dump() for tool in request.tools or ()],
+            "truncation": "disabled",
+            "usage": None,
+        }
+        if request.text is not None and request.text.format is not None:
+            self._body["text"] = {"format": request.text.format.model_dump(by_alias=True, exclude_none=True)}
+        if not isinstance(self._body["tool_choice"], str):
+            self._body["tool_choice"] = self._body["tool_choice"].model_dump()
+
+    async def whole(self, pieces: AsyncIterator[Piece]) -> bytes:
+        """JSON."""
+        async for piece in pieces:
+            self._add(piece.part)
+        await self._store()
+        return await asyncio.to_thread(openai_format.written, self._body)
+
+    async def stream(self, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+        self._explain(first.part)
+        yield await self._of_response("response.created")
+        yield await self._of_response("response.in_progress")
+        try:
+            async for piece in with_first(first, pieces):
+                for event in self._add(piece.part):
+                    yield event
+            if self._body["usage"] is not None:
+                await self._store()  # before the client learns that it may go on from here
+                yield await self._of_response(f"response.{self._body['status']}")
+        except KVSidecarError as error:
+            line().abort(error.reason)
+            self._body |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
+            yield await self._of_response("response.failed")
+
+    # ---- pieces ---------------------------------------------------------------------------------------------
+
+    def _add(self, part: pb.GenerateStreamResponse) -> list[bytes]:
+        """What a piece adds, as events."""
+        self._explain(part)
+        events: list[bytes] = []
+        if part.text:
+            events += self._say(part.text)
+        for delta in part.tool_calls:
+            events += self._call(delta)
+        if part.finish_reason:
+            events += self._end(part)
+        return events
+
+    def _explain(self, part: pb.GenerateStreamResponse) -> None:
+        if part.prompt_parts:
+            self._body |= openai_format.explained(part)
+
+    def _say(self, text: str) -> list[bytes]:
+        events = []
+        item = self._open
+        if item is None or item["type"] != "message":
+            events += self._close("completed")
+            item = {"id": f"msg_{token_hex(12)}", "type": "message", "role": "assistant", "content": []}
+            events += self._begin(item)
+            item["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+            events.append(self._of_item("response.content_part.added", item, content_index=0, part=item["content"][0]))
+        item["content"][0]["text"] += text
+        events.append(self._of_item("response.output_text.delta", item, content_index=0, delta=text, logprobs=[]))
+        return events
+
+    def _call(self, delta: pb.ToolCallDelta) -> list[bytes]:
+        events = []
+        if delta.index not in self._calls:
+            events += self._close("completed")
+            item = {"id": f"fc_{token_hex(12)}", "type": "function_call", "call_id": delta.id, "name": delta.name}
+            self._calls[delta.index] = item = {**item, "arguments": ""}
+            events += self._begin(item)
+        item = self._calls[delta.index]
+        if delta.arguments:
+            item["arguments"] += delta.arguments
+            events.append(self._of_item("response.function_call_arguments.delta", item, delta=delta.arguments))
+        return events
+
+    def _begin(self, item: dict[str, Any]) -> list[bytes]:
+        item["status"] = "in_progress"
+        self._open = item
+        self._items.append(item)
+        return [self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)]
+
+    def _close(self, status: str) -> list[bytes]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        item["status"] = status
+        events = []
+        if item["type"] == "message":
+            part = item["content"][0]
+            done = {"content_index": 0, "text": part["text"], "logprobs": []}
+            events.append(self._of_item("response.output_text.done", item, **done))
+            events.append(self._of_item("response.content_part.done", item, content_index=0, part=part))
+        else:
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            events.append(self._of_item("response.function_call_arguments.done", item, **done))
+        events.append(self._event("response.output_item.done", output_index=len(self._items) - 1, item=item))
+        return events
+
+    def _end(self, part: pb.GenerateStreamResponse) -> list[bytes]:
+        cut_off = part.finish_reason == pb.FINISH_REASON_LENGTH
+        status = "incomplete" if cut_off else "completed"
+        events = self._close(status)
+        u = part.usage
+        self._body |= {
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
+            "usage": {
+                "input_tokens": u.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": u.cached_tokens},
+                "output_tokens": u.generated_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": u.prompt_tokens + u.generated_tokens,
+            },
+        }
+        return events
+
+    async def _store(self) -> None:
+        """Keeps the response, unless it is not to be stored or broke off."""
+        if self._request.store is not False and self._body["usage"] is not None:
+            self._keep(await asyncio.to_thread(Stored.of, self._body, [*self._chat, *self._answer()]))
+
+    def _answer(self) -> list[dict[str, Any]]:
+        """The answer as messages of a chat."""
+        messages: list[dict[str, Any]] = []
+        for item in self._items:
+            if item["type"] == "message":
+                messages.append({"role": "assistant", "content": item["content"][0]["text"]})
+            else:
+                add_call(messages, item["call_id"], item["name"], item["arguments"])
+        return messages
+
+    def _of_item(self, kind: str, item: dict[str, Any], **more: Any) -> bytes:
+        return self._event(kind, item_id=item["id"], output_index=len(self._items) - 1, **more)
+
+    async def _of_response(self, kind: str) -> bytes:
+        """An event with the whole response, which may be large: the request's metadata and tools are in it."""
+        body = {"type": kind, "sequence_number": self._sent, "response": self._body}
+        self._sent += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(openai_format.written, body))
+
+    def _event(self, kind: str, **body: Any) -> bytes:
+        data = json.dumps({"type": kind, "sequence_number": self._sent, **body}, ensure_ascii=False)
+        self._sent += 1
+        return f"event: {kind}\ndata: {data}\n\n".encode()

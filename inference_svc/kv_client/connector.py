@@ -1,0 +1,314 @@
+"""The engine's cache over a daemon: loads sequences before they run, and stores finished ones.
+
+Three lanes, so that no request waits for what is another's. Threads of a small pool ask the daemon: a Match may wait
+for a disk or a remote tier. One thread copies what they found, in order of arrival. One thread stores, and gives way to
+copies, but for a sequence that begins as one that waits to be loaded: what a finished request stores is there for the
+next turn of its conversation. Where chunks are streamed to another host, storing has a thread of its own, for which
+nobody waits who loads, and stores only what the link takes.
+Nothing here fails a request: whatever goes wrong is counted, logged once, and the prompt is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import grpc
+import structlog
+import torch
+from kvkernels import pack_chunk, unpack_chunk
+from kvsidecar import keys
+from kvsidecar.bloom_filter import HEAD_TOKENS
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.chunk_layout import Geometry, new_header
+from kvsidecar.errors import KVSidecarError, from_rpc
+from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.error_policy import REFUSALS
+from kvsidecar.kv_transfer.session import Session
+
+from inference_svc.context_reuse.reuse_policy import ReusePolicy
+from inference_svc.engine.kv_connector import LoadDone, ProbeDone, Restored, SaveDone
+from inference_svc.engine.sequence import Sequence, State, StoredPrefix
+from inference_svc.kv_client.cache_stats import CacheStats
+from inference_svc.kv_client.chunk_loader import Found, Loading
+from inference_svc.kv_client.chunk_saver import Part, Storing
+from inference_svc.kv_client.load_cost_model import Economy
+from inference_svc.kv_client.priority_executor import Job, Lane
+from inference_svc.kv_client.sequence_load import Load
+from inference_svc.kv_pool.block_table import BlockTable
+from inference_svc.kv_pool.kv_pool import KVPool
+
+log = structlog.get_logger("cache")
+
+# With a prefix in the pool already, the daemon is asked only when at least this many tokens are missing.
+_LEAST_MISSING = 64
+# Finished sequences that are to be sent to another host.
+_MOST_QUEUED = 4
+# Questions that wait for an answer at one time: their threads only wait.
+_MAX_ASKING = 32
+# Before each group of chunks, storing waits no longer than this for copies.
+_MAX_GIVE_WAY_SECONDS = 1.0
+# How soon a question that waits for a save notices that nobody wants the answer any more.
+_LOOK_SECONDS = 0.05
+
+
+class CacheLink:
+    """The engine's ``Cache`` over a daemon, with a session for the model and one for each adapter: a session has one
+    namespace."""
+
+    def __init__(
+        self,
+        daemons: Mapping[bytes, DaemonLink],
+        geometry: Geometry,
+        policy: ReusePolicy,
+        projection_share: float,
+        timeout: float,
+    ) -> None:
+        """``daemons`` are by the fingerprints of adapters; that of the model itself is empty."""
+        self.stats = CacheStats()
+        self._daemons, self._geometry, self._timeout = daemons, geometry, timeout
+        self._economy = Economy()
+        self._loading = Loading(geometry, policy, self._economy, self.stats, projection_share, timeout)
+        self._storing = Storing(geometry, policy, self._economy, self.stats, timeout)
+        self._asking = ThreadPoolExecutor(_MAX_ASKING, "kv-ask")
+        self._probing = ThreadPoolExecutor(1, "kv-probe")
+        self._copies = Lane("kv-copy")
+        self._saves = Lane("kv-save")  # into shared memory
+        self._sends = Lane("kv-send")  # to another host
+        self._loads: set[Load] = set()
+        self._counting = threading.Lock()
+        self._epoch: int | None = None  # of the daemon that the economy knows
+
+    @property
+    def attached(self) -> bool:
+        return all(daemon.session is not None for daemon in self._daemons.values())
+
+    def close(self) -> None:
+        """Finishes what is queued and ends the sessions. Blocks."""
+        for thread in (self._probing, self._asking, self._copies, self._saves, self._sends):  # asking feeds copies
+            thread.shutdown()
+        with ThreadPoolExecutor(len(self._daemons)) as threads:  # a daemon that hangs is waited for once
+            list(threads.map(DaemonLink.close, self._daemons.values()))
+
+    def warm_up(self, pool: KVPool) -> None:
+        """Compiles the chunk kernels before the first request needs them. Writes only to the padding slots."""
+        header = new_header(self._geometry, [0] * 8, 0)
+        payload = bytearray(header.payload_bytes)
+        slots = torch.arange(pool.padding_slot, pool.padding_slot + 8)
+        pack_chunk(pool.keys, pool.values, slots, header, memoryview(payload))
+        unpack_chunk(pool.keys, pool.values, slots, header, memoryview(payload).toreadonly())
+
+    def has(self, adapter: bytes) -> bool:
+        """Whether an adapter has a link."""
+        return adapter in self._daemons
+
+    def add(self, adapter: bytes, daemon: DaemonLink) -> None:
+        """A link for an adapter that has none. Not beside ``remove``."""
+        self._daemons = {**self._daemons, adapter: daemon}
+
+    def remove(self, adapter: bytes) -> None:
+        """Ends the session of an adapter that no sequence has any more, once what is queued for it is done. Blocks."""
+        jobs: list[Load | Job] = [*list(self._loads), *self._saves.jobs, *self._sends.jobs]
+        for job in [job for job in jobs if job.sequence.realm.adapter == adapter]:
+            job.over.wait()
+        daemon = self._daemons[adapter]
+        self._daemons = {key: link for key, link in self._daemons.items() if key != adapter}
+        daemon.close()
+
+    # ---- loading --------------------------------------------------------------------------------------------
+
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
+        # Of few missing tokens, fewer still would be found: the question alone costs as much as they do.
+        least = 2 if not sequence.computed else _LEAST_MISSING
+        found = self._session(sequence)
+        if found is None or sequence.missing < least:
+            return False
+        session, root = found
+        if session.epoch != self._epoch:
+            self._epoch = session.epoch
+            self._economy.forget_loads()
+        # The summary will know of what is being stored now.
+        saves = [job for job in self._saves.jobs if _begin_alike(sequence.tokens, job.sequence.tokens)]
+        asked = self._loading.places(session, sequence) or bool(saves)
+        if not asked and self._loading.in_vain(session, root, sequence):
+            return False
+        if not self._economy.worth_loading(sequence.missing):
+            self.stats.bypassed += 1
+            return False
+        self._saves.hasten(saves)
+        load = Load(sequence, pool, done)
+        self._loads.add(load)
+        self._asking.submit(self._ask, load, saves)
+        return True
+
+    def forget(self, sequence: Sequence) -> None:
+        for load in [load for load in list(self._loads) if load.sequence is sequence]:
+            load.abandon()
+
+    def load_seconds(self, tokens: int) -> float:
+        return self._economy.load_seconds(tokens)
+
+    def _session(self, sequence: Sequence) -> tuple[Session, bytes] | None:
+        """The session for a sequence, if there is one, and the root of its tenant's chunks."""
+        daemon = self._daemons.get(sequence.realm.adapter)
+        session = None if daemon is None else daemon.session
+        if daemon is None or session is None:
+            return None
+        return session, keys.tenant_root(daemon.namespace, sequence.cache.tenant_salt)
+
+    def discard(self, sequence: Sequence, position: int) -> None:
+        self._asking.submit(self._discard, sequence, list(sequence.tokens), position)
+
+    def _discard(self, sequence: Sequence, tokens: list[int], position: int) -> None:
+        daemon = self._daemons.get(sequence.realm.adapter)
+        with self._guard(sequence) as found:
+            if daemon is None or found is None:
+                return
+            for prefix_hash in self._loading.chunks_at(*found, sequence, tokens, position):
+                prefix = pb.PrefixRef(
+                    namespace=daemon.namespace, tenant_salt=sequence.cache.tenant_salt, prefix_hash=prefix_hash
+                )
+                deleted = found[0].stub.Delete(pb.DeleteRequest(prefix=prefix), timeout=self._timeout).deleted
+                self.stats.corrupt_chunks += deleted
+                log.error("a chunk was not finite and is deleted", request=sequence.id, chunk=prefix_hash.hex()[:16])
+
+    def probe(self, sequence: Sequence, done: ProbeDone) -> None:
+        found = self._session(sequence)
+        if found is None or not sequence.cache.read:
+            return
+        session, root = found
+        if session.may_hold(root, sequence.tokens):
+            self._probing.submit(self._probe, sequence, done)
+
+    def _probe(self, sequence: Sequence, done: ProbeDone) -> None:
+        """A Match without a session: nothing is leased. A failure is left to the load that follows."""
+        daemon = self._daemons.get(sequence.realm.adapter)
+        session = None if daemon is None else daemon.session
+        if daemon is None or session is None or sequence.state is not State.WAITING:
+            return
+        request = pb.MatchRequest(
+            tenant_salt=sequence.cache.tenant_salt, token_ids=sequence.tokens, namespace=daemon.namespace
+        )
+        with contextlib.suppress(grpc.RpcError):
+            done(sequence, session.stub.Match(request, timeout=self._timeout).matched_tokens)
+
+    # ---- storing --------------------------------------------------------------------------------------------
+
+    def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
+        if sequence.plan is None:
+            computed = sequence.prompt_tokens - sequence.cached_tokens
+            self._economy.prefilled(computed, sequence.timings.prefill_ms / 1e3)
+        found = self._session(sequence)
+        if found is None or sequence.reusable <= sequence.stored.covered:
+            return False
+        tokens = sequence.reusable - sequence.stored.covered
+        return self._queue(found[0], sequence, tokens, partial(self._save, sequence, pool, done))
+
+    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
+        found = self._session(sequence)
+        if found is None:
+            return False
+        part = Part.of(sequence, pool, table, tokens)
+        return self._queue(found[0], sequence, tokens, partial(self._save_part, sequence, part, done))
+
+    def _queue(self, session: Session, sequence: Sequence, tokens: int, save: Callable[[Job], None]) -> bool:
+        """Has so many tokens stored, if they are to be."""
+        lane = self._saves
+        if not session.carrier.at_once:
+            # The pages are kept until they are sent; what would hardly be loaded again is not worth that.
+            lane = self._sends
+            if len(lane.jobs) >= _MOST_QUEUED or not self._economy.pays(tokens):
+                return False
+        lane.submit(sequence, save)
+        return True
+
+    def _give_way(self, job: Job) -> None:
+        """Lets copies go first, unless a load waits for what the job stores."""
+        self._copies.wait_idle(_MAX_GIVE_WAY_SECONDS, unless=lambda: job.urgent)
+
+    # ---- failing --------------------------------------------------------------------------------------------
+
+    def _ask(self, load: Load, saves: list[Job]) -> None:
+        """On a thread that may wait: asks for a load, behind what is stored for it, and has it copied."""
+        self._await(saves, load)
+        with self._guard(load.sequence) as found:
+            if found is not None and load.wanted:
+                chosen = self._loading.ask(*found, load)
+                if chosen is not None:
+                    self._copies.submit(load.sequence, lambda _: self._copy(found[0], chosen, load))
+                    return
+        self._end(load)
+
+    def _await(self, saves: list[Job], load: Load) -> None:
+        """Waits for saves, no longer than loading is worth waiting for."""
+        deadline = time.monotonic() + self._economy.patience(len(load.sequence.tokens))
+        for save in saves:
+            while load.wanted and time.monotonic() < deadline and not save.over.wait(_LOOK_SECONDS):
+                pass
+
+    def _copy(self, session: Session, found: Found, load: Load) -> None:
+        with self._guard(load.sequence, session):
+            self._loading.copy(session, found, load)
+        self._end(load)
+
+    def _end(self, load: Load) -> None:
+        load.tell(Restored())  # without effect where it was told more
+        self._loads.discard(load)
+        load.over.set()
+
+    def _save(self, sequence: Sequence, pool: KVPool, done: SaveDone, job: Job) -> None:
+        stored: StoredPrefix | None = None
+        with self._guard(sequence) as found:
+            if found is not None:
+                stored = self._storing.save(*found, sequence, pool, partial(self._give_way, job))
+        done(sequence, stored)
+
+    def _save_part(self, sequence: Sequence, part: Part, done: SaveDone, job: Job) -> None:
+        stored: StoredPrefix | None = None
+        with self._guard(sequence) as found:
+            if found is not None:
+                stored = self._storing.save_part(*found, sequence, part, partial(self._give_way, job))
+        done(sequence, stored)
+
+    @contextlib.contextmanager
+    def _guard(self, sequence: Sequence, session: Session | None = None) -> Iterator[tuple[Session, bytes] | None]:
+        """The session and its root, if there is one, of all that is done in ``session`` or else in this one; any
+        failure counts, and the request goes on without. A call that was not answered in time is undone by the daemon,
+        one that was refused changed nothing; any other failure ends the session."""
+        found = self._session(sequence)
+        if session is None and found is not None:
+            session = found[0]
+        try:
+            yield found
+        except grpc.RpcError as error:
+            self._count()
+            if session is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                session.doubt()
+            elif session is not None and error.code() not in REFUSALS:
+                session.finish()
+            log.warning("cache failed, computing instead", request=sequence.id, error=str(from_rpc(error)))
+        except (KVSidecarError, ConnectionError, ValueError) as error:
+            self._give_up(session)
+            log.warning("cache failed, computing instead", request=sequence.id, error=str(error))
+        except Exception:
+            self._give_up(session)
+            log.exception("cache failed, computing instead", request=sequence.id)
+
+    def _give_up(self, session: Session | None) -> None:
+        self._count()
+        if session is not None:
+            session.finish()
+
+    def _count(self) -> None:
+        with self._counting:
+            self.stats.failures += 1
+
+
+def _begin_alike(a: list[int], b: list[int]) -> bool:
+    """As far as the summary tells prompts apart."""
+    head = min(HEAD_TOKENS, len(a), len(b))
+    return a[:head] == b[:head]

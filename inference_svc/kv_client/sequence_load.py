@@ -1,0 +1,50 @@
+"""One sequence's load, from the question to its pages."""
+
+from __future__ import annotations
+
+import threading
+
+from inference_svc.engine.kv_connector import LoadDone, Restored
+from inference_svc.engine.sequence import Sequence
+from inference_svc.kv_pool.kv_pool import KVPool
+
+
+class Load:
+    """A load that tells the engine its result once. Thread-safe.
+
+    Until ``claim`` nobody reads the sequence's pages, and the engine can have them back at any time. ``over`` is set
+    when the last thread is done with the load.
+    """
+
+    def __init__(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> None:
+        self.sequence, self.pool = sequence, pool
+        self.over = threading.Event()
+        self._done, self._lock = done, threading.Lock()
+        self._claimed = self._told = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the request still waits for its prefix."""
+        return not self.sequence.cancelled.is_set() and self.sequence.refused is None
+
+    def claim(self) -> bool:
+        """Takes the sequence's pages until the load tells its result; False when the engine has them back."""
+        with self._lock:
+            self._claimed = not self._told and self.wanted
+            return self._claimed
+
+    def abandon(self) -> None:
+        """Gives the pages back to the engine unless somebody writes to them."""
+        with self._lock:
+            if self._claimed or self._told:
+                return
+            self._told = True
+        self._done(self.sequence, Restored())
+
+    def tell(self, restored: Restored) -> None:
+        """Tells the engine, unless it was told before."""
+        with self._lock:
+            if self._told:
+                return
+            self._told = True
+        self._done(self.sequence, restored)

@@ -1,0 +1,62 @@
+"""What of a stored prefix is loaded: all of it, or, for layers with a sliding window, what they see of it.
+
+Where all layers have one, a sequence has pages for about as much as that, and they are moved to where the prefix ends.
+Where only some have, the others get what lies further back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvkernels import Piece, unpack_chunks
+
+from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.ranges import runs_of
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Of a prompt, ``tokens`` leading tokens are used. All layers get those from ``start`` on, in ``table``'s pages."""
+
+    tokens: int
+    start: int
+    table: BlockTable
+
+
+def needed(pool: KVPool, table: BlockTable, computed: int, found: int, goes_on: int | None, passed: int = 0) -> Needed:
+    """``found`` leading tokens are stored, of which the first ``passed`` cannot be loaded; of ``computed`` ones,
+    ``table``'s pages have what is seen from behind them. What comes after ``goes_on`` tokens is stored later, unless
+    that is None, and should be there for it. The table stays as it is."""
+    if found <= computed or not pool.reach:
+        return Needed(found, computed, table)
+    if found > table.tokens:
+        # Pages for as much as a window needs: those behind what is computed are moved to where they are needed.
+        at = -(-computed // PAGE_TOKENS) * PAGE_TOKENS
+        seen = pool.first_seen(found)
+        for start in (min(seen, pool.first_whole(seen if goes_on is None else goes_on)), seen):
+            if start >= at and found - start <= table.tokens - at:
+                return Needed(found, start, table.spread(at, start))
+        found = table.tokens
+    start = pool.first_seen(found) if goes_on is None else min(pool.first_seen(found), goes_on)
+    if max(start, computed) < passed:
+        return Needed(computed, computed, table)
+    if start <= computed:
+        return Needed(found, computed, table)
+    return Needed(found, start, BlockTable(list(table.ranges), since=start, apart=table.apart))
+
+
+def load_layers(
+    pool: KVPool, pieces: Sequence[Piece], far: Sequence[Piece], groups: Sequence[range]
+) -> Iterator[range]:
+    """Writes pieces of chunks into the pool, and of ``far`` ones the layers that see all; gives each group of layers
+    when the pool holds it."""
+    wide = set(pool.wide_layers)
+    runs = [runs_of([i for i in group if i in wide]) for group in groups]
+    behind = unpack_chunks(pool.keys, pool.values, far, [run for some in runs for run in some]) if far else iter(())
+    near = unpack_chunks(pool.keys, pool.values, pieces, groups) if pieces else iter(groups)
+    for group, some in zip(near, runs, strict=True):
+        for _ in zip(some, behind, strict=False):  # one after the other as they are asked for
+            pass
+        yield group

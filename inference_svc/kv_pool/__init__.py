@@ -1,0 +1,1 @@
+"""The paged KV pool: allocation, block tables, prefix cache, sliding-window release, disk overflow."""

@@ -1,0 +1,387 @@
+"""The paged KV pool.
+
+Pages of ``PAGE_TOKENS`` tokens. A sequence's pages are taken as one contiguous range where one is free, so that
+torch's attention can read them in place; otherwise as several ranges, which it gathers and our kernels read as they
+are. The page after the last is for padding rows.
+
+Pages are counted by the tables that refer to them. Only whole pages are shared, and of a sequence only tokens that
+are computed: whoever writes, writes behind them, so that the copy of copy-on-write is made when sharing begins.
+
+Where all layers have a sliding window, pages that it has left behind are let go of; their places in the table stay.
+
+Behind the pool there may be an overflow (``overflow``), for sequences that it cannot hold: all pages of such a one are
+there, and none of anybody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from kvkernels.cpu import cpu_attention
+from kvsidecar.range_allocator import Extents
+from numpy.typing import NDArray
+
+from inference_svc.kv_pool.block_table import KEY_BLOCK, NOWHERE, PAGE_TOKENS, BlockTable
+from inference_svc.kv_pool.disk_overflow import Overflow
+from inference_svc.kv_pool.pool_memory import populate, zeros
+
+# What a window has left behind goes in pieces of so many tokens: our kernels read keys in blocks of them, and none of
+# what is no longer there.
+WINDOW_STEP = 64
+
+
+class DeviceAttention(Protocol):
+    """Our attention on a pool's device; see ``native_attention``. A batch is one of ``rows``, which build on this."""
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of batches that it is the faster way for."""
+        ...
+
+    def serves(self, batch: Any) -> bool: ...
+
+    def __call__(
+        self, query: torch.Tensor, batch: Any, layer: int, scale: float, window: int | None, softcap: float | None
+    ) -> torch.Tensor: ...
+
+
+class KVPool:
+    """Keys and values ``[layers, kv_heads, slots, head_dim]`` of all sequences of an engine: a head's keys lie
+    together, which is how attention reads them.
+
+    Not thread-safe, but for the tensors' contents: a slot belongs to whoever holds its block table.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        windows: Sequence[int | None] = (),
+        overflow: Overflow | None = None,
+    ) -> None:
+        """``windows``: how many of the last keys a row of each layer sees, its own included; None for all of them.
+        With an ``overflow``, which was made for so many tokens in memory, its tensors are the pool's."""
+        self.windows = tuple(windows)
+        # As far as layers with a window see; 0 where none has one.
+        self.reach = max((w for w in self.windows if w), default=0)
+        # The layers without one, where others have one.
+        self.wide_layers = tuple(i for i, w in enumerate(self.windows) if not w) if self.reach else ()
+        # Ours for the pool's device, for batches in which they are to attend.
+        self.native: DeviceAttention | None = None
+        self.pages = max(1, tokens // PAGE_TOKENS)
+        self._extents = Extents(self.pages)
+        self.overflow = overflow
+        self._apart = None if overflow is None else Extents(overflow.pages)
+        self._first_apart = self.pages if overflow is None else overflow.first_page
+        self._references: NDArray[np.int32] = np.zeros(self._first_apart + self.overflow_pages, np.int32)
+        self.padding_slot = self.pages * PAGE_TOKENS
+        end = self.padding_slot + KEY_BLOCK
+        shape = (layers, kv_heads, end, head_dim)
+        if device.type != "cpu":
+            self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+            return
+        if overflow is None:
+            self.keys, self.values = zeros(shape, dtype), zeros(shape, dtype)
+        else:
+            self.keys, self.values = overflow.keys, overflow.values
+        # The memory is to be there before a request needs it, and nobody is to wait for it.
+        populate([head for tensor in (self.keys, self.values) for layer in tensor for head in layer[:, :end]])
+
+    @cached_property
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each layer, ``[kv_heads, slots, head_dim]``."""
+        return list(zip(self.keys, self.values, strict=True))
+
+    @cached_property
+    def read_by_pages(self) -> bool:
+        """Whether our CPU kernel attends over this pool: pages anywhere are as good as pages in one piece."""
+        return self.keys.device.type == "cpu" and cpu_attention.serves(self.keys.dtype, self.keys.shape[3])
+
+    @staticmethod
+    def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return 2 * layers * kv_heads * head_dim * dtype.itemsize
+
+    @property
+    def free_pages(self) -> int:
+        return self._extents.free_units
+
+    @property
+    def overflow_pages(self) -> int:
+        return 0 if self.overflow is None else self.overflow.pages
+
+    @property
+    def free_overflow_pages(self) -> int:
+        return 0 if self._apart is None else self._apart.free_units
+
+    @property
+    def window(self) -> int:
+        """How many of the last keys any layer sees; 0 when some see all."""
+        return 0 if self.wide_layers else self.reach
+
+    @property
+    def moves(self) -> bool:
+        """Whether a sequence's pages move on with its window: no layer sees all, and pages are read wherever they
+        lie."""
+        return bool(self.window) and self.read_by_pages
+
+    def first_seen(self, position: int) -> int:
+        """The first token that layers with a window see from the position before this one on (who shares a prompt
+        computes its last token again), rounded down to what can be let go of."""
+        return self.first_whole(max(0, position - self.reach)) if self.reach else 0
+
+    @staticmethod
+    def first_whole(tokens: int) -> int:
+        """Of the first so many tokens, those that can be let go of."""
+        return tokens // WINDOW_STEP * WINDOW_STEP
+
+    def reaches(self, table: BlockTable, tokens: int) -> bool:
+        """Whether a table has all that is seen from behind its first so many tokens."""
+        return table.since <= max(0, tokens + 1 - self.reach)
+
+    def allocate(self, tokens: int, spare: int = 0) -> BlockTable | None:
+        """Pages for ``tokens`` tokens, and for ``spare`` more if they are free; None when too few are."""
+        table = BlockTable()
+        pages, wanted = -(-tokens // PAGE_TOKENS), -(-(tokens + spare) // PAGE_TOKENS)
+        if pages > self.free_pages:
+            return None
+        if self._take(table, wanted):
+            return table
+        self._fill(table, pages)
+        return table
+
+    def allocate_apart(self, tokens: int) -> BlockTable | None:
+        """Pages of the overflow for ``tokens`` tokens, or None. They have no room on disk yet; see ``back``."""
+        table = BlockTable(apart=True)
+        pages = -(-tokens // PAGE_TOKENS)
+        if pages > self.free_overflow_pages:
+            return None
+        self._fill(table, pages)
+        return table
+
+    def back(self, table: BlockTable, start: int, end: int) -> None:
+        """Makes sure that the tokens ``start`` to ``end``, as far as the table goes, can be written, where its pages
+        are the overflow's. Raises OverflowFailed."""
+        if self.overflow is None or not table.apart:
+            return
+        first, last = start // PAGE_TOKENS, -(-end // PAGE_TOKENS)
+        for page, pages in table.ranges:
+            a, b = max(first, 0), min(last, pages)
+            if a < b and page != NOWHERE:
+                self.overflow.back(page + a, b - a)
+            first, last = first - pages, last - pages
+
+    def allocate_contiguous(self, tokens: int) -> BlockTable | None:
+        """Pages for ``tokens`` tokens in one piece, or None."""
+        table = BlockTable()
+        return table if self._take(table, -(-tokens // PAGE_TOKENS)) else None
+
+    def share(self, table: BlockTable, tokens: int) -> BlockTable:
+        """A table of the whole pages among the first ``tokens`` tokens of another, which both now hold."""
+        shared, left = BlockTable(since=table.since, apart=table.apart), tokens // PAGE_TOKENS
+        for page, pages in table.ranges:
+            take = min(pages, left)
+            if take:
+                shared.ranges.append((page, take))
+            if take and page != NOWHERE:
+                self._references[page : page + take] += 1
+            left -= take
+        return shared
+
+    def grow(self, table: BlockTable, tokens: int) -> bool:
+        """Makes room for ``tokens`` tokens in all. False, with nothing changed, when too few pages are free."""
+        missing = -(-(tokens - table.tokens) // PAGE_TOKENS)
+        if missing <= 0:
+            return True
+        if missing > (self.free_overflow_pages if table.apart else self.free_pages):
+            return False
+        if not table.ranges or table.ranges[-1][0] == NOWHERE or not self._extend(table, missing):
+            self._fill(table, missing)
+        return True
+
+    def grow_in_place(self, table: BlockTable, tokens: int) -> bool:
+        """Like ``grow``, but only if the table stays, or is, in one piece."""
+        missing = -(-(tokens - table.tokens) // PAGE_TOKENS)
+        return table.first_slot is not None and (missing <= 0 or self._extend(table, missing))
+
+    def trim(self, table: BlockTable, tokens: int) -> None:
+        """Frees the pages that the first ``tokens`` tokens do not need."""
+        keep, kept = -(-tokens // PAGE_TOKENS), []
+        for page, pages in table.ranges:
+            stay = min(pages, keep)
+            if stay:
+                kept.append((page, stay))
+            if stay < pages and page != NOWHERE:
+                self.free(BlockTable([(page + stay, pages - stay)], apart=table.apart))
+            keep -= stay
+        table.ranges[:] = kept
+
+    def leave(self, table: BlockTable, tokens: int) -> None:
+        """Lets go of the pages of the first ``tokens`` tokens, a multiple of WINDOW_STEP: no layer sees them again."""
+        if tokens <= table.left:
+            return
+        gone, left, kept = 0, tokens // PAGE_TOKENS, list[tuple[int, int]]()
+        for page, pages in table.ranges:
+            go = pages if page == NOWHERE and not kept else min(pages, max(0, left - gone))
+            if go and page != NOWHERE:
+                self.free(BlockTable([(page, go)], apart=table.apart))
+            if go < pages:
+                kept.append((page + go, pages - go))
+            gone += go
+        table.ranges[:] = [(NOWHERE, gone), *kept]
+        table.since = max(table.since, gone * PAGE_TOKENS)
+
+    def writable(self, table: BlockTable, start: int) -> bool:
+        """Whether no other table holds the pages of the tokens from ``start`` on."""
+        pages = table.slots(start, table.tokens)[::PAGE_TOKENS] // PAGE_TOKENS
+        return bool((self._references[pages] == 1).all())
+
+    def copy(self, source: BlockTable, target: BlockTable, start: int, end: int) -> None:
+        """Copies keys and values of the tokens ``start`` to ``end`` from one sequence's pages to another's."""
+        if end <= start:
+            return
+        a, b = source.first_slot, target.first_slot
+        assert start >= max(source.left, target.left), "pages are copied that are not held"
+        if a is not None and b is not None:
+            self.copy_slots(a + start, b + start, end - start)
+        else:
+            for tensor in (self.keys, self.values):
+                here = torch.from_numpy(source.slots(start, end)).to(tensor.device)
+                there = torch.from_numpy(target.slots(start, end)).to(tensor.device)
+                tensor.index_copy_(2, there, tensor.index_select(2, here))
+
+    def copy_slots(self, source: int, target: int, count: int) -> None:
+        """Copies so many slots that follow each other."""
+        for tensor in (self.keys, self.values):
+            tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
+
+    def clear(self, table: BlockTable, start: int, end: int) -> None:
+        """Makes zeros of the keys and values of some positions, which only this table's sequence has."""
+        slots = torch.from_numpy(table.slots(start, end)).to(self.keys.device)
+        for tensor in (self.keys, self.values):
+            tensor.index_fill_(2, slots, 0)
+
+    def free(self, table: BlockTable) -> None:
+        """Lets go of all pages of a table and empties it; those nobody else holds are free. Idempotent."""
+        for page, pages in table.held:
+            part = self._references[page : page + pages]
+            part -= 1
+            for first, length in _zero_runs(part):
+                self._let_go(page + first, length)
+        table.ranges.clear()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless all pages are accounted for."""
+        assert self._references.min() >= 0, "a page was freed more often than it was taken"
+        for extents, first in ((self._extents, 0), (self._apart, self._first_apart)):
+            if extents is not None:
+                extents.check_integrity()
+                held, free = np.count_nonzero(self._references[first : first + extents.capacity]), extents.free_units
+                assert held + free == extents.capacity, f"{held} pages are held, {free} free of {extents.capacity}"
+
+    def distinct_pages(self, tables: list[BlockTable]) -> int:
+        """How many pages of the pool's own these tables hold, shared ones counted once."""
+        held = np.zeros(self.pages, bool)
+        for table in tables:
+            for page, pages in [] if table.apart else table.held:
+                held[page : page + pages] = True
+        return int(held.sum())
+
+    def own_pages(self, table: BlockTable, also: BlockTable | None = None) -> int:
+        """How many pages of the pool's own are free when this table goes, and with it what ``also`` has of them."""
+        if table.apart:
+            return 0
+        references = self._references
+        if also is not None:
+            references = references.copy()
+            for page, pages in also.held:
+                references[page : page + pages] -= 1
+        return sum(int((references[page : page + pages] == 1).sum()) for page, pages in table.held)
+
+    def erase(self, table: BlockTable) -> None:
+        """Clears the pages that only this table holds. Attention reads past a sequence's end and multiplies what it
+        finds by zero, which of NaN makes NaN: whoever gets these pages must find something finite. The overflow's are
+        zeros as soon as nobody holds them."""
+        for page, pages in [] if table.apart else table.held:
+            for first, length in _zero_runs(self._references[page : page + pages] - 1):
+                start = (page + first) * PAGE_TOKENS
+                for tensor in (self.keys, self.values):
+                    tensor[:, :, start : start + length * PAGE_TOKENS] = 0
+
+    def not_finite(self, table: BlockTable, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of a table's positions, which rise, whose keys or values hold NaN or infinity."""
+        if not len(positions):
+            return positions
+        slots = table.slots(0, int(positions[-1]) + 1)[positions]
+        held = slots != NOWHERE
+        positions, at = positions[held], torch.from_numpy(slots[held]).to(self.keys.device)
+        sound = torch.ones(len(positions), dtype=torch.bool, device=at.device)
+        for tensor in (self.keys, self.values):
+            for layer in tensor:  # a copy of one at a time
+                sound &= layer.index_select(1, at).isfinite().all(-1).all(0)
+        corrupt: NDArray[np.bool_] = ~sound.cpu().numpy()
+        return positions[corrupt]
+
+    def held_by(self, tables: list[BlockTable]) -> bool:
+        """Whether these tables hold exactly the references that are counted."""
+        counted = np.zeros_like(self._references)
+        for table in tables:
+            for page, pages in table.held:
+                counted[page : page + pages] += 1
+        return bool(np.array_equal(counted, self._references))
+
+    def _take(self, table: BlockTable, pages: int) -> bool:
+        """Adds one range of so many pages to a table, if there is one."""
+        extents, offset = self._extents_of(table)
+        found = extents.allocate(pages)
+        if found is None:
+            return False
+        start = offset + found
+        self._references[start : start + pages] = 1
+        table.ranges.append((start, pages))
+        return True
+
+    def _extend(self, table: BlockTable, pages: int) -> bool:
+        """Lengthens a table's last range by pages that lie behind it, if they are free."""
+        page, held = table.ranges[-1]
+        end = page + held
+        extents, offset = self._extents_of(table)
+        if not extents.extend(end - offset, pages):
+            return False
+        self._references[end : end + pages] = 1
+        table.ranges[-1] = (page, held + pages)
+        return True
+
+    def _fill(self, table: BlockTable, pages: int) -> None:
+        while pages:
+            take = min(pages, self._extents_of(table)[0].largest_free)
+            taken = self._take(table, take)
+            assert taken, "fewer pages free than counted"
+            pages -= take
+
+    def _extents_of(self, table: BlockTable) -> tuple[Extents, int]:
+        """Where a table's pages come from, and the first page there."""
+        if not table.apart:
+            return self._extents, 0
+        assert self._apart is not None, "a table apart, and no overflow"
+        return self._apart, self._first_apart
+
+    def _let_go(self, page: int, pages: int) -> None:
+        if page < self._first_apart:
+            self._extents.free_part(page, pages)
+        elif self._apart is not None and self.overflow is not None:
+            self.overflow.give_back(page, pages)
+            self._apart.free_part(page - self._first_apart, pages)
+
+
+def _zero_runs(counts: NDArray[np.int32]) -> list[tuple[int, int]]:
+    """``(first, length)`` of the runs of zeros."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([1], counts, [1])) == 0))
+    return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]

@@ -1,0 +1,93 @@
+"""An adapter's folder: which files it must have, and what is known of it before its weights are read.
+
+Imports no torch: commands may ask first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvsidecar.errors import ConfigurationError
+
+from inference_svc.lora.peft_config import CONFIG, Settings, read_settings
+
+WEIGHTS = "adapter_model.safetensors"
+_PICKLED = "adapter_model.bin"
+MOST_HEADER = 100 << 20
+# Each element takes at most so many bytes when it is placed: float32, in layers that are computed three at once.
+_ELEMENT_BYTES = 4 * 3
+_KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.(?P<which>lora_A|lora_B)\.weight")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that may be an adapter's. ``shapes`` are those of its tensors by their names in the file."""
+
+    name: str
+    path: Path
+    settings: Settings
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def most_bytes(self) -> int:
+        """What its weights may take in memory."""
+        return sum(math.prod(shape) for shape in self.shapes.values()) * _ELEMENT_BYTES
+
+    def pairs(self) -> dict[str, tuple[str, str]]:
+        """The names in the file of the two matrices of each layer, by the layer's path in the model. Raises
+        ConfigurationError for anything else in it."""
+        found: dict[str, dict[str, str]] = {}
+        for key in self.shapes:
+            match = _KEY.fullmatch(key)
+            if match is None:
+                raise self.refusal(f"has {key!r}, which is no matrix of a linear layer; only these are supported")
+            found.setdefault(match["path"], {})[match["which"]] = key
+        for path, keys in found.items():
+            if len(keys) < 2:
+                raise self.refusal(f"has only {next(iter(keys))} of {path}; both matrices are needed")
+        return {path: (keys["lora_A"], keys["lora_B"]) for path, keys in found.items()}
+
+    def refusal(self, why: str) -> ConfigurationError:
+        """That the weights cannot be used, in one sentence."""
+        return ConfigurationError(f"LoRA adapter {self.name}: {self.path / WEIGHTS} {why}")
+
+
+def open_folder(name: str, path: Path) -> Folder:
+    """Reads what is quickly read. Raises ConfigurationError."""
+    try:
+        if not path.is_dir():
+            raise ConfigurationError(f"there is no folder {path}")
+        if not (path / CONFIG).is_file():
+            raise ConfigurationError(f"{path} has no {CONFIG}; name a folder that PEFT's save_pretrained wrote")
+        settings = read_settings(path / CONFIG)
+        if not (path / WEIGHTS).is_file():
+            if (path / _PICKLED).is_file():
+                raise ConfigurationError(
+                    f"{path} has its weights in {_PICKLED}, a pickle, which could run any code; save it as safetensors"
+                )
+            raise ConfigurationError(f"{path} has no {WEIGHTS}")
+    except ConfigurationError as error:
+        raise ConfigurationError(f"LoRA adapter {name}: {error}") from error
+    folder = Folder(name, path, settings, _shapes(name, path / WEIGHTS))
+    if not folder.pairs():
+        raise folder.refusal("has no weights")
+    return folder
+
+
+def _shapes(name: str, file: Path) -> dict[str, tuple[int, ...]]:
+    """Of each tensor, from the header of a safetensors file."""
+    try:
+        with file.open("rb") as data:
+            length = int.from_bytes(data.read(8), "little")
+            if not 2 <= length <= MOST_HEADER:
+                raise ValueError(f"its header has {length} bytes")
+            header: dict[str, Any] = json.loads(data.read(length))
+        return {key: tuple(map(int, one["shape"])) for key, one in header.items() if key != "__metadata__"}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigurationError(f"LoRA adapter {name}: {file} is no safetensors file: {error}") from error

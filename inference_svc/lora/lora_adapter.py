@@ -1,0 +1,94 @@
+"""An adapter beside a model: for each product of a layer, two small products whose result is added to it.
+
+A layer's weight stays as it is, at whatever bits and wherever it lies, so that rows of the model and of any adapters
+are computed together (as in Punica, Chen et al., 2023, and S-LoRA, Sheng et al., 2023): the model's product for all
+rows, then an adapter's for its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inference_svc.lora.adapter_weights import AdapterWeights
+from inference_svc.models.linear.dense_linear import DenseLinear, product_of
+from inference_svc.models.linear.packed_linear import PackedLinear
+from inference_svc.models.linear.plain_linear import PlainLinear
+
+# Ranks are filled up with zeros: matrix kernels have whole vectors then.
+_RANK_MULTIPLE = 16
+_PLACE = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+Place = tuple[int, str]
+"""A layer's number, and the name of one of its products."""
+
+
+class Pair:
+    """``x [rows, inputs]`` to what is added to a product, ``[rows, outputs]``, in x's dtype."""
+
+    def __init__(self, down: Tensor, up: Tensor) -> None:
+        self._down, self._up = product_of(down, None), product_of(up, None)
+        self.size_bytes = down.nbytes + up.nbytes
+
+    @property
+    def products(self) -> tuple[PackedLinear | DenseLinear | PlainLinear, ...]:
+        return self._down, self._up
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self._up(self._down(x))
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """Frozen: any number of sequences may use it. ``fingerprint`` is part of what names its keys and values."""
+
+    name: str
+    fingerprint: bytes
+    pairs: Mapping[Place, Pair]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(pair.size_bytes for pair in self.pairs.values())
+
+
+def placed(
+    weights: AdapterWeights, together: Mapping[str, Sequence[str]], dtype: torch.dtype, device: torch.device
+) -> Adapter:
+    """An adapter for a model that computes the layers that ``together`` lists, by their paths within a layer, in one
+    product of that name; others are products of their own, named by their paths."""
+    named = {path: name for name, paths in together.items() for path in paths}
+    wanted: set[Place] = set()
+    for path in weights.layers:
+        match = _PLACE.fullmatch(path)
+        assert match is not None, "weights are of linear layers in layers"
+        wanted.add((int(match[1]), named.get(match[2], match[2])))
+    pairs = {}
+    for layer, product in sorted(wanted):
+        parts = [f"model.layers.{layer}.{part}" for part in together.get(product, (product,))]
+        down, up = _joined(weights, parts)
+        pairs[layer, product] = Pair(down.to(device, dtype), up.to(device, dtype))
+    return Adapter(weights.name, weights.fingerprint, pairs)
+
+
+def _joined(weights: AdapterWeights, parts: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """``down [ranks, inputs]`` and ``up [outputs, ranks]``, float32 and scaled, for layers over the same input whose
+    outputs follow each other: the matrices of each fill a block; layers that stay as they are have zeros there."""
+    outputs, inputs = sum(weights.linears[part][0] for part in parts), weights.linears[parts[0]][1]
+    found = [weights.layers.get(part) for part in parts]
+    ranks = sum(one.down.shape[0] for one in found if one is not None)
+    ranks += -ranks % _RANK_MULTIPLE
+    down, up = torch.zeros(ranks, inputs), torch.zeros(outputs, ranks)
+    row = rank = 0
+    for part, one in zip(parts, found, strict=True):
+        if one is not None:
+            count = one.down.shape[0]
+            down[rank : rank + count] = one.down.float()
+            up[row : row + one.up.shape[0], rank : rank + count] = one.up.float() * one.scale
+            rank += count
+        row += weights.linears[part][0]
+    return down, up

@@ -1,0 +1,1 @@
+"""The forward pass: batches, attention backends, fused layers, CPU and CUDA graphs."""

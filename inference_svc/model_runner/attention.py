@@ -1,0 +1,209 @@
+"""Attention of packed rows over the paged pool, registered with ``transformers.AttentionInterface``.
+
+The batch travels in the place of the attention mask, which every supported model hands through untouched.
+
+Batch invariance (CPU): a row's output must not depend on which rows are computed with it, or a cache hit would
+change the answer. Our kernels keep to that by themselves. Where they cannot run, torch's attention serves, which gives
+a row the same bits on a CPU whenever its number of query rows is a multiple of 4 and its number of keys a multiple of
+512 (its key block); both are padded here, and masked keys contribute exact zeros. Grouped query heads are packed into
+rows for short segments: eight rows share one pass over the keys where seven heads would take seven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from kvsidecar.errors import ModelUnsupported
+from torch import Tensor
+from transformers import AttentionInterface
+
+from inference_svc.model_runner import cpu_attention
+from inference_svc.model_runner.forward_batch import ROW_MULTIPLE, Batch, Segment
+
+ATTENTION = "kvsidecar_rows"
+# Above this many rows, packing heads into rows costs more for the mask than it saves.
+PACK_ROWS = 128
+
+
+class Projected(Exception):
+    """Keys and values of a ``project_only`` batch are in the pool: nothing more of the layer is wanted."""
+
+
+def _keys_values(batch: Batch, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[kv_heads, padded, head_dim]`` of a segment: a view when they lie in one piece."""
+    keys, values = batch.pool.keys[layer], batch.pool.values[layer]
+    if segment.first_slot is not None and not segment.left:
+        end = segment.first_slot + segment.padded
+        return keys[:, segment.first_slot : end], values[:, segment.first_slot : end]
+    if segment.slots is None:
+        assert segment.first_slot is not None
+        segment.slots = torch.arange(segment.padded, device=keys.device) + segment.first_slot
+        segment.slots[: segment.left] = batch.pool.padding_slot  # hidden by every mask, and finite
+    return keys.index_select(1, segment.slots), values.index_select(1, segment.slots)
+
+
+def segment_mask(segment: Segment, group: int, window: int | None, like: Tensor) -> Tensor:
+    """Additive mask ``[rows * group, padded to ROW_MULTIPLE; padded keys]``; built once per forward."""
+    found = segment.masks.get((group, window))
+    if found is not None:
+        return found
+    rows = segment.rows * group
+    height = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    if segment.rows == 1 and segment.positions is None:
+        mask = torch.zeros(height, segment.padded, dtype=like.dtype, device=like.device)
+        mask[:, segment.keys :] = float("-inf")
+        if window is not None:
+            mask[:, : max(0, segment.keys - window)] = float("-inf")
+    else:
+        mask = _rows_mask(segment, window, like)
+        if group > 1:
+            mask = mask.repeat_interleave(group, 0)
+        if height > rows:
+            mask = torch.cat((mask, mask[-1:].expand(height - rows, -1)))
+    segment.masks[group, window] = mask
+    return mask
+
+
+def _rows_mask(segment: Segment, window: int | None, like: Tensor) -> Tensor:
+    """Additive mask ``[rows, padded keys]``."""
+    mask = torch.zeros(segment.rows, segment.padded, dtype=like.dtype, device=like.device)
+    # Before this key, a segment of consecutive rows sees all.
+    first = segment.start + 1 if segment.positions is None and window is None else 0
+    key = torch.arange(first, segment.padded, device=like.device)
+    if segment.positions is None:
+        row = torch.arange(segment.start, segment.start + segment.rows, device=like.device)[:, None]
+    else:
+        row = segment.positions[:, None]
+    hidden = key > row
+    if window is not None:
+        hidden |= key <= row - window
+    mask[:, first:].masked_fill_(hidden, float("-inf"))
+    return mask
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    segment: Segment,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """``query [rows, heads, dim]`` to output of the same shape."""
+    rows, heads, dim = query.shape
+    kv_heads = keys.shape[0]
+    group = heads // kv_heads
+    keys, values = keys[None], values[None]
+    packed = group > 1 and rows <= PACK_ROWS
+    if packed:
+        q = query.view(rows, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, rows * group, dim)
+        mask = segment_mask(segment, group, window, query)
+    else:
+        q = query.transpose(0, 1)
+        mask = segment_mask(segment, 1, window, query)
+    extra = mask.shape[0] - q.shape[1]
+    if extra:
+        q = F.pad(q, (0, 0, 0, extra))
+    if softcap is None:
+        out = F.scaled_dot_product_attention(
+            q[None], keys, values, attn_mask=mask, scale=scale, enable_gqa=not packed and group > 1
+        )[0]
+    else:
+        out = _soft_capped(q[None], keys, values, mask, scale, softcap, 1 if packed else group)[0]
+    if packed:
+        return out[:, : rows * group].reshape(kv_heads, rows, group, dim).permute(1, 0, 2, 3).reshape(rows, heads, dim)
+    return out[:, :rows].transpose(0, 1)
+
+
+def _soft_capped(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float, group: int
+) -> Tensor:
+    """Attention with ``softcap * tanh(scores / softcap)`` (Gemma 2); in float32, as the eager model does."""
+    if group > 1:
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale
+    scores = torch.tanh(scores / softcap) * softcap + mask
+    return torch.matmul(torch.softmax(scores, -1), values.float()).to(q.dtype)
+
+
+def attend_rows(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Batch,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """``query [1, heads, rows, dim]``, ``key``/``value [1, kv_heads, rows, dim]`` to ``[1, rows, heads, dim]``."""
+    batch, layer = attention_mask, module.layer_idx
+    windows = batch.pool.windows
+    if windows and windows[layer] != sliding_window:
+        raise ModelUnsupported(
+            f"layer {layer} attends over {sliding_window or 'all'} keys, where {windows[layer] or 'all'} were expected"
+        )
+    _scatter(batch, batch.pool.keys[layer], key[0])
+    _scatter(batch, batch.pool.values[layer], value[0])
+    if batch.project_only:
+        raise Projected
+    rows_first = query[0].transpose(0, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _way(batch)(rows_first, batch, layer, scale, sliding_window, softcap)[None], None
+
+
+def _way(batch: Batch) -> Callable[..., Tensor]:
+    """Our kernel for the pool's device, or torch's."""
+    native = batch.pool.native
+    if native is not None and native.serves(batch):
+        return native
+    return cpu_attention.attend if batch.pool.read_by_pages else attend_segments
+
+
+def attend_segments(
+    query: Tensor, batch: Batch, layer: int, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """``query [rows, heads, dim]`` to output of the same shape, by torch's attention, one segment after the other."""
+    # zeros: padding rows belong to no segment, and what they hold must be finite
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    for segment in batch.segments:
+        part = slice(segment.first_row, segment.first_row + segment.rows)
+        keys, values = _keys_values(batch, segment, layer)
+        out[part] = _attend(query[part], keys, values, segment, scale, window, softcap)
+    if batch.observer is not None:
+        _observe(query, batch, layer, scale, window)
+    return out
+
+
+def _observe(query: Tensor, batch: Batch, layer: int, scale: float, window: int | None) -> None:
+    """Shows the batch's observer the attention of ``query [rows, heads, dim]``, by torch."""
+    assert batch.observer is not None
+    (segment,) = batch.segments
+    keys, _ = _keys_values(batch, segment, layer)
+    (kv_heads, count, dim), rows_, heads = keys.shape, segment.rows, query.shape[1]
+    # Heads that share keys are rows of one product.
+    mine = query[segment.first_row : segment.first_row + rows_].transpose(0, 1)
+    scores = (mine.reshape(kv_heads, -1, dim) @ keys.transpose(1, 2)).view(heads, rows_, count).float()
+    scores = scores.mul_(scale).add_(segment_mask(segment, 1, window, query)[:rows_])
+    batch.observer.see(torch.softmax(scores, -1).amax(1))
+
+
+def _scatter(batch: Batch, pool: Tensor, rows: Tensor) -> None:
+    if batch.contiguous_slots is not None:
+        first, count = batch.contiguous_slots
+        pool[:, first : first + count] = rows[:, :count]
+    else:
+        pool.index_copy_(1, batch.slots, rows)
+    if batch.copies is not None:
+        copied, slots = batch.copies.flat
+        pool.index_copy_(1, slots, rows.index_select(1, copied))
+
+
+def register() -> None:
+    """Makes the function known to transformers. Idempotent."""
+    AttentionInterface.register(ATTENTION, attend_rows)

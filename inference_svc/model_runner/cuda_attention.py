@@ -1,0 +1,136 @@
+"""Attention of a batch by our CUDA kernels: all sequences in one launch, keys read from the pool as they lie.
+
+Where torch is faster, it serves instead: ``measured`` times both for each kind of batch when a worker starts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from kvkernels.cuda.cuda_attention import HEAD_DIMS, InPool, Rows, attend
+from kvkernels.cuda.cuda_library import Kernels
+from kvkernels.cuda.kernel_select import kernels_for, takes
+from torch import Tensor
+
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.model_runner import forward_batch
+from inference_svc.model_runner.attention import attend_segments
+from inference_svc.model_runner.forward_batch import Batch, Index
+
+Way = Callable[[Tensor, Batch, int, float, int | None, float | None], Tensor]
+KINDS = ("decode", "prefill", "scattered")
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class NativeAttention:
+    """Our kernels, for the kinds of batches that they serve."""
+
+    kernels: Kernels
+    kinds: frozenset[str] = frozenset(KINDS)
+
+    def serves(self, batch: Batch) -> bool:
+        # What watches attention needs scores, which our kernels never have as a whole.
+        return batch.observer is None and kind_of(batch) in self.kinds
+
+    def __call__(
+        self, query: Tensor, batch: Batch, layer: int, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """``query [rows, heads, dim]`` of a batch, padding included, to output of the same shape."""
+        if batch.index is None:
+            batch.index = index_of(batch)
+        index = batch.index
+        source = InPool(batch.pool.keys[layer], batch.pool.values[layer], index.first_slot, index.pages)
+        # zeros: padding rows belong to no sequence, and what they hold must be finite
+        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        real = query[: batch.real].contiguous()
+        cuda: Any = torch.cuda
+        with cuda.device_of(query):  # kernels are launched on the thread's current device
+            found, _ = attend(self.kernels, real, source, index.rows, scale, window or 0, softcap or 0.0)
+        out[: batch.real] = found
+        return out
+
+
+def kind_of(batch: Batch) -> str:
+    if any(s.positions is not None for s in batch.segments):
+        return "scattered"
+    return "decode" if all(s.rows == 1 for s in batch.segments) else "prefill"
+
+
+def kernels_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels | None:
+    """Our kernels for a model's device, when they attend heads of its type and size."""
+    if device.type != "cuda" or head_dim not in HEAD_DIMS or not takes(device, dtype):
+        return None
+    return kernels_for(device).kernels
+
+
+def index_of(batch: Batch) -> Index:
+    """Every segment is a sequence to the kernels. Keys in several pieces are named singly, as pages of one token."""
+    device, segments = batch.tokens.device, batch.segments
+
+    def int32(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    at = Rows(
+        row_start=int32([*(s.first_row for s in segments), batch.real]),
+        key_count=int32([s.keys for s in segments]),
+        positions=batch.positions[: batch.real].to(torch.int32),
+        longest=max(s.rows for s in segments),
+        most_keys=max(s.keys for s in segments),
+    )
+    first = [s.first_slot for s in segments]
+    if None not in first:
+        return Index(at, int32([f for f in first if f is not None]), None)
+    pages = torch.zeros(len(segments), at.most_keys, dtype=torch.int32, device=device)
+    for line, segment in zip(pages, segments, strict=True):
+        if segment.slots is not None:
+            line[: segment.keys] = segment.slots[: segment.keys]
+        elif segment.first_slot is not None:
+            there = torch.arange(segment.first_slot, segment.first_slot + segment.keys, device=device)
+            line[: segment.keys] = there.clamp_min(0)  # what a window has left behind is not read
+    return Index(at, None, pages)
+
+
+def measured(pool: KVPool, kernels: Kernels, heads: int, keys: int = 4096) -> NativeAttention:
+    """Our kernels for those kinds of batches in which they beat torch's attention, by the median of a few calls over
+    ``keys`` keys of an empty pool. Writes nothing."""
+    ours = NativeAttention(kernels)
+    keys = min(keys, pool.free_pages * PAGE_TOKENS)
+    table = pool.allocate(keys)
+    if table is None or keys < 2:
+        return ours
+    try:
+        scattered = np.unique(np.linspace(0, keys - 1, min(keys, 512)).astype(np.int64))
+        spans = {
+            "decode": forward_batch.Span([0], keys - 1, table, False),
+            "prefill": forward_batch.Span([0] * min(keys, 512), keys - min(keys, 512), table, False),
+            "scattered": forward_batch.Span([0] * len(scattered), 0, table, False, scattered),
+        }
+        won = set()
+        for kind, span in spans.items():
+            batch = forward_batch.build([span], pool, pool.keys.device)
+            query = torch.randn(
+                len(batch.tokens), heads, pool.keys.shape[3], dtype=pool.keys.dtype, device=pool.keys.device
+            )
+            if _seconds(ours, query, batch) <= _seconds(attend_segments, query, batch):
+                won.add(kind)
+    finally:
+        pool.free(table)
+    return NativeAttention(kernels, frozenset(won))
+
+
+def _seconds(way: Way, query: Tensor, batch: Batch) -> float:
+    times = []
+    for _ in range(_REPEATS + 1):
+        began = time.perf_counter()
+        way(query, batch, 0, query.shape[2] ** -0.5, None, None)
+        if query.is_cuda:
+            torch.cuda.synchronize(query.device)
+        times.append(time.perf_counter() - began)
+    return float(np.median(times[1:]))

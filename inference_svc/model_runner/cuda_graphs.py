@@ -1,0 +1,188 @@
+"""Decode steps that are recorded once and then replayed, so that no Python runs between kernels (CUDA graphs).
+
+A recorded step reads its rows from static buffers and is launched as it was recorded. What a launch depends on, the
+number of sequences and the bound on their keys, is therefore rounded up to a power of two, and there is one recording
+for each pair. Sequences beyond the real ones compute a row in the pool's padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import structlog
+import torch
+from kvkernels.cuda.cuda_attention import Rows
+from torch import Tensor
+
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.model_runner.decoder import Decoder
+from inference_svc.model_runner.forward_batch import ROW_MULTIPLE, Batch, Index, Segment, Span
+
+Step = Callable[[], Tensor]
+_FEWEST_KEYS = 1024
+
+log = structlog.get_logger("engine")
+
+
+class Recorder(Protocol):
+    """Records work on a device."""
+
+    def record(self, step: Step) -> Step:
+        """Runs a step, which reads and writes the same memory whenever it is called, and returns what does it again.
+        Raises RuntimeError for a step that cannot be recorded."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share the memory of what they compute: one is replayed at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda: Any = torch.cuda
+        self._device = device
+        self._memory: Any = None
+
+    def record(self, step: Step) -> Step:
+        cuda = self._cuda
+        with cuda.device(self._device):
+            beside = cuda.Stream()
+            beside.wait_stream(cuda.current_stream())
+            with cuda.stream(beside):
+                step()  # libraries choose their kernels at the first call
+            cuda.current_stream().wait_stream(beside)
+            graph = cuda.CUDAGraph()
+            # Other threads copy to and from the cache meanwhile: only this thread is watched.
+            with cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                out = step()
+        self._memory = graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+class _Recorded:
+    """One recording: static buffers for so many sequences, and the step over them."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, sequences: int, most_keys: int) -> None:
+        self._pool, self._decoder, self._sequences = pool, decoder, sequences
+        rows, device = sequences + -sequences % ROW_MULTIPLE, pool.keys.device
+        self._wide = _Buffer((3, rows), torch.int64, device)
+        self._narrow = _Buffer((3, sequences), torch.int32, device)
+        tokens, positions, slots = self._wide.device.unbind()
+        at, key_count, first_slot = self._narrow.device.unbind()
+        starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+        self._batch = Batch(
+            tokens=tokens,
+            positions=positions,
+            slots=slots,
+            segments=[Segment(i, 1, 0, None, most_keys, most_keys, 0, None) for i in range(sequences)],
+            logit_rows=torch.arange(rows, device=device),
+            wanted=sequences,
+            real=sequences,
+            pool=pool,
+            contiguous_slots=None,
+            index=Index(Rows(starts, key_count, at, longest=1, most_keys=most_keys), first_slot, None),
+        )
+        self._replay: Step | None = None
+
+    def __call__(self, spans: list[Span], recorder: Recorder) -> Tensor:
+        """Logits ``[spans, vocabulary]``, valid until the next call."""
+        self._fill(spans)
+        if self._replay is None:
+            self._replay = recorder.record(lambda: self._decoder(self._batch))
+        return self._replay()[: len(spans)]
+
+    def _fill(self, spans: list[Span]) -> None:
+        wide, narrow, count, padding = self._wide.host, self._narrow.host, len(spans), self._pool.padding_slot
+        first = np.fromiter((_first_slot(s) for s in spans), np.int64, count)
+        positions = np.fromiter((s.start for s in spans), np.int64, count)
+        wide[0, :count] = [s.tokens[0] for s in spans]
+        wide[1, :count] = positions
+        wide[2, :count] = first + positions
+        wide[:2, count:], wide[2, count:] = 0, padding
+        narrow[0, :count], narrow[1, :count], narrow[2, :count] = positions, positions + 1, first
+        narrow[0, count:], narrow[1, count:], narrow[2, count:] = 0, 1, padding
+        self._wide.send()
+        self._narrow.send()
+
+
+class _Buffer:
+    """Memory of a device that is filled from the host. ``host`` may be written once what was sent has been used."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._staged = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self.host = self._staged.numpy()
+        self.device = torch.zeros(shape, dtype=dtype, device=device)
+
+    def send(self) -> None:
+        self.device.copy_(self._staged, non_blocking=True)
+
+
+class DecodeGraphs:
+    """The recordings of one decoder, made when they are first needed."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, recorder: Recorder, most_sequences: int) -> None:
+        self._decoder, self._pool, self._recorder = decoder, pool, recorder
+        self._most = most_sequences
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._refused = False
+
+    def serves(self, spans: list[Span]) -> bool:
+        """Whether all spans are single rows of sequences in one piece, which our attention serves."""
+        native = self._pool.native
+        return (
+            not self._refused
+            and native is not None
+            and "decode" in native.kinds
+            and len(spans) <= self._most
+            and all(_is_decode(span) for span in spans)
+        )
+
+    def __call__(self, spans: list[Span]) -> Tensor | None:
+        """Logits ``[spans, vocabulary]`` of spans that are served, valid until the next call; None when the device
+        refuses to record, and will not be asked again."""
+        bucket = _power(len(spans), 1), _power(max(s.end for s in spans), _FEWEST_KEYS)
+        recorded = self._recorded.get(bucket)
+        if recorded is None:
+            recorded = self._recorded[bucket] = _Recorded(self._decoder, self._pool, *bucket)
+        try:
+            return recorded(spans, self._recorder)
+        except RuntimeError as error:
+            self._refused = True
+            self._recorded.clear()
+            log.warning("decode steps cannot be recorded and run one by one", reason=str(error).splitlines()[0])
+            return None
+
+
+def decode_graphs(decoder: Decoder, pool: KVPool, most_sequences: int) -> DecodeGraphs | None:
+    """For a pool on a CUDA device on which our attention decodes."""
+    device = pool.keys.device
+    if device.type != "cuda" or pool.native is None or "decode" not in pool.native.kinds:
+        return None
+    return DecodeGraphs(decoder, pool, CudaRecorder(device), most_sequences)
+
+
+def _is_decode(span: Span) -> bool:
+    return (
+        len(span.tokens) == 1
+        and span.positions is None
+        and span.wants_logits
+        and span.table.first_slot is not None
+        and span.adapter is None  # what a recording computes is the model's
+        and (span.gate is None or span.gate.complete)
+    )
+
+
+def _first_slot(span: Span) -> int:
+    first = span.table.first_slot
+    assert first is not None, "not served"
+    return first
+
+
+def _power(count: int, least: int) -> int:
+    """The next power of two, at least ``least``."""
+    return max(least, 1 << (count - 1).bit_length())

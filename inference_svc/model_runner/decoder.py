@@ -1,0 +1,215 @@
+"""The decoder loop: embed, layers, norm, head, one layer at a time, over an unmodified model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from kvsidecar.errors import ModelUnsupported
+from torch import Tensor
+
+from inference_svc.lora.adapter_weights import AdapterWeights
+from inference_svc.lora.lora_adapter import Adapter, placed
+from inference_svc.model_runner import fused_layers
+from inference_svc.model_runner.attention import Projected
+from inference_svc.model_runner.forward_batch import Batch
+from inference_svc.model_runner.lora_batch import Hooks
+from inference_svc.models.attention_windows import window_of
+from inference_svc.models.layer_streaming.layer_source import RESIDENT, Held, LayerSource
+from inference_svc.models.linear.dense_linear import DenseLinear, fit_linears
+from inference_svc.models.linear.quantized_linear import QuantizedLinear
+from inference_svc.models.loader import LoadedModel
+
+
+class Decoder:
+    """Runs batches of rows and writes their keys and values into the batch's pool.
+
+    On a CPU the model's linear weights move into packed layers: a loaded model serves one Decoder.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        inner: Any = loaded.model.model
+        for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
+            if not hasattr(inner, part):
+                raise ModelUnsupported(
+                    f"{loaded.architecture} has no model.{part}; its layers cannot be run one by one"
+                )
+        self._embed, self._layers, self._norm, self._rotary = (
+            inner.embed_tokens,
+            inner.layers,
+            inner.norm,
+            inner.rotary_emb,
+        )
+        # Gemma 3: sliding and global layers turn keys by different angles.
+        differ = isinstance(getattr(self._rotary, "rope_type", None), dict)
+        self._kinds: list[str] | None = list(loaded.config.layer_types) if differ else None
+        self._source: LayerSource = RESIDENT
+        self._fused: fused_layers.FusedLayers | None = None
+        if loaded.streamed is not None:
+            self._source = loaded.streamed.source
+            if loaded.streamed.fused:
+                self._fused = fused_layers.FusedLayers(loaded.model, loaded.streamed.fused, self._source)
+        elif fused_layers.suits(loaded.model):
+            self._fused = fused_layers.FusedLayers(loaded.model)
+        if loaded.device.type == "cpu" and loaded.streamed is None:
+            fit_linears(loaded.model)
+            self._embed = inner.embed_tokens
+        self._head: Any = loaded.model.lm_head
+        self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)
+        self._dtype, self._device = loaded.dtype, loaded.device
+        self._hooks: Hooks | None = None
+
+    @property
+    def layers(self) -> int:
+        return len(self._layers)
+
+    @torch.inference_mode()
+    def place(self, weights: AdapterWeights) -> Adapter:
+        """An adapter that rows of this decoder may name once it was let in. On any thread."""
+        return placed(weights, {} if self._fused is None else fused_layers.TOGETHER, self._dtype, self._device)
+
+    def adopt(self, weights: AdapterWeights) -> Adapter:
+        """An adapter that rows of this decoder may name. Not while a forward runs."""
+        adapter = self.place(weights)
+        self.let_in(adapter)
+        return adapter
+
+    def let_in(self, adapter: Adapter) -> None:
+        """Rows may name an adapter from now on. Not while a forward runs."""
+        if self._fused is None:
+            self._hooks = self._hooks or Hooks(self._layers)
+            self._hooks.install(adapter.pairs)
+
+    @torch.inference_mode()
+    def __call__(self, batch: Batch) -> Tensor:
+        """Logits ``[batch.wanted, vocabulary]`` of the rows that want them, in the model's dtype."""
+        return self.resume(self.embed(batch), batch, 0)
+
+    @torch.inference_mode()
+    def embed(self, batch: Batch) -> Tensor:
+        """Hidden states ``[rows, width]`` before the first layer."""
+        hidden: Tensor = self._embed(batch.tokens[None])[0]
+        return hidden
+
+    @torch.inference_mode()
+    def advance(self, hidden: Tensor, batch: Batch, first: int, end: int) -> Tensor:
+        """Hidden states ``[rows, width]`` after the layers ``first`` to ``end``. ``hidden`` may be changed."""
+        if self._fused is None:
+            return self._run_layers(hidden, batch, first, end)
+        self._fused.settle(hidden, batch, self._fused.run(hidden, batch, first, end))
+        return hidden
+
+    @torch.inference_mode()
+    def project(self, hidden: Tensor, batch: Batch, layer: int) -> None:
+        """Writes the keys and values of one layer to the pool. ``hidden`` stays as it is."""
+        if self._fused is not None:
+            self._fused.project(hidden, batch, layer)
+            return
+        with contextlib.suppress(Projected):
+            self._run_layers(hidden, replace(batch, project_only=True), layer, layer + 1)
+
+    @torch.inference_mode()
+    def trace(self, hidden: Tensor, batch: Batch, layer: int, see: Callable[[Tensor], None]) -> None:
+        """Runs one layer as every forward does, and shows ``see`` what each of its kernels gives, in order. Keys and
+        values are written to the pool; ``hidden`` may be changed. Not while another thread runs a forward."""
+        if self._fused is not None:
+            self._fused.trace(hidden, batch, layer, see)
+            return
+
+        def shown(_: Any, given: Any, made: Any) -> None:
+            for tensor in (*given, *(made if isinstance(made, tuple) else (made,))):
+                if isinstance(tensor, Tensor):
+                    see(tensor)
+
+        parts = [part for part in self._layers[layer].modules() if next(part.children(), None) is None]
+        with contextlib.ExitStack() as stack:
+            for part in parts:
+                stack.callback(part.register_forward_hook(shown).remove)
+            see(self._run_layers(hidden, batch, layer, layer + 1))
+
+    def products(self, layer: int) -> list[Any]:
+        """A layer's linear layers, whose weights may only be read while they are ``held``."""
+        if self._fused is not None:
+            return self._fused.products(layer)
+        return [part for part in self._layers[layer].modules() if hasattr(part, "out_features")]
+
+    def held(self, layer: int) -> Held:
+        """A context in which a layer's weights are there."""
+        return self._source.holding(layer)
+
+    @torch.inference_mode()
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """What the head would see of ``hidden [rows, width]``; rows are a multiple of ROW_MULTIPLE."""
+        if self._fused is None:
+            return self._norm(hidden)  # type: ignore[no-any-return]
+        return self._fused.normalize(hidden)
+
+    def form_of(self, layer: int) -> tuple[object, ...]:
+        """What decides how a layer is computed; equal for layers that differ in their weights alone."""
+        if self._fused is not None:
+            return self._fused.form_of(layer)
+        parts = self._layers[layer].named_modules()
+        found = [
+            (name, type(part).__name__, getattr(part, "out_features", 0), *(p.shape for p in part.parameters(False)))
+            for name, part in parts
+        ]
+        kind = self._kinds[layer] if self._kinds is not None else ""
+        return kind, window_of(getattr(self._layers[layer], "self_attn", None)), *found
+
+    @torch.inference_mode()
+    def angles_at(self, positions: Tensor) -> Iterator[Tensor]:
+        """Cosines and sines by which keys are turned at ``positions``, of every kind of layer."""
+        rotary = copy.deepcopy(self._rotary)  # some keep what they saw
+        like = torch.zeros(1, 1, 1, dtype=self._dtype, device=self._device)
+        for kind in dict.fromkeys(self._kinds or [""]):
+            yield from rotary(like, positions[None], *([kind] if kind else []))
+
+    @torch.inference_mode()
+    def resume(self, hidden: Tensor, batch: Batch, first: int) -> Tensor:
+        """Logits ``[batch.wanted, vocabulary]`` from hidden states before layer ``first``, which may be changed."""
+        if self._fused is not None:
+            states = self._fused.complete(hidden, batch, first)
+        else:
+            hidden = self._run_layers(hidden, batch, first, self.layers)
+            states = self._norm(hidden.index_select(0, batch.logit_rows)) if batch.wanted else None
+        if states is None:
+            return torch.empty(0, 0)
+        if isinstance(self._head, (QuantizedLinear, DenseLinear)):
+            # Any number of rows gives the same bits: there are none to fill up with.
+            states = states[: batch.wanted]
+        logits: Tensor = self._head(states)[: batch.wanted]
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def _run_layers(self, hidden: Tensor, batch: Batch, first: int, end: int) -> Tensor:
+        """The model's own layers over ``hidden [rows, width]``."""
+        if self._hooks is not None:
+            self._hooks.rows, self._hooks.count = batch.adapted, len(batch.tokens)
+        states, positions = hidden[None], batch.positions[None]
+        angles = self._angles(states, positions, first, end)
+        for i, layer in enumerate(self._layers[first:end], first):
+            batch.pass_layer(i)
+            with self._source.holding(i):
+                out = layer(
+                    states,
+                    attention_mask=batch,
+                    position_ids=positions,
+                    past_key_values=None,
+                    use_cache=False,
+                    position_embeddings=angles[i - first],
+                )
+            states = out[0] if isinstance(out, tuple) else out
+        return states[0]
+
+    def _angles(self, states: Tensor, positions: Tensor, first: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Cosines and sines for each of the layers ``first`` to ``end``."""
+        if self._kinds is None:
+            return [self._rotary(states, positions)] * (end - first)
+        kinds = self._kinds[first:end]
+        found = {kind: self._rotary(states, positions, kind) for kind in dict.fromkeys(kinds)}
+        return [found[kind] for kind in kinds]

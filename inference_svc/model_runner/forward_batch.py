@@ -1,0 +1,320 @@
+"""A forward's input: rows of several sequences, packed.
+
+A row is ``(token, position, sequence, slot)``. Its key and value are written to the pool at its slot; its query
+sees the keys of its sequence with ``key position <= row position``. Prefill, chunked prefill, decode, the
+verification of guessed tokens and the repair of scattered ones are the same forward with different rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_svc.kv_pool.block_table import KEY_BLOCK, NOWHERE, BlockTable
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.lora.lora_adapter import Adapter
+from inference_svc.model_runner.layerwise_load import LayerGate
+from inference_svc.model_runner.lora_batch import AdaptedRows
+
+if TYPE_CHECKING:
+    from kvkernels.cpu.cpu_attention import Attention
+    from kvkernels.cuda.cuda_attention import Rows
+
+# Matrix kernels give a row the same bits in every batch whose row count is a multiple of this.
+ROW_MULTIPLE = 4
+# Rows that attend in one call: fewer calls against fewer keys that are read only to be masked.
+SEGMENT_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Other guesses for a sequence than those of its span: ``tokens`` at the positions from ``start`` on.
+
+    The rows of a span that are drawn from are numbered: 0 that of its last true token, then those of its guesses, then
+    those of its branches; these are the rows from ``first`` on, and come behind the row ``behind``. ``table`` has the
+    pages of all that they see. Those from the one on in which they begin are a branch's own, and what other rows of the
+    pass compute for them is written there as well: of the ``copied`` rows, at these slots.
+    """
+
+    tokens: list[int]
+    start: int
+    behind: int
+    first: int
+    table: BlockTable
+    copied: tuple[tuple[int, int], ...] = ()
+    adapter: Adapter | None = None
+
+    @property
+    def end(self) -> int:
+        """One more than its last row."""
+        return self.first + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens of one sequence to be computed: at positions from ``start`` on, or at rising ``positions``.
+
+    Keys and values of all earlier positions must lie in ``table``'s pages. Logits are wanted of the first ``scored``
+    tokens, and behind them with ``wants_logits`` of the last token or, when the last ``drafted`` ones are guesses, of
+    these and the one before them, and of all those of its ``branches``.
+    """
+
+    tokens: list[int]
+    start: int
+    table: BlockTable
+    wants_logits: bool
+    positions: NDArray[np.int64] | None = None
+    gate: LayerGate | None = None  # when keys and values of earlier positions are still being loaded
+    drafted: int = 0
+    adapter: Adapter | None = None  # what is added to the model's own products
+    scored: int = 0
+    branches: tuple[Branch, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """One more than the last position."""
+        return self.start + len(self.tokens) if self.positions is None else int(self.positions[-1]) + 1
+
+    @property
+    def guessed(self) -> int:
+        """Guesses, those of branches too."""
+        return self.drafted + sum(len(branch.tokens) for branch in self.branches)
+
+    def following(self, row: int) -> dict[int, int]:
+        """What is guessed behind one of the rows that are drawn from, and the row of each such token."""
+        found: dict[int, int] = {}
+        if row < self.drafted:
+            found[self.tokens[len(self.tokens) - self.drafted + row]] = row + 1
+        for branch in self.branches:
+            if branch.behind == row:
+                found[branch.tokens[0]] = branch.first
+            elif branch.first <= row < branch.end - 1:
+                found[branch.tokens[row + 1 - branch.first]] = row + 1
+        return found
+
+    def branch_of(self, row: int) -> Branch | None:
+        """The branch that a row belongs to; None for the span's own guesses."""
+        return next((branch for branch in self.branches if branch.first <= row < branch.end), None)
+
+    def without_guesses(self) -> Span:
+        return replace(self, tokens=self.tokens[: len(self.tokens) - self.drafted], drafted=0, branches=())
+
+    def all_positions(self) -> NDArray[np.int64]:
+        return np.arange(self.start, self.end) if self.positions is None else self.positions
+
+    def slots(self) -> NDArray[np.int64]:
+        """Where each token's key and value go."""
+        if self.positions is None:
+            return self.table.slots(self.start, self.end)
+        return self.table.slots(0, self.end)[self.positions]
+
+
+@dataclass(eq=False)
+class Segment:
+    """Rows of one span inside a batch and the keys they see (``keys`` of them, padded to ``padded``)."""
+
+    first_row: int
+    rows: int
+    start: int
+    positions: Tensor | None  # [rows] when they do not follow each other from start on
+    keys: int
+    padded: int
+    first_slot: int | None
+    slots: Tensor | None  # [padded] when the keys do not lie in one piece
+    left: int = 0  # leading keys that nobody sees, and that are not where they would be
+    adapter: Adapter | None = None
+    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where a batch's rows and keys are, on a CUDA device; the same for all layers."""
+
+    rows: Rows
+    first_slot: Tensor | None
+    pages: Tensor | None
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Rows whose keys and values are written to other slots as well: ``lines [copies, rows]``, NOWHERE for none."""
+
+    lines: Tensor
+
+    @cached_property
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """The rows and the slots, one by one."""
+        found = (self.lines != NOWHERE).nonzero()
+        return found[:, 1], self.lines[found[:, 0], found[:, 1]]
+
+
+@dataclass(eq=False)
+class Batch:
+    """One forward. ``rows`` is a multiple of ROW_MULTIPLE; the last ones may be padding."""
+
+    tokens: Tensor  # [rows]
+    positions: Tensor  # [rows]
+    slots: Tensor  # [rows]
+    segments: list[Segment]
+    logit_rows: Tensor  # [wanted, padded to ROW_MULTIPLE]
+    wanted: int
+    real: int  # rows that are not padding
+    pool: KVPool
+    contiguous_slots: tuple[int, int] | None  # first slot and rows, when all real rows lie in one piece
+    project_only: bool = False  # a layer stops when its keys and values are written
+    observer: Observer | None = None
+    # what our CUDA kernels read it by, and our CPU kernel; made when they first do
+    index: Index | None = None
+    attention: Attention | None = None
+    gates: tuple[LayerGate, ...] = ()
+    adapted: tuple[AdaptedRows, ...] = ()
+    copies: Copies | None = None
+
+    def pass_layer(self, layer: int) -> None:
+        """Waits for what is still being loaded of a layer. Raises RestoreFailed."""
+        for gate in self.gates:
+            gate.pass_layer(layer)
+
+
+class Observer(Protocol):
+    """Sees the attention of a batch with one segment, layer by layer."""
+
+    def see(self, strongest: Tensor) -> None:
+        """The strongest probability that any row gives each key, ``[heads, keys]``; keys behind the last may follow."""
+        ...
+
+
+def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
+    """Packs spans into a batch. Each span's pages must hold its tokens, and what its rows see."""
+    tokens: list[int] = []
+    slots, positions, segments = [], [], []
+    logit_rows: list[int] = []
+    copied: list[tuple[int, int]] = []
+    for span in spans:
+        segments.extend(_segments(span, len(tokens), pool, device))
+        slots.append(span.slots())
+        positions.append(span.all_positions())
+        logit_rows.extend(range(len(tokens), len(tokens) + span.scored))
+        tokens.extend(span.tokens)
+        if span.wants_logits:
+            drawn_from = len(tokens) - 1 - span.drafted
+            for branch in span.branches:
+                part = Span(branch.tokens, branch.start, branch.table, True, adapter=branch.adapter)
+                segments.extend(_segments(part, len(tokens), pool, device))
+                slots.append(part.slots())
+                positions.append(part.all_positions())
+                tokens.extend(branch.tokens)
+                copied.extend((drawn_from + row, slot) for row, slot in branch.copied)
+            logit_rows.extend(range(drawn_from, len(tokens)))
+    real = len(tokens)
+    padding = -real % ROW_MULTIPLE
+    tokens.extend([0] * padding)
+    slots.append(np.full(padding, pool.padding_slot))
+    positions.append(np.zeros(padding, np.int64))
+    wanted = len(logit_rows)
+    logit_rows.extend([0] * (-wanted % ROW_MULTIPLE))
+    alone = len(spans) == 1 and spans[0].positions is None and not spans[0].branches
+    piece = spans[0].table.first_slot if alone else None
+    return Batch(
+        tokens=torch.tensor(tokens, device=device),
+        positions=torch.from_numpy(np.concatenate(positions)).to(device),
+        slots=torch.from_numpy(np.concatenate(slots)).to(device),
+        segments=segments,
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        wanted=wanted,
+        real=real,
+        pool=pool,
+        contiguous_slots=None if piece is None else (piece + spans[0].start, real),
+        gates=tuple(span.gate for span in spans if span.gate is not None and not span.gate.complete),
+        adapted=_adapted(segments, real),
+        copies=_copies(copied, len(tokens), device),
+    )
+
+
+def _copies(copied: list[tuple[int, int]], rows: int, device: torch.device) -> Copies | None:
+    """``copied`` are rows and slots; a row may come more than once."""
+    if not copied:
+        return None
+    ordered, line, lines = sorted(copied), 0, [[NOWHERE] * rows]
+    for (before, _), (row, slot) in pairwise([(-1, NOWHERE), *ordered]):
+        line = line + 1 if row == before else 0
+        if line == len(lines):
+            lines.append([NOWHERE] * rows)
+        lines[line][row] = slot
+    return Copies(torch.tensor(lines, dtype=torch.int64, device=device))
+
+
+def only_wanted(batch: Batch) -> Batch:
+    """The rows of a batch that want logits, each a segment of its own."""
+    wanted, segments = batch.logit_rows[: batch.wanted].tolist(), []
+    for at, row in enumerate(wanted):
+        whole = next(s for s in batch.segments if s.first_row <= row < s.first_row + s.rows)
+        position = int(batch.positions[row])
+        padded = _padded(position + 1)
+        slots = None if whole.slots is None else whole.slots[:padded]
+        end, first = position + 1, whole.first_slot
+        segments.append(
+            Segment(at, 1, position, None, end, padded, first, slots, left=whole.left, adapter=whole.adapter)
+        )
+    return replace(
+        batch,
+        tokens=batch.tokens[batch.logit_rows],
+        positions=batch.positions[batch.logit_rows],
+        slots=batch.slots[batch.logit_rows],
+        segments=segments,
+        logit_rows=torch.arange(len(batch.logit_rows), device=batch.logit_rows.device),
+        real=batch.wanted,
+        contiguous_slots=None,
+        copies=None,  # they have been written
+        index=None,
+        attention=None,
+        adapted=_adapted(segments, batch.wanted),
+    )
+
+
+def _adapted(segments: list[Segment], real: int) -> tuple[AdaptedRows, ...]:
+    """The rows of each adapter, where they follow each other in one piece. ``real`` rows are no padding."""
+    found: list[AdaptedRows] = []
+    for segment in segments:
+        if segment.adapter is None:
+            continue
+        first, end = segment.first_row, segment.first_row + segment.rows
+        if found and found[-1].adapter is segment.adapter and found[-1].end == first:
+            first = found.pop().first
+        alone = end - first == real
+        found.append(AdaptedRows(segment.adapter, first, end, None if alone else -(end - first) % ROW_MULTIPLE))
+    return tuple(found)
+
+
+def _padded(keys: int) -> int:
+    """With so many keys, torch's kernel gives a row the same bits whatever is computed with it."""
+    return -(-keys // KEY_BLOCK) * KEY_BLOCK
+
+
+def _segments(span: Span, first_row: int, pool: KVPool, device: torch.device) -> list[Segment]:
+    """A span in pieces of SEGMENT_ROWS rows, each of which sees the keys up to its own last position."""
+    out, first_slot = [], span.table.first_slot
+    for at in range(0, len(span.tokens), SEGMENT_ROWS):
+        count = min(SEGMENT_ROWS, len(span.tokens) - at)
+        part = None if span.positions is None else span.positions[at : at + count]
+        keys = span.start + at + count if part is None else int(part[-1]) + 1
+        padded = _padded(keys)
+        first, slots = first_slot, None
+        # Keys behind the sequence's end are read, though masked: they must at least be inside the pool.
+        if first is None or first + padded > pool.keys.shape[2]:
+            first = None
+            padding = np.full(padded - keys, pool.padding_slot)
+            there = span.table.slots(0, keys)
+            there[there == NOWHERE] = pool.padding_slot
+            slots = torch.from_numpy(np.concatenate((there, padding))).to(device)
+        positions = None if part is None else torch.from_numpy(part).to(device)
+        row, start, left = first_row + at, span.start + at, span.table.left
+        out.append(Segment(row, count, start, positions, keys, padded, first, slots, left, span.adapter))
+    return out

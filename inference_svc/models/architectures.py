@@ -1,0 +1,27 @@
+"""Which architectures are served, and why others are not.
+
+An architecture fits when a row's key and value depend only on the row's hidden state and its position: decoder
+only, rotary positions (or none) applied to queries and keys inside attention, and attention that goes through
+``transformers.AttentionInterface``.
+"""
+
+from __future__ import annotations
+
+from kvsidecar.errors import ModelUnsupported
+from transformers import PretrainedConfig
+
+from inference_svc.models.longrope import rope_kinds
+from inference_svc.models.supported_architectures import check_name
+
+# A RoPE variant whose angles depend on the sequence's length: a stored key would be wrong in a longer one. (LongRoPE's
+# two sets of angles are chosen once, see rotary.py.)
+_REFUSED_ROPE = {"dynamic": "dynamic NTK scaling changes all angles as the sequence grows"}
+
+
+def check_architecture(name: str, config: PretrainedConfig, strict: bool = True) -> None:
+    """Raises ModelUnsupported with the reason. Without ``strict``, architectures nobody has verified may pass."""
+    check_name(name, strict)
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ModelUnsupported(f"{name} attends in both directions here, so that no key depends on its prefix alone")
+    for kind in sorted(rope_kinds(config) & _REFUSED_ROPE.keys()):
+        raise ModelUnsupported(f"{name} uses RoPE of type {kind!r}, which is not supported: {_REFUSED_ROPE[kind]}")

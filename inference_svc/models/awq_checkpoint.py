@@ -1,0 +1,253 @@
+"""Models with AutoAWQ's 4-bit weights (AWQ, Lin et al., MLSys 2024, arXiv:2306.00978), in its GEMM format, and those of
+compressed-tensors, which are read as if they were such (``compressed``).
+
+A layer keeps its 4 bits, repacked once for our kernels on a CUDA device or a CPU. Layers that they do not take are
+written out, and so is everything where there are none, or where 16 bits are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvkernels import ops
+from kvkernels.cpu import quantized_gemm
+from kvkernels.cuda import awq_gemm
+from kvsidecar.errors import ModelUnsupported
+from rich.progress import Progress
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from inference_svc.models import compressed_tensors
+from inference_svc.models.linear.quantized_linear import QuantizedLinear
+from inference_svc.models.meta_model import skeleton
+
+METHODS = ("awq", compressed_tensors.METHOD)
+_PARTS = ("qweight", "qzeros", "scales")
+# Of a layer's parts and its bias, the layer that keeps its 4 bits; None for a shape that the kernels do not take.
+Keep = Callable[[list[Tensor], Tensor | None], nn.Module | None]
+
+
+class AwqLinear(nn.Module):
+    """Drop-in for ``nn.Linear``, ``[..., in] -> [..., out]``, over repacked 4-bit weights."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+    def __init__(self, weights: awq_gemm.AwqWeights, bias: Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self._group = weights.inputs, weights.outputs, weights.group
+        for name in ("codes", "scales", "zeros"):
+            self.register_buffer(name, getattr(weights, name), persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        out = ops.awq_gemm(rows, self.codes, self.scales, self.zeros, self._group)
+        out = out if self.bias is None else out + self.bias
+        return out.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
+
+
+def method_of(config: Any) -> str:
+    """The configuration's quantization method, or nothing."""
+    return str((getattr(config, "quantization_config", None) or {}).get("quant_method", ""))
+
+
+def check(config: Any) -> None:
+    """Raises ModelUnsupported unless the weights have 4 bits as AWQ's GEMM format or compressed-tensors pack them."""
+    settings = config.quantization_config
+    if method_of(config) == compressed_tensors.METHOD:
+        compressed_tensors.check(settings)
+        return
+    for name, wanted, given in (
+        ("quant_method", "awq", method_of(config)),
+        ("bits", 4, settings.get("bits", settings.get("w_bit"))),
+        ("version", "gemm", str(settings.get("version", "gemm")).lower()),
+        ("zero_point", True, settings.get("zero_point", True)),
+    ):
+        if given != wanted:
+            raise ModelUnsupported(
+                f"quantization_config says {name} {given!r}; allowed are AWQ models with {name} {wanted!r}, "
+                f"models of {compressed_tensors.METHOD} with 4 bits, packed, and models that are not quantized"
+            )
+
+
+def on_cuda(dtype: torch.dtype, device: torch.device) -> Keep:
+    """For our CUDA kernels."""
+
+    def keep(parts: list[Tensor], bias: Tensor | None) -> nn.Module | None:
+        weights = _repacked(parts, dtype, device)
+        return None if weights is None else AwqLinear(weights, None if bias is None else bias.to(device, dtype))
+
+    return keep
+
+
+def on_cpu(dtype: torch.dtype) -> Keep:
+    """For our CPU kernels."""
+
+    def keep(parts: list[Tensor], bias: Tensor | None) -> nn.Module | None:
+        codes, zeros = (awq_gemm.unpack_columns(part).t().contiguous() for part in parts[:2])
+        scales = parts[2].t()
+        if not torch.equal(scales.half().to(scales.dtype), scales):
+            return None  # of a type with a wider range
+        if not quantized_gemm.serves(codes.shape[1], codes.shape[0], codes.shape[1] // scales.shape[1]):
+            return None
+        return QuantizedLinear(quantized_gemm.pack(codes, scales, zeros, 4), None if bias is None else bias.to(dtype))
+
+    return keep
+
+
+def load(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep: Keep | None) -> Any:
+    """A model of a folder, unquantized parts in ``dtype``. Weights that ``keep`` does not keep are written out.
+
+    Raises ModelUnsupported for another format, and for files that lack a weight of the model.
+    """
+    check(config)
+    del config.quantization_config
+    model, rotary = skeleton(config, dtype, attention)
+    model.model.rotary_emb = rotary
+    where = where_in(folder)
+    linears = sorted(found for found in map(_linear_of, where) if found)
+    state: dict[str, Tensor] = {}
+    with Progress(transient=True) as progress:
+        for name, parts in progress.track(
+            _quantized(linears, where), len(linears), description="reading 4-bit weights"
+        ):
+            layer = keep and keep(parts, bias_in(where, name))
+            if layer is None:
+                state[f"{name}.weight"] = awq_gemm.reference_weight(*wide(parts)).to(dtype)
+            else:
+                model.set_submodule(name, layer)
+    held = {n for n, _ in model.named_parameters()}
+    for name in sorted(held & where.keys()):
+        state[name] = tensor_in(where, name).to(dtype)
+    missing = held - state.keys() - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    if missing:
+        raise ModelUnsupported(f"the files in {folder} lack {len(missing)} weights, the first is {min(missing)}")
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def where_in(folder: Path) -> dict[str, Path]:
+    """The file that holds each tensor of a folder's safetensors."""
+    return {name: file for file in sorted(folder.glob("*.safetensors")) for name in _names(file)}
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, "pt") as data:
+            return list(data.keys())
+    except SafetensorError as error:
+        raise ModelUnsupported(f"{file} is damaged: {error}") from error
+
+
+def tensor_in(where: dict[str, Path], name: str) -> Tensor:
+    """One tensor. Raises ModelUnsupported when there is none of this name."""
+    if name not in where:
+        raise ModelUnsupported(f"the model's files have no {name}, which its 4-bit weights need")
+    with safe_open(where[name], "pt") as data:
+        return data.get_tensor(name)  # type: ignore[no-any-return]
+
+
+def shape_in(where: dict[str, Path], name: str) -> list[int]:
+    """The shape of a tensor that is there."""
+    with safe_open(where[name], "pt") as data:
+        return list(data.get_slice(name).get_shape())
+
+
+def dtype_in(where: dict[str, Path], name: str) -> torch.dtype:
+    """The type of a tensor that is there."""
+    with safe_open(where[name], "pt") as data:
+        return data.get_slice(name)[:1].dtype  # type: ignore[no-any-return]
+
+
+def rows_in(where: dict[str, Path], name: str, first: int, end: int) -> Tensor:
+    """Some rows of a tensor that is there."""
+    with safe_open(where[name], "pt") as data:
+        return data.get_slice(name)[first:end]  # type: ignore[no-any-return]
+
+
+def parts_in(where: dict[str, Path], linear: str) -> list[Tensor]:
+    """The parts of a linear layer's weight. Raises ModelUnsupported when one is missing, or does not fit."""
+    if f"{linear}.{compressed_tensors.PACKED}" in where:
+        return _of_compressed(where, linear)
+    return [tensor_in(where, f"{linear}.{part}") for part in _PARTS]
+
+
+def is_packed(where: dict[str, Path], linear: str) -> bool:
+    """Whether a linear layer's weight has 4 bits."""
+    return f"{linear}.qweight" in where or f"{linear}.{compressed_tensors.PACKED}" in where
+
+
+def group_in(where: dict[str, Path], linear: str) -> int:
+    """Inputs that share a scale in a linear layer for our CPU kernels; 0 for one that they do not take."""
+    if f"{linear}.{compressed_tensors.PACKED}" in where:
+        sizes, scales = (
+            tensor_in(where, f"{linear}.{compressed_tensors.SHAPE}").tolist(),
+            f"{linear}.{compressed_tensors.SCALE}",
+        )
+        shape, at = [int(n) for n in sizes] if isinstance(sizes, list) else [], -1
+    else:
+        shape, scales, at = shape_in(where, f"{linear}.qweight")[::-1], f"{linear}.scales", 0
+        shape[:1] = [8 * n for n in shape[:1]]
+    if scales not in where:
+        raise ModelUnsupported(f"the model's files have no {scales}, which its 4-bit weights need")
+    groups = (shape_in(where, scales) or [0])[at]
+    if len(shape) != 2 or not groups:
+        raise ModelUnsupported(f"{linear} has 4-bit weights of the shape {shape} in {groups} groups")
+    outputs, inputs = shape
+    return inputs // groups if quantized_gemm.serves(inputs, outputs, inputs // groups) else 0
+
+
+def _linear_of(name: str) -> str:
+    """The linear layer whose codes a tensor holds, or nothing."""
+    linear, _, part = name.rpartition(".")
+    return linear if part in ("qweight", compressed_tensors.PACKED) else ""
+
+
+def _of_compressed(where: dict[str, Path], linear: str) -> list[Tensor]:
+    packed, scales, shape = (
+        tensor_in(where, f"{linear}.{part}")
+        for part in (compressed_tensors.PACKED, compressed_tensors.SCALE, compressed_tensors.SHAPE)
+    )
+    if f"{linear}.{compressed_tensors.ORDER}" in where:
+        raise ModelUnsupported(
+            f"{linear} has {compressed_tensors.ORDER}, an order of inputs (actorder), which is not supported"
+        )
+    zeros = f"{linear}.{compressed_tensors.ZEROS}"
+    try:
+        return compressed_tensors.parts(packed, scales, tensor_in(where, zeros) if zeros in where else None, shape)
+    except ValueError as error:
+        raise ModelUnsupported(f"{linear}: {error}") from error
+
+
+def bias_in(where: dict[str, Path], linear: str) -> Tensor | None:
+    """A linear layer's bias, if it has one."""
+    name = f"{linear}.bias"
+    return tensor_in(where, name) if name in where else None
+
+
+def _quantized(linears: list[str], where: dict[str, Path]) -> Iterator[tuple[str, list[Tensor]]]:
+    for name in linears:
+        yield name, parts_in(where, name)
+
+
+def wide(parts: list[Tensor]) -> list[Tensor]:
+    """With scales in float32, so that weights are rounded once."""
+    return [*parts[:2], parts[2].float()]
+
+
+def _repacked(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> awq_gemm.AwqWeights | None:
+    """For our kernels, or None for a shape that they do not take."""
+    words, zeros, scales = (part.to(device) for part in parts)
+    try:
+        return awq_gemm.repack(words, zeros, scales.to(dtype))
+    except ValueError:
+        return None

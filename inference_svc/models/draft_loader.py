@@ -1,0 +1,45 @@
+"""The model that guesses for another one."""
+
+from __future__ import annotations
+
+from kvsidecar.errors import ConfigurationError
+
+from inference_svc.models.layer_streaming.residency_plan import OFF, Asked
+from inference_svc.models.loader import LoadedModel, load
+from inference_svc.models.preflight import SELF
+
+COPY_BITS = 4
+
+
+def load_draft(name: str, model: str, loaded: LoadedModel, strict: bool, context_length: int = 0) -> LoadedModel:
+    """Loads the draft ``name`` for ``loaded``, which was loaded as ``model`` with ``context_length``, onto its device.
+    Raises ConfigurationError, ModelUnsupported, when it cannot be one."""
+    device, dtype = str(loaded.device), str(loaded.dtype).removeprefix("torch.")
+    if name == SELF:
+        if loaded.device.type != "cpu":
+            raise ConfigurationError(f"draft_model is {SELF}, and device {device} quantizes no weights; name a model")
+        # Of a model that does not fit, a copy is made layer by layer; all of it stays in memory.
+        stream = OFF if loaded.streamed is None else Asked("partial_resident", keep_first=loaded.layers)
+        copy = load(
+            model,
+            device=device,
+            dtype=dtype,
+            weights=COPY_BITS,
+            strict=strict,
+            context_length=context_length,
+            stream=stream,
+        )
+        if loaded.streamed is not None and copy.weights == loaded.weights:
+            raise ConfigurationError(
+                f"draft_model is {SELF}, and {loaded.id} is streamed at {COPY_BITS} bits: its copy would be itself; "
+                "leave draft_model out"
+            )
+        return copy
+    draft = load(name, device=device, dtype=dtype, strict=strict)
+    differ = len(loaded.tokenizer.get_vocab().items() ^ draft.tokenizer.get_vocab().items())
+    if differ:
+        raise ConfigurationError(
+            f"draft_model is {name}, whose tokenizer differs from that of {loaded.id} in {differ} tokens; a draft must "
+            "have the model's own tokenizer"
+        )
+    return draft

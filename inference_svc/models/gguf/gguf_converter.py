@@ -1,0 +1,149 @@
+"""Writes a GGUF file out as a folder of safetensors, once; later starts find it by the file's checksum.
+
+Weights are written in the type that they will be computed in. At most a piece of a weight is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from kvsidecar.byte_sizes import format_size
+from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.models.model_library import SOURCE, Known, Library, check_room
+from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from inference_svc.models.gguf.gguf_config import config_of
+from inference_svc.models.gguf.gguf_file import GgufFile, read
+from inference_svc.models.gguf.gguf_weights import Weight, weights_of
+from inference_svc.models.progress_bar import Progress, shown
+from inference_svc.models.safetensors_writer import Spec, Writer
+
+log = structlog.get_logger("model")
+
+# Raise it when what is written changes: older folders are written again.
+_VERSION = 1
+# Tokens that end a turn, where a chat template writes them; files name only one in their metadata.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
+# What a model's makers may recommend; generation_config.json's names are ours.
+SAMPLING = ("temperature", "top_p", "top_k")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A GGUF file as it is known before it is written out."""
+
+    path: Path
+    dtype: torch.dtype  # of its weights; bfloat16 when they are quantized
+    known: Known
+
+
+def open_source(path: Path, library: Library | None = None) -> Source:
+    """Reads a file's header, or what was noted about it. Raises ModelUnsupported."""
+    library = library or Library()
+    known = library.known(path)
+    if known is None:
+        file = read(path)
+        config_of(file)  # what cannot be served is refused before gigabytes are read for a checksum
+        log.info("reading the file's checksum", file=str(path), size=format_size(path.stat().st_size))
+        known = library.remember(path, str(_own_dtype(file)).removeprefix("torch."))
+    return Source(path, getattr(torch, known.dtype), known)
+
+
+def _own_dtype(file: GgufFile) -> torch.dtype:
+    if file.kinds <= {"F32"}:
+        return torch.float32
+    return torch.float16 if file.kinds <= {"F32", "F16"} else torch.bfloat16
+
+
+def converted(
+    source: Source, dtype: torch.dtype, library: Library | None = None, progress: Progress | None = None
+) -> Path:
+    """The folder of a file's model in a dtype, written first if it is not there. ``progress`` is told of elements done
+    and elements in all. Raises ModelUnsupported, and ConfigurationError where it cannot be written."""
+    library = library or Library()
+    target = _place(source, dtype, library.root / "converted")
+    if target.is_dir():
+        return target
+    with library.building(target) as folder:
+        if folder is not None:
+            try:
+                with shown("writing the model out") as bar:
+                    _write(source, folder, dtype, progress or bar)
+            except OSError as error:
+                raise ConfigurationError(f"cannot write {target}: {error.strerror or error}") from error
+    return target
+
+
+def _place(source: Source, dtype: torch.dtype, parent: Path) -> Path:
+    """Where a file's model in a dtype lies, or will: under any name, if its contents are the same."""
+    end = f"{source.known.sha256[:16]}-{str(dtype).removeprefix('torch.')}-v{_VERSION}"
+    found = next(iter(sorted(parent.glob(f"[!.]*-{end}"))), None)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.path.stem).lstrip(".-")[:40]
+    return found or parent / f"{name}-{end}"
+
+
+def _write(source: Source, folder: Path, dtype: torch.dtype, progress: Progress) -> None:
+    file, began = read(source.path), time.perf_counter()
+    config = config_of(file)
+    weights = weights_of(file, config)
+    size = sum(w.elements for w in weights) * dtype.itemsize
+    check_room(f"writing {source.path.name} out", size, folder.parent, "; XDG_DATA_HOME names another place")
+    log.info("writing the model out for later starts", file=source.path.name, size=format_size(size))
+    tokenizer = _tokenizer(file)
+    tokenizer.save_pretrained(folder)
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    _generation(file, config, tokenizer).save_pretrained(folder)
+    _write_weights(file, weights, folder / "model.safetensors", dtype, progress)
+    about = {"path": str(source.path.resolve()), "sha256": source.known.sha256, "version": _VERSION}
+    (folder / SOURCE).write_text(json.dumps(about) + "\n", encoding="utf-8")
+    log.info("written", folder=str(folder.parent), seconds=round(time.perf_counter() - began, 1))
+
+
+def _write_weights(file: GgufFile, weights: list[Weight], target: Path, dtype: torch.dtype, progress: Progress) -> None:
+    done, total = 0, sum(weight.elements for weight in weights)
+    with Writer(target, [Spec(weight.name, dtype, tuple(weight.shape)) for weight in weights]) as out:
+        for weight in weights:
+            for piece in weight.pieces(file, dtype):
+                out.write(weight.name, piece)
+                done += piece.numel()
+                progress(done, total)
+
+
+def _tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
+    try:
+        found = PreTrainedTokenizerFast.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ModelUnsupported(f"{file.path} holds a tokenizer that transformers cannot read: {error}") from error
+    found.name_or_path = ""
+    return found
+
+
+def _generation(file: GgufFile, config: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """What ends an answer: the file's own ends, and the turn's end that its chat template writes. How it is sampled is
+    what a generation_config.json beside the file says."""
+    named = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    template = str(file.metadata.get("tokenizer.chat_template", ""))
+    special = tokenizer.get_added_vocab()
+    written = [special[t] for t in _TURN_ENDS if t in template and t in special]
+    ends = list(dict.fromkeys(i for i in [*named, *written] if i is not None))
+    ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id, "eos_token_id": ends}
+    return GenerationConfig(**_recommended(file.path.parent / "generation_config.json") | ids)
+
+
+def _recommended(beside: Path) -> dict[str, Any]:
+    try:
+        stated = json.loads(beside.read_text(encoding="utf-8"))
+        found = {name: stated[name] for name in SAMPLING if stated.get(name) is not None}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelUnsupported(f"cannot read {beside}: {error}") from error
+    return found | {"do_sample": bool(stated.get("do_sample", True))} if found or "do_sample" in stated else {}

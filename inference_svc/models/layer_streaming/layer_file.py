@@ -1,0 +1,304 @@
+"""A file of layers in kernel layout: the very bytes that products read, so that a read is all it takes to have a layer.
+
+A folder has three files. ``weights.bin``: weights one after the other, each at a multiple of 4,096 bytes; of a layer
+first those of attention, then those of its feed-forward part, so that either is one read. ``vectors.safetensors``:
+norms and biases, which stay in memory. ``index.json``: a line with the checksum (XXH3, 64 bits, hexadecimal) of the
+rest, then what lies where and the checksum of each weight. The folder appears whole or not at all
+(``kvsidecar.models.model_library``); whoever opens it reads it once to check it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from kvsidecar.errors import KVSidecarError
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from inference_svc.models.layer_streaming.aligned_memory import aligned
+from inference_svc.models.layer_streaming.weight_form import Form
+
+WEIGHTS, VECTORS, INDEX = "weights.bin", "vectors.safetensors", "index.json"
+# Raise it when a folder's contents change: older ones are not found then.
+VERSION = 4
+ALIGNMENT = 4096
+# Read at a time: between two reads a reader sees whether it is still wanted.
+STRIDE = 8 << 20
+# Less is not worth a lane of its own.
+_LEAST_STRIDE = 256 << 10
+# Reads under way at one time, past the page cache: the kernel has no others to keep the disk busy with.
+_LANES = 4
+# Checked at a time.
+CHECKED = _LANES * STRIDE
+
+
+class LayerFileDamaged(KVSidecarError):
+    """The file is not as it was written."""
+
+
+def padded(size_bytes: int) -> int:
+    """The size with what lies behind it up to the next weight."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One weight in the file."""
+
+    at: int
+    digest: str
+    form: Form
+
+    @property
+    def end(self) -> int:
+        """Where the next one begins."""
+        return self.at + padded(self.form.size_bytes)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"at": self.at, "digest": self.digest, "form": self.form.as_json()}
+
+    @classmethod
+    def of_json(cls, found: dict[str, Any]) -> Stored:
+        return cls(int(found["at"]), str(found["digest"]), Form(**found["form"]))
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a file holds."""
+
+    fused: bool  # layers are those of engine.fused, else the model's own
+    layers: list[dict[str, Stored]]  # by the name of what computes with it
+    embedding: Stored
+    head: Stored
+    vectors_digest: str
+
+    def as_text(self) -> str:
+        body = json.dumps(
+            {
+                "version": VERSION,
+                "fused": self.fused,
+                "layers": [{name: stored.as_json() for name, stored in layer.items()} for layer in self.layers],
+                "embedding": self.embedding.as_json(),
+                "head": self.head.as_json(),
+                "vectors_digest": self.vectors_digest,
+            }
+        )
+        return f"{xxhash.xxh3_64_hexdigest(body.encode())}\n{body}\n"
+
+    @classmethod
+    def of_text(cls, text: str) -> Index:
+        """Raises LayerFileDamaged."""
+        digest, _, body = text.rstrip("\n").partition("\n")
+        if xxhash.xxh3_64_hexdigest(body.encode()) != digest:
+            raise LayerFileDamaged("its index is damaged")
+        found = json.loads(body)
+        return cls(
+            found["fused"],
+            [{name: Stored.of_json(one) for name, one in layer.items()} for layer in found["layers"]],
+            Stored.of_json(found["embedding"]),
+            Stored.of_json(found["head"]),
+            found["vectors_digest"],
+        )
+
+    @property
+    def stored(self) -> list[Stored]:
+        """All weights; what embeds and heads share occurs once."""
+        all_ = [self.embedding, *(s for layer in self.layers for s in layer.values()), self.head]
+        return sorted({stored.at: stored for stored in all_}.values(), key=lambda stored: stored.at)
+
+
+class LayerFile:
+    """An open file. Reads past the page cache where the file system can (O_DIRECT), else drops from it what was read,
+    so that a limit on memory is not spent on copies. Its file may be removed or replaced meanwhile: what was opened is
+    read on. Reads may come from several threads."""
+
+    def __init__(self, folder: Path, direct: bool = True) -> None:
+        """Raises LayerFileDamaged."""
+        self.folder = folder
+        try:
+            self.index = Index.of_text((folder / INDEX).read_text(encoding="utf-8"))
+            vectors = folder / VECTORS
+            with vectors.open("rb") as data:
+                digest = _digest(data.read())
+            if digest != self.index.vectors_digest:
+                raise LayerFileDamaged(f"{vectors} is damaged")
+            self.vectors: dict[str, Tensor] = load_file(vectors)
+            path = folder / WEIGHTS
+            self._plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (OSError, UnicodeDecodeError) as error:
+            raise LayerFileDamaged(f"{folder} cannot be read: {error}") from error
+        weakref.finalize(self, os.close, self._plain)
+        self.identity = os.fstat(self._plain).st_ino
+        size = os.fstat(self._plain).st_size
+        wanted = self.index.stored[-1].end
+        if size != wanted:
+            raise LayerFileDamaged(f"{path} has {size} bytes of {wanted}")
+        self._handle, self.direct = self._plain, False
+        if direct:
+            self._open_direct(path)
+
+    def _open_direct(self, path: Path) -> None:
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except (OSError, AttributeError):
+            return
+        page = aligned(ALIGNMENT)
+        try:
+            os.preadv(handle, [page.numpy().data], 0)
+        except OSError:  # some file systems say so only now
+            os.close(handle)
+            return
+        weakref.finalize(self, os.close, handle)
+        self._handle, self.direct = handle, True
+        self._lanes = ThreadPoolExecutor(_LANES, "layer-lane")
+        weakref.finalize(self, self._lanes.shutdown, wait=False)
+
+    def read(self, memory: memoryview, at: int, go_on: Callable[[], bool] = lambda: True) -> int:
+        """Fills ``memory``, which begins at a page and is whole pages long, with what lies from ``at`` on, as long as
+        ``go_on``. Returns the bytes read. Raises OSError; nobody writes to ``memory`` any more then, either."""
+        stride = self._stride(len(memory))
+        parts = [(memory[done : done + stride], at + done) for done in range(0, len(memory), stride)]
+        if len(parts) == 1 or not self.direct:
+            return sum(self._read(part, place, go_on) for part, place in parts)
+        reads = [self._lanes.submit(self._read, part, place, go_on) for part, place in parts]
+        wait(reads)
+        return sum(read.result() for read in reads)
+
+    def _stride(self, size: int) -> int:
+        """How much is read at a time, so that all lanes have as much to do and are done together."""
+        if not self.direct:
+            return STRIDE
+        rounds = -(-size // (_LANES * STRIDE))
+        return max(_LEAST_STRIDE, padded(-(-size // (rounds * _LANES))))
+
+    def _read(self, memory: memoryview, at: int, go_on: Callable[[], bool]) -> int:
+        done = 0
+        while done < len(memory) and go_on():
+            count = os.preadv(self._handle, [memory[done:]], at + done)
+            done += count
+            if count == 0 or (self.direct and done % ALIGNMENT):
+                raise OSError(f"{self.folder / WEIGHTS} ends {len(memory) - done} bytes too early")
+            if not self.direct:
+                os.posix_fadvise(self._handle, at, done, os.POSIX_FADV_DONTNEED)
+        return done
+
+    def rows(self, stored: Stored, numbers: list[int], row_bytes: int) -> NDArray[np.uint8]:
+        """Some rows of a plain weight, ``[numbers, row_bytes]``, by way of the page cache: rows that many prompts have
+        stay there as long as there is room. Raises OSError."""
+        out = np.empty((len(numbers), row_bytes), np.uint8)
+        for row, number in zip(out, numbers, strict=True):
+            if os.preadv(self._plain, [row.data], stored.at + number * row_bytes) != row_bytes:
+                raise OSError(f"{self.folder / WEIGHTS} ends before row {number} of the embedding")
+        return out
+
+    def load(self, stored: Stored, memory: Tensor) -> None:
+        """Reads one weight into ``memory``, uint8 of its padded size, and checks it. Raises LayerFileDamaged."""
+        self._check(stored, lambda at, size: memory[at - stored.at :][:size])
+
+    def check(self, stored: Stored, scratch: Tensor) -> None:
+        """Reads one weight by way of ``scratch``, uint8 ``[CHECKED]``, to check it. Raises LayerFileDamaged."""
+        self._check(stored, lambda at, size: scratch[:size])
+
+    def _check(self, stored: Stored, place: Callable[[int, int], Tensor]) -> None:
+        digest, left = xxhash.xxh3_64(), stored.form.size_bytes
+        try:
+            for at in range(stored.at, stored.end, CHECKED):
+                data = place(at, min(CHECKED, stored.end - at)).numpy().data
+                self.read(data, at)
+                digest.update(data[:left])
+                left -= min(left, len(data))
+        except OSError as error:
+            raise LayerFileDamaged(str(error)) from error
+        if digest.hexdigest() != stored.digest:
+            raise LayerFileDamaged(f"{self.folder / WEIGHTS} has other bytes at {stored.at} than were written")
+
+
+class LayerWriter:
+    """Writes the files of a folder, weight by weight or several at a time. Raises OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._at = folder, 0
+        self._out = (folder / WEIGHTS).open("w+b", buffering=0)
+        self.vectors: dict[str, Tensor] = {}
+
+    def __enter__(self) -> LayerWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._out.close()
+
+    @property
+    def written(self) -> int:
+        """Bytes that have a place."""
+        return self._at
+
+    def region(self, form: Form) -> Region:
+        """The next weight's place."""
+        self._at += padded(form.size_bytes)
+        return Region(self._out.fileno(), self._at - padded(form.size_bytes), form)
+
+    def put(self, data: Tensor, form: Form) -> Stored:
+        """A whole weight, uint8 ``[size_bytes]``."""
+        region = self.region(form)
+        region.add(data)
+        return region.done()
+
+    def read_back(self, stored: Stored) -> Tensor:
+        """The bytes of a weight that was written."""
+        memory = torch.empty(stored.form.size_bytes, dtype=torch.uint8)
+        left, at = memory.numpy().data, stored.at
+        while left:
+            count = os.preadv(self._out.fileno(), [left], at)
+            left, at = left[count:], at + count
+        return memory
+
+    def settle(self) -> None:
+        """Brings what was written to the disk and out of memory."""
+        os.fdatasync(self._out)
+        os.posix_fadvise(self._out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def finish(self, fused: bool, layers: list[dict[str, Stored]], embedding: Stored, head: Stored) -> None:
+        """Writes the vectors and the index."""
+        os.ftruncate(self._out.fileno(), self._at)
+        self.settle()
+        save_file({name: vector.contiguous() for name, vector in self.vectors.items()}, self._folder / VECTORS)
+        digest = _digest((self._folder / VECTORS).read_bytes())
+        index = Index(fused, layers, embedding, head, digest)
+        (self._folder / INDEX).write_text(index.as_text(), encoding="utf-8")
+
+
+class Region:
+    """A weight that is being written from its beginning to its end."""
+
+    def __init__(self, handle: int, at: int, form: Form) -> None:
+        self._handle, self._first, self._at, self.form = handle, at, at, form
+        self._digest = xxhash.xxh3_64()
+
+    def add(self, data: Tensor) -> None:
+        """The next bytes, uint8 ``[bytes]``."""
+        left = data.numpy().data
+        self._digest.update(left)
+        while left:
+            count = os.pwrite(self._handle, left, self._at)
+            left, self._at = left[count:], self._at + count
+
+    def done(self) -> Stored:
+        """The weight, which must be complete."""
+        size = self._at - self._first
+        assert size == self.form.size_bytes, f"{size} bytes of {self.form.size_bytes}"
+        return Stored(self._first, self._digest.hexdigest(), self.form)
+
+
+def _digest(data: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(data)

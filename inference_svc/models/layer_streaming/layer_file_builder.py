@@ -1,0 +1,166 @@
+"""Writes a model's layers out in kernel layout, layer by layer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import structlog
+import torch
+from kvsidecar.byte_sizes import format_size
+from kvsidecar.errors import ModelUnsupported
+from kvsidecar.models.model_library import SOURCE, check_room
+from torch import Tensor, nn
+
+from inference_svc.model_runner import fused_layers
+from inference_svc.models.layer_streaming import onednn_weights
+from inference_svc.models.layer_streaming.layer_file import LayerWriter, Stored
+from inference_svc.models.layer_streaming.vocabulary_writer import EMBEDDING, HEAD, Vocabulary
+from inference_svc.models.layer_streaming.weight_form import Pointable, bytes_of, form_of
+from inference_svc.models.layer_streaming.weight_source import Materials
+from inference_svc.models.linear.dense_linear import fit_linears
+from inference_svc.models.linear.quantized_linear import quantize_linear
+from inference_svc.models.meta_model import skeleton
+from inference_svc.models.progress_bar import shown
+from inference_svc.server.malloc_tuning import give_back_freed_memory
+
+log = structlog.get_logger("model")
+
+# A layer's products that are not its attention's, by their names in a fused layer and in the models' own.
+_FEED_FORWARD = ("gate_up", "down", "mlp.")
+_NORM, _LAYER = "model.norm.", "model.layers.{}."
+
+
+def is_feed_forward(name: str) -> bool:
+    """Whether a product of a layer belongs to its feed-forward part."""
+    return name.startswith(_FEED_FORWARD)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a model's layers are made of, and how."""
+
+    config: Any
+    attention: str
+    dtype: torch.dtype
+    bits: int  # at which linear weights are kept that are not quantized already
+    materials: Callable[[], Materials]
+    name: str
+    source: str  # the file it was made of, or its name
+
+    def skeleton(self) -> tuple[Any, Any]:
+        return skeleton(self.config, self.dtype, self.attention)
+
+    @property
+    def packs(self) -> bool:
+        """Whether oneDNN packs weights that are not quantized."""
+        return self.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.config.tie_word_embeddings)
+
+
+def build(folder: Path, recipe: Recipe, size: int) -> None:
+    """Fills an empty folder with some ``size`` bytes. Of the model there is never more than one layer in memory, as it
+    is kept and one weight of it as it comes, or its head where oneDNN packs it. Raises ModelUnsupported, and
+    ConfigurationError where the disk is too small."""
+    if recipe.packs and recipe.bits == 16 and not onednn_weights.available():
+        raise ModelUnsupported(
+            f"torch {torch.__version__} makes no packed weights over memory of ours, which streaming bfloat16 needs; "
+            "--weights 8, --weights 4 and --dtype float32 do without them"
+        )
+    model, _ = recipe.skeleton()
+    check_room(f"writing the layers of {recipe.name} out", size, folder.parent, "; XDG_DATA_HOME names another place")
+    log.info("writing layers out for streaming, once", model=recipe.name, size=format_size(size))
+    about = {"path": recipe.source, "size": size}
+    (folder / SOURCE).write_text(json.dumps(about) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps({"architectures": [type(model).__name__]}), encoding="utf-8")
+    with LayerWriter(folder) as out, shown("writing layers out") as progress:
+        _Build(model, recipe, out).run(lambda: progress(min(out.written, size), size))
+    give_back_freed_memory()
+
+
+class _Build:
+    def __init__(self, model: Any, recipe: Recipe, out: LayerWriter) -> None:
+        self._model, self._recipe, self._out = model, recipe, out
+        self._materials = recipe.materials()
+        self._fused: bool | None = None
+
+    def run(self, advanced: Any) -> None:
+        model, recipe, out = self._model, self._recipe, self._out
+        count = len(model.model.layers)
+        layers: list[dict[str, Stored]] = [{} for _ in range(count)]
+        numbers = {_LAYER.format(i): i for i in range(count)}
+        head: Stored | None = None
+        embedding: Stored | None = None
+        vocabulary = Vocabulary(model, recipe.dtype, recipe.bits, self._materials, out)
+        # Materials are asked for in the order of their names.
+        for prefix in sorted([EMBEDDING, _NORM, *numbers, *([] if recipe.tied else [HEAD])]):
+            if prefix in numbers:
+                i = numbers[prefix]
+                layers[i] = self._layer(model.model.layers[i], prefix)
+                model.model.layers[i] = nn.Identity()
+                out.settle()
+                # A layer does not fit into the pieces that the one before left free: kept, they grew to several layers.
+                give_back_freed_memory()
+            elif prefix == _NORM:
+                self._materials.fill(model.model.norm, prefix)
+                self._vectors(model.model.norm, "norm.")
+            elif prefix == HEAD:
+                head = vocabulary.head()
+            else:
+                embedding, tied = vocabulary.embedding(recipe.tied)
+                head = tied or head
+            advanced()
+        assert embedding is not None
+        assert head is not None
+        out.finish(bool(self._fused), layers, embedding, head)
+
+    def _layer(self, layer: Any, prefix: str) -> dict[str, Stored]:
+        recipe = self._recipe
+        if recipe.bits == 16:
+            self._materials.fill(layer, prefix)
+        else:
+            self._fill_quantized(layer, prefix)
+        can = fused_layers.fits(layer, recipe.config)
+        if self._fused not in (None, can):
+            raise ModelUnsupported(f"{recipe.name} has layers of two kinds, which are not streamed; use --stream off")
+        self._fused = can
+        if can:
+            products, vectors = fused_layers.gathered(layer)
+        else:
+            products, vectors = self._own(layer)
+        start = prefix.removeprefix("model.")
+        for name, product in products.items():
+            if product.bias is not None:
+                self._out.vectors[f"{start}{name}.bias"] = product.bias.clone()
+        self._out.vectors |= {f"{start}{name}": vector.clone() for name, vector in vectors.items()}
+        ordered = sorted(products.items(), key=lambda item: is_feed_forward(item[0]))
+        return {name: self._put(product) for name, product in ordered}
+
+    def _fill_quantized(self, layer: nn.Module, prefix: str) -> None:
+        """Weight by weight, for a layer takes four times the memory before it is quantized."""
+        for name, module in sorted(layer.named_modules(), key=lambda item: item[0]):
+            if next(module.parameters(recurse=False), None) is not None:
+                self._materials.fill(module, f"{prefix}{name}.")
+                quantize_linear(layer, name, self._recipe.bits)
+
+    def _own(self, layer: nn.Module) -> tuple[dict[str, Pointable], dict[str, Tensor]]:
+        """The linear layers of a layer that computes by its own module, and its other parameters."""
+        fit_linears(layer)
+        products = {name: m for name, m in layer.named_modules() if isinstance(m, get_args(Pointable))}
+        vectors = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+        large = next((name for name, vector in vectors.items() if vector.dim() > 1), None)
+        if large is not None:
+            raise ModelUnsupported(f"{self._recipe.name} has a weight {large}, which is not streamed; --stream off")
+        return products, vectors
+
+    def _put(self, product: nn.Module) -> Stored:
+        return self._out.put(bytes_of(product), form_of(product))
+
+    def _vectors(self, module: nn.Module, start: str) -> None:
+        self._out.vectors |= {f"{start}{name}": p.detach().clone() for name, p in module.named_parameters()}

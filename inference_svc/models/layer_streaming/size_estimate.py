@@ -1,0 +1,106 @@
+"""What a model's weights will take as they are kept, before any of them is packed: what is kept of each product follows
+from its shape and from some of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kvkernels.cpu import code_recovery, quantized_gemm
+from kvkernels.cpu import f32_gemm as dense
+from torch import nn
+
+from inference_svc.model_runner import fused_layers
+from inference_svc.models.layer_streaming.layer_file import padded
+from inference_svc.models.layer_streaming.layer_file_builder import Recipe, is_feed_forward
+from inference_svc.models.layer_streaming.residency_plan import Sizes
+from inference_svc.models.layer_streaming.vocabulary_writer import EMBEDDING, HEAD
+from inference_svc.models.linear.quantized_linear import kept_at
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Bytes of a model."""
+
+    dense: int  # every weight in its dtype
+    sizes: Sizes  # as they are kept in memory, and as they are written out
+    embedding: int  # of its rows; 0 where they are the head's
+
+    @property
+    def kept(self) -> int:
+        """All of them."""
+        return self.sizes.all + self.embedding
+
+
+def expected(recipe: Recipe) -> Expected:
+    """The sizes of a recipe's model. Exact but for what oneDNN pads, and for a weight of which the rows that were
+    looked at are narrower than others. Raises ModelUnsupported when a weight is not there."""
+    model, _ = recipe.skeleton()
+    counting = _Counting(recipe)
+    layers, vectors = [], sum(p.nbytes for p in model.model.norm.parameters())
+    for i, layer in enumerate(model.model.layers):
+        layers.append(counting.layer(layer, f"model.layers.{i}."))
+        vectors += sum(p.nbytes for p in layer.parameters() if p.dim() < 2)
+    embedding, head = counting.vocabulary(model)
+    tied = f"{HEAD}weight" if recipe.tied else ""
+    whole = {name: p.numel() for name, p in model.named_parameters() if name != tied}
+    shared = recipe.tied and recipe.bits == 16 and not recipe.packs and not dense.serves(recipe.dtype)
+    return Expected(
+        sum(whole.values()) * recipe.dtype.itemsize,
+        Sizes(layers, head + vectors),
+        0 if shared else embedding,
+    )
+
+
+class _Counting:
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self._materials = recipe, recipe.materials()
+
+    def layer(self, layer: nn.Module, prefix: str) -> tuple[int, int]:
+        """Bytes of a layer's attention, and of its feed-forward part."""
+        linears = {name: m for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
+        products = {name: [name] for name in linears}
+        if fused_layers.alike(layer, self._recipe.config):
+            products = {name: list(parts) for name, parts in fused_layers.TOGETHER.items()}
+        found = [0, 0]
+        for name, parts in products.items():
+            found[is_feed_forward(name)] += self._product([linears[part] for part in parts], prefix, parts)
+        found[1] += sum(p.nbytes for p in layer.parameters() if p.dim() > 2)  # experts, which stay as they are
+        return found[0], found[1]
+
+    def vocabulary(self, model: Any) -> tuple[int, int]:
+        """Bytes of the embedding, and of the head."""
+        embedding, head, recipe = model.model.embed_tokens.weight, model.lm_head, self._recipe
+        kept = self._kept(EMBEDDING + "weight", embedding.shape)
+        rows = padded(embedding.numel() * dense.number(kept).itemsize)
+        name = EMBEDDING if recipe.tied else HEAD
+        return rows, self._product([head], "", [HEAD.removesuffix(".")], f"{name}weight")
+
+    def _product(self, linears: list[nn.Linear], prefix: str, names: list[str], weight: str = "") -> int:
+        recipe, materials = self._recipe, self._materials
+        inputs, outputs = linears[0].in_features, sum(linear.out_features for linear in linears)
+        full = [prefix + name for name in names]
+        groups = {materials.group(name) for name in full}
+        if len(groups) == 1 and (group := groups.pop()):
+            return padded(quantized_gemm.size_bytes(inputs, outputs, 4, group))
+        found = kept_at(names[0].rpartition(".")[2], inputs, linears[0].out_features, recipe.bits)
+        if found is not None:
+            return padded(quantized_gemm.size_bytes(inputs, outputs, *found))
+        if recipe.packs or not dense.serves(recipe.dtype):
+            return padded(inputs * outputs * recipe.dtype.itemsize)
+        weights = [weight] if weight else [f"{name}.weight" for name in full]
+        kinds = {self._kept(w, linear.weight.shape) for w, linear in zip(weights, linears, strict=True)}
+        return padded(dense.size_bytes(inputs, outputs, _together(kinds)))
+
+    def _kept(self, name: str, shape: torch.Size) -> str:
+        if dense.serves(self._recipe.dtype):
+            return self._materials.kept(name, shape)
+        return str(self._recipe.dtype).removeprefix("torch.")
+
+
+def _together(kinds: set[str]) -> str:
+    """How weights are kept that are joined to one."""
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return max(kinds, key=code_recovery.BITS.__getitem__) if kinds <= code_recovery.BITS.keys() else "float32"

@@ -1,0 +1,320 @@
+"""Puts a streamed model together: its file, what of it stays in memory, its layers without weights, who reads ahead."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from kvkernels.cpu import cpu_library
+from kvsidecar.byte_sizes import format_size
+from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.models.model_library import Library
+from kvsidecar.process.free_memory import free_bytes
+from torch import Tensor
+
+from inference_svc.model_runner import fused_layers as fused
+from inference_svc.model_runner.decoder_layer import Layer
+from inference_svc.models.attention_windows import windows_of
+from inference_svc.models.layer_streaming import onednn_weights
+from inference_svc.models.layer_streaming.aligned_memory import aligned
+from inference_svc.models.layer_streaming.layer_file import (
+    CHECKED,
+    VERSION,
+    Index,
+    LayerFile,
+    LayerFileDamaged,
+    Stored,
+    padded,
+)
+from inference_svc.models.layer_streaming.layer_file_builder import Recipe, build, is_feed_forward
+from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerSource, StreamedLayers, Targets
+from inference_svc.models.layer_streaming.read_ahead import Staging, StagingStats
+from inference_svc.models.layer_streaming.residency_plan import Asked, Residency, Sizes, decide, reserved
+from inference_svc.models.layer_streaming.size_estimate import expected
+from inference_svc.models.layer_streaming.stored_embedding import StoredRows
+from inference_svc.models.layer_streaming.weight_form import Pointable, shell, view
+from inference_svc.models.layer_streaming.weight_source import put
+from inference_svc.models.progress_bar import shown
+
+log = structlog.get_logger("model")
+
+_POISON = 0xFF  # NaN in every float, and in the scales of a quantized weight
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """How a model's layers come to a forward."""
+
+    source: LayerSource
+    fused: list[Layer]  # empty where the model's own layers compute
+    windows: tuple[int | None, ...]  # of the layers, which the model itself may no longer have
+    residency: Residency
+    file: LayerFile
+    staging: Staging | None  # None where everything is resident
+    products: torch.nn.ModuleList  # the first layer's, and the head
+
+    @property
+    def stats(self) -> StagingStats:
+        return StagingStats() if self.staging is None else self.staging.stats
+
+    def close(self) -> None:
+        """Ends the reading; forwards fail from then on."""
+        if self.staging is not None:
+            self.staging.close()
+
+
+def load_streamed(recipe: Recipe, identity: bytes, asked: Asked, models: Library | None = None) -> tuple[Any, Streamed]:
+    """The model of a recipe, whose weights ``identity`` names. Its file is written first if it is not there, and again
+    if it is damaged. Raises ModelUnsupported, ConfigurationError."""
+    models, asked = models or Library(), with_copy(recipe, asked)
+    check(recipe)
+    target = _place(recipe, identity, models.root / "converted")
+    for last in (False, True):
+        with models.building(target) as folder:
+            if folder is not None:
+                build(folder, recipe, expected(recipe).kept)
+        found = _inode(target)
+        try:
+            file = LayerFile(target)
+            check_layouts(file.index)
+            return _Assembly(recipe, file, asked).model()
+        except LayerFileDamaged as error:
+            if last:
+                raise ModelUnsupported(f"{target} was written anew, and is damaged again: {error}") from error
+            log.warning("the file of layers is damaged, it is written again", reason=str(error))
+            models.discard(target, found)
+    raise AssertionError("unreachable")
+
+
+def sizes_of(file: LayerFile) -> Sizes:
+    """What a file's weights take in memory."""
+    layers = []
+    for layer in file.index.layers:
+        parts = [0, 0]
+        for name, stored in layer.items():
+            parts[is_feed_forward(name)] += padded(stored.form.size_bytes)
+        layers.append((parts[0], parts[1]))
+    return Sizes(layers, padded(file.index.head.form.size_bytes) + sum(v.nbytes for v in file.vectors.values()))
+
+
+def _inode(folder: Path) -> int:
+    try:
+        return folder.stat().st_ino
+    except FileNotFoundError:  # another process found it damaged
+        return 0
+
+
+def check_layouts(index: Index) -> None:
+    """Raises LayerFileDamaged when oneDNN packs weights otherwise here than where a file was written."""
+    forms = {s.form for s in index.stored if s.form.kind == "packed"}
+    for form in forms:
+        here = onednn_weights.descriptor(
+            torch.ops.mkldnn._reorder_linear_weight(torch.zeros(form.outputs, form.inputs).bfloat16(), None)
+        )
+        if here.hex() != form.layout:
+            raise LayerFileDamaged("it was written for another CPU or version of oneDNN")
+
+
+def check(recipe: Recipe) -> None:
+    """Raises ModelUnsupported for a model whose layers cannot be streamed."""
+    model, _ = recipe.skeleton()
+    large = next((name for name, p in model.model.layers.named_parameters() if p.dim() > 2), None)
+    if large is not None:
+        raise ModelUnsupported(
+            f"{recipe.name} has layers.{large}, of several experts at once, which is not streamed; use --stream off, "
+            "or a model without experts"
+        )
+
+
+def with_copy(recipe: Recipe, asked: Asked) -> Asked:
+    """What is asked for, with the bytes of the copy that is."""
+    if not asked.copy_bits:
+        return asked
+    size = expected(replace(recipe, bits=asked.copy_bits)).sizes.all
+    return replace(asked, beside_bytes=asked.beside_bytes + size, copy_bits=0)
+
+
+def is_needed(recipe: Recipe, width: int, asked: Asked) -> bool:
+    """Whether loading the model into memory, its weights at ``width`` bits, would take more than there is. Where
+    streaming would not help, a model whose weights fit is loaded: the pool's pages are taken as they are used. Raises
+    ConfigurationError when they do not either, before anything is written."""
+    found, asked = expected(recipe), with_copy(recipe, asked)
+    # Weights that are quantized here are all there first.
+    most = max(found.kept, found.dense if recipe.bits == width else 0)
+    free = free_bytes(asked.memory_bytes)
+    if most + reserved(asked) <= free:
+        return False
+    try:
+        decide(found.sizes, free, asked)
+    except ConfigurationError:
+        if most + reserved(replace(asked, pool_bytes=0)) > free:
+            raise
+        log.warning(
+            "memory is short: weights fit, but not with a full pool; a smaller pool_bytes is safer",
+            free=format_size(free),
+            weights=format_size(found.kept),
+            pool=format_size(asked.pool_bytes),
+        )
+        return False
+    return True
+
+
+def _place(recipe: Recipe, identity: bytes, parent: Path) -> Path:
+    """Where a model's layers lie, or will: named by all that decides their bytes."""
+    packed = recipe.dtype == torch.bfloat16 and recipe.bits == 16
+    decides = {
+        "weights": identity.hex(),
+        "dtype": str(recipe.dtype),
+        "bits": recipe.bits,
+        # Which layers compute, and oneDNN's layout, depend on the CPU and on torch.
+        "kernels": cpu_library.usable(),
+        "layout": [torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine()] if packed else [],
+        "version": VERSION,
+    }
+    key = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", recipe.name).lstrip(".-")[:40]
+    found = next(iter(sorted(parent.glob(f"[!.]*-{key}-layers"))), None)
+    return found or parent / f"{name}-{key}-layers"
+
+
+@dataclass
+class _Piece:
+    """What of a layer is read at once."""
+
+    at: int
+    size: int
+    products: list[tuple[Pointable, Stored]] = field(default_factory=list)
+
+
+class _Assembly:
+    """Makes one model of one file."""
+
+    def __init__(self, recipe: Recipe, file: LayerFile, asked: Asked) -> None:
+        self._recipe, self._file, self._asked = recipe, file, asked
+        self.residency = decide(sizes_of(file), free_bytes(asked.memory_bytes), asked)
+
+    def model(self) -> tuple[Any, Streamed]:
+        """Raises LayerFileDamaged."""
+        recipe, index = self._recipe, self._file.index
+        model, rotary = recipe.skeleton()
+        inner = model.model
+        inner.rotary_emb = rotary
+        windows = windows_of(model)
+        products = [self._shells(i, layer) for i, layer in enumerate(index.layers)]
+        made: list[Layer] = []
+        for i, layer in enumerate(inner.layers):
+            vectors = self._vectors(f"layers.{i}.")
+            if index.fused:
+                made.append(fused.made(layer, products[i], vectors))
+            else:
+                _furnish(layer, products[i], vectors)
+        if index.fused:
+            inner.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in made)
+        _furnish(inner.norm, {}, self._vectors("norm."))
+        head = shell(index.head.form, self._file.vectors.get("lm_head.bias"))
+        model.lm_head = head
+        resident: list[tuple[Pointable, Stored]] = [(head, index.head)]
+        pieces: dict[int, _Piece] = {}
+        for i, part in enumerate(self.residency.parts):
+            streamed = [name for name in products[i] if part.streams(is_feed_forward(name))]
+            resident += [(products[i][n], index.layers[i][n]) for n in products[i] if n not in streamed]
+            if streamed:
+                parts = [(products[i][n], index.layers[i][n]) for n in streamed]
+                pieces[i] = _Piece(parts[0][1].at, parts[-1][1].end - parts[0][1].at, parts)
+        self._read_all(resident)
+        inner.embed_tokens = self._embedding(inner.embed_tokens, head)
+        lacking = [name for name, p in [*model.named_parameters(), *model.named_buffers()] if p.is_meta]
+        if lacking:
+            raise ModelUnsupported(f"{recipe.name} has {lacking[0]}, which is not streamed; use --stream off")
+        staging, source = self._staging(pieces)
+        self._say(staging)
+        first = torch.nn.ModuleList([*products[0].values(), head])
+        return model, Streamed(source, made, windows, self.residency, self._file, staging, first)
+
+    def _shells(self, i: int, layer: Mapping[str, Stored]) -> dict[str, Pointable]:
+        biases = self._file.vectors
+        return {name: shell(stored.form, biases.get(f"layers.{i}.{name}.bias")) for name, stored in layer.items()}
+
+    def _vectors(self, start: str) -> dict[str, Tensor]:
+        return {n.removeprefix(start): v for n, v in self._file.vectors.items() if n.startswith(start)}
+
+    def _read_all(self, resident: list[tuple[Pointable, Stored]]) -> None:
+        """Reads what stays, and checks the rest."""
+        stays = {stored.at: product for product, stored in resident}
+        scratch = aligned(CHECKED)
+        everything = self._file.index.stored
+        with shown("reading and checking layers") as progress:
+            for stored in everything:
+                if stored.at in stays:
+                    memory = aligned(padded(stored.form.size_bytes))
+                    self._file.load(stored, memory)
+                    stays[stored.at].point(view(stored.form, memory))  # type: ignore[arg-type]
+                    stays[stored.at].memory = memory  # a packed weight does not keep it
+                else:
+                    self._file.check(stored, scratch)
+                progress(stored.end, everything[-1].end)
+
+    def _embedding(self, own: Any, head: Pointable) -> torch.nn.Module:
+        index, scale = self._file.index, getattr(own, "scalar_embed_scale", None)
+        if index.head == index.embedding and scale is None:
+            shared = torch.nn.Embedding(own.num_embeddings, own.embedding_dim, device="meta")
+            shared.weight = torch.nn.Parameter(head.weight, requires_grad=False)  # type: ignore[arg-type]
+            return shared
+        return StoredRows(self._file, index.embedding, self._recipe.dtype, scale)
+
+    def _staging(self, pieces: dict[int, _Piece]) -> tuple[Staging | None, LayerSource]:
+        if not pieces:
+            return None, RESIDENT
+        count, size = self.residency.slots, self.residency.slot_bytes
+        memory = aligned(count * size)
+        slots = [memory[i * size : (i + 1) * size] for i in range(count)]
+        views = [slot.numpy().data for slot in slots]
+        order, file = list(pieces.values()), self._file
+
+        def read(number: int, slot: int, go_on: Any) -> int:
+            piece = order[number]
+            return file.read(views[slot][: piece.size], piece.at, go_on)
+
+        def poison(slot: int) -> None:
+            slots[slot].fill_(_POISON)
+
+        targets: dict[int, Targets] = {
+            number: [
+                (product, [view(stored.form, slot[stored.at - piece.at :]) for slot in slots])
+                for product, stored in piece.products
+            ]
+            for number, piece in enumerate(order)
+        }
+        for target in targets.values():
+            for product, _ in target:
+                product.memory = memory  # a packed weight does not keep it
+        staging = Staging(len(order), count, read, poison if self._asked.poisoned else None)
+        return staging, StreamedLayers(staging, {layer: n for n, layer in enumerate(pieces)}, targets)
+
+    def _say(self, staging: Staging | None) -> None:
+        residency = self.residency
+        log.info(
+            "layers are streamed" if staging else "layers are resident",
+            mode=residency.mode,
+            resident=format_size(residency.resident_bytes),
+            read_by_each_forward=format_size(residency.streamed_bytes),
+            slots=residency.slots,
+            past_the_page_cache=self._file.direct,
+        )
+
+
+def _furnish(module: torch.nn.Module, products: Mapping[str, Pointable], vectors: Mapping[str, Tensor]) -> None:
+    """Gives a module on the meta device its linear layers and its other parameters."""
+    for name, product in products.items():
+        module.set_submodule(name, product)
+    for name, _ in list(module.named_parameters()):
+        if name in vectors:
+            put(module, name, vectors[name])

@@ -1,0 +1,108 @@
+"""Writes embedding and head, some rows at a time: they may be larger than all the memory that there is to run with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from kvkernels.cpu import f32_gemm, quantized_gemm
+from torch import Tensor, nn
+
+from inference_svc.models.layer_streaming.layer_file import LayerWriter, Region, Stored
+from inference_svc.models.layer_streaming.weight_form import Form, bytes_of, dense_form, form_of
+from inference_svc.models.layer_streaming.weight_source import Materials
+from inference_svc.models.linear.packed_linear import PackedLinear
+from inference_svc.models.linear.quantized_linear import kept_at
+
+EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
+
+
+class Vocabulary:
+    """The two of a model on the meta device, in a dtype, linear weights at ``bits``. A head is quantized, packed or
+    dense where other layers are; one that is neither, and is tied to the embedding, is the embedding."""
+
+    def __init__(self, model: Any, dtype: torch.dtype, bits: int, materials: Materials, out: LayerWriter) -> None:
+        self._dtype, self._materials, self._out = dtype, materials, out
+        self._embedding, self._head = model.model.embed_tokens.weight.shape, model.lm_head
+        kept = kept_at(HEAD.removesuffix("."), self._head.in_features, self._head.out_features, bits)
+        self._kept = kept
+        self._packs = kept is None and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self._dense = kept is None and f32_gemm.serves(dtype)
+        self._narrow = f32_gemm.serves(dtype)
+
+    def embedding(self, tied: bool) -> tuple[Stored, Stored | None]:
+        """Writes the embedding, and the head if they are ``tied``."""
+        name = f"{EMBEDDING}weight"
+        kept = self._kept_as(name, self._embedding)
+        plain = self._plain_region(kept)
+        head = self._head_region(kept) if tied and (self._kept or self._dense) else None
+        for rows in self._materials.rows(name, self._embedding):
+            plain.add(_bytes(rows.to(f32_gemm.number(kept))))
+            if head is not None:
+                head.add(self._made(rows, head.form))
+        embedding = plain.done()
+        if not tied:
+            return embedding, None
+        self._bias()
+        if head is not None:
+            return embedding, head.done()
+        if not self._packs:
+            return embedding, embedding
+        return embedding, self._packed(self._out.read_back(embedding).view(self._dtype).view(self._embedding))
+
+    def head(self) -> Stored:
+        """Writes a head of its own."""
+        self._bias()
+        name = f"{HEAD}weight"
+        rows = self._materials.rows(name, self._head.weight.shape)
+        if self._packs:
+            return self._packed(torch.cat(list(rows)))
+        kept = "" if self._kept is not None else self._kept_as(name, self._head.weight.shape)
+        region = self._head_region(kept)
+        for some in rows:
+            region.add(self._made(some, region.form))
+        return region.done()
+
+    def _bias(self) -> None:
+        if self._head.bias is not None:
+            holder = nn.Module()
+            holder.register_parameter("bias", self._head.bias)
+            self._materials.fill(holder, HEAD)
+            self._out.vectors[f"{HEAD}bias"] = holder.get_parameter("bias").detach().clone()
+
+    def _kept_as(self, name: str, shape: torch.Size) -> str:
+        """How a weight is kept (``kvkernels.cpu.f32_gemm.KEPT``): exactly, for each of its rows is written so."""
+        if not self._narrow:
+            return str(self._dtype).removeprefix("torch.")
+        return self._materials.kept(name, shape, all_rows=True)
+
+    def _plain_region(self, kept: str) -> Region:
+        (outputs, inputs), dtype = self._embedding, f32_gemm.number(kept)
+        size = outputs * inputs * dtype.itemsize
+        return self._out.region(Form("plain", outputs, inputs, size, str(dtype).removeprefix("torch.")))
+
+    def _head_region(self, kept: str) -> Region:
+        outputs, inputs = self._embedding
+        if self._kept is not None:
+            bits, group = self._kept
+            size = quantized_gemm.size_bytes(inputs, outputs, bits, group)
+            return self._out.region(Form("quantized", outputs, inputs, size, bits=bits, group=group))
+        if self._dense:
+            return self._out.region(dense_form(outputs, inputs, kept))
+        return self._plain_region(kept)
+
+    def _made(self, rows: Tensor, form: Form) -> Tensor:
+        """The bytes of some rows of the head."""
+        if form.kind == "quantized":
+            return quantized_gemm.quantize(rows, form.bits, form.group).data.view(-1)
+        if form.kind == "dense":
+            return _bytes(f32_gemm.pack(rows, form.dtype).data)
+        return _bytes(rows)
+
+    def _packed(self, weight: Tensor) -> Stored:
+        packed = PackedLinear(weight, None)
+        return self._out.put(bytes_of(packed), form_of(packed))
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(-1).view(torch.uint8)

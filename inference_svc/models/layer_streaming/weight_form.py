@@ -1,0 +1,93 @@
+"""How a linear layer's weight lies in memory, so that its bytes can be written to a file and read back elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from kvkernels.cpu import f32_gemm
+from kvkernels.cpu.quantized_gemm import OUTPUTS, Quantized
+from torch import Tensor, nn
+
+from inference_svc.models.layer_streaming import onednn_weights
+from inference_svc.models.linear.dense_linear import DenseLinear
+from inference_svc.models.linear.packed_linear import PackedLinear
+from inference_svc.models.linear.plain_linear import PlainLinear
+from inference_svc.models.linear.quantized_linear import QuantizedLinear
+
+Pointable = PackedLinear | QuantizedLinear | DenseLinear | PlainLinear
+# What such a layer is pointed at.
+View = Tensor | Quantized | f32_gemm.Dense
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Form:
+    """The shape and the layout of one weight ``[outputs, inputs]``."""
+
+    kind: str  # packed (by oneDNN), quantized and dense (kvkernels.cpu.quantized_gemm, .dense), plain
+    outputs: int
+    inputs: int
+    size_bytes: int
+    dtype: str = ""  # of a plain one, and in which a dense one is kept
+    bits: int = 16
+    group: int = 0  # of a quantized one
+    layout: str = ""  # of a packed one: oneDNN's descriptor, hexadecimal
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value}
+
+
+def form_of(module: nn.Module) -> Form:
+    """The form of a layer's weight. Raises TypeError for a layer of another kind."""
+    if isinstance(module, PackedLinear):
+        layout = onednn_weights.descriptor(module.packed).hex()
+        size = onednn_weights.packed_bytes(module.packed).numel()
+        return Form("packed", module.out_features, module.in_features, size, layout=layout)
+    if isinstance(module, QuantizedLinear):
+        w = module.quantized
+        return Form("quantized", w.outputs, w.inputs, w.data.nbytes, bits=w.bits, group=w.group)
+    if isinstance(module, DenseLinear):
+        return dense_form(module.out_features, module.in_features, module.dense.kept)
+    if isinstance(module, PlainLinear):
+        outputs, inputs = module.weight.shape
+        return Form("plain", outputs, inputs, module.weight.nbytes, str(module.weight.dtype).removeprefix("torch."))
+    raise TypeError(f"{type(module).__name__} has no weight that could be streamed")
+
+
+def dense_form(outputs: int, inputs: int, kept: str) -> Form:
+    """The form of a dense weight that is kept so."""
+    return Form("dense", outputs, inputs, f32_gemm.size_bytes(inputs, outputs, kept), kept)
+
+
+def bytes_of(module: nn.Module) -> Tensor:
+    """The bytes of a layer's weight as they lie, uint8 ``[size_bytes]``; valid as long as the layer is."""
+    if isinstance(module, PackedLinear):
+        return onednn_weights.packed_bytes(module.packed)
+    if isinstance(module, QuantizedLinear):
+        return module.quantized.data.view(-1)
+    if isinstance(module, DenseLinear):
+        return module.dense.data.view(-1).view(torch.uint8)
+    assert isinstance(module, PlainLinear)
+    return module.weight.contiguous().view(-1).view(torch.uint8)
+
+
+def view(form: Form, memory: Tensor) -> View:
+    """A weight of this form whose bytes are the first of ``memory``, which must outlive it."""
+    memory = memory[: form.size_bytes]
+    if form.kind == "packed":
+        return onednn_weights.packed_at(memory, form.outputs, form.inputs, bytes.fromhex(form.layout))
+    if form.kind == "quantized":
+        return Quantized(memory.view(form.outputs // OUTPUTS, -1), form.inputs, form.group, form.bits)
+    if form.kind == "dense":
+        return f32_gemm.of_bytes(memory, form.inputs, form.outputs, form.dtype)
+    return memory.view(_DTYPES[form.dtype]).view(form.outputs, form.inputs)
+
+
+def shell(form: Form, bias: Tensor | None) -> Pointable:
+    """A layer of this form that has no weight until it is pointed at one."""
+    kinds = {"packed": PackedLinear, "quantized": QuantizedLinear, "dense": DenseLinear, "plain": PlainLinear}
+    kind: Any = kinds[form.kind]
+    made: Pointable = kind.shell(form.outputs, form.inputs, bias)
+    return made

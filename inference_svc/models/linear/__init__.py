@@ -1,0 +1,1 @@
+"""Linear layers of CPU models, by weight format."""

@@ -1,0 +1,395 @@
+"""Loads a model: the built-in one, a random one of a known shape, a folder, a GGUF file, or one from a hub."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+import transformers
+from kvkernels.cpu.cpu_features import native_bfloat16
+from kvkernels.ops import has_cuda_kernels
+from kvsidecar import keys
+from kvsidecar.cache.v1.chunk_pb2 import (
+    DATA_TYPE_BFLOAT16,
+    DATA_TYPE_FLOAT16,
+    DATA_TYPE_FLOAT32,
+    DataType,
+    NamespaceDescriptor,
+)
+from kvsidecar.chunk_layout import Geometry
+from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.models import weights_fingerprint
+from kvsidecar.process.free_memory import free_bytes
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.model_runner.attention import ATTENTION, register
+from inference_svc.models import awq_checkpoint as quantized
+from inference_svc.models.architectures import check_architecture
+from inference_svc.models.attention_windows import windows_of
+from inference_svc.models.gguf import gguf_file
+from inference_svc.models.gguf.gguf_config import config_of
+from inference_svc.models.gguf.gguf_converter import SAMPLING, converted, open_source
+from inference_svc.models.layer_streaming.layer_file_builder import Recipe
+from inference_svc.models.layer_streaming.residency_plan import OFF, Asked, reserved
+from inference_svc.models.layer_streaming.streamed_model import Streamed, is_needed, load_streamed
+from inference_svc.models.layer_streaming.weight_source import Checkpoint, Drawn, draw
+from inference_svc.models.linear.quantized_linear import fingerprint as quantized_fingerprint
+from inference_svc.models.linear.quantized_linear import pick_width, quantize_linears
+from inference_svc.models.longrope import settle
+from inference_svc.models.meta_model import skeleton
+from inference_svc.models.mixture_of_experts import EXPERTS, register_experts
+from inference_svc.models.mkl_determinism import make_reproducible
+from inference_svc.models.model_resolver import DEMO_MODEL, resolve
+from inference_svc.models.numerics_identity import UNKNOWN, NumericsIdentity
+from inference_svc.models.preflight import check_device, check_folder
+from inference_svc.models.progress_bar import bars_on_terminals_only
+from inference_svc.models.random_models import config_of_shape
+
+log = structlog.get_logger("model")
+
+_SHAPE_SEED = 0
+_DTYPES: dict[torch.dtype, DataType.ValueType] = {
+    torch.float32: DATA_TYPE_FLOAT32,
+    torch.float16: DATA_TYPE_FLOAT16,
+    torch.bfloat16: DATA_TYPE_BFLOAT16,
+}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, with what others need to know about it."""
+
+    id: str
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    config: Any
+    architecture: str
+    weights: bytes  # fingerprint
+    device: torch.device
+    dtype: torch.dtype
+    context_length: int
+    stop_tokens: frozenset[int]
+    rope_factors: str = ""  # which of LongRoPE's two sets of frequencies the keys are turned by
+    streamed: Streamed | None = None  # how its layers come to a forward, where not all of them are in ``model``
+    numerics: NumericsIdentity = UNKNOWN  # set by who knows how it will be computed with
+
+    @property
+    def layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def heads(self) -> int:
+        return _heads(self.config)[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return _heads(self.config)[1]
+
+    @property
+    def head_dim(self) -> int:
+        return _heads(self.config)[2]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer, how many of the last keys its rows see; None for all."""
+        return windows_of(self.model) if self.streamed is None else self.streamed.windows
+
+    @property
+    def projection_share(self) -> float:
+        """Share of a layer's weights that queries, keys and values take."""
+        return _projection_share(self.config)
+
+    @property
+    def sampling(self) -> dict[str, float | int]:
+        """How it is meant to be sampled, by the names of ``SamplingParams``: the defaults of a request that says
+        nothing. Empty where its generation_config.json says nothing either."""
+        wanted: Any = getattr(self.model, "generation_config", None)
+        if getattr(wanted, "do_sample", None) is None:
+            return {}
+        if not wanted.do_sample:
+            return {"temperature": 0.0}
+        stated = {name: getattr(wanted, name, None) for name in SAMPLING}
+        return {name: value for name, value in stated.items() if value is not None}
+
+    def sentence_ends(self) -> frozenset[int]:
+        """Tokens that end a sentence or a line."""
+        ends = (".", "!", "?", "\n")
+        texts = ((i, self.tokenizer.decode([i])) for i in range(len(self.tokenizer)))
+        return frozenset(i for i, text in texts if text.rstrip(" ").endswith(ends))
+
+    def geometry(self, bits: int) -> Geometry:
+        return Geometry(self.layers, self.kv_heads, self.head_dim, _DTYPES[self.dtype], bits)
+
+    def descriptor(self, bits: int, adapter: bytes = b"") -> NamespaceDescriptor:
+        """What names this model's chunks at a storage width, or those that it computes with the adapter of this
+        fingerprint."""
+        rope = getattr(self.config, "rope_parameters", None)
+        if rope and self.rope_factors:
+            rope = dict(rope) | {"factors": self.rope_factors}
+        return NamespaceDescriptor(
+            model_fingerprint=self.weights,
+            architecture=self.architecture,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=_DTYPES[self.dtype],
+            rope_parameters=json.dumps(rope, sort_keys=True, default=str) if rope else "",
+            format_version=keys.FORMAT_VERSION,
+            producer=self.numerics.producer,
+            quantizer_version=0 if bits == 16 else keys.QUANTIZER_VERSION,
+            bits=bits,
+            lora_adapter=adapter.hex(),
+            tensor_parallel_size=1,
+        )
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Query heads, key-value heads, and their channels; many configurations leave the last two out."""
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    return heads, kv_heads, int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def _projection_share(config: Any) -> float:
+    heads, kv_heads, dim = _heads(config)
+    qkv = (heads + 2 * kv_heads) * dim * config.hidden_size
+    rest = heads * dim * config.hidden_size + 3 * config.hidden_size * _inner_width(config)
+    return float(qkv / (qkv + rest))
+
+
+def _inner_width(config: Any) -> int:
+    """Channels of a layer's feed-forward part that one token passes; of a mixture, those of the experts it gets."""
+    experts = int(getattr(config, "num_experts_per_tok", None) or 1)
+    return experts * int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's configuration says about costs."""
+
+    layers: int
+    projection_share: float  # of a layer's weights that queries, keys and values take
+    token_bytes: int  # of a token's keys and values in a float32 pool; half of it in a 16-bit one
+
+
+def shape_of(name: str) -> Shape:
+    """The shape of a model, without loading it."""
+    if name.startswith("shape:"):
+        config = config_of_shape(name)
+    else:
+        found = resolve(name)
+        config = config_of(gguf_file.read(found)) if found.is_file() else AutoConfig.from_pretrained(found)
+    layers, (_, kv_heads, dim) = int(config.num_hidden_layers), _heads(config)
+    return Shape(layers, _projection_share(config), 2 * layers * kv_heads * dim * 4)
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises ConfigurationError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(f"device is {name!r}, but torch sees no CUDA device; use cpu, or run kvsidecar doctor")
+    return device
+
+
+def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """``auto`` is the checkpoint's dtype; on a CPU 16-bit weights run as bfloat16 where it is native, else float32."""
+    if name != "auto":
+        chosen = getattr(torch, name, None)
+        if chosen not in _DTYPES or (device.type == "cpu" and chosen == torch.float16):
+            raise ConfigurationError(f"dtype is {name!r}; allowed are auto, float32, bfloat16 and, on CUDA, float16")
+        return chosen  # type: ignore[no-any-return]
+    wanted = stored if stored in _DTYPES else torch.float32
+    if device.type == "cpu" and wanted != torch.float32:
+        return torch.bfloat16 if native_bfloat16() else torch.float32
+    return wanted
+
+
+def load(
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    weights: str | int = "auto",
+    strict: bool = True,
+    served_name: str = "",
+    context_length: int = 0,
+    stream: Asked = OFF,
+) -> LoadedModel:
+    """Loads ``demo``, ``shape:NAME``, or what ``resolve`` makes of a name. ``weights`` are the bits at which its linear
+    weights are kept: 16, 8, 4, or ``auto``, the checkpoint's. ``context_length`` is the longest sequence that will be
+    served, the model's own when 0. ``stream`` says which layers are read ahead from a file instead of being kept.
+    Raises ModelUnsupported, ConfigurationError."""
+    make_reproducible()
+    register()
+    register_experts()
+    place = pick_device(device)
+    stream = _on(place, stream)
+    if name.startswith("shape:"):
+        return _load_shape(name, place, dtype, weights, served_name, stream)
+    folder = resolve(name)
+    if folder == DEMO_MODEL:
+        log.info("the built-in model is for tests and no assistant; kvsidecar pull smollm2 fetches one that answers")
+    if folder.is_file():
+        source = open_source(folder)
+        dtype = str(pick_dtype(dtype, source.dtype, place)).removeprefix("torch.")
+        folder = converted(source, getattr(torch, dtype))
+    check_folder(folder)
+    identity = weights_fingerprint.of_directory(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelUnsupported(f"cannot read {folder / 'config.json'}: {error}") from error
+    architecture = (config.architectures or ["(none named)"])[0]
+    check_architecture(architecture, config, strict)
+    chosen = pick_dtype(dtype, getattr(config, "dtype", None), place)
+    packed = bool(quantized.method_of(config)) and (strict or quantized.method_of(config) in quantized.METHODS)
+    width = pick_width(weights, 4 if packed else 16, place)
+    keep = None
+    if packed and width < 16 and has_cuda_kernels(place, chosen):
+        keep = quantized.on_cuda(chosen, place)
+    elif packed and width < 16 and place.type == "cpu":
+        keep = quantized.on_cpu(chosen)
+    kept = quantized_fingerprint(identity, width) if width < 16 and place.type == "cpu" else identity
+    streamed: Streamed | None = None
+    stream = _with_pool_of(config, chosen, context_length, stream)
+    try:
+        recipe = _recipe(folder, config, chosen, width, packed, keep) if stream.wish != "off" else None
+        if recipe is not None and (stream.wish != "auto" or _is_needed(folder, recipe, width, stream)):
+            model, streamed = load_streamed(recipe, kept, stream)
+            if (folder / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(folder)
+        elif packed:
+            model = quantized.load(folder, config, chosen, ATTENTION, keep)
+        else:
+            # Elsewhere than on a CPU no order of rows is kept, and transformers' own way with experts is faster.
+            experts = EXPERTS if place.type == "cpu" else None
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=chosen, attn_implementation=ATTENTION, experts_implementation=experts
+            )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ModelUnsupported(f"cannot load the model in {folder}: {error}") from error
+    if width < 16 and place.type == "cpu" and not packed and streamed is None:
+        quantize_linears(model, width)
+    return _finish(served_name or name, model, tokenizer, architecture, kept, place, chosen, context_length, streamed)
+
+
+def _on(device: torch.device, stream: Asked) -> Asked:
+    """What is streamed on a device. Raises ConfigurationError for what cannot be."""
+    if device.type == "cpu" or stream.wish == "off":
+        return stream
+    if stream.wish == "auto":
+        return replace(stream, wish="off")
+    raise ConfigurationError(f"stream is {stream.wish!r}, and device {device} streams no layers; allowed are auto, off")
+
+
+def _recipe(
+    folder: Path, config: Any, dtype: torch.dtype, width: int, packed: bool, keep: quantized.Keep | None
+) -> Recipe:
+    if packed:
+        quantized.check(config)
+        config = copy.deepcopy(config)
+        del config.quantization_config
+    folder = folder.resolve()
+    materials, source = partial(Checkpoint, folder, dtype, keep), str(folder / "config.json")
+    return Recipe(config, ATTENTION, dtype, 16 if packed else width, materials, folder.name, source)
+
+
+def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: Asked) -> Asked:
+    """With the pool no larger than all sequences can fill."""
+    tokens = stream.sequences * (context or int(getattr(config, "max_position_embeddings", 2048)))
+    _, kv_heads, dim = _heads(config)
+    each = KVPool.bytes_per_token(int(config.num_hidden_layers), kv_heads, dim, dtype)
+    return replace(stream, pool_bytes=min(stream.pool_bytes, tokens * each)) if tokens else stream
+
+
+def _is_needed(folder: Path, recipe: Recipe, width: int, stream: Asked) -> bool:
+    # No weight gets larger than that: where there is plenty, nothing need be known of the model.
+    most = (4 + bool(stream.copy_bits)) * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return most + reserved(stream) > free_bytes(stream.memory_bytes) and is_needed(recipe, width, stream)
+
+
+def recipe_of_shape(name: str, dtype: torch.dtype, width: int) -> Recipe:
+    """What ``shape:NAME`` is made of, its linear weights at ``width`` bits."""
+    return Recipe(config_of_shape(name), ATTENTION, dtype, width, partial(Drawn, _SHAPE_SEED, dtype), name, name)
+
+
+def _load_shape(
+    name: str, device: torch.device, dtype: str, weights: str | int, served_name: str, stream: Asked
+) -> LoadedModel:
+    config = config_of_shape(name)
+    chosen = pick_dtype(dtype, torch.bfloat16, device)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    width = pick_width(weights, 16, device)
+    identity = weights_fingerprint.of_random(name.removeprefix("shape:"), _SHAPE_SEED)
+    if width < 16:
+        identity = quantized_fingerprint(identity, width)
+    recipe = recipe_of_shape(name, chosen, width)
+    stream = _with_pool_of(config, chosen, 0, stream)
+    if stream.wish != "off" and (stream.wish != "auto" or is_needed(recipe, width, stream)):
+        model, streamed = load_streamed(recipe, identity, stream)
+        kind = type(model).__name__
+        return _finish(served_name or name, model, tokenizer, kind, identity, device, chosen, 0, streamed)
+    model, rotary = skeleton(config, chosen, ATTENTION)
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = rotary
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(_SHAPE_SEED)
+    for parameter_name, parameter in sorted(model.named_parameters()):
+        draw(parameter_name, parameter.data, generator)
+    if width < 16:
+        quantize_linears(model, width)
+    return _finish(served_name or name, model, tokenizer, type(model).__name__, identity, device, chosen)
+
+
+def _finish(
+    model_id: str,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    architecture: str,
+    weights: bytes,
+    device: torch.device,
+    dtype: torch.dtype,
+    served: int = 0,
+    streamed: Streamed | None = None,
+) -> LoadedModel:
+    longest = int(getattr(model.config, "max_position_embeddings", 2048))
+    factors = settle(model, served or longest)
+    model = model.eval().requires_grad_(False).to(device)
+    config = model.config
+    stops = {tokenizer.eos_token_id, *_as_list(getattr(model.generation_config, "eos_token_id", None))}
+    return LoadedModel(
+        id=model_id,
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        architecture=architecture,
+        weights=weights,
+        device=device,
+        dtype=dtype,
+        context_length=longest,
+        stop_tokens=frozenset(t for t in stops if t is not None),
+        rope_factors=factors,
+        streamed=streamed,
+    )
+
+
+def _as_list(value: Any) -> list[int]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [int(value)]
+
+
+def quiet_transformers() -> None:
+    """Keeps the library's own warnings out of the log; loading progress stays on a terminal."""
+    transformers.logging.set_verbosity_error()
+    bars_on_terminals_only()

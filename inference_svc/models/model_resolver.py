@@ -1,0 +1,61 @@
+"""What a model's name stands for. Imports no torch: commands may ask before they load anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvsidecar.errors import ModelUnsupported
+from kvsidecar.models import hub
+from kvsidecar.models.catalogue import CATALOGUE
+from kvsidecar.models.model_library import BUILT_IN, Library
+
+DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
+
+
+def resolve(name: str, library: Library | None = None) -> Path:
+    """The folder of safetensors or the GGUF file of a model: ``demo``, a pulled model, a path, or a hub id, which is
+    fetched. Raises ModelUnsupported, which says what would help.
+
+    A pulled model is meant before a folder of the same name; ``./NAME`` is always the folder.
+    """
+    if name == BUILT_IN:
+        return DEMO_MODEL
+    library = library or Library()
+    pulled, path = library.find(name), Path(name)
+    if pulled is not None:
+        return pulled
+    if path.is_file():
+        return path
+    if path.is_dir():
+        return _in_folder(path)
+    if name in CATALOGUE:
+        raise ModelUnsupported(f"{name} is not here yet; fetch it with: kvsidecar pull {name}")
+    if hub.is_hub_id(name) and not name.startswith((".", "/")):
+        return _from_hub(name)
+    there = ", ".join([*CATALOGUE, *(e.name for e, _ in library.entries() if e.name not in CATALOGUE)])
+    raise ModelUnsupported(
+        f"{name!r} is neither 'demo', 'shape:NAME', a folder, a GGUF file, a hub id (ORG/NAME), nor one of {there}"
+    )
+
+
+def _in_folder(folder: Path) -> Path:
+    """The folder itself when it holds safetensors, else its only GGUF file."""
+    packed = sorted(folder.glob("*.gguf"))
+    if not packed or any(folder.glob("*.safetensors")):
+        return folder
+    if len(packed) > 1:
+        raise ModelUnsupported(f"{folder} holds {len(packed)} GGUF files; name one of {', '.join(map(str, packed))}")
+    return packed[0]
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        return _in_folder(hub.fetch(hub.choose(name)))
+    except ModelUnsupported as error:
+        cached = hub.fetched_before(name)
+        if cached is not None and ":" not in name:
+            return _in_folder(cached)
+        raise ModelUnsupported(
+            f"{name!r} is neither 'demo', 'shape:NAME', a folder, a GGUF file, nor a model that the hub could give: "
+            f"{error}"
+        ) from error

@@ -1,0 +1,50 @@
+"""Reads a model's weights into the system's page cache while the worker imports what it computes with.
+
+Importing takes seconds of a processor and leaves the disk alone; after it, loading waits for the disk. No torch here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from kvsidecar.errors import KVSidecarError
+from kvsidecar.models import hub
+from kvsidecar.process.free_memory import free_bytes
+
+from inference_svc.models.model_resolver import resolve
+
+# Weights that would push others' pages out, or each other, are read when they are needed.
+_SHARE_OF_FREE = 2
+
+
+def read_ahead(model: str) -> threading.Thread | None:
+    """Begins to read the weights of a model that is here, on a thread that nobody has to wait for; None where they are
+    more than half of the free memory, or not to be had, which loading says in its own words."""
+    try:
+        place = hub.fetched_before(model) if hub.is_hub_id(model) and not Path(model).exists() else resolve(model)
+        if place is None:
+            return None
+        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+        if not files or sum(file.stat().st_size for file in files) > free_bytes() // _SHARE_OF_FREE:
+            return None
+    except (OSError, KVSidecarError):
+        return None
+    thread = threading.Thread(target=_read, args=(files,), name="read-ahead", daemon=True)
+    thread.start()
+    return thread
+
+
+def _read(files: list[Path]) -> None:
+    for file in files:
+        try:
+            handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # loading will say it
+            return
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
+        except OSError:  # a file system that does not know it
+            return
+        finally:
+            os.close(handle)

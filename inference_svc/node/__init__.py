@@ -1,0 +1,1 @@
+"""The node supervisor: starts, probes and restarts daemon, workers and gateway. Imports no torch."""

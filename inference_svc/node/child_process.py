@@ -1,0 +1,134 @@
+"""One process of a node: started, probed, started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import structlog
+from kvsidecar.process.node_report import SERVING, SILENT, STARTING, ProcessReport
+from kvsidecar.process.runtime_dir import end_with_parent
+
+from inference_svc.node.liveness import PROBE_SECONDS, Probe
+
+log = structlog.get_logger("serve")
+
+_FIRST_PAUSE, _LAST_PAUSE, _STABLE_SECONDS = 0.1, 10.0, 30.0
+_STOP_SECONDS = 45.0  # the daemon's longest: what is queued is written
+_PROBE_PAUSE, _STARTING_PROBE_PAUSE = 1.0, 0.05
+_FAILED, _BAD_SETTINGS = 1, 2
+
+
+@dataclass(eq=False)
+class Child:
+    """One process, how it is started, and how it is asked whether it lives.
+
+    Once it has served, it is killed and started again when it does not answer ``liveness_seconds`` long (0: never).
+    Before that it may take as long as it likes: a large model loads for minutes. ``changed`` is called when the report
+    is another one.
+    """
+
+    name: str
+    command: list[str]
+    probe: Probe | None = None
+    liveness_seconds: float = 0.0
+    changed: Callable[[], None] = lambda: None
+    report: ProcessReport = field(default_factory=ProcessReport)
+    served: bool = False
+    """Whether it was ever ready: then what ends it is no mistake in its settings."""
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it serves for the first time."""
+    process: asyncio.subprocess.Process | None = None
+    _started: float = 0.0
+
+    async def keep_running(self, stop: asyncio.Event) -> str:
+        """Runs it, again and again, until ``stop``. Returns why it cannot be run, empty when it was stopped."""
+        pause = _FIRST_PAUSE
+        while not stop.is_set():
+            code = await self._run_once()
+            if stop.is_set():
+                break
+            if not self.served and code in (_FAILED, _BAD_SETTINGS):
+                return f"{self.name} could not start; its message is above"
+            if time.monotonic() - self._started > _STABLE_SECONDS:
+                pause = _FIRST_PAUSE
+            log.warning("process died, starting it again", name=self.name, code=code, pause_seconds=pause)
+            await asyncio.sleep(pause)
+            pause = min(_LAST_PAUSE, pause * 2)
+        return ""
+
+    async def _run_once(self) -> int:
+        """From its start to its end; the exit code."""
+        self._started = time.monotonic()
+        # A session of its own: Ctrl-C reaches the supervisor alone, which ends the children in order.
+        # Should this process be killed, they end in order as well, so that nothing holds the port.
+        self.process = await asyncio.create_subprocess_exec(
+            *self.command,
+            start_new_session=True,
+            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+        )
+        following = asyncio.create_task(self._follow(self.process))
+        killed = False
+        try:
+            code = await self.process.wait()
+        finally:
+            following.cancel()
+            killed = (await asyncio.gather(following, return_exceptions=True))[0] is True
+        kills, deaths = self.report.kills + killed, self.report.deaths + (not killed)
+        self._note(ProcessReport(STARTING, deaths=deaths, kills=kills))
+        return code
+
+    async def _follow(self, process: asyncio.subprocess.Process) -> bool:
+        """Probes the process as long as it runs; True when it had to be killed.
+
+        Silence is counted in probes that failed, not by the clock: this process may have been stopped itself.
+        """
+        if self.probe is None:
+            return False
+        silent_seconds = 0.0
+        try:
+            while True:
+                began = time.monotonic()
+                answered = await self.probe.answers(process.pid)
+                if answered:
+                    silent_seconds = 0.0
+                    self._note(replace(self.report, state=SERVING))
+                    self.served = True
+                    self.ready.set()
+                starting = self.report.state == STARTING
+                pause = _STARTING_PROBE_PAUSE if starting else _PROBE_PAUSE
+                if not answered and not starting:
+                    silent_seconds += min(time.monotonic() - began, PROBE_SECONDS) + pause
+                    self._note(replace(self.report, state=SILENT))
+                    if 0 < self.liveness_seconds <= silent_seconds:
+                        log.error(
+                            "process does not answer, killing it", name=self.name, silent_seconds=round(silent_seconds)
+                        )
+                        process.kill()
+                        return True
+                await asyncio.sleep(pause)
+        finally:
+            await self.probe.close()
+
+    async def end(self) -> None:
+        """Ends it in order, or kills it when that takes too long."""
+        process = self.process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+        except TimeoutError:
+            log.warning("process did not stop in time, killing it", name=self.name)
+            process.kill()
+            await process.wait()
+
+    def _note(self, report: ProcessReport) -> None:
+        if report != self.report:
+            self.report = report
+            self.changed()

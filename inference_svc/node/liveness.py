@@ -1,0 +1,88 @@
+"""Liveness probes: whether a process of a node still answers."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import struct
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvsidecar.net.http_health import health_status
+from kvsidecar.process.runtime_dir import socket_target
+
+PROBE_SECONDS = 3.0
+"""Longest time that one probe takes."""
+_CREDENTIALS = struct.Struct("3i")
+# gRPC alone would wait longer after every failed try.
+_RECONNECT = (("grpc.max_reconnect_backoff_ms", 300), ("grpc.min_reconnect_backoff_ms", 100))
+
+
+class Probe(Protocol):
+    """Asks one process, again and again. Runs on the event loop."""
+
+    async def answers(self, pid: int) -> bool:
+        """Whether the process, or a child of it, serves. Takes ``PROBE_SECONDS`` at most."""
+
+    async def close(self) -> None: ...
+
+
+class GrpcProbe:
+    """Asks the standard health service at a Unix socket, which must say SERVING.
+
+    A socket that another process listens at counts for nothing, nor does one whose path is gone: nobody new could
+    connect.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._channel: grpc.aio.Channel | None = None
+
+    async def answers(self, pid: int) -> bool:
+        if self._channel is None:
+            if not _listens(self._path, pid):
+                return False
+            self._channel = grpc.aio.insecure_channel(socket_target(self._path), options=_RECONNECT)
+        if not self._path.is_socket():
+            return False
+        check = health_pb2_grpc.HealthStub(self._channel).Check
+        try:
+            answer = await check(health_pb2.HealthCheckRequest(), timeout=PROBE_SECONDS)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+
+class HttpProbe:
+    """Asks ``/health`` of a gateway. Any answer counts: without a worker to ask it says 503."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def answers(self, pid: int) -> bool:
+        return await asyncio.to_thread(health_status, self._url, PROBE_SECONDS) is not None
+
+    async def close(self) -> None:
+        pass
+
+
+def _listens(path: Path, pid: int) -> bool:
+    """Whether a process, or a child of it, listens at a Unix socket. Does not block."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        if probe.connect_ex(str(path)) not in (0, errno.EISCONN):
+            return False
+        listener = _CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
+    try:
+        return bool(listener == pid or psutil.Process(listener).ppid() == pid)
+    except psutil.Error:
+        return False

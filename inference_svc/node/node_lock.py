@@ -1,0 +1,62 @@
+"""The lock that makes a node the only one in its runtime folder."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.process.node_report import LOCK, Supervised, tell
+from kvsidecar.process.runtime_dir import ensure_private_dir
+
+
+class NodeLock:
+    """A locked file in the runtime folder, with a description of the node. A context manager that takes it.
+
+    The kernel gives the lock back with the process; the file stays. Raises ConfigurationError where another node runs
+    in the folder, or the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / LOCK
+        self._file: TextIO | None = None
+        self._node: Supervised | None = None
+
+    def __enter__(self) -> Self:
+        self._file = self._taken()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def describe(self, node: Supervised) -> None:
+        """Writes into the file what ``status`` and ``stop`` read."""
+        assert self._file is not None
+        self._node = node
+        tell(self._file, node)
+
+    def restore(self) -> bool:
+        """Makes folder and file again where they were deleted; whether they were. Raises ConfigurationError."""
+        if self._path.exists():
+            return False
+        gone, self._file = self._file, self._taken()
+        if gone is not None:
+            gone.close()
+        if self._node is not None:
+            tell(self._file, self._node)
+        return True
+
+    def _taken(self) -> TextIO:
+        ensure_private_dir(self._folder)
+        file = self._path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ConfigurationError(
+                f"another kvsidecar serve runs in {self._folder}; stop it, or choose another --runtime-dir"
+            ) from None
+        return file

@@ -1,0 +1,312 @@
+"""``kvsidecar serve``: daemon, workers and gateway under one supervisor.
+
+A child that dies is started again, with growing pauses while it keeps dying. One that could not start at all, or that
+refuses its settings, ends the whole; one that has served never does. SIGTERM ends the children front to back: no new
+requests, then running ones, then the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from http import HTTPStatus
+from pathlib import Path
+from typing import ClassVar
+
+import structlog
+import uvloop
+from kvsidecar.byte_sizes import parse_size
+from kvsidecar.cli.exec_service import of_another
+from kvsidecar.cli.flags import FlagParser, add_flags
+from kvsidecar.cli.service_settings import configure_logging, read_settings, refuse_unknown_variables
+from kvsidecar.errors import ConfigurationError, KVSidecarError
+from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
+from kvsidecar.net.http_health import health_status
+from kvsidecar.process.free_memory import free_bytes
+from kvsidecar.process.interpreter import python_command
+from kvsidecar.process.node_report import Supervised, write_reports
+from kvsidecar.process.runtime_dir import default_data_dir, default_runtime_dir, ensure_private_dir
+from kvsidecar.process.sigint import EXIT_CODE
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.kv_client.daemon_address import daemon_address
+from inference_svc.models.preflight import settled
+from inference_svc.node.child_process import Child
+from inference_svc.node.liveness import PROBE_SECONDS, GrpcProbe, HttpProbe, Probe
+from inference_svc.node.node_lock import NodeLock
+from inference_svc.server.worker_config import ModelSettings, WorkerConfig
+
+log = structlog.get_logger("serve")
+
+_LOOK_SECONDS, _FOLDER_SECONDS = 0.1, 1.0
+
+
+class ServeConfig(ModelSettings):
+    """A whole node: one cache daemon, some workers, one gateway; without a daemon of its own where cache_address names
+    one on another host. Each process has more settings of its own; give
+    them by its environment variables (see: kvsidecar daemon --help, worker --help, gateway --help)."""
+
+    model_config = SettingsConfigDict(env_prefix="KVSIDECAR_", extra="forbid", frozen=True, protected_namespaces=())
+
+    flags_title: ClassVar[str] = "the node"
+
+    workers: int = Field(default=1, ge=1, le=64)
+    """How many inference workers."""
+    host: str = "127.0.0.1"
+    """Address of the HTTP gateway."""
+    port: int = Field(default=8000, ge=1, le=65535)
+    """Port of the HTTP gateway."""
+    page: bool = True
+    """Serve a page at / of the gateway: chat, what is reused, the node."""
+    default_max_tokens: int = Field(default=0, ge=0, lt=2**31)
+    """Most tokens of a chat's answer or a response that names none; 0 for all that the context still holds."""
+    runtime_dir: Path = Field(default_factory=default_runtime_dir)
+    """Private folder for the sockets."""
+    store: str = Field(default_factory=lambda: str(default_data_dir() / "store"))
+    """Folder of the durable store; none keeps nothing on disk."""
+    arena_bytes: str = "1GiB"
+    """Size of the arena in shared memory."""
+    store_bytes: str = "8GiB"
+    """Budget of the durable store."""
+    liveness_seconds: float = Field(default=60.0, ge=0)
+    """A process that has served and does not answer for this long is killed and started again; 0 never does that."""
+
+
+class Supervisor:
+    """Starts, watches and ends the children."""
+
+    def __init__(self, config: ServeConfig, worker: WorkerConfig, lock: NodeLock | None = None) -> None:
+        self._config, self._worker, self._lock = config, worker, lock
+        self._url = reached(config)
+        self._stop = asyncio.Event()
+        self._failed: str | None = None
+        self._children: list[Child] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self.cache_socket = config.runtime_dir / "cache.sock"
+        self.worker_sockets = [config.runtime_dir / f"worker-{i}.sock" for i in range(config.workers)]
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        started = asyncio.create_task(self._start_all())
+        kept = asyncio.create_task(self._keep_folder())
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({started, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if started.done():
+                started.result()
+                await stopped
+        finally:
+            for task in (started, stopped, kept):
+                task.cancel()
+            await self._end_all()
+        if self._failed:
+            print(f"kvsidecar serve: {self._failed}", file=sys.stderr)
+            return 1
+        return 0
+
+    # ---- starting -------------------------------------------------------------------------------------------
+
+    async def _start_all(self) -> None:
+        # All at once: the daemon serves long before a worker has imported what it computes with.
+        daemon = self._worker.cache_address or self._launch(
+            "daemon", self._daemon_command(), GrpcProbe(self.cache_socket)
+        )
+        workers = [
+            self._launch(f"worker-{i}", self._worker_command(i, socket), GrpcProbe(socket))
+            for i, socket in enumerate(self.worker_sockets)
+        ]
+        self._launch("gateway", self._gateway_command(), HttpProbe(self._url))
+        awaited = workers if isinstance(daemon, str) else [daemon, *workers]
+        await asyncio.gather(*(child.ready.wait() for child in awaited))
+        while await asyncio.to_thread(health_status, self._url, PROBE_SECONDS) != HTTPStatus.OK:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_SECONDS)
+        name = self._worker.public_name
+        log.info("ready", url=f"{self._url}/v1", model=name, workers=self._config.workers)
+        shown, beside = _to_open(self._config.host, self._config.port)
+        page = f"a page at {shown}, " if self._config.page else ""
+        print(f"{name} is ready: {page}OpenAI's API at {shown}/v1{beside}; try: kvsidecar chat", flush=True)
+
+    def _daemon_command(self) -> list[str]:
+        flags = self._set("store", "arena_bytes", "store_bytes", "log_level", "otlp_endpoint")
+        return python_command("-m", "cache_daemon", *_flags({"socket": self.cache_socket} | flags))
+
+    def _worker_command(self, i: int, socket: Path) -> list[str]:
+        own = self._worker
+        flags = self._set(*ModelSettings.model_fields) | {
+            "model": own.model,
+            "socket": socket,
+            "name": f"worker-{i}",
+        }
+        if not own.cache_address:
+            flags["cache_socket"] = self.cache_socket
+        if "threads" not in own.model_fields_set:
+            flags["threads"] = max(1, len(os.sched_getaffinity(0)) // self._config.workers)
+        if own.stream in ("auto", "partial_resident") and "memory_bytes" not in own.model_fields_set:
+            flags["memory_bytes"] = self._share
+        if "overflow_bytes" not in own.model_fields_set and self._keeps_off_disk():
+            flags["overflow_bytes"] = 0
+        if own.metrics_port:
+            flags["metrics_port"] = own.metrics_port + i
+        for name in ("tcp", "health_tcp", "vllm_grpc"):
+            if address := getattr(own, name):
+                first = parse_tcp(address)
+                flags[name] = TcpAddress(first.host, first.port and first.port + i)
+        return python_command("-m", "inference_svc", "worker", *_flags(flags))
+
+    @cached_property
+    def _share(self) -> int:
+        """What a worker may take of the memory that is free before any has begun, and that the arena leaves."""
+        try:
+            arena = parse_size(self._config.arena_bytes)
+        except ValueError:  # the daemon says so
+            arena = 0
+        return max(1, (free_bytes() - arena) // self._config.workers)
+
+    def _gateway_command(self) -> list[str]:
+        workers = ",".join(map(str, self.worker_sockets))
+        flags = {"host": self._config.host, "port": self._config.port, "workers": workers}
+        cache = "none" if self._worker.cache_address else self.cache_socket
+        flags |= {"cache_socket": cache, "supervisor_dir": self._config.runtime_dir}
+        flags |= self._set("log_level", "page", "otlp_endpoint", "default_max_tokens")
+        return python_command("-m", "inference_svc", "gateway", *_flags(flags))
+
+    def _keeps_off_disk(self) -> bool:
+        """Whether texts are to be nowhere on disk, or nowhere in the clear: then nor are their keys and values."""
+        encrypted = any(os.environ.get(f"KVSIDECAR_CACHE_STORE_KEY{of}") for of in ("", "_FILE"))
+        return self._config.store == "none" or encrypted
+
+    def _set(self, *names: str) -> dict[str, object]:
+        """Those of the node's settings that somebody set; the others are left to each process and its environment."""
+        return {name: getattr(self._config, name) for name in names if name in self._config.model_fields_set}
+
+    # ---- watching -------------------------------------------------------------------------------------------
+
+    def _launch(self, name: str, command: list[str], probe: Probe | None = None) -> Child:
+        child = Child(name, command, probe, self._config.liveness_seconds, self._report)
+        self._children.append(child)
+        self._watchers.append(asyncio.create_task(self._watch(child)))
+        self._report()
+        return child
+
+    async def _watch(self, child: Child) -> None:
+        failed = await child.keep_running(self._stop)
+        if failed:
+            self._failed = failed
+            self._stop.set()
+
+    def _report(self) -> None:
+        """Says what the processes do, for ``status`` and the gateway. A full disk keeps nothing from running."""
+        try:
+            write_reports(self._config.runtime_dir, {child.name: child.report for child in self._children})
+        except OSError as error:
+            log.warning("the state of the node cannot be written", error=str(error))
+
+    async def _keep_folder(self) -> None:
+        """Makes the runtime folder again where somebody deletes it; the processes bind their sockets there again."""
+        while self._lock is not None:
+            await asyncio.sleep(_FOLDER_SECONDS)
+            try:
+                if self._lock.restore():
+                    log.warning("the runtime folder was deleted, made it again", folder=str(self._config.runtime_dir))
+                    self._report()
+            except (KVSidecarError, OSError) as error:
+                log.error("the runtime folder was deleted and cannot be made again", error=str(error))
+
+    async def _end_all(self) -> None:
+        for child in reversed(self._children):
+            await child.end()
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+
+def _flags(settings: Mapping[str, object]) -> list[str]:
+    """Each setting as a flag; of one with several values a flag for each."""
+    several = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
+    return [f"--{name.replace('_', '-')}={value}" for name, values in several.items() for value in values]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``kvsidecar serve``. Returns the exit code: 0 stopped, 1 a child failed to start, 2 bad settings."""
+    parser = FlagParser(
+        prog="kvsidecar serve",
+        usage="%(prog)s [MODEL] [flags]",
+        description=ServeConfig.__doc__,
+        elsewhere=of_another,
+    )
+    parser.add_argument("positional", nargs="?", metavar="MODEL", help="what to serve, as --model")
+    add_flags(parser, ServeConfig)
+    given = vars(parser.parse_args(arguments))
+    file, model = given.pop("config"), given.pop("positional")
+    if model is not None and "model" in given:
+        parser.error(f"MODEL is {model} and --model is {given['model']}; give one of them")
+    given |= {} if model is None else {"model": model}
+    try:
+        config = read_settings(ServeConfig, given, file)
+        configure_logging(config.log_level, "serve")
+        ensure_private_dir(config.runtime_dir)
+        _refuse_taken_port(config)
+        with NodeLock(config.runtime_dir) as lock:
+            worker = _of_workers(config)
+            lock.describe(Supervised(os.getpid(), reached(config), config.workers, cache=not worker.cache_address))
+            node = Supervisor(config, settled(worker), lock)
+
+            async def run() -> int:
+                return await node.run()
+
+            code: int = uvloop.run(run())
+        return code
+    except KVSidecarError as error:
+        print(f"kvsidecar serve: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # while a model was fetched
+        return EXIT_CODE
+
+
+def _to_open(host: str, port: int) -> tuple[str, str]:
+    """The URL to open for a gateway that listens there, and what is to be said beside it: nobody can open the address
+    that stands for all of a machine's."""
+    if host not in ("0.0.0.0", "::"):
+        return f"http://{TcpAddress(host, port)}", ""
+    elsewhere = f"from other machines http://{TcpAddress(os.uname().nodename, port)}/v1"
+    return f"http://{TcpAddress('localhost', port)}", f" ({elsewhere}; it listens on {TcpAddress(host, port)})"
+
+
+def _of_workers(config: ServeConfig) -> WorkerConfig:
+    """A worker's settings: its own variables, and over them what was set for the node. Variables that are no settings,
+    of workers or the gateway, are refused here, before anything starts."""
+    refuse_unknown_variables(GatewayConfig)
+    told = {name: getattr(config, name) for name in ModelSettings.model_fields if name in config.model_fields_set}
+    worker = read_settings(WorkerConfig, told, None)
+    daemon_address(worker)
+    if worker.cache_address:
+        for name in ("store", "arena_bytes", "store_bytes"):
+            if name in config.model_fields_set:
+                raise ConfigurationError(
+                    f"{name} is for a daemon of this node, and cache_address is {worker.cache_address}; leave one out"
+                )
+    return worker
+
+
+def reached(config: ServeConfig) -> str:
+    """The gateway's URL, for this machine."""
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    place = TcpAddress(everywhere.get(config.host, config.host), config.port)
+    return f"{'https' if os.environ.get('KVSIDECAR_GATEWAY_TLS_CERT') else 'http'}://{place}"
+
+
+def _refuse_taken_port(config: ServeConfig) -> None:
+    """Raises ConfigurationError."""
+    address = TcpAddress(config.host, config.port)
+    if why := why_not_bindable(address):
+        raise ConfigurationError(
+            f"cannot listen on {address}: {why}; choose another --port, or stop what listens there"
+        )

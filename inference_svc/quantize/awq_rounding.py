@@ -1,0 +1,72 @@
+"""Weights rounded to 4 bits, and AutoAWQ's GEMM format of them.
+
+A group of inputs of one output shares a scale (float16) and a zero (4 bits): ``W = (code - zero) * scale``, codes and
+zeros from 0 to 15. Scales are rounded to float16 before codes are chosen, so that codes fit what is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from kvkernels.cuda.awq_gemm import pack_columns
+from torch import Tensor
+
+# Inputs that share a scale and a zero; the first that divides the inputs of every layer is a model's.
+GROUPS = (128, 64, 32)
+_HIGHEST = 15
+# The narrowest range of a group that AutoAWQ writes; it keeps scales above zero.
+_NARROWEST = 1e-5
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A weight: ``codes [out, in]`` (uint8), ``scales`` (float16) and ``zeros`` (uint8) ``[out, groups]``."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+
+    def dense(self) -> Tensor:
+        """What they say, in float32 ``[out, in]``."""
+        groups = self.codes.float().view(*self.zeros.shape, -1)
+        return (groups - self.zeros.float()[..., None]).mul_(self.scales.float()[..., None]).flatten(1)
+
+    def parts(self) -> dict[str, Tensor]:
+        """``qweight``, ``qzeros`` and ``scales`` as AutoAWQ's GEMM format has them (``kvkernels.cuda.awq_gemm``)."""
+        return {
+            "qweight": pack_columns(self.codes.t()),
+            "qzeros": pack_columns(self.zeros.t()),
+            "scales": self.scales.t().contiguous(),
+        }
+
+
+def rounded(weight: Tensor, group: int, shrink: Tensor | None = None) -> Rounded:
+    """A weight ``[out, in]`` rounded to the nearest codes of its groups' ranges, or of these ranges times ``shrink
+    [out, groups]``: what lies outside is clipped. Raises ValueError for a number that no float16 scale can hold."""
+    groups = weight.view(len(weight), -1, group)
+    scales, zeros = _scales(groups, shrink)
+    if not bool(scales.isfinite().all()):
+        raise ValueError("it has numbers that are not finite, or too large for scales in float16")
+    codes = _codes(groups, scales, zeros).flatten(1).to(torch.uint8)
+    return Rounded(codes, scales.half().squeeze(-1), zeros.to(torch.uint8).squeeze(-1))
+
+
+def nearest(weight: Tensor, group: int, shrink: Tensor | None = None) -> Tensor:
+    """``rounded(...).dense()`` in one go, for a search that tries many."""
+    groups = weight.view(len(weight), -1, group)
+    scales, zeros = _scales(groups, shrink)
+    return _codes(groups, scales, zeros).sub_(zeros).mul_(scales).flatten(1)
+
+
+def _scales(groups: Tensor, shrink: Tensor | None) -> tuple[Tensor, Tensor]:
+    # Zero is in every range: weights of nearly zero stay so, and a zero of 4 bits can always be had.
+    low, high = groups.amin(-1, keepdim=True).clamp_(max=0), groups.amax(-1, keepdim=True).clamp_(min=0)
+    if shrink is not None:
+        low, high = low * shrink[..., None], high * shrink[..., None]
+    scales = ((high - low).clamp_(min=_NARROWEST) / _HIGHEST).half().float()
+    return scales, (-low / scales).round_().clamp_(0, _HIGHEST)
+
+
+def _codes(groups: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    return (groups / scales).round_().add_(zeros).clamp_(0, _HIGHEST)

@@ -1,0 +1,72 @@
+"""The folder of a quantized model: its weights, and what of the original's folder goes with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.models.model_library import appearing, check_room
+
+REPORT = "quantized.json"
+# What others read beside weights: tokenizer, template, how to sample, and under which terms.
+_TAKEN = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "LICEN[CS]E*",
+    "NOTICE*",
+)
+
+
+def check_free(out: Path) -> None:
+    """Raises ConfigurationError for a folder that is there, or cannot be."""
+    if out.exists() or out.is_symlink():
+        raise ConfigurationError(f"{out} is there already; --out names a folder that is not")
+    if not out.parent.is_dir():
+        raise ConfigurationError(f"there is no folder {out.parent}, in which {out.name} could be")
+    if not os.access(out.parent, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"cannot write to {out.parent}: permission denied")
+
+
+@contextmanager
+def building(out: Path, size_bytes: int) -> Iterator[Path]:
+    """A folder that becomes ``out`` when the block ends without an error; otherwise nothing is left. Raises
+    ConfigurationError where there is no room for so many bytes."""
+    check_free(out)
+    check_room("writing the model", size_bytes, out.parent)
+    partial = out.with_name(f".partial-{out.name}-{os.getpid()}")
+    try:
+        with appearing(out, partial):
+            yield partial
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {out}: {error.strerror or error}") from error
+
+
+def describe(source: Path, target: Path, group: int) -> None:
+    """Writes the configuration of a model at 4 bits, and copies the original's tokenizer and the like."""
+    try:
+        config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnsupported(f"cannot read {source / 'config.json'}: {error}") from error
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = "float16"
+    config["quantization_config"] = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "version": "gemm",
+        "zero_point": True,
+        "modules_to_not_convert": None,
+    }
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for file in sorted({f for pattern in _TAKEN for f in source.glob(pattern) if f.is_file()}):
+        shutil.copyfile(file, target / file.name)

@@ -1,0 +1,140 @@
+"""Which layers of a model are quantized, and into what their inputs' scale is folded, so that nothing is added to it.
+
+What comes before a layer gives its outputs divided by the scale: a norm's weight, or the outputs of another linear
+layer. These pairs are AutoAWQ's for the same models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from kvsidecar.errors import ModelUnsupported
+from torch import Tensor, nn
+
+from inference_svc.quantize.awq_rounding import GROUPS, Rounded, rounded
+from inference_svc.quantize.scale_search import Inputs, best_scale, best_shrink, output_error
+
+# Their decoder layers have the same parts.
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Linear layers that read the same inputs, and what gives these."""
+
+    giver: str
+    readers: tuple[str, ...]
+
+
+_FOLDS = (
+    Fold("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    Fold("self_attn.v_proj", ("self_attn.o_proj",)),
+    Fold("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    Fold("mlp.up_proj", ("mlp.down_proj",)),
+)
+# The quantized layers, and those of them that read the same.
+INPUTS = tuple(fold.readers for fold in _FOLDS)
+LINEARS = tuple(name for readers in INPUTS for name in readers)
+# A score is a product of two of their outputs, which a few large weights decide: AutoAWQ clips none of them, either.
+_NEVER_CLIPPED = ("self_attn.q_proj", "self_attn.k_proj")
+
+
+@dataclass(frozen=True)
+class Done:
+    """A decoder layer's weights at 4 bits by their names; the mean error of their outputs, as a share of the outputs'
+    mean square, with plain rounding and with AWQ."""
+
+    weights: dict[str, Rounded]
+    plain_error: float
+    error: float
+
+
+def check(architecture: str, config: Any) -> None:
+    """Raises ModelUnsupported for a model whose layers are not known here, and for one that is quantized already."""
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method:
+        raise ModelUnsupported(f"the model is quantized already ({method}); give the model that it was made of")
+    if architecture not in FAMILIES:
+        raise ModelUnsupported(f"{architecture} cannot be quantized; allowed are {', '.join(FAMILIES)}")
+
+
+def linear_of(layer: nn.Module, name: str) -> nn.Linear:
+    """One of ``LINEARS`` of a decoder layer."""
+    return cast(nn.Linear, layer.get_submodule(name))
+
+
+def group_of(layers: nn.ModuleList) -> int:
+    """The group of all layers of a model, which may be on the meta device. Raises ModelUnsupported for shapes that the
+    format does not have."""
+    shapes = {name: linear_of(layers[0], name).weight.shape for name in LINEARS}
+    for name, (outputs, inputs) in shapes.items():
+        if inputs % GROUPS[-1] or outputs % 8:
+            raise ModelUnsupported(
+                f"{name} is {inputs} x {outputs}; the format takes inputs in multiples of {GROUPS[-1]} and outputs in "
+                "multiples of 8"
+            )
+    return next(g for g in GROUPS if all(inputs % g == 0 for _, inputs in shapes.values()))
+
+
+def round_plainly(layer: nn.Module, group: int) -> None:
+    """Replaces a layer's weights by the nearest ones of 4 bits, in place."""
+    for name in LINEARS:
+        linear = linear_of(layer, name)
+        linear.weight.data = rounded(linear.weight.data, group).dense()
+
+
+def quantize(layer: nn.Module, inputs: Mapping[str, Inputs], group: int) -> Done:
+    """Quantizes a decoder layer in float32, in place: afterwards it computes what its weights at 4 bits say, its other
+    ones rounded to float16. ``inputs`` are what was seen at each of ``LINEARS``."""
+    meant = {name: linear_of(layer, name).weight.data for name in LINEARS}
+    scales = {name: torch.ones(meant[name].shape[1]) for name in LINEARS}
+    for fold in _FOLDS:
+        giver = layer.get_submodule(fold.giver)
+        seen = inputs[fold.readers[0]]
+        if isinstance(giver, nn.Linear) and giver.out_features != len(seen.magnitude):
+            continue  # several heads of queries read the same value
+        found = best_scale([meant[name] for name in fold.readers], seen, group).values
+        found = _folded(giver, found)
+        scales |= dict.fromkeys(fold.readers, found)
+    weights: dict[str, Rounded] = {}
+    plain: list[float] = []
+    errors: list[float] = []
+    for name in LINEARS:
+        linear, scale, products = linear_of(layer, name), scales[name], inputs[name].products
+        # Rows that were divided by the scale of what reads them have their errors divided, too.
+        rows = _row_scale(name, scales, linear)
+        scaled = meant[name] * scale / rows
+        shrink = None if name in _NEVER_CLIPPED else best_shrink(scaled, products / scale / scale[:, None], group)
+        weights[name] = rounded(scaled, group, shrink)
+        linear.weight.data = weights[name].dense()
+        size = float(output_error(meant[name], products).sum().clamp_min(1e-20))
+        for into, now in ((errors, linear.weight.data * rows / scale), (plain, rounded(meant[name], group).dense())):
+            into.append(float(output_error(now - meant[name], products).sum()) / size)
+    for name, parameter in layer.named_parameters():
+        if name.removesuffix(".weight") not in LINEARS:
+            parameter.data = parameter.data.half().float()
+    return Done(weights, sum(plain) / len(plain), sum(errors) / len(errors))
+
+
+def _folded(giver: nn.Module, scale: Tensor) -> Tensor:
+    """Divides what a module gives by a scale, in place, and returns by what it was divided: a norm's weight is rounded
+    so that bfloat16 and float16 both hold it, and its readers' weights make up for that exactly."""
+    if isinstance(giver, nn.Linear):
+        if giver.bias is not None:
+            giver.bias.data = giver.bias.data / scale
+        return scale  # the rows of its weight are divided before they are rounded
+    before = cast(Tensor, giver.weight).data
+    after = (before / scale).bfloat16().half().float()
+    lost = (after == 0) | ~after.isfinite()
+    cast(Tensor, giver.weight).data = torch.where(lost, before, after)
+    return torch.where(lost, 1.0, before / after)
+
+
+def _row_scale(name: str, scales: Mapping[str, Tensor], linear: nn.Module) -> Tensor:
+    """What the outputs of a linear layer were divided by ``[out, 1]``."""
+    readers = [fold.readers[0] for fold in _FOLDS if fold.giver == name]
+    found = [scales[r] for r in readers if len(scales[r]) == linear.out_features]
+    return found[0][:, None] if found else torch.ones(1, 1)

@@ -1,0 +1,96 @@
+"""What AWQ minimises, and how: weights of inputs that matter are scaled up before they are rounded, the inputs down.
+
+A layer ``y = W x`` is the same as ``(W s) (x / s)`` for any positive scale of its inputs, but rounding ``W s`` is not:
+an input that is scaled up is rounded finer, at the expense of those that share its group. The paper takes ``s =
+mean(|x|) ** ratio`` and searches the ratio; AutoAWQ, and so this, divides by ``size ** (1 - ratio)``, how large the
+weights are in their groups. No scale at all is tried, too, so that the error is never larger than that of plain
+rounding.
+
+The error is that of the layer's outputs, ``mean((dW x) ** 2)`` over the text, which is ``dW G dW^T`` for ``G = mean(x
+x^T)``: it is exact over any number of tokens, and costs the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inference_svc.quantize.awq_rounding import nearest
+
+# Exponents that are tried, as AutoAWQ does: so many of them in [0, 1).
+_STEPS = 20
+# A group's range is shrunk to no less than this share, in so many steps.
+_LEAST_RANGE, _CLIP_STEPS = 0.5, 10
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Of a layer's inputs: ``magnitude [in]``, the mean of ``|x|``, and ``products [in, in]``, that of ``x x^T``."""
+
+    magnitude: Tensor
+    products: Tensor
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A scale of the inputs ``[in]``, the error of the layers' outputs with it, and that of plain rounding: each a
+    share of their mean square, added over the layers."""
+
+    values: Tensor
+    error: float
+    plain_error: float
+
+
+def output_error(change: Tensor, products: Tensor) -> Tensor:
+    """The mean square that a change ``[out, in]`` of a layer's weight makes in each output ``[out]``."""
+    return ((change @ products) * change).sum(1)
+
+
+def best_scale(weights: Sequence[Tensor], inputs: Inputs, group: int) -> Scale:
+    """The scale for layers ``[out, in]`` that read the same inputs."""
+    sizes = [float(output_error(w, inputs.products).sum().clamp_min(1e-20)) for w in weights]
+
+    def error(scale: Tensor) -> float:
+        changes = (nearest(w * scale, group).div_(scale).sub_(w) for w in weights)
+        return sum(float(output_error(c, inputs.products).sum()) / size for c, size in zip(changes, sizes, strict=True))
+
+    best = torch.ones_like(inputs.magnitude)
+    least = plain = error(best)
+    for scale in _candidates(weights, inputs.magnitude, group):
+        found = error(scale)
+        if found < least:
+            best, least = scale, found
+    return Scale(best, least, plain)
+
+
+def _candidates(weights: Sequence[Tensor], magnitude: Tensor, group: int) -> Iterator[Tensor]:
+    # How large an input's weights are within their groups, averaged over the outputs of all layers.
+    total = torch.zeros_like(magnitude)
+    for weight in weights:
+        groups = weight.abs().view(len(weight), -1, group)
+        total += (groups / (groups.amax(-1, keepdim=True) + 1e-6)).sum(0).flatten()
+    size = total / sum(len(w) for w in weights)
+    for step in range(_STEPS):
+        ratio = step / _STEPS
+        scale = (magnitude**ratio / (size ** (1 - ratio) + 1e-4)).clamp_min_(1e-4)
+        yield scale / (scale.max() * scale.min()).sqrt()
+
+
+def best_shrink(weight: Tensor, products: Tensor, group: int) -> Tensor:
+    """By how much to shrink the range of each group of a weight ``[out, in]``, as ``[out, groups]``, 1 where it stays:
+    a few large weights may be clipped for the rest to be rounded finer. No output's error gets larger by it."""
+    outputs, groups = weight.shape[0], weight.shape[1] // group
+    # Groups one by one, as if the error of each were alone; the products between groups are left out.
+    blocks = torch.stack([products[g : g + group, g : g + group] for g in range(0, len(products), group)])
+    shrink, least = torch.ones(outputs, groups), torch.full((outputs, groups), torch.inf)
+    for step in range(_CLIP_STEPS):
+        tried = torch.full_like(shrink, 1 - step * (1 - _LEAST_RANGE) / _CLIP_STEPS)
+        change = (nearest(weight, group, tried) - weight).view(outputs, groups, group).transpose(0, 1)
+        found = ((change @ blocks) * change).sum(-1).t()
+        shrink, least = torch.where(found < least, tried, shrink), least.minimum(found)
+    # With those products, all of an output's groups or none.
+    errors = [output_error(nearest(weight, group, s) - weight, products) for s in (shrink, None)]
+    return torch.where((errors[0] <= errors[1])[:, None], shrink, 1.0)

@@ -1,0 +1,1 @@
+"""From protocol requests to engine sequences, and from engine output to protocol responses."""

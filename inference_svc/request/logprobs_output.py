@@ -1,0 +1,57 @@
+"""What an answer tells of tokens, in the protocol's words: log probabilities, and by what it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.engine.sequence import Finish, Sequence
+from inference_svc.sampling.sampling_params import Drawn, Scored
+
+Decode = Callable[[list[int]], str]
+
+
+def token_logprob(drawn: Drawn, decode: Decode) -> pb.TokenLogprob:
+    """A token that was drawn, or one of a prompt, with the likeliest ones in its place."""
+    return pb.TokenLogprob(
+        token_id=drawn.token,
+        text=decode([drawn.token]),
+        logprob=drawn.logprob or 0.0,
+        top=[pb.TokenLogprob(token_id=t, text=decode([t]), logprob=p) for t, p in drawn.top],
+        rank=drawn.rank if isinstance(drawn, Scored) else 0,
+    )
+
+
+def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]:
+    """All of the prompt of a sequence that has its first token; nothing unless it was asked for. Takes as long as
+    decoding each different token alone."""
+    if sequence.prompt_logprobs is None:
+        return []
+    texts: dict[int, str] = {}
+
+    def text(tokens: list[int]) -> str:
+        (token,) = tokens
+        if token not in texts:
+            texts[token] = decode(tokens)
+        return texts[token]
+
+    scored: Iterable[Drawn] = (Drawn(sequence.tokens[0]), *sequence.prompt_scores)
+    return [token_logprob(one, text) for one in scored]
+
+
+def copy_end(part: pb.GenerateStreamResponse, answer: pb.GenerateResponse) -> None:
+    """By what of the request's a stream ended, for an answer made of its parts."""
+    kind = part.WhichOneof("stopped_by")
+    if kind is not None:
+        setattr(answer, kind, getattr(part, kind))
+
+
+def tell_end(sequence: Sequence, finish: Finish, answer: pb.GenerateStreamResponse) -> None:
+    """Writes into an answer by what of the request's it ended."""
+    if finish is not Finish.STOP:
+        return
+    if sequence.text.stopped:
+        answer.stop_string = sequence.text.stopped_by
+    elif sequence.tokens[-1] in sequence.own_stops:
+        answer.stop_token_id = sequence.tokens[-1]

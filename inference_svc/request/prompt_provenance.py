@@ -1,0 +1,35 @@
+"""Answers to `explain`: which parts of a prompt had been read before, with their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.context_reuse.token_provenance import Reading
+from inference_svc.engine.detokenizer import split_text
+from inference_svc.engine.sequence import Sequence
+from inference_svc.models.loader import LoadedModel
+
+_READING = {
+    Reading.EXACT: pb.READING_EXACT,
+    Reading.MOVED: pb.READING_MOVED,
+    Reading.REPAIRED: pb.READING_REPAIRED,
+    Reading.COMPUTED: pb.READING_COMPUTED,
+}
+
+
+def prompt_parts(sequence: Sequence, decode: Callable[[list[int]], str]) -> list[pb.PromptPart]:
+    """The parts of a sequence that has its first token and was asked to explain. Takes as long as decoding its prompt
+    twice."""
+    tokens = sequence.tokens[: sequence.prompt_tokens]
+    texts = split_text(decode, tokens, [part.end for part in sequence.parts])
+    return [
+        pb.PromptPart(reading=_READING[part.reading], tokens=part.end - part.start, text=text)
+        for part, text in zip(sequence.parts, texts, strict=True)
+    ]
+
+
+def numerics_of(loaded: LoadedModel) -> pb.Numerics:
+    """Which bits a worker of the model computes."""
+    return pb.Numerics(id=loaded.numerics.id, shared_across_machines=loaded.numerics.shared)

@@ -1,0 +1,96 @@
+"""Options of a request, each checked: when an answer ends, what is told of it, what it may do with the cache."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvsidecar.chunk_layout import MAX_TTL_SECONDS
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.context_reuse.chunking import Marks
+from inference_svc.engine.sequence import CacheUse
+
+DEFAULT_MAX_TOKENS = 256
+# Of a prompt, tokens with all of their alternatives: each takes a hundred bytes here, and more where it is shown.
+_MAX_SCORED = 1 << 18
+_MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS, _MAX_SALT_BYTES = 8, 128, 20, 256
+
+
+def most_written(request: pb.GenerateRequest, room: int) -> int:
+    """How many tokens are generated at most, where there is ``room`` for so many. Raises InvalidRequest."""
+    wanted = max(DEFAULT_MAX_TOKENS, request.min_tokens)
+    if request.HasField("max_tokens"):
+        wanted = request.max_tokens
+    if wanted < 1:
+        raise InvalidRequest(f"max_tokens is {wanted}; at least 1 is needed", param="max_tokens")
+    most = min(wanted, room)
+    if request.min_tokens > most:
+        raise InvalidRequest(
+            f"min_tokens is {request.min_tokens}, and the answer can have at most {most}", param="min_tokens"
+        )
+    return most
+
+
+def own_stops(request: pb.GenerateRequest, vocabulary: int) -> frozenset[int]:
+    """The tokens by which the request wants to end. Raises InvalidRequest."""
+    if len(request.stop_token_ids) > _MAX_STOP_TOKENS:
+        raise InvalidRequest(
+            f"stop_token_ids has {len(request.stop_token_ids)} tokens; at most {_MAX_STOP_TOKENS} are allowed",
+            param="stop_token_ids",
+        )
+    wrong = next((i for i in request.stop_token_ids if i >= vocabulary), None)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"stop_token_ids has token {wrong}, outside the vocabulary of {vocabulary}",
+            param="stop_token_ids",
+        )
+    return frozenset(request.stop_token_ids)
+
+
+def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
+    """The strings by which the request wants to end. Raises InvalidRequest."""
+    if len(request.stop) > _MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(request.stop)} strings; at most {_MAX_STOPS} are allowed", param="stop")
+    if any(not s for s in request.stop):
+        raise InvalidRequest("stop has an empty string; each must have at least one character", param="stop")
+    return tuple(request.stop)
+
+
+def cache_use(given: pb.CacheOptions, marks: Marks) -> CacheUse:
+    """What the request may do with the cache. Raises InvalidRequest."""
+    if len(given.tenant_salt) > _MAX_SALT_BYTES:
+        raise InvalidRequest(f"tenant_salt has {len(given.tenant_salt)} bytes; at most {_MAX_SALT_BYTES} are allowed")
+    if given.HasField("ttl_seconds") and not 1 <= given.ttl_seconds <= MAX_TTL_SECONDS:
+        raise InvalidRequest(
+            f"cache_ttl_seconds is {given.ttl_seconds}; allowed are 1 to {MAX_TTL_SECONDS} (30 days), or none",
+            param="cache_ttl_seconds",
+        )
+    return CacheUse(
+        read=not given.skip_read,
+        write=not given.skip_write,
+        tenant_salt=given.tenant_salt,
+        exact_only=given.exact_only,
+        marks=marks,
+        ttl_seconds=given.ttl_seconds,
+    )
+
+
+def logprobs(name: Literal["logprobs", "prompt_logprobs"], request: pb.GenerateRequest) -> int | None:
+    """How many alternatives are asked for; None for no log probabilities. Raises InvalidRequest."""
+    if not request.HasField(name):
+        return None
+    most: int = getattr(request, name)
+    if most > _MAX_LOGPROBS:
+        raise InvalidRequest(f"{name} is {most}; allowed are 0 to {_MAX_LOGPROBS}", param=name)
+    return most
+
+
+def check_scored(scored: int | None, tokens: int) -> None:
+    """Raises InvalidRequest where a prompt of so many tokens has too many log probabilities."""
+    if scored is not None and tokens * (scored + 1) > _MAX_SCORED:
+        raise InvalidRequest(
+            f"prompt_logprobs is {scored} for a prompt of {tokens} tokens; tokens times (prompt_logprobs + 1) may be "
+            f"{_MAX_SCORED} at most",
+            param="prompt_logprobs",
+        )

@@ -1,0 +1,264 @@
+"""From logits to tokens, for all rows of a batch at once.
+
+Greedy rows cost one argmax. The others share one pass of each processor over a copy of their logits, and are drawn
+without sorting the vocabulary: a token drawn from what temperature, min_p and top_k leave belongs to the nucleus of
+top_p if the tokens likelier than it have less than top_p together; if not, it and all less likely ones are taken out
+and another one is drawn. What is accepted is distributed as if it had been drawn from the nucleus (Ye et al.,
+"FlashInfer", 2025, sorting-free sampling). A row's token depends on that row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from kvsidecar.errors import GenerationFailed
+from torch import Tensor
+
+from inference_svc.sampling.sampling_params import Drawn, Sampler, min_p_margin
+
+# Probabilities are added up in blocks of this many: which block a token is in, then which token of the block.
+_BLOCK = 512
+_LEAST = float("-inf")
+Outcome = Drawn | GenerationFailed
+
+
+@torch.inference_mode()
+def draw(logits: Tensor, samplers: Sequence[Sampler]) -> list[Outcome]:
+    """A token for each row of ``logits [rows, vocabulary]``, on any device; ``logits`` is not changed.
+
+    Rows that hold NaN or infinity, or nothing that may be drawn, get a GenerationFailed instead.
+    """
+    if not samplers:
+        return []
+    plain = [i for i, s in enumerate(samplers) if s.plain_greedy]
+    others = [i for i, s in enumerate(samplers) if not s.plain_greedy]
+    out: dict[int, Outcome] = {}
+    if plain:
+        tokens, peaks = _likeliest(logits if not others else logits[plain])
+        out |= {i: _checked(token, peak) for i, token, peak in zip(plain, tokens, peaks, strict=True)}
+    if others:
+        out |= dict(zip(others, _draw(logits, others, [samplers[i] for i in others]), strict=True))
+    return [out[i] for i in range(len(samplers))]
+
+
+def _likeliest(logits: Tensor) -> tuple[list[int], list[float]]:
+    """The first likeliest token of each row, and its logit: NaN where a row has one.
+
+    On the CPU by NumPy: torch needs 2 ms for 8 bfloat16 rows of 150k, this 0.1 ms.
+    """
+    if logits.device.type != "cpu":
+        peaks, tokens = logits.max(-1)
+        return tokens.tolist(), peaks.float().tolist()
+    values = logits.float().numpy()
+    found = values.argmax(-1)
+    return found.tolist(), values[np.arange(len(values)), found].tolist()
+
+
+def likeliest_beside(logits: Tensor, tokens: Sequence[int]) -> list[int]:
+    """Of each row of ``logits [rows, vocabulary]`` the likeliest token but for one."""
+    others = logits.to(torch.float32, copy=True)
+    others[range(len(tokens)), tokens] = _LEAST
+    return _likeliest(others)[0]
+
+
+class NotFinite(GenerationFailed):
+    """Logits with NaN or infinity."""
+
+
+def _checked(token: int, peak: float) -> Outcome:
+    return Drawn(token) if np.isfinite(peak) else _not_finite()
+
+
+def _not_finite() -> NotFinite:
+    return NotFinite("the model computed NaN or infinity for this request; nothing can be drawn from that")
+
+
+def _draw(logits: Tensor, rows: list[int], samplers: list[Sampler]) -> list[Outcome]:
+    """Tokens of some rows by all that their parameters ask for."""
+    count, vocabulary = len(rows), logits.shape[1]
+    chosen = logits if count == len(logits) else logits[rows]
+    scores = torch.empty(count, -(-vocabulary // _BLOCK) * _BLOCK, device=logits.device)
+    scores[:, :vocabulary], scores[:, vocabulary:] = chosen, _LEAST
+    # A maximum hands NaN through: one pass sees all that is wrong with a row.
+    best = scores.amax(-1)
+    sound = torch.isfinite(best).tolist()
+    lost = _mask(scores, samplers, vocabulary)
+    scored = [i for i, s in enumerate(samplers) if s.logprobs is not None and sound[i]]
+    plain = torch.log_softmax(scores[scored, :vocabulary], -1) if scored else scores
+    _push(scores, samplers)
+    if not all(s.as_they_are for s in samplers):
+        best = scores.amax(-1)
+    able = torch.isfinite(best).tolist()
+    cold = [i for i, s in enumerate(samplers) if s.params.greedy]
+    found = [0] * count
+    for i, token in zip(cold, _likeliest(scores if len(cold) == count else scores[cold])[0], strict=True):
+        found[i] = token
+    drawn = [i for i, s in enumerate(samplers) if not s.params.greedy and sound[i] and able[i]]
+    if drawn:
+        all_of_them = len(drawn) == count
+        part, peaks = (scores, best) if all_of_them else (scores[drawn], best[drawn])
+        for i, token in zip(drawn, _sample(part, peaks, [samplers[i] for i in drawn]), strict=True):
+            found[i] = token
+    nothing = GenerationFailed("no token may be drawn here: none is both allowed and possible")
+    out: list[Outcome] = [
+        _not_finite() if not sound[i] else Drawn(found[i]) if able[i] else lost.get(i, nothing) for i in range(count)
+    ]
+    for line, i in zip(plain, scored, strict=False):
+        if able[i]:
+            out[i] = _with_logprobs(found[i], line, samplers[i].logprobs or 0)
+    return out
+
+
+def _with_logprobs(token: int, line: Tensor, most: int) -> Drawn:
+    """``line [vocabulary]`` has the log probabilities at temperature 1 of what may be drawn."""
+    if not most:
+        return Drawn(token, float(line[token]))
+    top = torch.topk(line, min(most, len(line)))
+    likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return Drawn(token, float(line[token]), tuple((i, p) for i, p in likeliest if p > _LEAST))
+
+
+def _mask(scores: Tensor, samplers: list[Sampler], vocabulary: int) -> dict[int, GenerationFailed]:
+    """Leaves nothing but what may be drawn in ``scores [rows, padded vocabulary]``. Rows whose grammar failed keep
+    nothing; returns why."""
+    device, lost = scores.device, {}
+    steered, masks = [], []
+    for i, s in enumerate(samplers):
+        if s.steering is not None:
+            try:
+                masks.append(s.steering.mask())
+                steered.append(i)
+            except GenerationFailed as error:
+                scores[i].fill_(_LEAST)
+                lost[i] = error
+    if masks:
+        # Packed until they are where the logits are: an eighth to copy.
+        packed = torch.from_numpy(np.stack(masks)).to(device)
+        bits = packed[:, :, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=device)).bitwise_and_(1)
+        for i, denied in zip(steered, (bits == 0).view(len(masks), -1), strict=True):
+            scores[i, :vocabulary].masked_fill_(denied[:vocabulary], _LEAST)
+    for i, s in enumerate(samplers):
+        if s.params.allowed_tokens is not None:
+            kept = torch.tensor(sorted(s.params.allowed_tokens), device=device)
+            values = scores[i, kept]
+            scores[i].fill_(_LEAST)
+            scores[i, kept] = values
+        early = [token for token in s.too_early if token < vocabulary]
+        if early:
+            ends = torch.tensor(early, device=device)
+            values = scores[i, ends]
+            scores[i, ends] = _LEAST
+            if not torch.isfinite(scores[i].amax()):  # nothing else may be drawn: a grammar is at its end
+                scores[i, ends] = values
+    return lost
+
+
+def _push(scores: Tensor, samplers: list[Sampler]) -> None:
+    """Biases and penalties, written into ``scores [rows, padded vocabulary]``."""
+    device = scores.device
+    biased = [(i, token, bias) for i, s in enumerate(samplers) for token, bias in s.params.logit_bias.items()]
+    if biased:
+        at, ids, biases = (torch.tensor(column, device=device) for column in zip(*biased, strict=True))
+        scores.index_put_((at, ids), biases.float(), accumulate=True)
+    counted = [(i, s.params, s.counts) for i, s in enumerate(samplers) if s.counts is not None and len(s.counts.ids)]
+    if not counted:
+        return
+    lengths = [len(c.ids) for _, _, c in counted]
+
+    def each(values: list[float]) -> Tensor:
+        return torch.from_numpy(np.repeat(np.asarray(values, np.float32), lengths)).to(device)
+
+    at = torch.from_numpy(np.repeat(np.asarray([i for i, _, _ in counted]), lengths)).to(device)
+    ids = torch.from_numpy(np.concatenate([c.ids for _, _, c in counted])).to(device)
+    times = torch.from_numpy(np.concatenate([c.generated for _, _, c in counted])).to(device)
+    repetition = each([p.repetition_penalty for _, p, _ in counted])
+    values = scores[at, ids]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= each([p.frequency_penalty for _, p, _ in counted]) * times
+    values -= each([p.presence_penalty for _, p, _ in counted]) * (times > 0)
+    scores[at, ids] = values
+
+
+def _sample(scores: Tensor, best: Tensor, samplers: list[Sampler]) -> list[int]:
+    """Draws from ``scores [rows, padded vocabulary]``, whose largest are ``best [rows]``. Changes ``scores``."""
+    weights = _weights(scores, best, samplers)
+    blocks = weights.view(len(samplers), -1, _BLOCK)
+    nucleus = torch.tensor([s.params.top_p for s in samplers], dtype=torch.float64)
+    out = [0] * len(samplers)
+    left, totals = list(range(len(samplers))), None
+    attempt = 0
+    while left:
+        part = blocks if len(left) == len(samplers) else blocks[left]
+        sums = part.sum(-1).cpu().double()
+        reached = sums.cumsum(-1)
+        if totals is None:
+            totals = reached[:, -1]
+        tokens, chances = _pick(part, sums, reached, [samplers[i].uniform(attempt) for i in left])
+        for i, token in zip(left, tokens, strict=True):
+            out[i] = token
+        # With this much to itself, no token has top_p or more before it.
+        share = chances / totals[left]
+        unsure = [k for k, i in enumerate(left) if nucleus[i] < 1.0 and share[k] <= 1.0 - nucleus[i]]
+        if not unsure:
+            break
+        checked = [left[k] for k in unsure]
+        before = _mass_above(blocks, checked, chances[unsure].float()).tolist()
+        left = [i for i, mass in zip(checked, before, strict=True) if mass >= nucleus[i] * totals[i]]
+        for i in left:
+            # It is outside the nucleus, and with it all that is no likelier.
+            row = weights[i]
+            row.masked_fill_(row <= row[out[i]], 0.0)
+        attempt += 1
+    return out
+
+
+def _mass_above(blocks: Tensor, rows: list[int], limits: Tensor) -> Tensor:
+    """Of some rows of ``blocks [.., blocks, block]`` the sums of what is larger than their limits, on the host."""
+    if blocks.device.type == "cpu":  # a row at a time stays in the CPU's cache
+        each = zip(rows, limits.tolist(), strict=True)
+        return torch.stack([F.threshold(blocks[i], limit, 0.0).sum(-1).double().sum() for i, limit in each])
+    lines = blocks[rows]
+    return (lines * (lines > limits.to(lines.device)[:, None, None])).sum(-1).cpu().double().sum(-1)
+
+
+def _weights(scores: Tensor, best: Tensor, samplers: list[Sampler]) -> Tensor:
+    """Probabilities ``[rows, padded vocabulary]`` at the rows' temperatures, of what min_p and top_k leave."""
+    params = [s.params for s in samplers]
+    device = scores.device
+    least = best - torch.tensor([min_p_margin(p.min_p) * p.temperature for p in params], device=device)
+    if any(p.temperature != 1.0 for p in params):
+        temperatures = torch.tensor([p.temperature for p in params], device=device)
+        scores /= temperatures[:, None]
+        least /= temperatures
+    limited = [i for i, p in enumerate(params) if 0 < p.top_k < scores.shape[1]]
+    if limited:
+        most = max(params[i].top_k for i in limited)
+        whole = len(limited) == len(params)
+        ranked = torch.topk(scores if whole else scores[limited], most).values
+        at = torch.tensor([params[i].top_k - 1 for i in limited], device=device)
+        last = ranked.gather(1, at[:, None])[:, 0]
+        # Whichever of equal logits is the last of k: all of them stay.
+        least[limited] = torch.maximum(least[limited], last)
+    if torch.isfinite(least).any():
+        scores.masked_fill_(scores < least[:, None], _LEAST)
+    return torch.softmax(scores, -1)
+
+
+def _pick(part: Tensor, sums: Tensor, reached: Tensor, uniforms: list[float]) -> tuple[list[int], Tensor]:
+    """The tokens at which the running sum of each row's weights reaches its share of their total, and their weights.
+
+    ``part [rows, blocks, block]``; its ``sums [rows, blocks]`` and ``reached``, their running sum, are on the host.
+    """
+    rows = torch.arange(len(uniforms))
+    target = torch.tensor(uniforms, dtype=torch.float64) * reached[:, -1]
+    block = (reached <= target[:, None]).sum(-1).clamp_max(reached.shape[1] - 1)
+    rest = target - (reached[rows, block] - sums[rows, block])
+    lines = part[rows.to(part.device), block.to(part.device)].cpu().double()
+    inside = (lines.cumsum(-1) <= rest[:, None]).sum(-1)
+    # Sums in another order differ in the last bit: what lies beyond the block is its last token that can be drawn.
+    last = lines.shape[1] - 1 - (lines > 0).flip(-1).int().argmax(-1)
+    inside = torch.minimum(inside, last)
+    return (block * part.shape[2] + inside).tolist(), lines[rows, inside]

@@ -1,0 +1,220 @@
+"""How one request draws its tokens: parameters, state, seeds. What is done with logits is in ``drawing``."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+
+import numpy as np
+from kvsidecar.errors import InvalidRequest
+from numpy.typing import NDArray
+
+from inference_svc.structured_output.grammar_state import Steering
+
+# Below this, logits that differ at all differ by more than any draw could bridge: the likeliest token is taken.
+COLDEST = 1e-5
+MOST_TOP_K = 2**31 - 1
+_MOST_BIASED = 1024
+_GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+# So many numbers belong to each place of an answer.
+_TRIES = 64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request draws its tokens. Raises InvalidRequest, naming the field, when a value is out of range.
+
+    In this order: tokens that are not allowed, here or by a grammar, are left out, biases are added, penalties
+    subtracted, the rest is divided by the temperature, and min_p, top_k and top_p cut the tail, each of what the one
+    before has left.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens in the prompt or the answer, and multiplies the negative ones (Keskar et
+    al., "CTRL", 2019)."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    allowed_tokens: frozenset[int] | None = None
+    """Nothing else is drawn; None for all."""
+    min_tokens: int = 0
+    """Before so many are drawn, none is that would end the answer, unless there is no other."""
+
+    def __post_init__(self) -> None:
+        _within("temperature", self.temperature, 0.0 <= self.temperature <= 2.0, "0 (greedy) to 2")
+        _within("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "values above 0, up to 1")
+        _within("top_k", self.top_k, 0 <= self.top_k <= MOST_TOP_K, f"0 (all) to {MOST_TOP_K}")
+        _within("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "0 (all) to 1")
+        repetition = self.repetition_penalty
+        _within("repetition_penalty", repetition, 0.0 < repetition <= 10.0, "values above 0, up to 10")
+        for name, value in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
+            _within(f"{name}_penalty", value, -2.0 <= value <= 2.0, "-2 to 2")
+        if len(self.logit_bias) > _MOST_BIASED:
+            raise InvalidRequest(
+                f"logit_bias has {len(self.logit_bias)} tokens; at most {_MOST_BIASED} are allowed", param="logit_bias"
+            )
+        for token, bias in self.logit_bias.items():
+            if token < 0 or not -100.0 <= bias <= 100.0:
+                raise InvalidRequest(
+                    f"logit_bias of token {token} is {bias}; allowed are -100 to 100", param="logit_bias"
+                )
+        if self.allowed_tokens is not None and (not self.allowed_tokens or min(self.allowed_tokens) < 0):
+            raise InvalidRequest("allowed_tokens must name at least one token, and none below 0")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < COLDEST
+
+    @property
+    def counts(self) -> bool:
+        """Whether it matters which tokens there were."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    def check(self, vocabulary: int) -> None:
+        """Raises InvalidRequest for a token that the model does not have."""
+        for name, ids in (("logit_bias", self.logit_bias), ("allowed_tokens", self.allowed_tokens or ())):
+            wrong = next((i for i in ids if i >= vocabulary), None)
+            if wrong is not None:
+                raise InvalidRequest(f"{name} has token {wrong}, outside the vocabulary of {vocabulary}", param=name)
+
+
+def _within(name: str, value: float, holds: bool, allowed: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"{name} is {value}; allowed are {allowed}", param=name)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token, with its log probability and the likeliest alternatives where asked for."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Scored(Drawn):
+    """A token of a prompt, with one more than there are likelier ones in its place."""
+
+    rank: int = 0
+
+
+class Counts:
+    """Which tokens there were in a prompt and, how often, in the answer to it."""
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        known = np.unique(np.fromiter(prompt, np.int64))
+        self._at = {int(token): i for i, token in enumerate(known)}
+        self._ids, self._generated = known, np.zeros(len(known), np.float32)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """The tokens, each once."""
+        return self._ids[: len(self._at)]
+
+    @property
+    def generated(self) -> NDArray[np.float32]:
+        """Of each, how often it was generated."""
+        return self._generated[: len(self._at)]
+
+    def copy(self) -> Counts:
+        other = Counts(())
+        other._at, other._ids, other._generated = dict(self._at), self._ids.copy(), self._generated.copy()
+        return other
+
+    def add(self, token: int) -> None:
+        at = self._at.setdefault(token, len(self._at))
+        if at == len(self._ids):
+            room = max(16, at)
+            self._ids = np.concatenate((self._ids, np.zeros(room, np.int64)))
+            self._generated = np.concatenate((self._generated, np.zeros(room, np.float32)))
+        self._ids[at] = token
+        self._generated[at] += 1
+
+
+class Sampler:
+    """The state of one request's drawing: how many tokens it has drawn, and which.
+
+    It goes on by ``accept`` alone, so that what is drawn and then dropped leaves no trace. Repeatable with a seed,
+    whatever else is in the batch and wherever the sequence was preempted: the random numbers of a place in the answer
+    are a function of the seed and that place.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        logprobs: int | None = None,
+        prompt: Iterable[int] = (),
+        steering: Steering | None = None,
+        stops: Iterable[int] = (),
+    ) -> None:
+        """``stops`` are the tokens that end the answer."""
+        self.params, self.logprobs, self.steering = params, logprobs, steering
+        self.drawn = 0
+        self._stops = sorted(stops) if params.min_tokens else []
+        self.counts = Counts(prompt if params.repetition_penalty != 1.0 else ()) if params.counts else None
+        self._start = mix(secrets.randbits(64) if params.seed is None else params.seed & _WORD)
+
+    @property
+    def as_they_are(self) -> bool:
+        """Nothing is masked, added to or taken from the logits."""
+        kept = self.counts is None and self.steering is None and not self.too_early
+        return kept and not self.params.logit_bias and self.params.allowed_tokens is None
+
+    @property
+    def plain_greedy(self) -> bool:
+        """The likeliest token of the logits as they are is all that is wanted."""
+        return self.logprobs is None and self.params.greedy and self.as_they_are
+
+    @property
+    def too_early(self) -> list[int]:
+        """Tokens that would end an answer which is shorter than it may be."""
+        return self._stops if self.drawn < self.params.min_tokens else []
+
+    def uniform(self, attempt: int) -> float:
+        """A number in [0, 1) for the token drawn next; another one for each attempt. SplitMix64 (Steele, Lea, Flood,
+        "Fast splittable pseudorandom number generators", 2014) by its counter."""
+        place = self.drawn * _TRIES + attempt % _TRIES + 1
+        return (mix(self._start + place * _GOLDEN) >> 11) * 2.0**-53
+
+    @property
+    def complete(self) -> bool:
+        """The answer is what its grammar wants, and nothing may follow."""
+        return self.steering is not None and self.steering.complete
+
+    def ahead(self) -> Sampler:
+        """Another one that goes on from here, without the grammar: what it draws is a guess."""
+        other = copy(self)
+        other.logprobs, other.steering = None, None
+        other.counts = None if self.counts is None else self.counts.copy()
+        return other
+
+    def accept(self, token: int) -> None:
+        """The token is part of the answer. Raises GenerationFailed when its grammar cannot go on."""
+        self.drawn += 1
+        if self.steering is not None:
+            self.steering.accept(token)
+        if self.counts is not None:
+            self.counts.add(token)
+
+
+def mix(word: int) -> int:
+    """SplitMix64's finalizer."""
+    word &= _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return word ^ (word >> 31)
+
+
+def min_p_margin(min_p: float) -> float:
+    """How far below the largest logit a token may lie: its probability is then ``min_p`` of the likeliest one's."""
+    return -math.log(min_p) if min_p > 0 else math.inf

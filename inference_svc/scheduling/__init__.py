@@ -1,0 +1,1 @@
+"""Scheduling: admission, chunked-prefill batches, preemption. Pure decisions live in ``scheduler``."""

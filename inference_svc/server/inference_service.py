@@ -1,0 +1,374 @@
+"""InferenceService over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+import structlog
+from google.protobuf.message import Message
+from kvsidecar import keys
+from kvsidecar.errors import (
+    INFERENCE_DOMAIN,
+    FailedPrecondition,
+    InvalidRequest,
+    KVSidecarError,
+    Unavailable,
+    abort,
+    unary,
+)
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
+from kvsidecar.requests import add_calls
+
+from inference_svc.engine.sequence import Output, Sequence
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.lora.live_adapters import LiveAdapters
+from inference_svc.lora.lora_adapter import Adapter
+from inference_svc.models.layer_streaming.streamed_model import Streamed
+from inference_svc.request.logprobs_output import copy_end, prompt_logprobs, tell_end, token_logprob
+from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
+from inference_svc.request.request_builder import Prompter
+from inference_svc.server.malloc_tuning import give_back_freed_memory
+from inference_svc.server.request_telemetry import NOBODY, UNSEEN, Observed, Observer
+from inference_svc.server.runtime import Runtime
+from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.tool_calls.call_response import FINISH, read_calls
+
+log = structlog.get_logger("worker")
+T = TypeVar("T")
+# Of so large a request, what was used to read it is given back.
+_LARGE_BYTES = 1 << 18
+_MOST_DETOKENIZED = 1 << 17
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceService(InferenceServiceServicer):
+    """One instance per worker; all methods run on its event loop, the engine on a thread of its own."""
+
+    def __init__(self, runtime: Runtime, observer: Observer = NOBODY) -> None:
+        self._runtime, self._engine, self._observer = runtime, runtime.engine, observer
+        self._loaded = runtime.engine.loaded
+        config = runtime.config
+        self._prompter = Prompter(
+            self._loaded,
+            runtime.engine.context_length,
+            config.document_separator,
+            config.tool_call_parser,
+            config.speculate,
+            bool(config.draft_model),
+            runtime.engine.adapters,
+            runtime.engine.room,
+        )
+        self._prompter.prepare()
+        self._adapters = LiveAdapters(runtime)
+        self._loop = asyncio.get_running_loop()
+        # Templates and tokenizers take seconds for a long prompt: answers are streamed meanwhile.
+        self._reading = ThreadPoolExecutor(2, "tokenize")
+        # Grammars may take seconds as well: only requests with one wait for those.
+        self._compiling = ThreadPoolExecutor(2, "compile")
+
+    # ---- generating -----------------------------------------------------------------------------------------
+
+    @unary(INFERENCE_DOMAIN)
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        response = pb.GenerateResponse()
+        texts: list[str] = []
+        async for part in self._generate(request, self._observer.request("Generate", context, request.prompt)):
+            texts.append(part.text)
+            response.token_ids.extend(part.token_ids)
+            response.logprobs.extend(part.logprobs)
+            add_calls(response.tool_calls, part.tool_calls)
+            response.prompt_parts.extend(part.prompt_parts)
+            response.prompt_logprobs.extend(part.prompt_logprobs)
+            response.prompt_text = response.prompt_text or part.prompt_text
+            if part.HasField("numerics"):
+                response.numerics.CopyFrom(part.numerics)
+            if part.finish_reason:
+                copy_end(part, response)
+                response.finish_reason = part.finish_reason
+                response.usage.CopyFrom(part.usage)
+                response.timings.CopyFrom(part.timings)
+            response.request_id = part.request_id or response.request_id
+        response.text = "".join(texts)
+        return response
+
+    async def GenerateStream(
+        self, request: pb.GenerateStreamRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        try:
+            seen = self._observer.request("GenerateStream", context, request.request.prompt)
+            async for part in self._generate(request.request, seen):
+                yield part
+        except KVSidecarError as error:
+            await abort(context, error, INFERENCE_DOMAIN)
+
+    async def _generate(
+        self, request: pb.GenerateRequest, seen: Observed = UNSEEN
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        """The pieces of an answer. Leaving early, for whatever reason, cancels the sequence."""
+        calls, first = None, True
+        async with aclosing(self.outputs(request, seen)) as outputs:
+            async for sequence, output in outputs:
+                if first:
+                    calls = self._prompter.call_parser(request)
+                part = self._part(sequence, output, sequence.id if first else "")
+                if calls is not None:
+                    read_calls(calls, part)
+                if first and (request.explain or request.echo or sequence.prompt_logprobs is not None):
+                    await self._read(request, partial(self._tell_prompt, request, sequence, part))
+                first = False
+                yield part
+
+    async def outputs(
+        self, request: pb.GenerateRequest, seen: Observed = UNSEEN
+    ) -> AsyncGenerator[tuple[Sequence, Output], None]:
+        """What the engine says of a request. Leaving early, for whatever reason, cancels the sequence."""
+        with seen:
+            sequence, outputs = await self._submit(request, seen)
+            finished = False
+            try:
+                while not finished:
+                    output = await outputs.get()
+                    finished = output.finish is not None
+                    if output.error is not None:
+                        raise output.error
+                    if finished:
+                        seen.answered(sequence)
+                    yield sequence, output
+            finally:
+                if not finished:
+                    self._engine.cancel(sequence)
+
+    async def _submit(self, request: pb.GenerateRequest, seen: Observed) -> tuple[Sequence, asyncio.Queue[Output]]:
+        arrived = time.perf_counter()
+        outputs: asyncio.Queue[Output] = asyncio.Queue()
+
+        def sink(output: Output) -> None:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        made = await self._read(request, lambda: self._prompter.read(request, sink, arrived))
+        sequence = made(await self._steering(request))
+        tokenized, sequence.trace = time.perf_counter(), seen.span
+        sequence.timings.tokenize_ms = (tokenized - arrived) * 1e3
+        seen.span.phase("tokenize", arrived, tokenized)
+        self._engine.submit(sequence)
+        return sequence, outputs
+
+    async def _steering(self, request: pb.GenerateRequest) -> Steering | None:
+        """Compiles what keeps the answer to a grammar, beside the event loop where there may be one."""
+        if not (request.HasField("grammar") or request.prompt.chat.tools or request.tool_use.mode):
+            return self._prompter.steering(request)
+        return await self._loop.run_in_executor(self._compiling, self._prompter.steering, request)
+
+    async def _read(self, request: Message, work: Callable[[], T]) -> T:
+        """Does what takes as long as a request is large beside the event loop."""
+
+        def read() -> T:
+            try:
+                return work()
+            finally:
+                if request.ByteSize() > _LARGE_BYTES:
+                    give_back_freed_memory()
+
+        return await self._loop.run_in_executor(self._reading, read)
+
+    def _tell_prompt(self, request: pb.GenerateRequest, sequence: Sequence, part: pb.GenerateStreamResponse) -> None:
+        """What the first part says of the prompt."""
+        if sequence.parts:
+            part.prompt_parts.extend(prompt_parts(sequence, self._prompter.text))
+        if request.explain:
+            part.numerics.CopyFrom(numerics_of(self._loaded))
+        part.prompt_logprobs.extend(prompt_logprobs(sequence, self._prompter.text))
+        if request.echo:
+            part.prompt_text = self._prompter.prompt_text(request, sequence)
+
+    def _part(self, sequence: Sequence, output: Output, request_id: str) -> pb.GenerateStreamResponse:
+        part = pb.GenerateStreamResponse(text=output.text, request_id=request_id)
+        if output.drawn is not None:
+            part.token_ids.append(output.drawn.token)
+            if output.drawn.logprob is not None:
+                part.logprobs.append(token_logprob(output.drawn, self._prompter.text))
+        if output.finish is not None:
+            part.finish_reason = FINISH[output.finish]
+            tell_end(sequence, output.finish, part)
+            part.usage.prompt_tokens = sequence.prompt_tokens
+            part.usage.cached_tokens = sequence.cached_tokens
+            part.usage.generated_tokens = sequence.generated
+            part.usage.approximate_tokens = sequence.approximate_tokens
+            part.usage.recomputed_tokens = sequence.recomputed_tokens
+            part.usage.draft_tokens = sequence.draft_tokens
+            part.usage.accepted_tokens = sequence.accepted_tokens
+            for name, value in vars(sequence.timings).items():
+                setattr(part.timings, name, value)
+        return part
+
+    @unary(INFERENCE_DOMAIN)
+    async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
+        self._prompter.adapter(request.model)  # refused before anything is read
+        with self._observer.request("Warm", context) as seen:
+            tokens, marks = await self._read(
+                request,
+                lambda: self._prompter.bounded_tokens(request.prompt, generation_prompt=False, cache=request.cache),
+            )
+            inner = pb.GenerateRequest(
+                prompt=pb.Prompt(token_ids=pb.TokenIds(ids=tokens)),
+                max_tokens=1,
+                cache=request.cache,
+                model=request.model,
+            )
+            inner.cache.segment_ends[:] = marks.segment_ends
+            sequence, outputs = await self._submit(inner, seen)
+            output = Output()
+            try:
+                while output.stored_tokens is None:
+                    output = await outputs.get()
+                    if output.error is not None:
+                        raise output.error
+            finally:
+                if output.stored_tokens is None:
+                    self._engine.cancel(sequence)
+            return pb.WarmResponse(
+                prompt_tokens=len(tokens), cached_tokens=sequence.cached_tokens, stored_tokens=output.stored_tokens
+            )
+
+    # ---- tokens ---------------------------------------------------------------------------------------------
+
+    @unary(INFERENCE_DOMAIN)
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        ids = await self._read(request, lambda: self._prompter.counted_tokens(request.prompt))
+        return pb.TokenizeResponse(token_ids=ids)
+
+    @unary(INFERENCE_DOMAIN)
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        most = max(self._engine.context_length, _MOST_DETOKENIZED)
+        if len(request.token_ids) > most:
+            raise InvalidRequest(f"there are {len(request.token_ids)} token_ids; at most {most} are allowed")
+        return await self._read(request, lambda: self._detokenized(request))
+
+    def _detokenized(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        wrong = next((i for i in request.token_ids if i >= self._loaded.config.vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {self._loaded.config.vocab_size}")
+        return pb.DetokenizeResponse(text=self._prompter.text(list(request.token_ids)))
+
+    # ---- state ----------------------------------------------------------------------------------------------
+
+    @unary(INFERENCE_DOMAIN)
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        ailment = self._engine.ailment
+        if ailment:  # gateways ask this to know whom to send requests to
+            raise Unavailable(ailment)
+        m = self._loaded
+        return pb.GetModelResponse(
+            model_id=m.id,
+            architecture=m.architecture,
+            context_length=self._engine.context_length,
+            namespace=self._namespace(b""),
+            dtype=str(m.dtype).removeprefix("torch."),
+            device=str(m.device),
+            storage_bits=self._runtime.config.storage_bits,
+            vocab_size=m.config.vocab_size,
+            has_chat_template=bool(m.tokenizer.chat_template),
+            adapters=[self._told(adapter) for adapter in list(self._engine.adapters.values())],
+            numerics=numerics_of(m),
+        )
+
+    def _namespace(self, fingerprint: bytes) -> bytes:
+        return keys.namespace_id(self._loaded.descriptor(self._runtime.config.storage_bits, fingerprint))
+
+    def _told(self, adapter: Adapter) -> pb.Adapter:
+        return pb.Adapter(
+            name=adapter.name, namespace=self._namespace(adapter.fingerprint), size_bytes=adapter.size_bytes
+        )
+
+    # ---- adapters -------------------------------------------------------------------------------------------
+
+    @unary(INFERENCE_DOMAIN)
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        _refuse_strangers(context)
+        work = partial(self._adapters.load, request.name, request.path, request.namespace)
+        return pb.LoadAdapterResponse(adapter=self._told(await asyncio.to_thread(work)))
+
+    @unary(INFERENCE_DOMAIN)
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        _refuse_strangers(context)
+        await asyncio.to_thread(self._adapters.unload, request.name)
+        return pb.UnloadAdapterResponse()
+
+    @unary(INFERENCE_DOMAIN)
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
+        return worker_stats(self._runtime)
+
+
+def _refuse_strangers(context: Context) -> None:
+    """Only the worker's own user can connect to its Unix socket; at TCP everybody who reaches it is let in."""
+    if not context.peer().startswith("unix"):
+        raise FailedPrecondition("adapters come and go at the worker's Unix socket only")
+
+
+def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
+    """A worker's counters and gauges."""
+    engine, cache, guessed = runtime.engine, runtime.cache, runtime.engine.speculator.stats
+    running, waiting, saving = engine.load
+    return pb.GetStatsResponse(
+        running=running,
+        waiting=waiting,
+        pool_pages=engine.pool.pages,
+        pool_free_pages=engine.free_pages,
+        page_tokens=PAGE_TOKENS,
+        cache_attached=cache is not None and cache.attached,
+        pending_saves=saving,
+        requests=engine.stats.requests,
+        cancelled=engine.stats.cancelled,
+        prompt_tokens=engine.stats.prompt_tokens,
+        cached_tokens=engine.stats.cached_tokens,
+        generated_tokens=engine.stats.generated_tokens,
+        cache_failures=cache.stats.failures if cache else 0,
+        preemptions=engine.stats.preemptions,
+        resident_sequences=engine.resident_sequences,
+        resident_tokens=engine.stats.resident_tokens,
+        approximate_tokens=engine.stats.approximate_tokens,
+        recomputed_tokens=engine.stats.recomputed_tokens,
+        stored_chunks=cache.stats.stored_chunks if cache else 0,
+        refused_chunks=cache.stats.refused_chunks if cache else 0,
+        drafts=guessed.drafts,
+        draft_tokens=guessed.draft_tokens,
+        accepted_tokens=guessed.accepted_tokens,
+        accepted_at=guessed.accepted_at,
+        draft_seconds=guessed.draft_seconds,
+        verify_seconds=guessed.verify_seconds,
+        streaming=_streaming_stats(engine.loaded.streamed),
+        overflow_pages=engine.pool.overflow_pages,
+        overflow_free_pages=engine.free_overflow_pages,
+        overflowed=engine.stats.overflowed,
+        draft_branches=guessed.branches,
+        branched_tokens=guessed.branched_tokens,
+        skipping_requests=engine.stats.skipping_requests,
+        skipping_tokens=engine.stats.skipping_tokens,
+        bypassed_requests=cache.stats.bypassed if cache else 0,
+    )
+
+
+def _streaming_stats(streamed: Streamed | None) -> pb.StreamingStats:
+    if streamed is None:
+        return pb.StreamingStats(mode="full_resident")
+    stats, residency = streamed.stats, streamed.residency
+    return pb.StreamingStats(
+        mode=residency.mode,
+        resident_bytes=residency.resident_bytes,
+        pass_bytes=residency.streamed_bytes,
+        hits=stats.hits,
+        waits=stats.waits,
+        misses=stats.misses,
+        read_bytes=stats.bytes,
+        read_seconds=stats.read_seconds,
+        wait_seconds=stats.wait_seconds,
+    )

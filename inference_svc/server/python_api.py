@@ -1,0 +1,371 @@
+"""The engine in process, for Python programs: ``Engine.from_pretrained(...)``.
+
+The same engine and the same daemon as behind the servers; only gRPC towards the client is left out.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Unpack
+
+import grpc
+import structlog
+from kvsidecar.cache.v1.cache_pb2 import StatsRequest
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.cli.service_settings import configure_logging
+from kvsidecar.errors import ConfigurationError, Overloaded, from_rpc
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.process.interpreter import python_command
+from kvsidecar.process.runtime_dir import socket_target
+from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request
+
+from inference_svc.context_reuse.reuse_lab import Laboratory
+from inference_svc.context_reuse.reuse_report import Report, Thresholds
+from inference_svc.context_reuse.verify import BUILT_IN, Question, Verifier, candidates, read_questions
+from inference_svc.engine.sequence import Finish, Output
+from inference_svc.engine.sequence import Sequence as EngineSequence
+from inference_svc.kv_client.verdict_report import store_verdict
+from inference_svc.models.loader import quiet_transformers
+from inference_svc.request.logprobs_output import prompt_logprobs, tell_end, token_logprob
+from inference_svc.request.prompt_provenance import prompt_parts
+from inference_svc.request.request_builder import Prompter
+from inference_svc.server.runtime import Runtime, build
+from inference_svc.server.worker_config import WorkerConfig
+from inference_svc.tool_calls.call_response import FINISH, read_calls
+from inference_svc.tool_calls.tool_call_parser import CallParser
+
+_DAEMON_START_SECONDS = 30.0
+# How often a full queue is tried again.
+_FULL_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Result:
+    """A generated answer. Times in milliseconds from the call."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    ttft_ms: float
+    total_ms: float
+    tokens_per_sec: float
+    timings: dict[str, float]
+    tool_calls: list[pb.ToolCall] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list, repr=False)
+    prompt_parts: list[pb.PromptPart] = field(default_factory=list, repr=False)
+    prompt_logprobs: list[pb.TokenLogprob] = field(default_factory=list, repr=False)
+    stopped_by: str | int | None = None
+
+    @property
+    def kv_reuse_ratio(self) -> float:
+        """Share of the prompt that was not computed."""
+        return self.cached_tokens / self.prompt_tokens
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of an answer; ``result`` is set in the last one."""
+
+    text: str
+    token_ids: list[int]
+    tool_calls: list[pb.ToolCallDelta] = field(default_factory=list)
+    result: Result | None = None
+
+
+class Engine:
+    """A model with its cache. Close it, or use it as a context manager."""
+
+    def __init__(self, runtime: Runtime, daemon: subprocess.Popen[bytes] | None, folder: Path | None) -> None:
+        self._runtime, self._daemon, self._folder = runtime, daemon, folder
+        self._prompter = Prompter(
+            runtime.engine.loaded,
+            runtime.engine.context_length,
+            runtime.config.document_separator,
+            runtime.config.tool_call_parser,
+            runtime.config.speculate,
+            bool(runtime.config.draft_model),
+            runtime.engine.adapters,
+            runtime.engine.room,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        cache: str | Path | None = "embedded",
+        store: str | Path | None = None,
+        storage_bits: int = 16,
+        arena_bytes: str = "512MiB",
+        **settings: Any,
+    ) -> Engine:
+        """Loads a model.
+
+        ``cache`` is "embedded" (a daemon of this engine's own, ended with it), the socket of a running daemon, or
+        None. ``store`` keeps an embedded daemon's cache on disk. Further settings are those of the worker
+        (``device``, ``dtype``, ``pool_bytes``, ...), but that prompts beyond the pool are refused unless
+        ``overflow_bytes`` says that they may be on disk. Raises ModelUnsupported, ConfigurationError.
+        """
+        quiet_transformers()
+        if not structlog.is_configured():
+            configure_logging("warning")
+        daemon, folder, socket = None, None, Path(cache) if cache not in (None, "embedded") else None
+        if cache == "embedded":
+            folder = Path(tempfile.mkdtemp(prefix="kvsidecar-"))
+            socket = folder / "cache.sock"
+            daemon = _start_daemon(socket, store, arena_bytes)
+        try:
+            config = WorkerConfig(
+                model=model,
+                cache_socket=socket,
+                storage_bits=storage_bits,  # type: ignore[arg-type]
+                name="in-process",
+                **{"overflow_bytes": 0} | settings,
+            )
+            return cls(build(config), daemon, folder)
+        except BaseException:
+            _end_daemon(daemon, folder)
+            raise
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stores what is queued, ends the engine and an embedded daemon."""
+        self._runtime.close()
+        _end_daemon(self._daemon, self._folder)
+        self._daemon = self._folder = None
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
+        """Generates one answer. ``prompt`` is text, token ids or chat messages; options as in ``kvsidecar.Client``."""
+        return self.generate_many([(prompt, options)])[0]
+
+    def generate_batch(self, prompts: Iterable[Prompt], **options: Unpack[Options]) -> list[Result]:
+        """Generates an answer for each prompt, any number of them, all with the same options, batched. An error ends
+        all of them."""
+        return self.generate_many([(p, options) for p in prompts])
+
+    def generate_many(self, requests: Sequence[tuple[Prompt, Mapping[str, Any]]]) -> list[Result]:
+        """Generates an answer for each ``(prompt, options)``, any number of them, batched, in the order given. Of an
+        error, which ends all of them, raises the first."""
+        results, running = list[Result](), deque[_Call]()
+        try:
+            for prompt, options in requests:
+                call = self._read(prompt, options)
+                while not self._submitted(call):  # as many wait as may: the first of ours makes room
+                    if running:
+                        results.append(_result(running[0]))
+                        running.popleft()
+                    else:
+                        time.sleep(_FULL_SECONDS)  # they are other threads'
+                running.append(call)
+            while running:
+                results.append(_result(running[0]))
+                running.popleft()
+        except BaseException:
+            for call in running:
+                self._runtime.engine.cancel(call.sequence)
+            raise
+        return results
+
+    def _submitted(self, call: _Call) -> bool:
+        """Queues a request, unless as many wait as may."""
+        try:
+            self._runtime.engine.submit(call.sequence)
+        except Overloaded:
+            return False
+        return True
+
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Generator[Chunk, None, None]:
+        """Generates one answer piece by piece. Closing the iterator cancels the request."""
+        call = self._submit(prompt, options)
+        ended = False
+        try:
+            for chunk in _chunks(call):
+                ended = chunk.result is not None
+                yield chunk
+        finally:
+            if not ended:
+                self._runtime.engine.cancel(call.sequence)
+
+    def warm(self, prompt: Prompt, model: str = "") -> int:
+        """Reads a prompt into the cache, for an adapter if ``model`` names one. Returns how many of its tokens are
+        stored."""
+        tokens, marks = self._prompter.bounded_tokens(to_prompt(prompt), generation_prompt=False)
+        call = self._submit(tokens, {"max_tokens": 1, "segment_ends": marks.segment_ends, "model": model})
+        _result(call)
+        while True:
+            output = call.outputs.get()
+            if output.error is not None:
+                raise output.error
+            if output.stored_tokens is not None:
+                return output.stored_tokens
+
+    def verify_correctness(
+        self,
+        prompts: Sequence[Question] | None = None,
+        *,
+        repair: str | None = None,
+        ratio: float | None = None,
+        thresholds: Thresholds | None = None,
+        store: bool = True,
+    ) -> Report:
+        """Measures what answers lose when the prompts' documents are reused that were read in another order.
+
+        Judged is the engine's own repair unless another is named; for ``auto`` the cheapest that passes is chosen. With
+        ``store``, the cache daemon keeps the verdict with the namespace, and its workers reuse text elsewhere only if
+        it passed. Call it when nothing else runs. Raises InvalidRequest, ModelUnsupported.
+        """
+        engine, config = self._runtime.engine, self._runtime.config
+        lab = Laboratory(engine.loaded, decoder=engine.decoder)
+        verifier = Verifier(lab, config.storage_bits, thresholds)
+        tried = candidates(repair or config.repair, config.repair_ratio if ratio is None else ratio)
+        report = verifier.run(prompts or read_questions(BUILT_IN), tried)
+        if store and config.cache_socket is not None:
+            store_verdict(config.cache_socket, engine.loaded.descriptor(config.storage_bits), report.verdict())
+        return report
+
+    def cache_stats(self) -> dict[str, Any]:
+        """Counters of this engine and, under ``daemon``, of its cache daemon."""
+        engine, cache = self._runtime.engine, self._runtime.cache
+        found: dict[str, Any] = dict(vars(engine.stats))
+        found["speculation"] = dict(vars(engine.speculator.stats))
+        found["kv_reuse_ratio"] = engine.stats.cached_tokens / max(1, engine.stats.reusing_tokens)
+        if cache is not None:
+            found |= {"attached": cache.attached, "cache_failures": cache.stats.failures}
+            found["daemon"] = self._daemon_stats()
+        return found
+
+    def _daemon_stats(self) -> dict[str, Any]:
+        socket = self._runtime.config.cache_socket
+        assert socket is not None
+        with grpc.insecure_channel(socket_target(socket)) as channel:
+            try:
+                stats = CacheServiceStub(channel).Stats(StatsRequest(), timeout=5)
+            except grpc.RpcError as error:
+                return {"error": str(from_rpc(error))}
+        return {f.name: getattr(stats, f.name) for f in stats.DESCRIPTOR.fields}
+
+    def _submit(self, prompt: Prompt, options: Mapping[str, Any]) -> _Call:
+        call = self._read(prompt, options)
+        self._runtime.engine.submit(call.sequence)
+        return call
+
+    def _read(self, prompt: Prompt, options: Mapping[str, Any]) -> _Call:
+        began = time.perf_counter()
+        outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        request = to_request(prompt, **options)
+        sequence = self._prompter.sequence(request, outputs.put, began)
+        sequence.timings.tokenize_ms = (time.perf_counter() - began) * 1e3
+        return _Call(sequence, outputs, self._prompter.call_parser(request), self._prompter.text)
+
+
+@dataclass(frozen=True)
+class _Call:
+    sequence: EngineSequence
+    outputs: queue.SimpleQueue[Output]
+    parser: CallParser | None
+    decode: Callable[[list[int]], str]
+
+
+def _result(call: _Call) -> Result:
+    """Waits for the whole answer. Raises what ended it."""
+    (found,) = (chunk.result for chunk in _chunks(call) if chunk.result is not None)
+    return found
+
+
+def _chunks(call: _Call) -> Iterator[Chunk]:
+    """The pieces as they come. Raises what ended the answer."""
+    s = call.sequence
+    text, calls, logprobs, finish = list[str](), list[pb.ToolCall](), list[pb.TokenLogprob](), None
+    while finish is None:
+        output = call.outputs.get()
+        if output.error is not None:
+            raise output.error
+        finish = output.finish
+        part = pb.GenerateStreamResponse(text=output.text)
+        if output.drawn is not None:
+            part.token_ids.append(output.drawn.token)
+            if output.drawn.logprob is not None:
+                logprobs.append(token_logprob(output.drawn, call.decode))
+        if finish is not None:
+            part.finish_reason = FINISH[finish]
+            tell_end(s, finish, part)
+        if call.parser is not None:
+            read_calls(call.parser, part)
+            add_calls(calls, part.tool_calls)
+        text.append(part.text)
+        result = None if finish is None else _ended(call, part, "".join(text), calls, logprobs, finish)
+        yield Chunk(part.text, list(part.token_ids), list(part.tool_calls), result)
+
+
+def _ended(
+    call: _Call,
+    last: pb.GenerateStreamResponse,
+    text: str,
+    calls: list[pb.ToolCall],
+    logprobs: list[pb.TokenLogprob],
+    finish: Finish,
+) -> Result:
+    s, ended_by = call.sequence, last.WhichOneof("stopped_by")
+    called = last.finish_reason == pb.FINISH_REASON_TOOL_CALLS
+    total_ms = s.timings.ttft_ms + s.timings.decode_ms  # others may have been waited for first
+    return Result(
+        text=text,
+        token_ids=s.tokens[s.prompt_tokens :],
+        finish_reason="tool_calls" if called else finish.value,
+        prompt_tokens=s.prompt_tokens,
+        cached_tokens=s.cached_tokens,
+        draft_tokens=s.draft_tokens,
+        accepted_tokens=s.accepted_tokens,
+        ttft_ms=s.timings.ttft_ms,
+        total_ms=total_ms,
+        tokens_per_sec=s.generated / (total_ms / 1e3),
+        timings=dict(vars(s.timings)),
+        tool_calls=calls,
+        logprobs=logprobs,
+        prompt_parts=prompt_parts(s, call.decode) if s.parts else [],
+        prompt_logprobs=prompt_logprobs(s, call.decode),
+        stopped_by=None if ended_by is None else getattr(last, ended_by),
+    )
+
+
+def _start_daemon(socket: Path, store: str | Path | None, arena_bytes: str) -> subprocess.Popen[bytes]:
+    command = python_command("-m", "cache_daemon", "--socket", str(socket), "--arena-bytes", arena_bytes)
+    daemon = subprocess.Popen([*command, "--store", str(store or "none"), "--log-level", "warning"])
+    deadline = time.monotonic() + _DAEMON_START_SECONDS
+    while not socket.exists():
+        if daemon.poll() is not None:
+            raise ConfigurationError("the embedded cache daemon could not start; its message is above")
+        if time.monotonic() > deadline:
+            daemon.kill()
+            raise ConfigurationError(f"the embedded cache daemon did not start within {_DAEMON_START_SECONDS:.0f} s")
+        time.sleep(0.01)
+    return daemon
+
+
+def _end_daemon(daemon: subprocess.Popen[bytes] | None, folder: Path | None) -> None:
+    if daemon is not None:
+        daemon.terminate()
+        try:
+            daemon.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,103 @@
+"""Prometheus metrics of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from inference_svc.server.runtime import Runtime
+
+_GAUGES = (
+    "running",
+    "waiting",
+    "pool_pages",
+    "pool_free_pages",
+    "overflow_pages",
+    "overflow_free_pages",
+    "cache_attached",
+    "pending_saves",
+    "resident_sequences",
+)
+# vLLM's names behind the prefix of ours.
+_SPECULATION = {
+    "spec_decode_num_drafts": ("drafts", "Times that a request's guesses were verified"),
+    "spec_decode_num_draft_tokens": ("draft_tokens", "Guessed tokens that were verified"),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Guessed tokens that became part of an answer"),
+    "spec_decode_num_branches": (
+        "draft_branches",
+        "Branches verified beside the first of a draft",
+    ),
+    "spec_decode_num_branched_tokens": ("branched_tokens", "Accepted tokens of such a branch"),
+    "spec_decode_draft_seconds": ("draft_seconds", "Time spent guessing"),
+    "spec_decode_verify_seconds": ("verify_seconds", "Time of passes that verified guesses"),
+}
+_COUNTERS = (
+    "requests",
+    "cancelled",
+    "prompt_tokens",
+    "skipping_requests",
+    "skipping_tokens",
+    "cached_tokens",
+    "generated_tokens",
+    "cache_failures",
+    "bypassed_requests",
+    "preemptions",
+    "overflowed",
+    "resident_tokens",
+    "approximate_tokens",
+    "recomputed_tokens",
+    "stored_chunks",
+    "refused_chunks",
+)
+_STREAM_GAUGES = ("resident_bytes", "pass_bytes")
+_STREAM_COUNTERS = ("hits", "waits", "misses", "read_bytes", "read_seconds", "wait_seconds")
+
+
+class WorkerCollector:
+    """Reads the counters when scraped."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def collect(self) -> Iterable[Metric]:
+        from inference_svc.server.inference_service import worker_stats
+
+        stats = worker_stats(self._runtime)
+        streaming = stats.streaming
+        for name in _GAUGES:
+            yield GaugeMetricFamily(f"kvsidecar_worker_{name}", name.replace("_", " "), value=getattr(stats, name))
+        text = "Reused prefixes that were not finite, and were computed instead"
+        hits = self._runtime.engine.stats.corrupt_hits
+        yield CounterMetricFamily("kvsidecar_worker_corrupt_hits", text, value=hits)
+        text = "1 while the engine works; 0 when it has stopped, or when its step hangs"
+        yield GaugeMetricFamily("kvsidecar_worker_engine_up", text, value=float(not self._runtime.engine.ailment))
+        for name in _COUNTERS:
+            yield CounterMetricFamily(f"kvsidecar_worker_{name}", name.replace("_", " "), value=getattr(stats, name))
+        loaded = self._runtime.cache.stats.loaded_bytes if self._runtime.cache is not None else 0
+        text = "Bytes of chunks that were copied into the pool"
+        yield CounterMetricFamily("kvsidecar_worker_loaded_bytes", text, value=loaded)
+        for name, (field, text) in _SPECULATION.items():
+            yield CounterMetricFamily(f"kvsidecar_worker_{name}", text, value=getattr(stats, field))
+        places = CounterMetricFamily(
+            "kvsidecar_worker_spec_decode_num_accepted_tokens_per_pos",
+            "Accepted guesses by their place, from 0",
+            labels=["position"],
+        )
+        for place, count in enumerate(stats.accepted_at):
+            places.add_metric([str(place)], count)
+        yield places
+        for name in _STREAM_GAUGES:
+            text = f"streaming of layers: {name.replace('_', ' ')}"
+            yield GaugeMetricFamily(f"kvsidecar_worker_stream_{name}", text, value=getattr(streaming, name))
+        for name in _STREAM_COUNTERS:
+            text = f"streaming of layers: {name.replace('_', ' ')}"
+            yield CounterMetricFamily(f"kvsidecar_worker_stream_{name}", text, value=getattr(streaming, name))
+
+
+def serve_metrics(runtime: Runtime, port: int, host: str) -> None:
+    """Serves ``/metrics``. Raises OSError when the address is taken."""
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector(runtime))
+    start_http_server(port, host, registry)

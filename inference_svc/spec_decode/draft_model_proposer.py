@@ -1,0 +1,198 @@
+"""Guesses by a smaller model with the same tokens (Leviathan et al., 2023), or by the model itself at fewer bits.
+
+A guess is drawn from the draft's logits with the sampler and the random number that the true token will be drawn with:
+where both models agree they draw the same token, also at high temperatures, and a draft that is the model itself is
+always right.
+"""
+
+from __future__ import annotations
+
+import collections.abc as abc
+import time
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from inference_svc.engine.sequence import Sequence
+from inference_svc.kv_pool.block_table import BlockTable
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.model_runner import forward_batch
+from inference_svc.model_runner.decoder import Decoder
+from inference_svc.sampling.sampler import Outcome, draw, likeliest_beside
+from inference_svc.sampling.sampling_params import Drawn, Sampler
+from inference_svc.spec_decode.proposer import ROOT, Draft, Wish
+
+_FADE = 0.8
+
+
+@dataclass
+class _Kept:
+    """What the draft's pool has of a sequence: keys and values of ``computed`` leading tokens, which were ``known``
+    when something was last guessed behind them."""
+
+    table: BlockTable = field(default_factory=BlockTable)
+    computed: int = 0
+    known: int = 0
+    strange: bool = False  # it has tokens that the draft does not know
+
+
+@dataclass
+class _Going:
+    """A guess in the making: the next token follows the last row that was computed. ``others`` are what was the
+    likeliest beside each of the ``tokens``."""
+
+    wish: Wish
+    kept: _Kept
+    sampler: Sampler
+    tokens: list[int] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)
+
+    @property
+    def draft(self) -> Draft:
+        """The tokens, and beside each the other one: it has the sign 1."""
+        count, others = len(self.tokens), self.others[: len(self.tokens)]
+        before = [*range(ROOT, count - 1)]
+        signs = (0,) * count + (1,) * len(others)
+        return Draft((*self.tokens, *others), (*before, *before[: len(others)]), signs)
+
+
+class DraftModel:
+    """A ``Proposer`` with keys and values of its own, or, as a copy of the model, with the model's.
+
+    A copy reads what the model has computed and writes what it guesses into the slots that verification then fills
+    anew: it needs no room, and never reads a prompt.
+    """
+
+    # Of what it would have drawn, and of the second token beside it, which is compared before it is ever verified.
+    priors = (0.6, 0.01)
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        vocabulary: int,
+        longest: int,
+        piece_rows: int,
+        *,
+        known: int | None = None,
+        copy: bool = False,
+    ) -> None:
+        """``vocabulary`` is the width of the model's logits, ``longest`` the draft's context. What is missing of a
+        sequence is computed in pieces of at most ``piece_rows`` rows, one in a step. Of token ids the draft has those
+        below ``known``; where others are in a text, it guesses nothing. A ``copy`` gets the model's pool.
+        """
+        self._decoder, self._pool, self._copy = decoder, pool, copy
+        self._known = vocabulary if known is None else known
+        self._vocabulary, self._longest, self._piece_rows = vocabulary, longest, piece_rows
+        self._kept: dict[Sequence, _Kept] = {}
+        self._seconds = 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        return self._seconds
+
+    @property
+    def pool(self) -> KVPool:
+        return self._pool
+
+    @property
+    def copies(self) -> bool:
+        """It works in the model's pool, with the pages of the sequences themselves."""
+        return self._copy
+
+    def tables(self) -> list[BlockTable]:
+        """What is held of a pool of its own."""
+        return [kept.table for kept in self._kept.values()]
+
+    def propose(self, wishes: abc.Sequence[Wish]) -> list[Draft]:
+        budget, spans, due = self._piece_rows, list[forward_batch.Span](), list[_Going]()
+        for wish in wishes:
+            kept, tokens = self._kept_of(wish.sequence), wish.sequence.tokens
+            kept.strange = kept.strange or any(token >= self._known for token in tokens[kept.known :])
+            kept.known = len(tokens)
+            piece = tokens[kept.computed : kept.computed + budget]
+            most = self._room(kept.table, len(tokens), wish.most)
+            if kept.strange or not piece or not most:
+                continue
+            whole = kept.computed + len(piece) == len(tokens)
+            spans.append(forward_batch.Span(piece, kept.computed, kept.table, whole))
+            budget -= len(piece)
+            kept.computed += len(piece)
+            if whole:
+                due.append(_Going(replace(wish, most=most), kept, wish.sequence.sampler.ahead()))
+        found = {one.wish.sequence: one for one in due}
+        while spans:
+            began, alone = time.perf_counter(), all(len(span.tokens) == 1 for span in spans)
+            logits = self._logits(spans)
+            drawn = draw(logits, [one.sampler for one in due])
+            _add_others(due, logits, drawn)
+            if self._copy:
+                self._clear([one for one, token in zip(due, drawn, strict=True) if not isinstance(token, Drawn)])
+            due = [one for one, token in zip(due, drawn, strict=True) if _goes_on(one, token)]
+            if alone:
+                seconds = time.perf_counter() - began
+                self._seconds = seconds + _FADE * (self._seconds - seconds) if self._seconds else seconds
+            spans = [_next_row(one) for one in due]
+        return [found[wish.sequence].draft if wish.sequence in found else Draft() for wish in wishes]
+
+    def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        kept = self._kept.get(sequence)
+        if kept is not None and not self._copy:
+            # Of the last guess no key was computed.
+            kept.computed = kept.known + min(accepted, max(drafted - 1, 0))
+
+    def finish(self, sequence: Sequence) -> None:
+        """Nothing is learnt."""
+
+    def forget(self, sequence: Sequence) -> None:
+        kept = self._kept.pop(sequence, None)
+        if kept is not None and not self._copy:
+            self._pool.free(kept.table)
+
+    def _kept_of(self, sequence: Sequence) -> _Kept:
+        if not self._copy:
+            return self._kept.setdefault(sequence, _Kept())
+        assert sequence.table is not None
+        return _Kept(sequence.table, sequence.computed, len(sequence.tokens))
+
+    def _room(self, table: BlockTable, tokens: int, most: int) -> int:
+        """For how many guesses behind so many tokens there is room, ``most`` at the most. A copy takes no page that
+        another sequence may need."""
+        if self._copy:
+            return max(0, min(most, table.tokens - tokens, self._longest - tokens))
+        return most if tokens + most <= self._longest and self._pool.grow(table, tokens + most) else 0
+
+    def _clear(self, failed: list[_Going]) -> None:
+        """Of guesses from which nothing can be drawn, keys and values may not be finite, and they lie in the model's
+        own pages: attention may read behind a sequence's end."""
+        for one in failed:
+            self._pool.clear(one.kept.table, one.kept.known - 1, one.kept.known + len(one.tokens))
+
+    def _logits(self, spans: list[forward_batch.Span]) -> Tensor:
+        """As wide as the model's: what the draft does not know is never guessed."""
+        logits = self._decoder(forward_batch.build(spans, self._pool, self._pool.keys.device))[:, : self._vocabulary]
+        missing = self._vocabulary - logits.shape[1]
+        return pad(logits, (0, missing), value=float("-inf")) if missing and len(logits) else logits
+
+
+def _add_others(due: list[_Going], logits: Tensor, drawn: list[Outcome]) -> None:
+    """Notes the likeliest token but for the drawn one, for those who ask for more than one branch."""
+    wide = [(i, one.token) for i, one in enumerate(drawn) if due[i].wish.width > 1 and isinstance(one, Drawn)]
+    if wide:
+        lines = [i for i, _ in wide]
+        for i, other in zip(lines, likeliest_beside(logits[lines], [token for _, token in wide]), strict=True):
+            due[i].others.append(other)
+
+
+def _goes_on(one: _Going, drawn: Outcome) -> bool:
+    """Takes what was drawn; False when that was the last, or nothing could be."""
+    if not isinstance(drawn, Drawn):
+        return False
+    one.tokens.append(drawn.token)
+    one.sampler.accept(drawn.token)
+    return len(one.tokens) < one.wish.most
+
+
+def _next_row(one: _Going) -> forward_batch.Span:
+    return forward_batch.Span(one.tokens[-1:], one.kept.known + len(one.tokens) - 1, one.kept.table, True)

@@ -1,0 +1,164 @@
+"""Guesses by looking up what followed the same tokens before: in the prompt and the answer so far, and in answers that
+the same tenant got before (as in suffix decoding, Oliaro et al., 2024, with chains of matches for its trees).
+
+What followed the longest match comes first. Other branches are what followed in other places, where that was something
+else: behind the text itself, and behind the first guesses, as if they were right.
+"""
+
+from __future__ import annotations
+
+import collections.abc as abc
+from bisect import bisect_right
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from inference_svc.engine.sequence import Realm, Sequence
+from inference_svc.spec_decode.ngram_index import MOST_MATCHED, SHORT, Chains, Match
+from inference_svc.spec_decode.proposer import ROOT, Draft, Wish
+
+# The shortest match of each sign; a longer one is right more often.
+_SIGNS = (SHORT, 3, 4, 6, 9, 13, 20, MOST_MATCHED)
+_PRIORS = (0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9)
+# The same of what followed in another place than the first: the longer the match, the surer is the first.
+_OTHER_PRIORS = (0.3, 0.25, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05)
+# Behind so many of the first guesses other branches are looked for, and so much of one is guessed.
+_PLACES, _MOST_OTHER = 3, 8
+# Of a tenant's past answers, tokens in each of two generations: when the younger one is full, the elder is dropped.
+_GENERATION, _TENANTS = 1 << 14, 32
+# Stands between answers, and is no token.
+_END = -1
+# A sequence's own tokens get room in pieces of so many.
+_ROOM = 1024
+# So much of a prompt's end belongs to what an answer followed.
+_CONTEXT = 4
+
+
+class PastAnswers:
+    """What a tenant was answered last by the model, or by an adapter, bounded; those that ask least recently are
+    forgotten first. Nothing of one realm is ever found by another."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[Realm, list[Chains]] = OrderedDict()
+
+    def add(self, realm: Realm, tokens: abc.Sequence[int]) -> None:
+        """Remembers an answer's last tokens."""
+        kept = [*tokens[-(_GENERATION - 1) :], _END]
+        generations = self._tenants.setdefault(realm, [])
+        self._tenants.move_to_end(realm)
+        if not generations or generations[0].length + len(kept) > _GENERATION:
+            generations.insert(0, Chains(_GENERATION))
+            del generations[2:]
+        generations[0].add(kept)
+        while len(self._tenants) > _TENANTS:
+            self._tenants.popitem(last=False)
+
+    def find(self, realm: Realm, tail: abc.Sequence[int], most: int) -> list[tuple[Chains, Match]]:
+        """Matches in both generations, of each ``most`` at most; the younger one's first."""
+        return [(chains, match) for chains in self._tenants.get(realm, ()) for match in chains.find_many(tail, most)]
+
+
+class Lookup:
+    """A ``Proposer`` that computes nothing: what followed the longest match is the guess. Its signs are the lengths of
+    matches in the sequence itself, behind them those in past answers, then those that other branches begin with."""
+
+    step_seconds = 0.0
+    priors = (*_PRIORS, *_PRIORS, *_OTHER_PRIORS)
+
+    def __init__(self) -> None:
+        self._own: dict[Sequence, Chains] = {}
+        self._past = PastAnswers()
+
+    def propose(self, wishes: abc.Sequence[Wish]) -> list[Draft]:
+        return [self._guess(wish.sequence, wish.most, wish.width) for wish in wishes]
+
+    def _guess(self, sequence: Sequence, most: int, width: int) -> Draft:
+        own = self._own.get(sequence)
+        tokens = len(sequence.tokens)
+        if own is None or own.capacity < tokens:
+            # Twice what is there, and again when that is full: many answers may be as long as the context, and few are.
+            longest = sequence.prompt_tokens + sequence.max_tokens
+            own = self._own[sequence] = Chains(max(tokens, min(longest, _ROOM * -(-2 * tokens // _ROOM))))
+        own.add(sequence.tokens[own.length :])
+        tail, tree = sequence.tokens[-MOST_MATCHED:], _Growing(most)
+        found = self._find(sequence, own, tail, width)
+        for continuation in found:
+            tree.add(ROOT, continuation)
+        chain = tree.tokens[: tree.first]
+        for at in range(1, min(1 + _PLACES, len(chain)) if width > 1 else 0):
+            for continuation in self._find(sequence, own, [*tail, *chain[:at]][-MOST_MATCHED:], width):
+                if continuation.tokens(1) != [chain[at]]:
+                    tree.add(at - 1, continuation)
+        return tree.draft
+
+    def _find(self, sequence: Sequence, own: Chains, tail: list[int], most: int) -> list[_Continuation]:
+        """What followed the longest matches of a text's end, each beginning with another token; the longest first."""
+        found = [_Continuation(own, match, 0) for match in own.find_many(tail, most)]
+        if sequence.cache.read and (not found or found[0].match.length < MOST_MATCHED):
+            past = self._past.find(sequence.realm, tail, most)
+            found += [_Continuation(chains, match, len(_SIGNS)) for chains, match in past]
+        if not found:
+            return found
+        found.sort(key=lambda one: -one.match.length)
+        different = dict[int, _Continuation]()
+        for one in found:
+            for token in one.tokens(1):
+                different.setdefault(token, one)
+        return list(different.values())[:most]
+
+    def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """The sequence itself says it all."""
+
+    def finish(self, sequence: Sequence) -> None:
+        if sequence.cache.write and sequence.generated > SHORT:
+            start = max(0, sequence.prompt_tokens - _CONTEXT)
+            self._past.add(sequence.realm, sequence.tokens[start:])
+
+    def forget(self, sequence: Sequence) -> None:
+        self._own.pop(sequence, None)
+
+
+@dataclass(frozen=True)
+class _Continuation:
+    """What followed a match. Its signs begin at ``first_sign``."""
+
+    chains: Chains
+    match: Match
+    first_sign: int
+
+    def tokens(self, most: int) -> list[int]:
+        """At most so many, and none from the end of an answer on."""
+        found = self.chains.follow(self.match.place, most)
+        return found[: found.index(_END)] if _END in found else found
+
+    def signs(self, count: int) -> list[int]:
+        """Once a token is right, the match is one longer."""
+        lengths = (min(self.match.length + i, MOST_MATCHED) for i in range(count))
+        return [self.first_sign + bisect_right(_SIGNS, length) - 1 for length in lengths]
+
+
+class _Growing:
+    """A draft in the making, ``most`` tokens deep."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.tokens, self._parents, self._signs = list[int](), list[int](), list[int]()
+        self.first = 0  # tokens of the first path
+
+    def add(self, parent: int, continuation: _Continuation) -> None:
+        """A path behind ``parent``, which is a place of the first one or ROOT."""
+        depth = self._most - 1 - parent
+        found = continuation.tokens(min(depth, _MOST_OTHER) if self.first else depth)
+        if not found:
+            return
+        signs, at = continuation.signs(len(found)), len(self.tokens)
+        if self.first:
+            signs[0] = 2 * len(_SIGNS) + signs[0] % len(_SIGNS)
+        else:
+            self.first = len(found)
+        self.tokens += found
+        self._parents += [parent, *range(at, at + len(found) - 1)]
+        self._signs += signs
+
+    @property
+    def draft(self) -> Draft:
+        return Draft(tuple(self.tokens), tuple(self._parents), tuple(self._signs))

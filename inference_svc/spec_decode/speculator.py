@@ -1,0 +1,299 @@
+"""How much is guessed in a pass, so that it never takes longer than it saves.
+
+Guesses that cost nothing are made for every sequence that decodes. Each is worth the chance that it is right, which is
+measured, and costs what a row more costs, which is measured too; those are verified that give the most tokens per
+second (goodput, Liu et al., 2024, arXiv:2406.14066). So speculation goes away by itself when a batch is large enough to
+keep the device busy, or when guesses are wrong. What was guessed is compared with what was drawn even where it was not
+verified: finding out that guesses are right again costs no row. Guesses that must be computed are tried again after
+pauses that grow.
+
+A second branch is looked for, and verified, where that is worth more than the chain alone would be, and no longer than
+the looking takes. What it would have gained is compared, too, where it was not verified.
+"""
+
+from __future__ import annotations
+
+import collections.abc as abc
+import time
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from inference_svc.engine.engine_stats import SpeculationStats, Verified
+from inference_svc.engine.sequence import Sequence
+from inference_svc.spec_decode.acceptance_stats import Acceptance, Tally
+from inference_svc.spec_decode.draft_budget import Node, Prices, choose
+from inference_svc.spec_decode.proposer import ROOT, Draft, Proposer, Wish
+from inference_svc.spec_decode.speculation_mode import Speculation
+from inference_svc.spec_decode.step_cost_model import Costs
+
+log = structlog.get_logger("engine")
+
+# What speculation must promise before anything is risked for it.
+_MARGIN = 1.02
+# Passes after which what seemed too expensive is tried once more, and the most of them.
+_PAUSE, _MOST_PAUSE = 64, 1024
+# The same for guesses that must be computed, and the most of them at once.
+_MODEL_PAUSE, _MOST_MODEL_PAUSE, _MOST_COMPUTED = 16, 1 << 14, 8
+# Of sequences whose guesses do not pay for the time of looking them up, one pass in so many is looked up.
+_RARELY = 16
+_FADE = 0.9
+# What is less likely is not verified even where rows are free.
+_LEAST_CHANCE = 0.02
+
+
+@dataclass
+class _Guess:
+    """What was guessed for a sequence, of which those at the places ``drafted`` were handed out to be verified."""
+
+    proposer: Proposer
+    draft: Draft
+    width: int  # branches that may be
+    drafted: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Own:
+    """What is known of one sequence's guesses."""
+
+    tallies: dict[Proposer, Tally] = field(default_factory=dict)
+    gain: float = 1.0  # accepted each time it was asked for, lately
+    branched: float = 1.0  # the same of what other branches than the first had, verified or not
+    passes: int = 0
+
+
+class Speculator:
+    """Only the engine's thread uses it. Nothing that fails here fails a request: it goes on without guesses."""
+
+    def __init__(
+        self, proposers: abc.Mapping[Speculation, Proposer], costs: Costs, most: int, branches: int = 1
+    ) -> None:
+        """``proposers`` by the mode that asks for each alone; at most ``most`` tokens of a sequence are guessed one
+        behind the other, in so many ``branches`` at most."""
+        self.stats, self.costs = SpeculationStats(), costs
+        self._proposers, self._most, self._branches = dict(proposers), most, branches
+        self._acceptance = {p: Acceptance(p.priors) for p in proposers.values()}
+        self._own: dict[Sequence, _Own] = {}
+        self._guesses: dict[Sequence, _Guess] = {}
+        # For one sequence, by whether other branches are asked for as well.
+        self._asking_seconds = {False: 0.0, True: 0.0}
+        self._pause, self._left = _PAUSE, _PAUSE
+        self._model_pause, self._model_left = _MODEL_PAUSE, 1
+
+    def prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> dict[Sequence, Draft]:
+        """What to verify behind those of ``decoding`` sequences, in a pass that has so many ``rows`` without them.
+        Answers end by ``longest`` tokens, prompt included."""
+        self._guesses.clear()
+        self._prepare(decoding, rows, longest)
+        return {s: guess.draft.chosen(guess.drafted) for s, guess in self._guesses.items() if guess.drafted}
+
+    def passed(self, rows: int, drafted: int, seconds: float) -> None:
+        """A pass of decoding sequences alone took so long; ``rows`` of which ``drafted`` were guesses."""
+        self.costs.learn(rows, drafted > 0, seconds)
+        self.stats.rows[rows] += 1
+        if drafted:
+            self.stats.verify_seconds += seconds
+
+    def forked(self, branches: int, seconds: float) -> None:
+        """So many branches got pages of their own in so long."""
+        if branches:
+            self.costs.learn_branches(branches, seconds)
+
+    def judge(self, sequence: Sequence, verified: Verified, drawn: abc.Sequence[int]) -> None:
+        """``drawn`` became part of a sequence's answer."""
+        guess = self._guesses.pop(sequence, None)
+        if guess is None:
+            return
+        own, draft = self._own.setdefault(sequence, _Own()), guess.draft
+        tally, acceptance = self._tally(own, guess.proposer), self._acceptance[guess.proposer]
+        way = draft.followed(drawn)
+        for at, true in zip([ROOT, *way], drawn, strict=False):
+            for i in draft.children(at):
+                acceptance.learn(tally, draft.signs[i], draft.tokens[i] == true)
+        first = draft.paths()[0]
+        along = next((i for i, (a, b) in enumerate(zip(way, first, strict=False)) if a != b), min(len(way), len(first)))
+        own.gain += verified.accepted * (1 - _FADE)
+        if len(first) < len(draft):
+            own.branched += (len(way) - along) * (1 - _FADE)
+        if verified.drafted:
+            self.stats.count(verified)
+        drafted = sum(at in first for at in guess.drafted[: verified.drafted])
+        guess.proposer.observe(sequence, drafted, min(along, verified.accepted))
+
+    def finish(self, sequence: Sequence) -> None:
+        """Its answer is complete. ``judge`` and ``forget`` may follow."""
+        if sequence.speculation is Speculation.OFF:
+            return
+        for proposer in self._proposers.values():
+            try:
+                proposer.finish(sequence)
+            except Exception:
+                log.exception("learning from an answer failed")
+
+    def forget(self, sequence: Sequence) -> None:
+        """It is in the batch no longer."""
+        self._own.pop(sequence, None)
+        self._guesses.pop(sequence, None)
+        for proposer in self._proposers.values():
+            proposer.forget(sequence)
+
+    # ---- guessing -------------------------------------------------------------------------------------------
+
+    def _prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> None:
+        wishes = [wish for s in decoding if (wish := self._wish(s, longest)) is not None]
+        if not wishes or not self._may_pay(len(decoding), rows):
+            return
+        began = time.perf_counter()
+        self._ask(wishes, len(decoding), rows)
+        self.stats.draft_seconds += time.perf_counter() - began
+        self._choose(len(decoding), rows)
+
+    def _wish(self, sequence: Sequence, longest: int) -> Wish | None:
+        """With so many guesses right, one more token is drawn, and the answer may end there."""
+        if sequence.speculation is Speculation.OFF:
+            return None
+        room = min(sequence.max_tokens - sequence.generated, longest - len(sequence.tokens)) - 1
+        width = self._branches if sequence.branches is None else min(sequence.branches, self._branches)
+        return Wish(sequence, min(room, self._most), width) if room > 0 else None
+
+    def _may_pay(self, sequences: int, rows: int) -> bool:
+        """Whether there is a number of guesses that would pay if all were right."""
+        now = sequences / self.costs.seconds(rows, False)
+        more = sequences * self._most
+        while more:
+            if (sequences + more) / self.costs.seconds(rows + more, True) > now * _MARGIN:
+                return True
+            more //= 2
+        return False
+
+    def _ask(self, wishes: list[Wish], sequences: int, rows: int) -> None:
+        lookup, model = (self._proposers.get(mode) for mode in (Speculation.NGRAM, Speculation.DRAFT))
+        if lookup is not None:
+            asked = [w for w in wishes if w.sequence.speculation is not Speculation.DRAFT]
+            asked = [self._fitted(w, sequences, rows) for w in asked if self._pays(w.sequence, sequences, rows)]
+            known = [w for w in asked if self._own[w.sequence].passes > 1]
+            # The first time all of a prompt is entered, which tells nothing of the others.
+            self._take(Speculation.NGRAM, [w for w in asked if w not in known])
+            for wide in (False, True):
+                self._look_up([w for w in known if (w.width > 1) is wide], wide)
+        if model is not None:
+            self._ask_model(model, wishes, sequences, rows)
+
+    def _ask_model(self, model: Proposer, wishes: list[Wish], sequences: int, rows: int) -> None:
+        """Lets the model guess as far as pays, for those for whom nothing better was looked up."""
+        group = list[tuple[Wish, float]]()
+        for wish in wishes:
+            own, guess = self._own.setdefault(wish.sequence, _Own()), self._guesses.get(wish.sequence)
+            chance = self._acceptance[model].chance(self._tally(own, model), 0)
+            if wish.sequence.speculation is Speculation.DRAFT or (
+                wish.sequence.speculation is Speculation.AUTO
+                and (guess is None or self._first_chance(own, guess) < chance)
+            ):
+                group.append((wish, chance))
+        if not group:
+            return
+        best, depth = sequences / self.costs.seconds(rows, False) * _MARGIN, 0
+        expected = float(sequences)
+        for k in range(1, min(self._most, _MOST_COMPUTED) + 1):
+            expected += sum(chance**k for _, chance in group)
+            rate = expected / (self.costs.seconds(rows + k * len(group), True) + k * model.step_seconds)
+            if rate > best:
+                best, depth = rate, k
+        if depth:
+            self._model_pause = self._model_left = _MODEL_PAUSE
+        else:
+            self._model_left -= 1
+            if self._model_left:
+                return
+            self._model_pause = min(2 * self._model_pause, _MOST_MODEL_PAUSE)
+            self._model_left, depth = self._model_pause, 1
+        self._take(Speculation.DRAFT, [replace(wish, most=min(wish.most, depth)) for wish, _ in group])
+
+    def _look_up(self, wishes: list[Wish], wide: bool) -> None:
+        """Looks up for those that are known, and notes how long that takes."""
+        if wishes:
+            began = time.perf_counter()
+            self._take(Speculation.NGRAM, wishes)
+            each, before = (time.perf_counter() - began) / len(wishes), self._asking_seconds[wide]
+            self._asking_seconds[wide] = before + 0.05 * (each - before) if before else each
+
+    def _pays(self, sequence: Sequence, sequences: int, rows: int) -> bool:
+        """Whether looking up is worth its own time, or it is this sequence's turn to find out."""
+        own = self._own.setdefault(sequence, _Own())
+        own.passes += 1
+        saved = own.gain * self.costs.seconds(rows, False) / sequences
+        asking = min((seconds for seconds in self._asking_seconds.values() if seconds), default=0.0)
+        pays = saved > asking or own.passes % _RARELY == 0
+        if pays:
+            own.gain *= _FADE
+        return pays
+
+    def _fitted(self, wish: Wish, sequences: int, rows: int) -> Wish:
+        """Without other branches, where looking for them takes longer than they save, but for a turn in many."""
+        own = self._own[wish.sequence]
+        saved = own.branched * self.costs.seconds(rows, False) / sequences
+        more = self._asking_seconds[True] - self._asking_seconds[False]
+        if wish.width == 1 or (saved < more and own.passes % _RARELY):
+            return replace(wish, width=1)
+        own.branched *= _FADE
+        return wish
+
+    def _take(self, mode: Speculation, wishes: list[Wish]) -> None:
+        proposer = self._proposers.get(mode)
+        if proposer is None or not wishes:
+            return
+        try:
+            drafts = proposer.propose(wishes)
+        except Exception:
+            log.exception("guessing failed, and is off from now on; answers go on without", by=mode.value)
+            for sequence in self._own:
+                proposer.forget(sequence)
+            del self._proposers[mode]
+            return
+        for wish, draft in zip(wishes, drafts, strict=True):
+            if draft:
+                self._guesses[wish.sequence] = _Guess(proposer, draft, min(wish.width, len(draft.paths())))
+
+    def _first_chance(self, own: _Own, guess: _Guess) -> float:
+        return self._acceptance[guess.proposer].chance(self._tally(own, guess.proposer), guess.draft.signs[0])
+
+    def _choose(self, sequences: int, rows: int) -> None:
+        """Hands out those guesses that give the most tokens per second."""
+        nodes, asked = list[Node](), list(self._guesses.items())
+        for number, (sequence, guess) in enumerate(asked):
+            nodes += self._nodes(number, sequence, guess)
+        if not nodes:
+            return
+        plain = sequences / self.costs.seconds(rows, False)
+        prices = Prices(lambda more: self.costs.seconds(rows + more, True), self.costs.branch_seconds, sequences)
+        choice = choose(nodes, [guess.width for _, guess in asked], prices)
+        chosen = choice.nodes if choice.rate > plain * _MARGIN else ()
+        if chosen:
+            self._pause = self._left = _PAUSE
+        elif choice.rate > plain * 0.5:
+            # Perhaps it has become cheaper: one pass in many finds out.
+            self._left -= 1
+            if not self._left:
+                self._pause = min(2 * self._pause, _MOST_PAUSE)
+                self._left, chosen = self._pause, choice.nodes
+        for node in chosen:
+            asked[node.sequence][1].drafted.append(node.place)
+
+    def _nodes(self, number: int, sequence: Sequence, guess: _Guess) -> list[Node]:
+        """The guesses for a sequence, but for those that are too unlikely."""
+        tally = self._tally(self._own.setdefault(sequence, _Own()), guess.proposer)
+        acceptance, draft = self._acceptance[guess.proposer], guess.draft
+        chances, nodes = {ROOT: 1.0}, list[Node]()
+        for place, (parent, sign) in enumerate(zip(draft.parents, draft.signs, strict=True)):
+            before = chances.get(parent, 0.0)
+            chance = before * acceptance.chance(tally, sign) if before else 0.0
+            if chance >= _LEAST_CHANCE:
+                chances[place] = chance
+                nodes.append(Node(chance, number, place, parent))
+        return nodes
+
+    def _tally(self, own: _Own, proposer: Proposer) -> Tally:
+        found = own.tallies.get(proposer)
+        if found is None:
+            found = own.tallies[proposer] = self._acceptance[proposer].own()
+        return found

@@ -1,0 +1,1 @@
+"""Structured output: grammar compilation (llguidance) and per-sequence grammar state."""

@@ -1,0 +1,25 @@
+"""An answer's end and its calls in the protocol's words."""
+
+from __future__ import annotations
+
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.engine.sequence import Finish
+from inference_svc.tool_calls.tool_call_parser import CallParser
+
+FINISH = {Finish.STOP: pb.FINISH_REASON_STOP, Finish.LENGTH: pb.FINISH_REASON_LENGTH}
+
+
+def read_calls(parser: CallParser, part: pb.GenerateStreamResponse) -> None:
+    """Moves what is a call out of a part's text; the last part says that the answer calls."""
+    deltas = parser.feed(part.text)
+    if part.finish_reason:
+        deltas += parser.finish()
+    part.text = "".join(delta.text for delta in deltas)
+    part.tool_calls.extend(
+        pb.ToolCallDelta(index=d.index, id=d.id, name=d.name, arguments=d.arguments)
+        for d in deltas
+        if d.index is not None
+    )
+    if part.finish_reason == pb.FINISH_REASON_STOP and parser.calls:
+        part.finish_reason = pb.FINISH_REASON_TOOL_CALLS

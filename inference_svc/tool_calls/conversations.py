@@ -1,0 +1,138 @@
+"""What one model does with conversations and tools: prompt, grammar, and calls out of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from transformers import PreTrainedTokenizerBase
+
+from inference_svc.structured_output.grammar_compiler import Grammars
+from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.tool_calls.prompt_messages import (
+    check_chat,
+    described,
+    messages_of,
+    template_arguments,
+    tools_of,
+    uses_tools,
+)
+from inference_svc.tool_calls.tool_call_format import MARKERS, Dialect, dialect_of, knows_tools, schema_of
+from inference_svc.tool_calls.tool_call_parser import CallParser
+from inference_svc.tool_calls.tool_grammar import Calls, grammar_of_calls, grammar_of_free_calls
+
+
+class Conversations:
+    """For one model. All methods raise InvalidRequest with one clear sentence, and may be called by any thread."""
+
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, grammars: Grammars, parser: str = "auto") -> None:
+        """``parser`` is the dialect in which the model writes calls; auto: as its template has it."""
+        self._name, self._tokenizer, self._grammars = name, tokenizer, grammars
+        template = self._template(True)
+        self._dialect: Dialect = dialect_of(template) if parser == "auto" else parser  # type: ignore[assignment]
+        self._knows_tools = knows_tools(template)
+        special = set(tokenizer.all_special_tokens)
+        self._marked_by_special = any(marker in special for marker in MARKERS[self._dialect])
+
+    def _template(self, with_tools: bool) -> str | None:
+        """The text of the template; some models have one of its own for tools."""
+        template: Any = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use" if with_tools else "default") or next(iter(template.values()), None)
+        return template if isinstance(template, str) else None
+
+    def render(self, chat: pb.Chat, generation_prompt: bool) -> str:
+        """A conversation as the model's template writes it."""
+        check_chat(chat)
+        more, start = template_arguments(chat), chat.answer_start
+        more["add_generation_prompt"] = generation_prompt and start == pb.ANSWER_START_UNSPECIFIED
+        more["continue_final_message"] = start == pb.ANSWER_START_LAST_MESSAGE
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest(f"{self._name} has no chat template; send text or token_ids instead", param="messages")
+        if self._knows_tools or not uses_tools(chat):
+            return self._written(messages_of(chat, self._dialect), tools_of(chat), more)
+        try:
+            return self._written(described(chat, in_system=True), [], more)
+        except InvalidRequest:
+            if chat.messages[0].role == "system":
+                raise
+        # Some templates know no system message.
+        return self._written(described(chat, in_system=False), [], more)
+
+    def _written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], more: dict[str, Any]) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **more)
+        except Exception as error:  # a template raises what it likes
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        try:
+            str(text).encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                "a message has half of a surrogate pair, which no text has; send whole characters", param="messages"
+            ) from error
+        return str(text)
+
+    def steering(self, request: pb.GenerateRequest) -> Steering | None:
+        """What keeps an answer to the request's grammar, or to a call where it must be one; None for nothing."""
+        use, tools, grammar = request.tool_use, request.prompt.chat.tools, request.grammar
+        given = request.HasField("grammar")
+        if use.mode == pb.TOOL_MODE_REQUIRED:
+            able = [tool for tool in tools if use.name in ("", tool.name)]
+            if not able:
+                wanted = f"the tool {use.name!r} is to be called" if use.name else "a tool is to be called"
+                raise InvalidRequest(f"{wanted} and is not among the request's tools", param="tool_choice")
+            if given:
+                raise InvalidRequest(
+                    "a tool must be called, so the answer cannot be kept to a grammar", param="grammar"
+                )
+            return self._calling(able, use.single or bool(use.name))
+        if not given:
+            return self._free_calls(list(tools), use.single) if _strict(request) else None
+        steering = self._grammars.steering(grammar)
+        if tools and use.mode != pb.TOOL_MODE_NONE:
+            return self._calling(list(tools), use.single).either(steering)
+        return steering
+
+    def _calling(self, tools: list[pb.Tool], single: bool) -> Steering:
+        special = self._grammars.special_token
+        return self._compiled(lambda: grammar_of_calls(self._dialect, tools, single, special))
+
+    def _free_calls(self, tools: list[pb.Tool], single: bool) -> Steering:
+        special, specials = self._grammars.special_token, self._grammars.special_tokens()
+        return self._compiled(lambda: grammar_of_free_calls(self._dialect, tools, single, special, specials))
+
+    def _compiled(self, calls: Callable[[], Calls]) -> Steering:
+        try:
+            found = calls()
+            return self._grammars.of_lark(found.lark, found.openings, found.marker, found.tags)
+        except RecursionError as error:
+            raise InvalidRequest("the grammar of these tools is nested too deeply", param="tools") from error
+        except InvalidRequest as error:
+            raise type(error)(
+                str(error).replace("the grammar", "the grammar of these tools", 1), param="tools"
+            ) from error
+
+    def parser(self, request: pb.GenerateRequest) -> CallParser | None:
+        """What reads calls out of the answer's text; None where none is asked for."""
+        tools, use = request.prompt.chat.tools, request.tool_use
+        if not tools or use.mode == pb.TOOL_MODE_NONE:
+            return None
+        functions = {tool.name: schema_of(tool) for tool in tools}
+        either = request.HasField("grammar")
+        single = use.single or bool(use.name)
+        exact = either or use.mode == pb.TOOL_MODE_REQUIRED or _strict(request)
+        return CallParser(self._dialect, functions, single, exact, whole=either)
+
+    def shows_special(self, request: pb.GenerateRequest) -> bool:
+        """Special tokens belong to the answer's text, because calls are marked by them."""
+        return self._marked_by_special and self.parser(request) is not None
+
+
+def _strict(request: pb.GenerateRequest) -> bool:
+    """The model decides whether to call, and calls are kept to their schemas."""
+    decides = request.tool_use.mode == pb.TOOL_MODE_UNSPECIFIED and not request.HasField("grammar")
+    return decides and any(tool.strict for tool in request.prompt.chat.tools)

@@ -1,0 +1,184 @@
+"""Conversations with tools as chat templates want them.
+
+Templates that know tools get them as Hugging Face documents it (``tools=`` of ``apply_chat_template``, calls as
+``tool_calls`` of a message, arguments as an object). For the others tools are described in the system message, calls
+are written as JSON, and results come as a user's messages, because such templates often allow no other roles.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.tool_calls.tool_call_format import Dialect, schema_of
+
+_ROLES = ("system", "user", "assistant", "tool")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_TOOLS, _MAX_NAME, _MAX_ARGUMENTS_BYTES = 128, 256, 1 << 16
+# What the template is given anyway, and what is not the template's.
+_NOT_ARGUMENTS = frozenset(
+    "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation"
+    " max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+_INSTRUCTIONS = (
+    "You can call functions. To call one or several of them, answer with nothing but JSON of this form:\n"
+    '{{"tool_calls": [{{"name": "NAME", "arguments": {{...}}}}]}}\n'
+    "You are then told their results. Call only these functions:\n{tools}"
+)
+
+
+def check_chat(chat: pb.Chat) -> None:
+    """Raises InvalidRequest for what no template could write."""
+    if not chat.messages:
+        raise InvalidRequest("messages is empty; at least one message is needed", param="messages")
+    for message in chat.messages:
+        if message.role not in _ROLES:
+            raise InvalidRequest(f"role is {message.role!r}; allowed are {', '.join(_ROLES)}", param="messages")
+        if message.tool_calls and message.role != "assistant":
+            raise InvalidRequest(
+                f"tool_calls stand in a message of {message.role}; only an assistant calls", param="messages"
+            )
+        longest = max(map(len, _names_in(message)))
+        if longest > _MAX_NAME:
+            raise InvalidRequest(
+                f"a message has a name or id of {longest} characters; at most {_MAX_NAME} are allowed", param="messages"
+            )
+    if len(chat.tools) > _MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(chat.tools)} tools; at most {_MAX_TOOLS} are allowed", param="tools")
+    names = [tool.name for tool in chat.tools]
+    for tool in chat.tools:
+        if not _NAME.fullmatch(tool.name):
+            raise InvalidRequest(
+                f"a tool is called {tool.name[:80]!r}; allowed are letters, digits, '_', '-' and '.', 1 to 64 of them",
+                param="tools",
+            )
+        if names.count(tool.name) > 1:
+            raise InvalidRequest(f"two tools are called {tool.name!r}; give each a name of its own", param="tools")
+
+
+def template_arguments(chat: pb.Chat) -> dict[str, Any]:
+    """What else the template is told. Raises InvalidRequest."""
+    text, param = chat.template_arguments, "chat_template_kwargs"
+    if len(text) > _MAX_ARGUMENTS_BYTES:
+        raise InvalidRequest(
+            f"the template's arguments have {len(text)} characters; at most {_MAX_ARGUMENTS_BYTES} are allowed",
+            param=param,
+        )
+    try:
+        given = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the template's arguments are not JSON: {error}", param=param) from error
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"the template's arguments are {text[:40]}; they must be a JSON object", param=param)
+    wrong = sorted(_NOT_ARGUMENTS & given.keys())
+    if wrong:
+        raise InvalidRequest(f"{wrong[0]} is no argument that a request may give the template", param=param)
+    return given
+
+
+def _names_in(message: pb.ChatMessage) -> list[str]:
+    """What a message calls itself, the tools that it calls, and their calls."""
+    return [message.name, message.tool_call_id, *(s for call in message.tool_calls for s in (call.id, call.name))]
+
+
+def uses_tools(chat: pb.Chat) -> bool:
+    """The conversation has tools, or had."""
+    return bool(chat.tools) or any(m.tool_calls or m.tool_call_id for m in chat.messages)
+
+
+def texts_of(chat: pb.Chat) -> list[str]:
+    """All that a template will write, for counting."""
+    written = [m.content for m in chat.messages]
+    written += [call.arguments for m in chat.messages for call in m.tool_calls]
+    written += [name for m in chat.messages for name in _names_in(m) if name]
+    written += [text for tool in chat.tools for text in (tool.description, tool.parameters)]
+    return [*written, chat.template_arguments]
+
+
+def tools_of(chat: pb.Chat) -> list[dict[str, Any]]:
+    """The tools as templates want them. Raises InvalidRequest."""
+    return [{"type": "function", "function": _function(tool)} for tool in chat.tools]
+
+
+def messages_of(chat: pb.Chat, dialect: Dialect) -> list[dict[str, Any]]:
+    """The messages for a template that knows tools, or where there are none."""
+    names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
+    messages = []
+    for m in chat.messages:
+        message: dict[str, Any] = {"role": m.role, "content": m.content}
+        name = m.name or (names.get(m.tool_call_id, "") if m.role == "tool" else "")
+        if name:
+            message["name"] = name
+        if m.tool_call_id:
+            message["tool_call_id"] = _shown_id(m.tool_call_id, dialect)
+        if m.tool_calls:
+            message["tool_calls"] = [_call(call, dialect) for call in m.tool_calls]
+        messages.append(message)
+    return messages
+
+
+def described(chat: pb.Chat, in_system: bool) -> list[dict[str, Any]]:
+    """The messages for a template that knows no tools: with ``in_system`` the tools are described in the system
+    message, otherwise in the first one. Raises InvalidRequest."""
+    names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
+    said: list[tuple[str, list[str]]] = []  # a role, and what it says in a row
+    for m in chat.messages:
+        role, content = m.role, m.content
+        if m.tool_calls:
+            calls = [{"name": call.name, "arguments": _arguments(call)} for call in m.tool_calls]
+            content = "\n".join(filter(None, (content, _json({"tool_calls": calls}))))
+        if m.role == "tool":
+            role, name = "user", m.name or names.get(m.tool_call_id, "")
+            content = f"Result of {name or 'the call'}: {content}"
+        if said and role == "user" == said[-1][0]:
+            said[-1][1].append(content)
+        else:
+            said.append((role, [content]))
+    messages = [{"role": role, "content": "\n\n".join(parts)} for role, parts in said]
+    if not chat.tools:
+        return messages
+    text = _INSTRUCTIONS.format(tools="\n".join(_json(_function(tool)) for tool in chat.tools))
+    if messages[0]["role"] == "system" or not in_system:
+        messages[0]["content"] = "\n\n".join(_ordered(messages[0], text))
+    else:
+        messages.insert(0, {"role": "system", "content": text})
+    return messages
+
+
+def _ordered(first: dict[str, Any], text: str) -> Sequence[str]:
+    """What the system says stands before the tools, what a user asks behind them."""
+    return (first["content"], text) if first["role"] == "system" else (text, first["content"])
+
+
+def _function(tool: pb.Tool) -> dict[str, Any]:
+    return {"name": tool.name, "description": tool.description, "parameters": schema_of(tool)}
+
+
+def _call(call: pb.ToolCall, dialect: Dialect) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": _arguments(call)}
+    return {"id": _shown_id(call.id, dialect), "type": "function", "function": function}
+
+
+def _arguments(call: pb.ToolCall) -> Any:
+    """As an object, which templates write as JSON; as it is where the answer that it was in had been cut off."""
+    try:
+        return json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        return call.arguments
+
+
+def _shown_id(name: str, dialect: Dialect) -> str:
+    """Mistral's templates refuse ids of any length but nine."""
+    return re.sub(r"[^A-Za-z0-9]", "", name)[-9:].rjust(9, "0") if dialect == "mistral" else name
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError as error:
+        raise InvalidRequest("a message or a tool has JSON that is nested too deeply", param="messages") from error

@@ -1,0 +1,365 @@
+"""Calls out of an answer's text, while it is written.
+
+What may still become a call is held back until its name is read; from there on its arguments are passed on as they are
+written. What turns out to be no call is text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from inference_svc.tool_calls.char_reader import Broken, Characters, Delta, Reading
+from inference_svc.tool_calls.qwen3_coder import (
+    FUNCTION,
+    FUNCTION_END,
+    PARAMETER,
+    PARAMETER_END,
+    VALUE_ENDS,
+    Strings,
+    is_json,
+    is_text,
+    json_of,
+    kinds_of,
+)
+
+HERMES, HERMES_END = "<tool_call>", "</tool_call>"
+LLAMA = "<|python_tag|>"
+MISTRAL = "[TOOL_CALLS]"
+# Where an answer begins so, it calls.
+_MARKERS = {"hermes": (HERMES,), "mistral": (MISTRAL,), "qwen3_coder": (HERMES, FUNCTION)}
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_FENCES = ("```json", "```")
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+class CallParser(Characters):
+    """Reads one answer. ``feed`` it text, then ``finish`` it; both return what is new."""
+
+    def __init__(
+        self,
+        dialect: str,
+        functions: Mapping[str, Mapping[str, Any]],
+        single: bool = False,
+        exact: bool = False,
+        whole: bool = False,
+    ) -> None:
+        """``functions`` are those that there are, with the JSON schemas of their arguments; ``single`` drops all calls
+        after the first. ``dialect`` is hermes, llama3_json, mistral, qwen3_coder or json. With ``exact`` a grammar
+        keeps calls to what was asked for. With ``whole`` an answer that begins with no call has none, whatever
+        its text quotes."""
+        super().__init__()
+        self.calls = 0
+        self._functions, self._single, self._dialect = functions, single, dialect
+        self._exact, self._mangled = exact, False
+        self._first_keys = first_keys(dialect, exact)
+        readings: dict[str, Callable[[], Reading[None]]] = {
+            "hermes": self._hermes,
+            "llama3_json": self._llama,
+            "mistral": self._mistral,
+            "qwen3_coder": self._qwen3_coder,
+            "json": self._json,
+        }
+        markers = _MARKERS.get(dialect, ()) if whole else ()
+        self._reading = self._led(readings[dialect](), markers) if markers else readings[dialect]()
+        next(self._reading)
+
+    def feed(self, text: str) -> list[Delta]:
+        for character in text:
+            self._reading.send(character)
+        return self._take()
+
+    def finish(self) -> list[Delta]:
+        """What was held back, at the answer's end."""
+        with suppress(StopIteration):
+            self._reading.send(None)
+        if self._white and not self.calls:
+            self._found.append(Delta("".join(self._white)))
+            self._white = []
+        return self._take()
+
+    def _led(self, reading: Reading[None], markers: Sequence[str]) -> Reading[None]:
+        """Reads only what begins with a marker, after white space or not."""
+        white, begun = yield from self._leading(*markers)
+        self._push(white + begun)
+        if begun in markers:
+            yield from reading
+            return
+        while (character := (yield from self._next())) is not None:
+            self._say(character)
+
+    # ---- dialects -------------------------------------------------------------------------------------------
+
+    def _hermes(self) -> Reading[None]:
+        """``<tool_call>{"name": …, "arguments": …}</tool_call>``, anywhere and as often as it likes: Hermes, Qwen."""
+        while (yield from self._text_before(HERMES)):
+            if (yield from self._tried(self._call(), HERMES)):
+                yield from self._skip(HERMES_END, HERMES)
+
+    def _mistral(self) -> Reading[None]:
+        """``[TOOL_CALLS][{"name": …, "arguments": …}, …]``, or since 2025 ``[TOOL_CALLS]NAME[ARGS]{…}`` for each."""
+        while (yield from self._text_before(MISTRAL)):
+            yield from self._tried(self._mistral_calls(), MISTRAL)
+
+    def _mistral_calls(self) -> Reading[None]:
+        first = yield from self._solid()
+        if first in ("[", "{"):
+            self._push(first)
+            yield from self._calls(alone=False)
+            return
+        name = ""
+        while first is not None and first not in "[{":
+            name += first
+            first = yield from self._next()
+        while first == "[":  # [CALL_ID]abc[ARGS]
+            while first not in ("{", None):
+                first = yield from self._next()
+        if first != "{":
+            raise Broken
+        self._push(first)
+        arguments = self._begin(name.strip())
+        yield from self._value(arguments)
+        self._raw = None
+
+    def _qwen3_coder(self) -> Reading[None]:
+        """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``, with a line's end
+        around each value; the outer tags may be missing."""
+        while opening := (yield from self._text_before(HERMES, FUNCTION)):
+            if (yield from self._tried(self._function(opening == HERMES), opening)) and opening == HERMES:
+                yield from self._optional(HERMES_END)
+
+    def _function(self, wrapped: bool) -> Reading[None]:
+        """A call, from its name on. Raises Broken."""
+        name: list[str] = []
+        if wrapped:
+            yield from self._expected(FUNCTION)
+        if not (yield from self._text_before(">", say=name.append)):
+            raise Broken
+        called = "".join(name).strip()
+        put = self._begin(called)
+        schema = dict(self._functions.get(called, {}))
+        properties, between = schema.get("properties"), "{"
+        while (following := (yield from self._solid())) == "<":
+            self._push("<")
+            tag: list[str] = []
+            if not (yield from self._text_before(">", say=tag.append)):
+                key = "".join(tag)
+                if key.startswith(PARAMETER) or any(known.startswith(key) for known in (PARAMETER, FUNCTION_END)):
+                    raise Broken  # cut off
+                self._push(key)
+                break
+            key = "".join(tag)
+            if not key.startswith(PARAMETER):
+                if key + ">" != FUNCTION_END:
+                    self._push(key + ">")
+                break
+            key = key.removeprefix(PARAMETER)
+            if not isinstance(properties, dict) or key not in properties:
+                key = key.strip()
+            put(f"{between}{json.dumps(key, ensure_ascii=False)}: ")
+            kinds = kinds_of(properties.get(key), schema) if isinstance(properties, dict) else frozenset[str]()
+            yield from self._tagged(put, kinds)
+            between = ", "
+        else:
+            self._push(following or "")
+        put("{}" if between == "{" else "}")
+
+    def _tagged(self, put: Callable[[str], None], kinds: frozenset[str]) -> Reading[None]:
+        """A value between tags, as JSON; of text its characters as they come. Raises Broken."""
+        first = yield from self._next()
+        if first not in (None, "\n"):
+            self._push(first)
+
+        def quoted(text: str) -> None:
+            put(json.dumps(text, ensure_ascii=False)[1:-1])
+
+        if is_text(kinds):
+            put('"')
+            end = yield from self._text_before(*VALUE_ENDS, say=quoted)
+            if not end:
+                raise Broken
+            put('"')
+        else:
+            value, end = yield from self._json_between()
+            put(json_of(value, kinds))
+        if PARAMETER_END not in end:
+            self._push(end)
+
+    def _json_between(self) -> Reading[tuple[str, str]]:
+        """A value between tags and what ends it. A tag in a string of JSON is part of that, but for JSON that is none:
+        there the first one ends it. Raises Broken."""
+        found, strings = list[str](), Strings()
+        early: tuple[int, str] | None = None
+        while end := (yield from self._text_before(*VALUE_ENDS, say=found.append)):
+            if self._mangled or not strings.open_behind(found):
+                break
+            early = early or (len("".join(found)), end)
+            found.append(end)
+        text = "".join(found)
+        if early is None or is_json(text):
+            if not end:
+                raise Broken
+            return text, end
+        if not end and self._exact:  # cut off within a string
+            raise Broken
+        size, first_end = early
+        self._mangled = True  # or every value of an answer might be looked for to its end
+        self._push(text[size + len(first_end) :] + end)
+        return text[:size], first_end
+
+    def _llama(self) -> Reading[None]:
+        """``{"name": …, "parameters": …}``, with ``;`` between several, and nothing else."""
+        yield from self._alone(LLAMA)
+
+    def _json(self) -> Reading[None]:
+        """``{"tool_calls": [{"name": …, "arguments": …}, …]}``, or one such call, or a list of them, fenced or not."""
+        yield from self._alone(*_FENCES)
+
+    def _alone(self, *openings: str) -> Reading[None]:
+        """Calls that are the whole answer; what is no call of a known function is text."""
+        self._raw = []
+        first = yield from self._solid()
+        for opening in openings:
+            if first == opening[0]:
+                self._push(first)
+                yield from self._optional(opening)
+                first = yield from self._solid()
+        if first is not None:
+            self._push(first)
+        if first in ("{", "[") and (yield from self._tried(self._calls(alone=True), "", keep=True)):
+            yield from self._optional(_FENCES[-1])
+        else:
+            self._give_up("")
+        while (character := (yield from self._next())) is not None:
+            self._say(character)
+
+    # ---- calls ----------------------------------------------------------------------------------------------
+
+    def _tried(self, reading: Reading[None], opening: str, keep: bool = False) -> Reading[bool]:
+        """Reads what may be calls; with ``keep`` behind what was read already. False when it was none, and is text."""
+        before = self.calls
+        if not keep:
+            self._raw = []
+        try:
+            yield from reading
+        except Broken:
+            self._give_up(opening if self.calls == before else "")
+            return self.calls > before
+        self._raw = None
+        return True
+
+    def _give_up(self, opening: str) -> None:
+        if self._raw is not None:
+            text, self._raw = opening + "".join(self._raw), None
+            self._say(text)
+
+    def _calls(self, alone: bool) -> Reading[None]:
+        """A call, a list of calls, or several with semicolons between them."""
+        if (yield from self._solid()) == "[":
+            yield from self._list(alone)
+            return
+        self._push("{")
+        while True:
+            yield from self._call(alone)
+            self._raw = []
+            following = yield from self._solid()
+            if following in (";", ","):
+                following = yield from self._solid()
+                if following == "{":
+                    self._push(following)
+                    continue
+            if following is not None:
+                self._push("".join(self._raw or ()))
+            break
+
+    def _list(self, alone: bool) -> Reading[None]:
+        """Calls up to the end of a list, one at least. Raises Broken."""
+        before = self.calls
+        while (character := (yield from self._solid())) != "]":
+            if character == ",":
+                continue
+            if character is None:
+                raise Broken
+            self._push(character)
+            yield from self._call(alone)
+            self._raw = []
+        if self.calls == before:
+            raise Broken
+
+    def _call(self, alone: bool = False) -> Reading[None]:
+        """One call's object. Raises Broken."""
+        if (yield from self._solid()) != "{":
+            raise Broken
+        early: list[str] = []  # arguments that came before the name
+        put: Callable[[str], None] | None = None
+        seen = False
+        first = True
+        while (character := (yield from self._solid())) != "}":
+            if character == ",":
+                continue
+            if character != '"':
+                raise Broken
+            key = yield from self._string()
+            if (yield from self._solid()) != ":" or (alone and first and key not in self._first_keys):
+                raise Broken
+            if alone and first and key == "tool_calls":
+                yield from self._wrapped()
+                return
+            first = False
+            if key == "name" and put is None:
+                if (yield from self._solid()) != '"':
+                    raise Broken
+                put = self._begin((yield from self._string()), known=alone)
+                put("".join(early))
+            elif key in ("arguments", "parameters") and not seen:
+                seen = True
+                yield from self._value(put or early.append)
+            else:
+                yield from self._value(lambda _: None)
+        if put is None:
+            raise Broken
+        if not seen:
+            put("{}")
+
+    def _wrapped(self) -> Reading[None]:
+        if (yield from self._solid()) != "[":
+            raise Broken
+        yield from self._list(alone=False)
+        if (yield from self._solid()) != "}":
+            raise Broken
+
+    def _begin(self, name: str, known: bool = False) -> Callable[[str], None]:
+        """Announces a call; returns what takes its arguments. Raises Broken for no name of a function."""
+        if not _NAME.fullmatch(name) or (known and name not in self._functions):
+            raise Broken
+        index, dropped = self.calls, self._single and self.calls > 0
+        self.calls += 1
+        self._raw, self._white = None, []
+        if dropped:
+            return lambda _: None
+        self._found.append(Delta(index=index, id=new_id(self._dialect), name=name))
+
+        def put(arguments: str) -> None:
+            if arguments:
+                self._found.append(Delta(index=index, arguments=arguments))
+
+        return put
+
+
+def new_id(dialect: str) -> str:
+    """Names a call. Mistral's templates want nine letters and digits."""
+    if dialect == "mistral":
+        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+    return f"call_{secrets.token_hex(12)}"
+
+
+def first_keys(dialect: str, exact: bool) -> tuple[str, ...]:
+    """With these keys an object that stands alone may begin, and be a call; ``exact``: as the model is told to."""
+    if exact:
+        return ("tool_calls",) if dialect == "json" else ("name",)
+    return ("name", "arguments", "parameters", "type", "id", "tool_calls")

@@ -1,0 +1,144 @@
+"""Products with AutoAWQ's 4-bit weights: repacking, reference, and what to launch.
+
+AutoAWQ's GEMM format: ``qweight`` int32 ``[in, out / 8]``, ``qzeros`` int32 ``[in / group, out / 8]``, ``scales``
+``[in / group, out]``; nibble i of a word holds column ``[0, 2, 4, 6, 1, 3, 5, 7][i]``; ``W = (q - zero) * scale``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkernels.cuda.cuda_library import Kernels, pointer, stream_of, type_name
+
+_COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
+_THREADS = 128
+MAX_ROWS = 16
+GROUPS = (32, 64, 128)
+
+
+class _AwqParams(ctypes.Structure):
+    """``AwqParams`` of cuda/awq.cu."""
+
+    _fields_ = (
+        *((n, ctypes.c_void_p) for n in ("input", "weights", "scales", "zeros", "output", "parts")),
+        *((n, ctypes.c_int) for n in ("rows", "in_", "out", "group", "splits", "reserved")),
+    )
+
+
+@dataclass(frozen=True)
+class AwqWeights:
+    """A linear layer's weights, repacked: ``codes`` int32 ``[in / 16, out / 64, 32, 4]`` (see cuda/awq.cu), ``scales``
+    and ``zeros`` ``[in / group, out]``."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    group: int
+
+    @property
+    def inputs(self) -> int:
+        return int(self.codes.shape[0]) * 16
+
+    @property
+    def outputs(self) -> int:
+        return int(self.codes.shape[1]) * 64
+
+
+def unpack_columns(words: Tensor) -> Tensor:
+    """AutoAWQ's int32 ``[rows, out / 8]`` as codes ``[rows, out]`` (uint8)."""
+    shifts = torch.tensor([4 * _COLUMN_OF_NIBBLE.index(c) for c in range(8)], device=words.device)
+    return (words[..., None] >> shifts & 15).to(torch.uint8).flatten(-2)
+
+
+def pack_columns(codes: Tensor) -> Tensor:
+    """Codes ``[rows, out]`` from 0 to 15 as AutoAWQ's int32 ``[rows, out / 8]``: the inverse of ``unpack_columns``."""
+    parts = codes.reshape(*codes.shape[:-1], -1, 8).to(torch.int32)
+    words = torch.zeros(parts.shape[:-1], dtype=torch.int32, device=codes.device)
+    for nibble, column in enumerate(_COLUMN_OF_NIBBLE):
+        words |= parts[..., column] << 4 * nibble
+    return words
+
+
+def repack(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> AwqWeights:
+    """Repacks a layer for the kernels, once. Raises ValueError for a shape that they do not take."""
+    inputs, outputs = qweight.shape[0], qweight.shape[1] * 8
+    group = inputs // scales.shape[0]
+    if group not in GROUPS or inputs % group or outputs % 64:
+        raise ValueError(
+            f"the layer is {inputs} x {outputs} in groups of {group}; kernels take groups of "
+            f"{', '.join(map(str, GROUPS))} that divide the inputs, and outputs in multiples of 64"
+        )
+    codes = unpack_columns(qweight).to(torch.int64)
+    # [k tile, half of 8 rows, t, pair] x [n block, w, n tile of w, g]
+    parts = codes.view(inputs // 16, 2, 4, 2, outputs // 64, 4, 2, 8)
+    halves, pairs, tiles = (torch.arange(2, device=codes.device) for _ in range(3))
+    shift = (4 * halves)[:, None, None] + (16 * pairs)[None, :, None] + (8 * tiles)[None, None, :]
+    words = (parts << shift.view(1, 2, 1, 2, 1, 1, 2, 1)).sum((1, 3, 6))  # [k tile, t, n block, w, g]
+    words = words.permute(0, 2, 4, 1, 3).reshape(inputs // 16, outputs // 64, 32, 4)
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    return AwqWeights(words.contiguous(), scales.contiguous(), unpack_columns(qzeros).to(scales.dtype), group)
+
+
+def unpacked(weights: AwqWeights) -> Tensor:
+    """The weights ``[out, in]`` of repacked ones, by plain torch: the inverse of ``repack``."""
+    words = weights.codes.view(*weights.codes.shape[:2], 8, 4, 4).permute(0, 1, 4, 2, 3)  # [k tile, n block, w, g, t]
+    shift = torch.arange(0, 16, 4, device=words.device)  # [n tile of w, half of 8 rows]
+    pair = torch.tensor([0, 16], device=words.device)
+    codes = (words[..., None, None] >> (shift[:, None] + pair)) & 15  # [.., n tile and half, pair]
+    codes = codes.reshape(*codes.shape[:-2], 2, 2, 2)  # [k tile, n block, w, g, t, n tile, half, pair]
+    codes = codes.permute(1, 2, 5, 3, 0, 6, 4, 7).reshape(weights.outputs, weights.inputs).to(weights.scales.dtype)
+    scales, zeros = (x.t().repeat_interleave(weights.group, 1) for x in (weights.scales, weights.zeros))
+    return (codes - zeros) * scales
+
+
+def reference_weight(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
+    """The weights ``[out, in]`` in the scales' dtype, by plain torch."""
+    group = qweight.shape[0] // scales.shape[0]
+    zeros = unpack_columns(qzeros).repeat_interleave(group, 0).to(scales.dtype)
+    return ((unpack_columns(qweight).to(scales.dtype) - zeros) * scales.repeat_interleave(group, 0)).t().contiguous()
+
+
+def _params(weights: AwqWeights, **more: object) -> _AwqParams:
+    return _AwqParams(
+        weights=pointer(weights.codes),
+        scales=pointer(weights.scales),
+        zeros=pointer(weights.zeros),
+        in_=weights.inputs,
+        out=weights.outputs,
+        group=weights.group,
+        **more,
+    )
+
+
+def gemm(kernels: Kernels, x: Tensor, weights: AwqWeights, splits: int | None = None) -> Tensor:
+    """``x [rows, in]`` times the weights: ``[rows, out]``. Up to 16 rows in one pass over the weights; for more, the
+    weights are written out and torch multiplies."""
+    x = x.contiguous()
+    rows = x.shape[0]
+    if rows > MAX_ROWS:
+        return x @ dequantize(kernels, weights).t()
+    if splits is None:
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+        splits = max(1, min(-(-4 * processors // (weights.outputs // 64)), weights.inputs // 256))
+    output = torch.empty(rows, weights.outputs, dtype=x.dtype, device=x.device)
+    parts = torch.empty(splits, rows, weights.outputs, device=x.device) if splits > 1 else None
+    params = _params(weights, input=pointer(x), output=pointer(output), parts=pointer(parts), rows=rows, splits=splits)
+    name, stream = type_name(x.dtype), stream_of(x)
+    kernels.launch(f"awq_gemm_{name}", (weights.outputs // 64, splits, 1), _THREADS, 4 * 16 * 64 * 4, params, stream)
+    if splits > 1:
+        kernels.launch(f"awq_sum_{name}", (-(-output.numel() // _THREADS), 1, 1), _THREADS, 0, params, stream)
+    return output
+
+
+def dequantize(kernels: Kernels, weights: AwqWeights) -> Tensor:
+    """The weights ``[out, in]``."""
+    output = torch.empty(weights.outputs, weights.inputs, dtype=weights.scales.dtype, device=weights.scales.device)
+    params = _params(weights, output=pointer(output), splits=1)
+    grid = (weights.outputs // 64, -(-weights.inputs // 64), 1)
+    name = type_name(output.dtype)
+    kernels.launch(f"awq_dequantize_{name}", grid, _THREADS, 0, params, stream_of(output))
+    return output

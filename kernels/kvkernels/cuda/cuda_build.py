@@ -1,0 +1,165 @@
+"""Builds the CUDA kernels without a GPU: one fat library with nvcc, and sm_70 with NVRTC 12.9, which still knows it.
+
+``python -m kvkernels.cuda.cuda_build`` is ``make kernels``. Reads no driver and needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kvkernels.cuda import cuda_sources, nvrtc
+
+LIBRARY = Path(__file__).parent.parent / "lib" / "libkvkernels.so"
+ARCHITECTURES = (75, 80, 86, 89, 90)
+VOLTA = 70
+# What a change may add to a kernel before the check fails: registers that do not change occupancy.
+_SLACK_REGISTERS = 8
+
+Report = dict[str, dict[str, dict[str, int]]]
+
+
+def find_cuobjdump() -> str | None:
+    """cuobjdump with its disassembler beside it: of the toolkit, or of NVIDIA's wheels."""
+    folders = [f"{folder}/bin" for folder in nvrtc.nvidia_folders()]
+    return next((found for f in folders if (found := shutil.which("cuobjdump", path=f))), shutil.which("cuobjdump"))
+
+
+def find_nvcc() -> str | None:
+    """nvcc: in CUDA_HOME, on the path, or where NVIDIA's installer puts it."""
+    places = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
+    return next((found for p in places if p and (found := shutil.which("nvcc", path=f"{p}/bin"))), shutil.which("nvcc"))
+
+
+def build(target: Path = LIBRARY, architectures: tuple[int, ...] = ARCHITECTURES, jobs: int | None = None) -> Report:
+    """Compiles every source for every architecture, links one library, and returns what each kernel uses. Raises
+    RuntimeError with the compiler's message, or when there is no nvcc."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise RuntimeError(
+            "no nvcc: install the CUDA toolkit 12 or 13, or set CUDA_HOME. Without one, kernels are compiled by NVRTC "
+            "when they are first used on a GPU"
+        )
+    cuda = cuda_sources.folder() / "cuda"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
+    # The newest one's PTX, for devices that come later.
+    code.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
+    flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC", "-Xptxas", "-v", "--threads", "0", *code]
+    with tempfile.TemporaryDirectory() as work:
+        names = [*cuda_sources.KERNELS, "launch.cu"]
+        objects = [str(Path(work) / f"{name}.o") for name in names]
+        with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+            commands = [[nvcc, *flags, "-c", str(cuda / n), "-o", o] for n, o in zip(names, objects, strict=True)]
+            logs = list(pool.map(_run, commands))
+        linked = str(target) + ".part"
+        _run([nvcc, "-shared", "-cudart", "static", *objects, "-o", linked])
+    Path(linked).replace(target)
+    report = read_resources("\n".join(logs))
+    count_products(report, target)
+    return report
+
+
+def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[:1])} failed:\n{done.stderr[-4000:]}")
+    return done.stdout + done.stderr
+
+
+def read_resources(log: str) -> Report:
+    """``{kernel: {architecture: {registers, spill_bytes, stack_bytes}}}`` from what ptxas said."""
+    report: Report = {}
+    kernel = architecture = ""
+    for line in log.splitlines():
+        if found := re.search(r"Compiling entry function '(\w+)' for '(sm_\d+)'", line):
+            kernel, architecture = found.groups()
+            report.setdefault(kernel, {})[architecture] = {"registers": 0, "spill_bytes": 0, "stack_bytes": 0}
+        elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            stack, stores, loads = map(int, found.groups())
+            if kernel:
+                report[kernel][architecture] |= {"spill_bytes": stores + loads, "stack_bytes": stack}
+        elif (found := re.search(r"Used (\d+) registers", line)) and kernel:
+            report[kernel][architecture]["registers"] = int(found.group(1))
+    return report
+
+
+def count_products(report: Report, library: Path) -> None:
+    """Adds the number of tensor-core instructions to every entry, where there is a disassembler."""
+    cuobjdump = find_cuobjdump()
+    if cuobjdump is None:
+        print("tensor-core instructions were not counted: pip install 'kvsidecar[kernels]' brings cuobjdump")
+        return
+    for by_architecture in report.values():
+        for entry in by_architecture.values():
+            entry["tensor_core_instructions"] = 0
+    path = os.pathsep.join([str(Path(cuobjdump).parent), os.environ.get("PATH", "")])
+    kernel = architecture = ""
+    for line in _run([cuobjdump, "-sass", str(library)], {**os.environ, "PATH": path}).splitlines():
+        if found := re.search(r"^\s*arch = (sm_\d+)|Function : (\w+)", line):
+            architecture, kernel = found.group(1) or architecture, found.group(2) or kernel
+        elif "HMMA" in line and architecture in report.get(kernel, {}):
+            report[kernel][architecture]["tensor_core_instructions"] += 1
+
+
+def growth(old: Report, new: Report) -> list[str]:
+    """What got worse, in a sentence each: more registers, new spills, tensor cores no longer used."""
+    out = []
+    for kernel, by_architecture in new.items():
+        for architecture, now in by_architecture.items():
+            before = old.get(kernel, {}).get(architecture)
+            if before is None:
+                continue
+            where = f"{kernel} on {architecture}"
+            if now["registers"] > before["registers"] + _SLACK_REGISTERS:
+                out.append(f"{where} uses {now['registers']} registers, before {before['registers']}")
+            if now["stack_bytes"] > before["stack_bytes"]:
+                out.append(f"{where} has {now['stack_bytes']} bytes of stack, before {before['stack_bytes']}")
+            if now["spill_bytes"] > before["spill_bytes"]:
+                out.append(f"{where} spills {now['spill_bytes']} bytes, before {before['spill_bytes']}")
+            if before.get("tensor_core_instructions") and now.get("tensor_core_instructions") == 0:
+                out.append(f"{where} uses no tensor cores any more")
+    out += [f"{kernel} is gone" for kernel in old if kernel not in new]
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make kernels", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=LIBRARY)
+    parser.add_argument("--no-volta", action="store_true", help="leave out sm_70, which needs the NVRTC 12.9 wheel")
+    parser.add_argument("--report", type=Path, help="write what each kernel uses to this JSON file")
+    parser.add_argument("--check", type=Path, help="fail when a kernel uses more than this JSON file says")
+    parser.add_argument("--if-possible", action="store_true", help="without nvcc, say so and end well")
+    options = parser.parse_args()
+    if options.if_possible and find_nvcc() is None:
+        print("skipped: there is no nvcc to compile the CUDA kernels with")
+        return 0
+    print(f"compiling for sm_{', sm_'.join(map(str, ARCHITECTURES))} (minutes) ...", flush=True)
+    try:
+        report = build(options.out)
+        print(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB, {len(report)} kernels")
+        if not options.no_volta:
+            volta = options.out.with_name("kvkernels_sm70.cubin")
+            volta.write_bytes(nvrtc.compile_kernels(f"sm_{VOLTA}"))
+            print(f"{volta}: {volta.stat().st_size / 1e6:.1f} MB")
+    except (RuntimeError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.report:
+        options.report.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    worse = growth(json.loads(options.check.read_text()), report) if options.check else []
+    for sentence in worse:
+        print(sentence, file=sys.stderr)
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

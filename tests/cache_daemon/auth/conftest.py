@@ -1,0 +1,131 @@
+"""Real servers on real sockets, real certificates, and callers of all kinds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from kvsidecar.errors import KVSidecarError, from_rpc
+from kvsidecar.net.channel import aio_channel
+from kvsidecar.net.grpc_server import Limits, listening_at
+from kvsidecar.tenants_file import hash_token
+
+from benchmarks.authority import Authority, Issued
+from cache_daemon.auth.listeners import doors
+from cache_daemon.auth.tenants_table import CurrentTenants
+from cache_daemon.config import DaemonConfig
+from tests.cache_daemon.auth.echo import SERVICE, add_echo
+
+ALICE, BOB, ADMIN = "token-of-alice-0123456789", "token-of-bob-0123456789", "token-of-the-admin-0123456789"
+TENANTS = f"""
+[tenant.alice]
+salt = "salt-of-alice"
+tokens = ["{hash_token(ALICE)}"]
+certificates = ["alice", "spiffe://there/alice"]
+arena_bytes = "1MiB"
+
+[tenant.bob]
+salt = "salt-of-bob"
+tokens = ["{hash_token(BOB)}"]
+
+[tenant.admin]
+operator = true
+tokens = ["{hash_token(ADMIN)}"]
+"""
+
+
+def tenant_id(salt: bytes) -> bytes:
+    return hashlib.sha256(b"tenant" + salt).digest()
+
+
+@dataclass
+class Running:
+    """A server of the echo at the daemon's doors."""
+
+    addresses: list[str]
+    tenants: CurrentTenants
+    config: DaemonConfig
+    stack: AsyncExitStack
+
+    async def call(self, method: str, request: bytes = b"", *, door: int = -1, metadata: Any = (), **way: Any) -> bytes:
+        """A unary call over a connection of its own; failures are KVSidecarErrors."""
+        channel = await self.channel(door, **way)
+        try:
+            return bytes(
+                await channel.unary_unary(f"/{SERVICE}/{method}")(request, timeout=10, metadata=list(metadata))
+            )
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+        finally:
+            await channel.close()
+
+    async def channel(self, door: int = -1, **way: Any) -> grpc.aio.Channel:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        return await self.stack.enter_async_context(aio_channel(self.addresses[door], options=options, **way))
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def server_files(authority: Authority) -> Issued:
+    return authority.issue("server", hosts=("localhost", "127.0.0.1", "10.77.0.1"))
+
+
+@pytest.fixture
+def tenants_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tenants.toml"
+    path.touch(0o600)
+    path.write_text(TENANTS)
+    return path
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+    """Serves the echo as the daemon's settings say; ends with the test."""
+    async with AsyncExitStack() as stack:
+
+        async def launch(limits: Limits | None = None, **settings: Any) -> Running:
+            config = DaemonConfig(socket=tmp_path / "cache.sock", **settings)
+            tenants = CurrentTenants(config.tenants, tenant_id)
+            addresses = await stack.enter_async_context(
+                listening_at(SERVICE, doors(config, tenants, add_echo), lambda: 0.0, limits or Limits())
+            )
+            return Running(addresses, tenants, config, stack)
+
+        yield launch
+
+
+@pytest.fixture
+async def tls(start: Callable[..., Any], server_files: Issued, tenants_file: Path) -> Running:
+    """TCP with TLS on the server's side; callers show tokens."""
+    return await start(
+        tcp="127.0.0.1:0", tls_cert=server_files.certificate, tls_key=server_files.key, tenants=tenants_file
+    )
+
+
+@pytest.fixture
+async def mtls(start: Callable[..., Any], authority: Authority, server_files: Issued, tenants_file: Path) -> Running:
+    """TCP where every client must have a certificate of the authority."""
+    return await start(
+        tcp="127.0.0.1:0",
+        tls_cert=server_files.certificate,
+        tls_key=server_files.key,
+        tls_client_ca=authority.ca,
+        tenants=tenants_file,
+    )
+
+
+async def refused(call: Any, error: type[KVSidecarError]) -> str:
+    """The message that a call is refused with."""
+    with pytest.raises(error) as caught:
+        await call
+    return str(caught.value)

@@ -1,0 +1,193 @@
+"""The guard: nothing of an unknown caller is read, nobody is waited for without end, and logs hold no secrets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvsidecar.errors import Context, DeadlineExceeded, Unauthenticated, from_rpc
+from kvsidecar.net.addresses import TcpAddress
+from kvsidecar.net.channel import aio_channel
+from kvsidecar.net.grpc_server import Door, listening_at
+
+from benchmarks.authority import Authority
+from cache_daemon.auth.authenticator import RefusalLog
+from cache_daemon.auth.interceptor import Guard, Patience
+from cache_daemon.auth.principal import GUEST, Principal
+from tests.cache_daemon.auth.conftest import ALICE, BOB, Running, refused
+from tests.cache_daemon.auth.echo import SERVICE, Echo
+
+STALL = 0.3
+
+
+def knows_friends(context: Context) -> Principal:
+    if ("friend", "yes") not in tuple(context.invocation_metadata() or ()):
+        raise Unauthenticated("say that you are a friend")
+    return GUEST
+
+
+class Behind:
+    """An echo behind a guard without patience, and a channel to it."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.echo = Echo(knows_friends)
+        self._stack = stack
+        self.channel: grpc.aio.Channel
+
+    async def open(self) -> Behind:
+        guard = Guard(knows_friends, Patience(call_seconds=STALL, stall_seconds=STALL))
+        door = Door(TcpAddress("127.0.0.1", 0), self.echo.add_to, interceptors=(guard,))
+        addresses = await self._stack.enter_async_context(listening_at(SERVICE, [door], lambda: 0.0))
+        self.channel = await self._stack.enter_async_context(
+            aio_channel(addresses[0], options=[("grpc.use_local_subchannel_pool", 1)])
+        )
+        return self
+
+
+@pytest.fixture
+async def behind() -> AsyncIterator[Behind]:
+    async with AsyncExitStack() as stack:
+        yield await Behind(stack).open()
+
+
+FRIEND = [("friend", "yes")]
+
+
+async def test_a_message_is_not_received_before_its_sender_is_known(behind: Behind) -> None:
+    call = behind.channel.unary_unary(f"/{SERVICE}/Whoami")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(bytes(8 << 20), timeout=10)
+    assert isinstance(from_rpc(caught.value), Unauthenticated)
+    assert behind.echo.received == []
+    assert await call(b"small", metadata=FRIEND, timeout=10) == b"guest"
+    assert behind.echo.received == [b"small"]
+
+
+async def test_a_call_without_a_message_is_refused(behind: Behind) -> None:
+    call = behind.channel.stream_unary(f"/{SERVICE}/Whoami")(metadata=FRIEND, timeout=10)
+    await call.done_writing()
+    with pytest.raises(grpc.aio.AioRpcError, match="has no message"):
+        await call
+
+
+async def test_a_call_that_takes_too_long_ends(behind: Behind) -> None:
+    call = behind.channel.unary_unary(f"/{SERVICE}/Sleep")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(b"30", metadata=FRIEND, timeout=10)
+    assert "longer than 0.3 s" in str(from_rpc(caught.value))
+    assert await call(b"0", metadata=FRIEND, timeout=10) == b"awake"
+
+
+async def test_a_sender_that_stalls_is_not_waited_for(behind: Behind) -> None:
+    call = behind.channel.stream_unary(f"/{SERVICE}/Up")(metadata=FRIEND, timeout=10)
+    await call.write(b"one")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert isinstance(from_rpc(caught.value), DeadlineExceeded)
+    assert "sent nothing" in str(from_rpc(caught.value))
+    assert behind.echo.received == [b"one"]
+
+
+async def test_a_reader_that_stalls_is_not_waited_for_and_what_it_held_is_free(behind: Behind) -> None:
+    call = behind.channel.unary_stream(f"/{SERVICE}/Down")(b"64", metadata=FRIEND, timeout=10)
+    assert len(await call.read()) == 1 << 20
+    async with asyncio.timeout(5):
+        await behind.echo.closed.wait()
+    call.cancel()
+
+
+async def test_a_reader_that_goes_frees_what_it_held(behind: Behind) -> None:
+    call = behind.channel.unary_stream(f"/{SERVICE}/Down")(b"1000000", metadata=FRIEND, timeout=10)
+    assert len(await call.read()) == 1 << 20
+    call.cancel()
+    async with asyncio.timeout(STALL):
+        await behind.echo.closed.wait()
+
+
+async def test_streams_of_both_kinds_go_through(behind: Behind) -> None:
+    call = behind.channel.stream_unary(f"/{SERVICE}/Up")(iter([b"a", b"b", b"c"]), metadata=FRIEND, timeout=10)
+    assert await call == b"3"
+    answers = behind.channel.unary_stream(f"/{SERVICE}/Down")(b"3", metadata=FRIEND, timeout=10)
+    assert [len(a) async for a in answers] == [1 << 20] * 3
+
+
+def test_refusals_are_logged_once_a_second_with_their_number() -> None:
+    times = [0.0, 0.1, 0.2, 0.9, 1.1, 1.2]
+    log = RefusalLog(iter(times).__next__)
+    with structlog.testing.capture_logs() as lines:
+        for _ in times:
+            log.note("ipv4:10.0.0.1:5", "/x/Y", Unauthenticated("no"))
+    assert [line["refused"] for line in lines] == [1, 4]
+
+
+async def test_neither_logs_nor_stderr_hold_secrets(
+    tls: Running, authority: Authority, tenants_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with structlog.testing.capture_logs() as lines:
+        await refused(tls.call("Whoami", token="a-secret-that-is-wrong", ca=authority.ca), Unauthenticated)
+        assert await tls.call("Use", b"salt-of-alice", token=ALICE, ca=authority.ca) == b"used"
+        tenants_file.write_text('[tenant.alice]\nsalt = "salt-of-alice\n')
+        assert not tls.tenants.reload()
+        tenants_file.write_text('[tenant.alice]\nsalt = "salt-of-alice"\ntokens = ["a-token-in-clear"]\n')
+        assert not tls.tenants.reload()
+    output = capfd.readouterr()
+    text = repr(lines) + output.out + output.err + repr(tls.tenants())
+    assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["a caller was refused"]
+    for secret in ("a-secret-that-is-wrong", ALICE, "salt-of-alice", "a-token-in-clear"):
+        assert secret not in text
+
+
+# ---- questions that arrive slowly ------------------------------------------------------------------------------
+
+
+async def test_questions_that_never_arrive_keep_no_other_call_of_their_caller_out(
+    tls: Running, authority: Authority
+) -> None:
+    silent_channel = await tls.channel(token=ALICE, ca=authority.ca)
+    silent = [silent_channel.stream_unary(f"/{SERVICE}/Whoami")(timeout=30) for _ in range(Patience.arrivals + 8)]
+    async with asyncio.timeout(9):  # beyond so many, a question has a moment to arrive
+        while sum(call.done() for call in silent) < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    refusals = {await call.code() for call in silent if call.done()}
+    assert refusals == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert await tls.call("Whoami", token=ALICE, ca=authority.ca) == b"alice"
+    assert await tls.call("Whoami", token=BOB, ca=authority.ca) == b"bob"
+    assert sum(call.done() for call in silent) == 8, "the others are awaited"
+    for call in silent:
+        call.cancel()
+
+
+async def test_a_question_that_does_not_arrive_ends_its_call(behind: Behind) -> None:
+    guard = Guard(knows_friends, Patience(arrival_seconds=STALL))
+    door = Door(TcpAddress("127.0.0.1", 0), behind.echo.add_to, interceptors=(guard,))
+    async with listening_at(SERVICE, [door], lambda: 0.0) as addresses, aio_channel(addresses[0]) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.stream_unary(f"/{SERVICE}/Whoami")(metadata=FRIEND, timeout=10)
+        assert "did not arrive within 0.3 s" in str(from_rpc(caught.value))
+
+
+async def test_a_health_check_without_a_name_may_not_be_long(tls: Running, authority: Authority) -> None:
+    channel = await tls.channel(ca=authority.ca)
+    stub = health_pb2_grpc.HealthStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Check(health_pb2.HealthCheckRequest(service="x" * 5000), timeout=10)
+    assert "5003 bytes; at most 4096" in str(from_rpc(caught.value))
+    assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == 1
+
+
+async def test_a_door_of_health_alone_takes_no_long_question() -> None:
+    async with (
+        listening_at(SERVICE, [Door(TcpAddress("127.0.0.1", 0), None)], lambda: 0.0) as addresses,
+        aio_channel(addresses[0]) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(health_pb2.HealthCheckRequest(service="x" * 5000), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status == 1

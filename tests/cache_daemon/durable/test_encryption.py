@@ -1,0 +1,145 @@
+"""Encryption at rest: nothing readable on disk, nothing exchangeable, one sentence for a wrong key."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import lmdb
+import pytest
+from kvsidecar.errors import ConfigurationError, StoreUnavailable
+
+from cache_daemon.durable.durable_tier import ReadResult, WriteGroup
+from cache_daemon.durable.encryption import AesSeal, Unsealed, key_from_environment, key_from_file
+from cache_daemon.durable.lmdb_tier import LmdbTier
+from cache_daemon.durable.record_format import META, checked
+from tests.cache_daemon.durable.chunks import BUDGET, chain, chunk, key_of, opened, read, store
+from tests.cache_daemon.durable.test_codec import trained_chunks
+
+pytest.importorskip("cryptography")
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+
+
+def test_an_encrypted_store_gives_back_what_was_put(tmp_path: Path) -> None:
+    puts = [*chain(4), chunk([77], payload=b"x"), *trained_chunks()]
+    tier = opened(tmp_path, key=KEY, compression="zstd")
+    store(tier, *puts)
+    tier.apply(WriteGroup(notes={b"verdict": b"passed"}))
+    tier.close()
+    tier = opened(tmp_path, key=KEY)
+    assert {result.value for result in read(tier, *puts)} == {"sound"}
+    assert tier.notes() == {b"verdict": b"passed"}
+    raw = sum(len(put.payload) for put in trained_chunks())
+    assert tier.usage().live_bytes < 0.75 * raw + 40_000, "it is compressed before"
+    tier.close()
+
+
+def test_nothing_readable_is_on_disk(tmp_path: Path) -> None:
+    put = chunk(range(500, 600), payload=b"secret payload" * 300)
+    tier = opened(tmp_path, key=KEY)
+    store(tier, put)
+    tier.apply(WriteGroup(notes={b"verdict": b"secret note"}))
+    tier.close()
+    content = (tmp_path / "data.mdb").read_bytes()
+    assert b"secret" not in content
+    assert put.header.SerializeToString()[100:140] not in content, "headers hold tokens"
+
+
+def test_every_value_has_its_own_nonce() -> None:
+    seal = AesSeal(KEY)
+    assert len({bytes(seal.close_value(b"p", b"same")) for _ in range(100)}) == 100
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "text"),
+    [
+        (KEY, OTHER_KEY, "encrypted with another key; give that key"),
+        (KEY, None, "is encrypted; give its key"),
+        (None, KEY, "is not encrypted, but a key is given"),
+    ],
+)
+def test_a_wrong_key_is_refused_with_a_sentence(
+    tmp_path: Path, first: bytes | None, then: bytes | None, text: str
+) -> None:
+    opened(tmp_path, key=first).close()
+    with pytest.raises(StoreUnavailable, match=text):
+        LmdbTier(tmp_path, BUDGET, key=then)
+    opened(tmp_path, key=first).close()
+
+
+def test_a_wrong_key_destroys_nothing_even_where_the_store_is_damaged(tmp_path: Path) -> None:
+    tier = opened(tmp_path, key=KEY)
+    puts = chain(6)
+    store(tier, *puts)
+    tier.close()
+    data = tmp_path / "data.mdb"
+    with data.open("r+b") as file:
+        file.write(bytes(4096))
+    for wrong in (OTHER_KEY, None):
+        with pytest.raises(StoreUnavailable, match="key"):
+            LmdbTier(tmp_path, BUDGET, key=wrong)
+    tier = opened(tmp_path, key=KEY)
+    assert read(tier, *puts) == [ReadResult.SOUND] * 6
+    tier.close()
+
+
+def test_values_cannot_be_exchanged(tmp_path: Path) -> None:
+    """Two chunks of one length; the payload of one is put in the other's place."""
+    tier = opened(tmp_path, key=KEY)
+    first, second = chunk([1], payload=b"1" * 5000), chunk([2], payload=b"1" * 5000)
+    store(tier, first, second)
+    tier.close()
+    environment = lmdb.open(str(tmp_path), max_dbs=5, lock=False)
+    with environment.begin(write=True) as txn:
+        payloads, meta = environment.open_db(b"payloads", txn=txn), environment.open_db(b"meta", txn=txn)
+        txn.put(key_of(first), txn.get(key_of(second), db=payloads), db=payloads)
+        txn.put(b"commit", checked(META, b"commit", txn.id().to_bytes(8, "little")), db=meta)
+    environment.close()
+    tier = opened(tmp_path, key=KEY)
+    assert read(tier, first, second) == [ReadResult.CORRUPT, ReadResult.SOUND]
+    tier.close()
+
+
+def test_a_value_opens_only_in_its_place() -> None:
+    seal = AesSeal(KEY)
+    sealed = memoryview(seal.close_value(b"notes\0a", b"value"))
+    target = memoryview(bytearray(5))
+    seal.open_value(b"notes\0a", sealed, target)
+    assert target == b"value"
+    with pytest.raises(Unsealed):
+        seal.open_value(b"notes\0b", sealed, target)
+    with pytest.raises(Unsealed):
+        seal.open_value(b"notes\0a", sealed[:-1], target[:4])
+
+
+@pytest.mark.parametrize("text", [b"0123456789abcdef" * 2, b"correct horse battery staple 31\n", b"k" * 32])
+def test_a_key_of_32_characters_has_too_few_random_bits(tmp_path: Path, text: bytes) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(text)
+    file.chmod(0o600)
+    with pytest.raises(ConfigurationError, match="openssl rand -hex 32 makes one"):
+        key_from_file(file)
+
+
+def test_keys_come_from_private_files_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, text = tmp_path / "raw", tmp_path / "text"
+    key = bytes(range(200, 232))
+    raw.write_bytes(key)
+    text.write_text(key.hex() + "\n")
+    for file in (raw, text):
+        file.chmod(0o640)
+        with pytest.raises(ConfigurationError, match="has mode 640; a key must be private: chmod 600"):
+            key_from_file(file)
+        file.chmod(0o600)
+        assert key_from_file(file) == key
+    text.write_text("short")
+    with pytest.raises(ConfigurationError, match="holds no key: it must be 32 random bytes, or 64 hex digits"):
+        key_from_file(text)
+    with pytest.raises(ConfigurationError, match="cannot read the store's key"):
+        key_from_file(tmp_path / "none")
+    assert key_from_environment("KVSIDECAR_TEST_KEY") is None
+    monkeypatch.setenv("KVSIDECAR_TEST_KEY", KEY.hex())
+    assert key_from_environment("KVSIDECAR_TEST_KEY") == KEY
+    with pytest.raises(ConfigurationError, match="has 5 bytes; AES-256 takes 32"):
+        LmdbTier(tmp_path / "store", BUDGET, key=b"short")
+    assert not os.path.exists(tmp_path / "store")

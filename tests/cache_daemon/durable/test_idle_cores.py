@@ -1,0 +1,95 @@
+"""How many cores are left, by what the kernel counted as idle and what this process used itself."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from cache_daemon.durable import compression, idle_cores
+from cache_daemon.durable.compression import Packing
+from cache_daemon.durable.idle_cores import Moment, SpareCores
+from tests.cache_daemon.durable.test_codec import trained_chunks
+
+
+class Clock:
+    """A machine whose cores are idle as it is told, and which counts how long it was waited for."""
+
+    def __init__(self) -> None:
+        self.at = self.idle_seconds = self.own_seconds = self.waited = 0.0
+        self.idle, self.own = 2.0, 0.0
+
+    def passes(self, seconds: float) -> None:
+        self.at += seconds
+        self.idle_seconds += self.idle * seconds
+        self.own_seconds += self.own * seconds
+
+    def wait(self, seconds: float) -> None:
+        self.waited += seconds
+        self.passes(seconds)
+
+    def look(self) -> Moment:
+        return Moment(self.at, self.idle_seconds, self.own_seconds)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def cores(clock: Clock) -> SpareCores:
+    return SpareCores(clock.look, clock.wait)
+
+
+def test_the_first_look_and_one_after_a_pause_take_a_moment(clock: Clock, cores: SpareCores) -> None:
+    assert cores.count() == pytest.approx(2)
+    assert clock.waited == pytest.approx(0.05)
+    clock.passes(100)
+    clock.idle = 0
+    assert cores.count() == pytest.approx(0), "what was a minute ago does not count"
+    assert clock.waited == pytest.approx(0.1)
+    clock.passes(0.5)
+    clock.idle = 1
+    clock.passes(0.5)
+    assert cores.count() == pytest.approx(0.5)
+    assert clock.waited == pytest.approx(0.1)
+
+
+def test_what_this_process_uses_itself_is_not_another_s(clock: Clock, cores: SpareCores) -> None:
+    cores.count()
+    clock.idle, clock.own = 0.25, 1.5
+    clock.passes(0.2)
+    assert cores.count() == pytest.approx(1.75)
+
+
+def test_too_short_a_time_says_what_was_said(clock: Clock, cores: SpareCores) -> None:
+    assert cores.count() == pytest.approx(2)
+    clock.idle = 0
+    clock.passes(0.01)
+    assert cores.count() == pytest.approx(2)
+    clock.passes(0.05)
+    assert cores.count() == pytest.approx(0)
+
+
+def test_this_machine_says_something_or_counts_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 <= SpareCores().count() <= (os.cpu_count() or 1) * 1.5
+    monkeypatch.setattr(idle_cores, "_STAT", idle_cores.Path("/nowhere"))
+    assert SpareCores().count() == os.cpu_count()
+
+
+@pytest.mark.parametrize("mode", ["auto", "zstd"])
+def test_what_comes_while_all_cores_compute_is_stored_raw(mode: compression.Compression, clock: Clock) -> None:
+    trained = trained_chunks()[:1]
+    packer = Packing(mode, SpareCores(clock.look, clock.wait))
+    packer.active = True
+    (small,) = packer.pack(trained)
+    assert small is not None
+    clock.idle = 0
+    clock.passes(0.5)
+    (stored,) = packer.pack(trained)
+    assert stored == (None if mode == "auto" else small), "who asks for zstd gets it"
+    clock.idle = 2
+    clock.passes(0.5)
+    assert packer.pack(trained) == [small]
+    packer.close()

@@ -1,0 +1,262 @@
+"""Memory between processes: who can read, who can write, and what a hung or hostile worker can do (nothing)."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import resource
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import structlog
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.kv_transfer.mapped_memory import ARENA, STAGING, receive_descriptor
+
+from benchmarks.node import Node
+from cache_daemon.memory.fd_server import _PATIENCE_SECONDS, handing_out
+from cache_daemon.memory.staging import Allowance, Staging
+from tests.cache_daemon.conftest import Peer, payload_of
+from tests.cache_daemon.rpc.test_cache_service import until
+from tests.cache_daemon.store.test_durability import run_daemon
+
+
+def test_nobody_but_the_daemon_can_write_to_the_arena(peer: Peer) -> None:
+    peer.put([1, 2, 3])
+    handle = receive_descriptor(peer.welcome, ARENA)
+    try:
+        for attack in (
+            lambda: mmap.mmap(handle, 4096),
+            lambda: os.pwrite(handle, b"x", 0),
+            lambda: os.ftruncate(handle, 0),
+            lambda: os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_TRUNC),
+        ):
+            with pytest.raises(OSError, match="not permitted"):
+                attack()
+        again = os.open(f"/proc/self/fd/{handle}", os.O_RDWR)
+        with pytest.raises(OSError, match="not permitted"):
+            os.pwrite(again, b"x", 0)
+        os.close(again)
+    finally:
+        os.close(handle)
+    assert peer.read([1, 2, 3]) == 3
+
+
+def test_staging_cannot_be_cut_under_the_daemon(peer: Peer) -> None:
+    handle = receive_descriptor(peer.welcome, STAGING)
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(handle, 0)
+    os.close(handle)
+
+
+def test_a_writer_that_wakes_up_late_changes_nothing(daemon: Node) -> None:
+    """A worker that was stopped while it filled a chunk, past its session's end, wrote over what another had stored."""
+    late, other = Peer(daemon, heartbeats=False), Peer(daemon)
+    reserved = late.reserve(late.header([1, 2, 3]))[0]
+    until(lambda: other.stats().sessions == 1)
+    keys_ = [other.put([1, 2, 3]), *(other.put([10 + i]) for i in range(30))]
+    late.staged(reserved.staging)[:] = b"\xff" * reserved.staging.size_bytes
+    late.staging[: 1 << 20] = b"\xff" * (1 << 20)
+    assert len(set(keys_)) == 31
+    assert other.read([1, 2, 3]) == 3
+    assert all(other.read([10 + i]) == 1 for i in range(30))
+    other.close()
+    late.close()
+
+
+STOPPED_WRITER = """
+import sys
+from pathlib import Path
+from tests.cache_daemon.conftest import Peer, payload_of
+from kvsidecar.runtime import socket_target
+import grpc
+
+class There:
+    def cache_channel(self):
+        return grpc.insecure_channel(socket_target(Path(sys.argv[1])))
+
+peer = Peer(There())
+reserved = peer.reserve(peer.header(list(range(2000))))[0]
+view = peer.staged(reserved.staging)
+data = payload_of(list(range(2000)), len(view))
+view[: len(view) // 2] = data[: len(view) // 2]
+print("half", flush=True)
+sys.stdin.readline()
+view[len(view) // 2 :] = b"z" * (len(view) - len(view) // 2)
+try:
+    peer.commit(reserved)
+    print("committed", flush=True)
+except grpc.RpcError as error:
+    print(error.code().name, flush=True)
+"""
+
+
+def test_a_process_stopped_in_the_middle_of_a_copy_loses_its_session_and_harms_nobody(daemon: Node) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(STOPPED_WRITER), str(daemon.cache_socket)]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other = Peer(daemon)
+    assert writer.stdout is not None
+    assert writer.stdin is not None
+    try:
+        assert writer.stdout.readline() == "half\n"
+        writer.send_signal(signal.SIGSTOP)
+        until(lambda: other.stats().sessions == 1)
+        other.put(list(range(2000)))
+        writer.send_signal(signal.SIGCONT)
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+        assert writer.stdout.readline() == "UNAUTHENTICATED\n"
+    finally:
+        writer.kill()
+        writer.wait()
+        writer.stdin.close()
+        writer.stdout.close()
+    assert other.read(list(range(2000))) == 2000
+    other.close()
+
+
+def test_what_is_written_while_the_daemon_copies_is_never_served(peer: Peer) -> None:
+    """The checksum is of the daemon's copy, so bytes that change between reading and copying are refused."""
+    ids = list(range(1000))
+    reserved = peer.reserve(peer.header(ids))[0]
+    view = peer.staged(reserved.staging)
+    view[:] = payload_of(ids, len(view))
+    right = keys.checksum(view)
+    view[5] ^= 1
+    items = [pb.CommitItem(reservation_id=reserved.reservation_id, checksum=right)]
+    answer = peer.stub.Commit(pb.CommitRequest(session_id=peer.session, epoch=peer.welcome.epoch, items=items))
+    assert list(answer.outcomes) == [pb.COMMIT_OUTCOME_CHECKSUM_MISMATCH]
+    assert peer.read(ids) == 0
+
+
+def test_a_stranger_gets_no_memory(peer: Peer) -> None:
+    for session_id in (secrets.token_bytes(16), b"\0" * 16):
+        forged = pb.Welcome(memory_socket=peer.welcome.memory_socket, session_id=session_id, arena=peer.welcome.arena)
+        for which in (ARENA, STAGING, b"i", b"?"):
+            with pytest.raises(OSError, match="the session is not open"):
+                receive_descriptor(forged, which)
+    assert Path(peer.welcome.memory_socket).stat().st_mode & 0o777 == 0o600
+
+
+def test_one_that_says_nothing_keeps_nobody_waiting(peer: Peer) -> None:
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as rude:
+        silent.connect(peer.welcome.memory_socket)
+        rude.connect(peer.welcome.memory_socket)
+        rude.sendall(b"x" * 5)
+        began = time.monotonic()
+        os.close(receive_descriptor(peer.welcome, ARENA))
+        assert time.monotonic() - began < _PATIENCE_SECONDS, "as long as either of them may take"
+
+
+def test_memory_is_handed_out_again_after_the_daemon_ran_out_of_descriptors(start: Callable[..., Node]) -> None:
+    """Running out of them once ended the hand-out for good."""
+    node = start()
+    peer = Peer(node)
+    pid = node.pid("daemon")
+    open_now = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (open_now, hard))
+    knocking = [socket.socket(socket.AF_UNIX) for _ in range(8)]
+    try:
+        for s in knocking:
+            s.settimeout(1)
+            s.connect(peer.welcome.memory_socket)
+        time.sleep(0.5)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+        for s in knocking:
+            s.close()
+    time.sleep(0.5)
+    os.close(receive_descriptor(peer.welcome, ARENA))
+    peer.put([1])
+    assert peer.read([1]) == 1
+    peer.close()
+
+
+def test_a_socket_that_cannot_be_made_stops_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / ("d" * (98 - len(str(tmp_path))))
+    done = run_daemon("--socket", str(folder / "c.sock"), "--store", "none", "--arena-bytes", "1MiB")
+    assert done.returncode == 2
+    assert "no socket can be made" in done.stderr
+    assert "choose another --socket" in done.stderr
+
+
+def test_the_daemon_takes_memory_as_it_is_used(start: Callable[..., Node]) -> None:
+    node = start(arena_bytes="1GiB")
+
+    def megabytes() -> float:
+        text = Path(f"/proc/{node.pid('daemon')}/smaps_rollup").read_text()
+        return next(int(x.split()[1]) for x in text.splitlines() if x.startswith("Rss:")) / 1024
+
+    assert megabytes() < 200
+    peer = Peer(node)
+    peer.put([1])
+    until(lambda: megabytes() > 64)
+    assert megabytes() < 300
+    peer.close()
+
+
+def test_idle_staging_gives_its_memory_back_and_never_what_is_reserved() -> None:
+    staging = Staging(64 << 20)
+    whole = staging.allocate(60 << 20)
+    assert whole is not None
+    with staging.view(whole) as view:
+        view[:] = b"\xab" * len(view)
+    staging.trim()
+    with staging.view(whole) as view:
+        assert view[-1] == 0xAB, "what is reserved stays"
+    staging.free(whole)
+    for _ in range(20):
+        staging.trim()
+    assert os.fstat(staging.descriptor).st_blocks * 512 <= 9 << 20
+    again = staging.allocate(60 << 20)
+    assert again is not None
+    staging.close()
+
+
+async def test_an_answer_that_fails_leaves_the_memory_socket_serving(tmp_path: Path) -> None:
+    class Shares:
+        failing = True
+
+        def arena(self, session_id: bytes, peer: socket.socket) -> None:
+            if self.failing:
+                raise RuntimeError("the driver is gone")
+            peer.send(b"1")
+
+        staging = summary = arena
+
+    def asked() -> bytes:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.settimeout(10)
+            peer.connect(str(tmp_path / "memory"))
+            peer.sendall(bytes(16) + ARENA)
+            return peer.recv(1)
+
+    shares = Shares()
+    async with handing_out(tmp_path / "memory", shares, 0o600, lambda _: True):
+        with structlog.testing.capture_logs() as lines:
+            assert await asyncio.to_thread(asked) == b""
+        assert [line["event"] for line in lines] == ["memory could not be given to a session"]
+        shares.failing = False
+        assert await asyncio.to_thread(asked) == b"1"
+
+
+def test_staging_that_shares_an_allowance_keeps_no_idle_memory() -> None:
+    size = 1 << 20
+    kept, shared = Staging(size), Staging(size, Allowance(size))
+    for staging, idle in ((kept, size), (shared, 0)):
+        slot = staging.allocate(size)
+        assert slot is not None
+        staging.view(slot)[:] = b"x" * size
+        staging.free(slot)
+        assert os.fstat(staging.descriptor).st_blocks * 512 == idle
+        staging.close()

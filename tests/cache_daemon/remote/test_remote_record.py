@@ -1,0 +1,156 @@
+"""Records and payloads: what was written comes back, and nothing else does."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from kvsidecar import keys
+from kvsidecar.chunk_layout import Geometry, new_header
+
+from cache_daemon.durable import codec
+from cache_daemon.durable.encryption import AesSeal, NoSeal, Seal
+from cache_daemon.durable.expiry_note import note_of
+from cache_daemon.remote.remote_record import Entry, Unfit, decode_record, encode_record, mark_of, packed, unpacked
+from tests.cache_daemon.conftest import GEOMETRY, payload_of
+
+IDS = list(range(20))
+NAME = "p/1.2/root/hash/head"
+SEALS = {"plain": NoSeal(), "sealed": AesSeal(b"k" * 32)}
+
+
+def chunk(compressible: bool = True) -> tuple[Entry, bytes, memoryview]:
+    """An entry without a payload, the payload, and a place for it."""
+    root = keys.tenant_root(b"n" * 32, b"salt")
+    header = new_header(GEOMETRY, IDS, 0)
+    header.root = header.parent_prefix_hash = root
+    header.tenant = keys.tenant_id(b"salt")
+    header.prefix_hash, header.content_hash = keys.prefix_hash(root, IDS), keys.content_hash(root, IDS)
+    size = header.payload_bytes
+    payload = payload_of(IDS, size) if compressible else random.Random(1).randbytes(size)
+    header.checksum = keys.checksum(payload)
+    return Entry(header, 0, 1, 0, 0, 0, mark_of(None, b"m") or b""), payload, memoryview(bytearray(size))
+
+
+def stored(seal: Seal, compressible: bool, compress: bool = True) -> tuple[Entry, bytes, bytes, memoryview]:
+    entry, payload, place = chunk(compressible)
+    kind, bytes_ = packed(seal, entry.header, memoryview(payload), codec.Packer() if compress else None)
+    whole = Entry(entry.header, kind, 1, len(bytes_), keys.checksum(bytes_), 77, entry.mark)
+    return whole, payload, bytes(bytes_), place
+
+
+@pytest.mark.parametrize("seal", SEALS)
+@pytest.mark.parametrize("compressible", [True, False])
+@pytest.mark.parametrize("compress", [True, False])
+def test_what_was_written_comes_back(seal: str, compressible: bool, compress: bool) -> None:
+    entry, payload, bytes_, place = stored(SEALS[seal], compressible, compress)
+    assert (len(bytes_) < len(payload)) == (compressible and compress)
+    assert decode_record(SEALS[seal], NAME, encode_record(SEALS[seal], NAME, entry)) == entry
+    third = len(bytes_) // 3
+    unpacked(SEALS[seal], entry, [bytes_[:third], bytes_[third:]], place)
+    assert place == payload
+
+
+@pytest.mark.parametrize("seal", SEALS)
+def test_no_flipped_bit_of_a_record_goes_unseen(seal: str) -> None:
+    entry, *_ = stored(SEALS[seal], True)
+    record = encode_record(SEALS[seal], NAME, entry)
+    for at in range(len(record)):
+        broken = record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]
+        with pytest.raises(Unfit):
+            decode_record(SEALS[seal], NAME, broken)
+    for length in range(len(record)):
+        with pytest.raises(Unfit):
+            decode_record(SEALS[seal], NAME, record[:length])
+
+
+@pytest.mark.parametrize("seal", SEALS)
+def test_no_flipped_byte_of_a_payload_goes_unseen(seal: str) -> None:
+    entry, _, bytes_, place = stored(SEALS[seal], True)
+    for at in range(0, len(bytes_), 7):
+        with pytest.raises(Unfit):
+            unpacked(SEALS[seal], entry, [bytes_[:at] + bytes([bytes_[at] ^ 1]) + bytes_[at + 1 :]], place)
+    for parts in ([], [b""], [bytes_[:-1]], [bytes_, b"\0"]):
+        with pytest.raises(Unfit):
+            unpacked(SEALS[seal], entry, parts, place)
+
+
+def test_a_record_is_of_its_name_alone() -> None:
+    entry, *_ = stored(NoSeal(), True)
+    with pytest.raises(Unfit):
+        decode_record(NoSeal(), NAME.replace("hash", "other"), encode_record(NoSeal(), NAME, entry))
+
+
+@pytest.mark.parametrize("ends_at", [(1 << 64) - 1, 1 << 62, 1 << 40])
+def test_a_record_that_ends_in_no_time_is_not_believed(ends_at: int) -> None:
+    """Its chunk's end, in milliseconds, could be noted nowhere, and with it nobody else's."""
+    entry, *_ = stored(NoSeal(), True)
+    for good in (0, 77, (1 << 40) - 1):
+        assert (
+            decode_record(NoSeal(), NAME, encode_record(NoSeal(), NAME, replace(entry, ends_at=good))).ends_at == good
+        )
+    note_of(float((1 << 40) - 1))
+    with pytest.raises(Unfit, match="no time"):
+        decode_record(NoSeal(), NAME, encode_record(NoSeal(), NAME, replace(entry, ends_at=ends_at)))
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("plain", "sealed"), ("sealed", "plain"), ("sealed", "other")])
+def test_another_key_reads_nothing_and_damages_nothing(writer: str, reader: str) -> None:
+    seals = {**SEALS, "other": AesSeal(b"o" * 32)}
+    entry, _, bytes_, place = stored(seals[writer], True)
+    with pytest.raises(Unfit) as caught:
+        decode_record(seals[reader], NAME, encode_record(seals[writer], NAME, entry))
+    assert not caught.value.damaged, "it may be another fleet's"
+    if reader != "plain":
+        with pytest.raises(Unfit):
+            unpacked(seals[reader], entry, [bytes_], place)
+
+
+def lied(**changed: object) -> bytes:
+    """A record that is whole, of a header that is not."""
+    entry, *_ = stored(NoSeal(), True)
+    for field, value in changed.items():
+        if field == "token_ids":
+            entry.header.ClearField("token_ids")
+            entry.header.token_ids.extend(value)  # type: ignore[arg-type]
+        else:
+            setattr(entry.header, field, value)
+    return encode_record(NoSeal(), NAME, entry)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"format_version": keys.FORMAT_VERSION + 1},
+        {"prefix_hash": b"x" * 32},
+        {"content_hash": b"x" * 32},
+        {"parent_prefix_hash": b"x" * 32},
+        {"token_ids": IDS[::-1]},
+        {"token_count": 3},
+        {"layers": 99},
+        {"layers": 0},
+        {"payload_bytes": 1 << 60},
+        {"bits": 5},
+        {"prefill_seconds": float("nan")},
+    ],
+    ids=str,
+)
+def test_a_header_that_lies_is_not_believed(changed: dict[str, object]) -> None:
+    with pytest.raises(Unfit):
+        decode_record(NoSeal(), NAME, lied(**changed))
+
+
+def test_a_record_cannot_ask_for_much_memory() -> None:
+    entry, *_ = stored(NoSeal(), True)
+    for parts, length in ((4097, 10), (0, 10), (1, 1 << 40)):
+        with pytest.raises(Unfit):
+            decode_record(
+                NoSeal(), NAME, encode_record(NoSeal(), NAME, Entry(entry.header, 0, parts, length, 0, 0, entry.mark))
+            )  # fmt: skip
+
+
+def test_marks_are_of_both() -> None:
+    assert len({mark_of(a, b) for a in (None, b"1", b"12") for b in (b"", b"2", b"12")}) == 9
+    assert mark_of(None, None) is mark_of(b"1", None) is None, "without a tenant's, nothing counts"
+    assert Geometry.of(chunk()[0].header) == GEOMETRY

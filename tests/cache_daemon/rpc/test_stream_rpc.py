@@ -1,0 +1,125 @@
+"""Fetch, Store and Watch: streams that stall, break off or cannot be granted, and the end of the daemon after them."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+
+from benchmarks.node import Node
+from cache_daemon.rpc.stream_rpc import STALL_SECONDS
+from tests.cache_daemon.conftest import Peer, code_of, payload_of
+from tests.cache_daemon.rpc.test_cache_service import until
+
+
+def storing(peer: Peer, ids: list[int], checksum: int | None = None) -> Iterator[pb.StoreRequest]:
+    header = peer.header(ids)
+    data = payload_of(ids, header.payload_bytes)
+    header.checksum = keys.checksum(data) if checksum is None else checksum
+    yield pb.StoreRequest(start=pb.StoreStart(descriptor=peer.descriptor, header=header))
+    yield pb.StoreRequest(data=data)
+
+
+@pytest.mark.parametrize("after", [1, 2**63])
+def test_watching_from_a_number_that_was_never_given_is_refused(peer: Peer, after: int) -> None:
+    """It was a loop without an await: the daemon answered nobody any more, not even SIGTERM."""
+    request = pb.WatchRequest(epoch=peer.welcome.epoch, after_sequence=after)
+    code, text = code_of(lambda: list(peer.stub.Watch(request, timeout=5)))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert str(after) in text
+    peer.put([1])
+    assert peer.read([1]) == 1
+
+
+def test_a_store_that_was_not_committed_is_no_success(start: Callable[..., Node]) -> None:
+    peer = Peer(start(arena_bytes="1MiB", store="none"))
+    held = []
+    for i in range(256):
+        peer.put([i])
+        held.append(peer.match([i]))
+    code, text = code_of(lambda: peer.stub.Store(storing(peer, [999])))
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "try again later" in text
+    assert peer.read([999]) == 0
+    peer.close()
+
+
+@pytest.mark.alone  # others may keep the disk for longer than a commit waits
+def test_storing_at_full_speed_waits_for_the_disk_instead_of_failing(start: Callable[..., Node]) -> None:
+    """Nothing was leased, and yet the arena was full: of chunks that were being written."""
+    peer = Peer(start(arena_bytes="1MiB"))
+    for i in range(600):
+        assert peer.stub.Store(storing(peer, [i, i + 1])).prefix_hash
+    peer.close()
+
+
+@pytest.mark.parametrize("refused", ["checksum", "too much", "nothing"])
+def test_sigterm_after_a_refused_store_ends_the_daemon_in_order(start: Callable[..., Node], refused: str) -> None:
+    node = start()
+    peer = Peer(node)
+    messages = list(storing(peer, [1, 2, 3], checksum=1 if refused == "checksum" else None))
+    if refused == "too much":
+        messages.append(pb.StoreRequest(data=b"x"))
+    if refused == "nothing":
+        messages.pop()
+    with pytest.raises(grpc.RpcError):
+        peer.stub.Store(iter(messages))
+    peer.close()
+    process = node._processes["a-daemon"]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    del node._processes["a-daemon"]
+
+
+def test_a_stalled_store_gives_back_what_it_holds(peer: Peer) -> None:
+    sending: queue.SimpleQueue[pb.StoreRequest | None] = queue.SimpleQueue()
+    sending.put(next(storing(peer, [1, 2, 3])))
+    began = time.monotonic()
+    stalled = peer.stub.Store.future(iter(sending.get, None))
+    until(lambda: peer.reserve(peer.header([1, 2, 3]))[0].outcome == pb.RESERVE_OUTCOME_IN_PROGRESS)
+    with pytest.raises(grpc.RpcError) as caught:
+        stalled.result(timeout=STALL_SECONDS + 20)
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert time.monotonic() - began >= STALL_SECONDS
+    sending.put(None)
+    peer.put([1, 2, 3])
+    assert peer.read([1, 2, 3]) == 3
+
+
+def test_a_stalled_fetch_gives_back_what_it_holds(start: Callable[..., Node]) -> None:
+    node = start(arena_bytes="32MiB")
+    peer = Peer(node)
+    ids = list(range(4096))
+    keys_ = [peer.put([i, *ids[1:]]) for i in range(4)]
+    held = peer.stats().leases
+    streams = [peer.stub.Fetch(pb.FetchRequest(namespace=peer.namespace, prefix_hash=k)) for k in keys_]
+    for stream in streams:
+        next(stream)
+    for stream in streams:
+        stream.cancel()
+    until(lambda: peer.stats().leases == held)
+    peer.stub.Delete(pb.DeleteRequest())
+    until(lambda: peer.stats().arena_used_bytes == 0)
+    peer.close()
+
+
+def test_a_damaged_store_ends_no_session(start: Callable[..., Node]) -> None:
+    """Heartbeats read verdicts from the store, and its damage ended every session."""
+    node = start(heartbeat_ms=200, compression="none")
+    peer = Peer(node)
+    peer.put(list(range(300)))
+    node.settle()
+    file = node.folder / "store" / "data.mdb"
+    with file.open("r+b") as data:
+        data.seek(8192)
+        data.write(b"\xff" * (file.stat().st_size - 8192))
+    time.sleep(1.5)
+    assert peer.read(list(range(300))) == 300
+    assert peer.stats().sessions == 1
+    peer.close()

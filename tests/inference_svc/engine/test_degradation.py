@@ -1,0 +1,136 @@
+"""The cache is never a reason to fail a request."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.node import Node
+from tests.inference_svc.engine.test_exactness import prompt
+
+FLAGS = {"cache_timeout_ms": 200}
+
+
+@pytest.fixture(scope="module")
+def shaky() -> Iterator[Node]:
+    flags = {"heartbeat_ms": 300}
+    with Node("demo", arena_bytes="64MiB", pool_bytes="64MiB", worker_flags=FLAGS, daemon_flags=flags) as node:
+        yield node
+
+
+def ask(node: Node, ids: list[int]) -> tuple[list[int], int, float]:
+    began = time.monotonic()
+    result = node.client().generate(ids, max_tokens=8, temperature=0, ignore_eos=True, deadline=30)
+    return result.token_ids, result.cached_tokens, time.monotonic() - began
+
+
+def test_without_a_daemon_requests_are_computed() -> None:
+    with Node("demo", workers=0) as node:
+        node.kill("daemon")
+        node.workers = 1
+        node.start_worker(0)
+        ids = prompt(1, 150)
+        first, cached, _ = ask(node, ids)
+        assert cached == 0
+        node.start_daemon()
+        node.wait_attached(0)
+        assert ask(node, ids)[0] == first
+        node.settle()
+        again, cached, _ = ask(node, ids)
+        assert again == first
+        assert cached == 149
+
+
+def test_a_killed_daemon_costs_nothing_but_the_cache(shaky: Node) -> None:
+    ids = prompt(2, 150)
+    want, _, _ = ask(shaky, ids)
+    shaky.settle()
+    shaky.kill("daemon")
+    got, cached, seconds = ask(shaky, ids)
+    assert got == want
+    assert seconds < 5
+    shaky.start_daemon()
+    shaky.wait_attached(0)
+    got, cached, _ = ask(shaky, ids)
+    assert (got, cached) == (want, 149)
+
+
+def test_dead_daemons_leave_no_memory_behind(shaky: Node) -> None:
+    for _ in range(3):
+        ask(shaky, prompt(7, 150))
+        shaky.settle()
+        shaky.restart_daemon()
+    ask(shaky, prompt(7, 150))
+    maps = Path(f"/proc/{shaky.pid('worker-0')}/maps").read_text().splitlines()
+    for kind in ("arena", "summary", "staging"):
+        mapped = {line.split(None, 5)[4] for line in maps if f"/memfd:kvsidecar-{kind}" in line}
+        assert len(mapped) == 1, f"{len(mapped)} daemons' {kind} is mapped"
+
+
+def test_a_hanging_daemon_delays_one_request_by_its_timeout(shaky: Node) -> None:
+    ids = prompt(3, 150)
+    want, _, _ = ask(shaky, ids)
+    shaky.settle()
+    shaky.kill("daemon", signal.SIGSTOP)
+    try:
+        slow = [ask(shaky, ids) for _ in range(3)]
+    finally:
+        shaky.kill("daemon", signal.SIGCONT)
+    assert all(got == want for got, _, _ in slow)
+    assert slow[0][2] < 3
+    assert slow[2][2] < 2, "the next ones do not wait"
+    shaky.wait_attached(0)
+    assert ask(shaky, ids)[1] == 149
+
+
+def test_a_worker_that_hangs_loses_its_session_and_comes_back(shaky: Node) -> None:
+    ids = prompt(4, 150)
+    want, _, _ = ask(shaky, ids)
+    shaky.settle()
+    shaky.kill("worker-0", signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while shaky.cache_stats().sessions:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    shaky.kill("worker-0", signal.SIGCONT)
+    got, _, _ = ask(shaky, ids)
+    assert got == want
+    shaky.wait_attached(0)
+    got, cached, _ = ask(shaky, ids)
+    assert (got, cached) == (want, 149)
+
+
+def test_a_killed_worker_leaves_no_lease_behind(shaky: Node) -> None:
+    stream = shaky.client().stream(prompt(5, 400), max_tokens=200, ignore_eos=True)
+    next(stream)
+    shaky.restart_worker(0)
+    stats = shaky.cache_stats()
+    assert (stats.leases, stats.reservations) == (0, 0)
+    assert ask(shaky, prompt(5, 400))[0]
+
+
+def test_a_small_arena_refuses_chunks_but_no_request() -> None:
+    with Node("demo", arena_bytes="1MiB", durable=False, pool_bytes="64MiB") as node:
+        for i in range(6):
+            tokens, _, _ = ask(node, prompt(20 + i, 600))
+            assert len(tokens) == 8
+        node.settle()
+        stats = node.client().stats()
+        assert stats.cache_failures == 0
+        assert stats.pool_free_pages == stats.pool_pages
+
+
+def test_sigterm_ends_a_worker_gracefully(shaky: Node) -> None:
+    stream = shaky.client().stream(prompt(6, 50), max_tokens=60, ignore_eos=True)
+    next(stream)
+    process = shaky._processes["worker-0"]
+    process.send_signal(signal.SIGTERM)
+    parts = list(stream)
+    assert parts[-1].final is not None, "a running request ends before the worker does"
+    assert process.wait(20) == 0
+    del shaky._processes["worker-0"]
+    shaky.start_worker(0)

@@ -1,0 +1,47 @@
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from inference_svc.engine.detokenizer import TextStream
+from inference_svc.models.loader import DEMO_MODEL
+
+TOKENIZER = AutoTokenizer.from_pretrained(DEMO_MODEL)
+END = frozenset({TOKENIZER.eos_token_id})
+
+
+def stream(text: str, stop: tuple[str, ...] = ()) -> tuple[str, bool]:
+    out = TextStream(TOKENIZER, stop, END)
+    shown = ""
+    for token in TOKENIZER(text, add_special_tokens=False)["input_ids"]:
+        shown += out.push(token)
+        assert "�" not in shown or "�" in text
+    return shown + out.finish(), out.stopped
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=60))
+def test_pieces_add_up_to_the_text(text: str) -> None:
+    whole = TOKENIZER.decode(TOKENIZER(text, add_special_tokens=False)["input_ids"], skip_special_tokens=True)
+    assert stream(text)[0] == whole
+
+
+ab = st.text("ab \n", min_size=1, max_size=4)
+
+
+@given(st.text("ab \n", max_size=30), ab)
+def test_text_ends_where_the_stop_string_begins(text: str, stop: str) -> None:
+    at = text.find(stop)
+    assert stream(text, (stop,)) == (text if at < 0 else text[:at], at >= 0)
+
+
+@given(st.text("ab \n", max_size=30), st.lists(ab, min_size=2, max_size=3))
+def test_of_several_stop_strings_the_first_to_be_complete_ends_it(text: str, stops: list[str]) -> None:
+    shown, stopped = stream(text, tuple(stops))
+    assert stopped == any(s in text for s in stops)
+    assert text.startswith(shown)
+    assert not any(s in shown for s in stops)
+
+
+def test_ids_beyond_the_tokenizer_do_not_break_it() -> None:
+    out = TextStream(TOKENIZER, (), END)
+    out.push(150_000)
+    assert isinstance(out.finish(), str)

@@ -1,0 +1,63 @@
+"""How many connections a fleet's gateway has at one time, and that it may have them."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from benchmarks.node import free_port
+from inference_svc.gateway.fleet import prefix_query
+from tests.inference_svc.gateway.fleet.peers import Peer, fleet_of
+
+LONG = "tell me what you know of the sea. " * 20
+
+
+def test_a_gateway_may_have_more_than_its_shell_allows() -> None:
+    port, (_, hard) = free_port(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    command = [sys.executable, "-m", "inference_svc", "gateway", "--nodes", "http://127.0.0.1:1", "--port", str(port)]
+    begun = ["prlimit", "--nofile=256:", *command]
+    with subprocess.Popen(begun, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as gateway:
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    assert httpx.get(f"http://127.0.0.1:{port}/version", timeout=5).status_code == 200
+                    break
+                except httpx.TransportError:
+                    assert gateway.poll() is None
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+            soft, _ = resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE)
+            assert soft == (1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16))
+        finally:
+            gateway.terminate()
+
+
+async def test_no_more_are_asked_at_one_time_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_query, "_MOST_ASKED", 3)
+    now = peak = 0
+
+    class Slow(Peer):
+        async def _serve(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+            nonlocal now, peak
+            asked = path.startswith("/kvsidecar/v1/held/")
+            now += asked
+            peak = max(peak, now)
+            if asked:
+                await asyncio.sleep(0.01)
+            now -= asked
+            await super()._serve(path, body, writer)
+
+    async with fleet_of(Slow(), Slow()) as (client, _):
+        body = {"model": "m", "prompt": LONG}
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=body, timeout=30) for _ in range(12)))
+        assert {answer.status_code for answer in answers} == {200}
+        said = [client.get(f"/v1/responses/resp_{i}") for i in range(12)]
+        assert {answer.status_code for answer in await asyncio.gather(*said)} == {404}
+    assert peak == 3

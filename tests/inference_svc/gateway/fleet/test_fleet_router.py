@@ -1,0 +1,96 @@
+"""Who gets a prompt: equal for all gateways, by what nodes have, then by load."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.gateway.fleet.fleet_router import ASKED_ALL, WORTH, Ring, Standing, beginnings, candidates, choose
+
+LONG = "a text that says something at length and goes on for a while, as texts do. " * 40
+texts = st.text(alphabet="ab", max_size=3000)
+
+
+def chat(*said: str, **more: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user" if i % 2 == 0 else "assistant", "content": s} for i, s in enumerate(said)]
+    } | more
+
+
+def test_a_later_turn_begins_as_the_earlier_one_did() -> None:
+    first = beginnings(chat(LONG, n=1))
+    second = beginnings(chat(LONG, "an answer", "and what then?", temperature=1))
+    assert set(first.digests) <= set(second.digests)
+    assert first.home == second.home
+
+
+@given(texts, texts)
+def test_texts_share_the_beginnings_that_are_alike(one: str, other: str) -> None:
+    alike = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    shared = set(beginnings({"prompt": one}).digests) & set(beginnings({"prompt": other}).digests)
+    if one != other:
+        assert len(shared) == sum(256 << i <= alike for i in range(8))
+
+
+@pytest.mark.parametrize(
+    "other", [chat(LONG, cache_salt="s"), chat("b" + LONG), chat(LONG, tools=[{"type": "function"}])]
+)
+def test_another_tenant_or_beginning_is_another_prompt(other: dict[str, Any]) -> None:
+    one = beginnings(chat(LONG))
+    assert not set(one.digests) & set(beginnings(other).digests)
+    assert one.home != beginnings(other).home
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"messages": 5}, {"prompt": [1, 2, 3]}, {"input": "x"}, {"messages": [None, "\ud800"]}]
+)
+def test_whatever_is_sent_has_a_beginning(body: dict[str, Any]) -> None:
+    assert beginnings(body).digests
+
+
+def test_the_most_read_wins_until_it_is_busier_than_that_is_worth() -> None:
+    prompt = beginnings(chat(LONG))
+
+    def chosen(warm_load: float, held: int) -> str:
+        return choose([Standing("warm", warm_load, held), Standing("cold", 0.0)], prompt, 1000).name
+
+    assert chosen(0, 1000) == chosen(WORTH - 1, 1000) == "warm"
+    assert chosen(WORTH + 1, 1000) == "cold"
+    assert chosen(WORTH / 2 - 0.5, 500) == "warm"
+    assert chosen(WORTH / 2 + 0.5, 500) == "cold"
+
+
+def test_ties_are_broken_alike_whatever_the_order_and_spread() -> None:
+    names = [f"http://10.0.0.{i}:8000" for i in range(4)]
+    got: Counter[str] = Counter()
+    for i in range(200):
+        prompt = beginnings(chat(f"question {i}"))
+        found = {choose([Standing(n, 0.0) for n in order], prompt, 0).name for order in (names, names[::-1])}
+        assert len(found) == 1
+        got.update(found)
+    assert min(got.values()) > 20
+
+
+def test_of_many_nodes_a_few_are_asked_and_the_earlier_turns_among_them() -> None:
+    nodes = [Standing(f"http://10.0.{i // 250}.{i % 250}:80", load=1.0) for i in range(1000)]
+    ring = Ring(node.name for node in nodes)
+    first = beginnings(chat(LONG))
+    second = beginnings(chat(LONG, "yes", LONG))
+    asked = {one.name for one in candidates(ring, nodes, second)}
+    assert len(asked) <= ASKED_ALL
+    assert {ring.first(digest, [n.name for n in nodes]) for digest in first.digests} <= asked
+    idle = Standing("http://10.0.0.7:80", load=0.0)
+    assert idle in candidates(ring, [idle, *(n for n in nodes if n.name != idle.name)], second)
+
+
+def test_a_node_that_goes_moves_only_what_led_to_it() -> None:
+    names = [f"node-{i}" for i in range(40)]
+    ring, digests = Ring(names), [beginnings(chat(f"question {i}")).home for i in range(400)]
+    before = [ring.first(digest, names) for digest in digests]
+    after = [ring.first(digest, names[1:]) for digest in digests]
+    assert all(a == b for a, b in zip(after, before, strict=True) if b != names[0])
+    assert max(Counter(before).values()) < 40

@@ -1,0 +1,303 @@
+"""What a fleet's gateway does with nodes that refuse, break off, hang, come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from inference_svc.gateway.client_disconnect import ClientGone
+from inference_svc.gateway.fleet.prefix_query import to_place
+from tests.inference_svc.gateway.fleet.peers import SERVED, Peer, breaks, fleet_of, hangs, named, says, streams
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "m", "messages": [{"role": "user", "content": "tell me what you know of the sea. " * 20}]}
+LOST = says({"error": {"message": "no inference worker is up"}}, 503)
+LOCKED = says({"error": {"message": "the API key is missing or wrong"}}, 401)
+BUSY = says({"error": {"message": "too many requests wait"}}, 429)
+
+
+async def ask(client: httpx.AsyncClient, **more: Any) -> httpx.Response:
+    return await client.post(CHAT, json=BODY | more, timeout=20)
+
+
+async def test_the_node_that_has_most_of_the_prompt_gets_it_as_it_was_sent() -> None:
+    warm, cold = Peer(held_tokens=900), Peer()
+    async with fleet_of(cold, warm, node_key="secret") as (client, _):
+        assert (await ask(client, seed=3)).json() == {"from": warm.url}
+    assert warm.prompts == [BODY | {"seed": 3}]
+    assert cold.prompts == []
+    assert warm.keys == cold.keys == {"Bearer secret"}
+
+
+async def test_nobody_is_asked_about_what_is_short_or_not_to_be_reused() -> None:
+    warm, cold = Peer(held_tokens=900), Peer()
+    async with fleet_of(warm, cold) as (client, _):
+        await client.post(CHAT, json={"messages": [{"role": "user", "content": "hello"}]})
+        await ask(client, skip_cache=True)
+    assert warm.asked == cold.asked == 0
+    assert len(warm.prompts) + len(cold.prompts) == 2
+
+
+async def test_adapters_are_for_the_nodes_own_gateways() -> None:
+    node = Peer()
+    async with fleet_of(node) as (client, _):
+        for what in ("load", "unload"):
+            answer = await client.post(f"/v1/{what}_lora_adapter", json={"lora_name": "law", "lora_path": "law"})
+            assert answer.status_code == 400
+            assert "send this to the gateway of each node" in answer.json()["error"]["message"]
+    assert not node.prompts
+
+
+@pytest.mark.parametrize("failing", [LOST, breaks, streams(end=False), LOCKED])
+async def test_an_answer_of_which_nothing_was_sent_comes_from_another(failing: Any) -> None:
+    warm, other = Peer(held_tokens=900, answer=failing), Peer(answer=streams("whole", "[DONE]"))
+    async with fleet_of(warm, other) as (client, fleet):
+        answer = await ask(client, stream=True)
+        assert answer.text == "data: whole\n\ndata: [DONE]\n\n"
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert len(warm.prompts) == len(other.prompts) == 1
+        assert all(node.in_flight == 0 for node in fleet.members.all)
+
+
+async def test_a_node_that_has_enough_to_do_stays_up_and_its_word_is_handed_on_when_all_have() -> None:
+    warm, other = Peer(held_tokens=900, answer=BUSY), Peer()
+    async with fleet_of(warm, other) as (client, fleet):
+        assert (await ask(client)).json() == {"from": other.url}
+        other.answer = BUSY
+        answer = await ask(client)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (429, "too many requests wait")
+        assert len(fleet.members.alive) == 2
+
+
+async def test_what_was_begun_and_breaks_off_ends_with_an_error() -> None:
+    broken = Peer(held_tokens=900, answer=streams("one", "two", end=False))
+    async with fleet_of(broken, Peer()) as (client, _):
+        *words, error = (await ask(client, stream=True)).text.split("\n\n")[:-1]
+    assert [word for word in words if word] == ["data: one", "data: two"]
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "the node broke off its answer"
+
+
+async def test_a_node_that_hangs_is_given_up_and_its_prompts_go_elsewhere() -> None:
+    hung, other = Peer(held_tokens=900, answer=hangs), Peer()
+    async with fleet_of(hung, other, node_seconds=0.1) as (client, _):
+        answer = asyncio.create_task(ask(client))
+        await hung.began.wait()
+        hung.silent = True
+        assert (await answer).json() == {"from": other.url}
+
+
+async def test_a_stream_that_nobody_wants_any_more_is_ended_at_its_node() -> None:
+    """The client goes in the moment in which the node's first words are there."""
+    leaving, gone = asyncio.Event(), asyncio.Event()
+
+    async def begins(writer: asyncio.StreamWriter) -> None:
+        data = b"data: one\n\n"
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        await leaving.wait()
+        event = f"{len(data):x}\r\n".encode() + data + b"\r\n"
+        writer.write(head)
+        while not writer.transport.is_closing():  # until who reads it has closed
+            writer.write(event)
+            await asyncio.sleep(0.01)
+        gone.set()
+
+    class Going:
+        async def is_disconnected(self) -> bool:
+            leaving.set()
+            while not any(task.done() for task in asked):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            return True
+
+    node = Peer(answer=begins)
+    async with fleet_of(node) as (_, fleet):
+        asked: list[asyncio.Task[Any]] = []
+        answer = fleet._relay._answer
+
+        async def noted(*arguments: Any) -> Any:
+            asked.append(asyncio.current_task())  # type: ignore[arg-type]
+            return await answer(*arguments)
+
+        fleet._relay._answer = noted  # type: ignore[method-assign]
+        raw = json.dumps(BODY | {"stream": True}).encode()
+        with pytest.raises(ClientGone):
+            await fleet._relay.answer(Going(), to_place(CHAT, raw, json.loads(raw)))  # type: ignore[arg-type]
+        assert all(one.in_flight == 0 for one in fleet.members.all)
+        async with asyncio.timeout(20):
+            await gone.wait()
+
+
+async def test_a_refusal_of_the_request_is_handed_on_and_nobody_else_asked() -> None:
+    wrong = says({"error": {"message": "temperature is 9", "param": "temperature"}}, 400)
+    peers = [Peer(answer=wrong) for _ in range(3)]
+    async with fleet_of(*peers) as (client, _):
+        answer = await ask(client)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "temperature")
+    assert sum(len(peer.prompts) for peer in peers) == 1
+
+
+async def test_a_prompt_that_ends_nodes_ends_no_more_than_three() -> None:
+    peers = [Peer(answer=breaks) for _ in range(5)]
+    async with fleet_of(*peers) as (client, _):
+        answer = await ask(client)
+    assert answer.status_code == 503
+    assert sum(len(peer.prompts) for peer in peers) == 3
+
+
+async def test_one_that_failed_is_tried_again_when_nobody_else_is_up() -> None:
+    alone = Peer(answer=breaks)
+    async with fleet_of(alone) as (client, _):
+        answer = asyncio.create_task(ask(client))
+        await alone.began.wait()
+        alone.answer = None
+        assert (await answer).json() == {"from": alone.url}
+
+
+async def test_a_late_answer_is_504() -> None:
+    async with fleet_of(Peer(answer=hangs), request_seconds=0.2) as (client, _):
+        answer = await ask(client)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+async def test_models_are_found_where_they_are_served() -> None:
+    one, other = Peer(), Peer(served=SERVED | {"models": [{"id": "other"}]})
+    async with fleet_of(one, other) as (client, _):
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert {model["id"] for model in listed} == {"m", "other"}
+        assert (await client.get("/v1/models/other")).json() == {"id": "other"}
+        assert (await ask(client, model="other")).json() == {"from": other.url}
+        assert (await client.get("/v1/models/none")).status_code == 404
+        unknown = await ask(client, model="none")
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
+
+
+async def test_a_response_is_gone_on_from_where_it_is_kept() -> None:
+    kept = Peer(responses=frozenset({"resp_1"}))
+    async with fleet_of(Peer(held_tokens=900), kept) as (client, _):
+        body = {"input": "and then?", "previous_response_id": "resp_1"}
+        assert (await client.post("/v1/responses", json=body)).json() == {"from": kept.url}
+        assert (await client.get("/v1/responses/resp_1")).json() == {"id": "resp_1"}
+        assert (await client.get("/v1/responses/resp_2")).status_code == 404
+        kept.answer = breaks
+        away = await client.post("/v1/responses", json=body)
+    assert (away.status_code, away.json()["error"]["code"]) == (503, "unavailable")
+
+
+async def test_a_model_whose_node_is_away_is_not_unknown() -> None:
+    other = Peer(served=SERVED | {"models": [{"id": "other", "object": "model"}]})
+    async with fleet_of(Peer(), other) as (client, fleet):
+        body = {"messages": [], "model": "other"}
+        assert (await client.post(CHAT, json=body)).json() == {"from": other.url}
+        other.silent = True
+        fleet.members.all[1].down("it was told to")
+        assert (await client.post(CHAT, json=body)).status_code == 503
+        assert (await client.post(CHAT, json=body | {"model": "never"})).status_code == 404
+        assert (await client.get("/v1/models/")).status_code == 404
+
+
+async def test_the_last_node_is_waited_for_however_late_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_svc.gateway.fleet.proxy._NOBODY_SECONDS", 1.0)
+    peer = Peer()
+
+    async def breaks_late(writer: asyncio.StreamWriter) -> None:
+        peer.answer = None
+        await asyncio.sleep(1.2)
+
+    peer.answer = breaks_late
+    async with fleet_of(peer) as (client, _):
+        assert (await ask(client)).json() == {"from": peer.url}
+    assert len(peer.prompts) == 2
+
+
+async def test_two_ports_of_one_name_are_two_sets_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_svc.gateway.fleet.discovery._LOOK_UP_SECONDS", 0.01)
+    one, two = Peer(), Peer()
+    named("nodes.test", monkeypatch)
+    nodes = f"dns+http://nodes.test:{one.port},dns+http://nodes.test:{two.port}"
+    async with one.listening(), two.listening(), fleet_of(nodes=nodes) as (_, fleet):
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+            assert {node.url for node in fleet.members.all} == {one.url, two.url}
+
+
+async def test_who_is_no_node_or_wants_a_key_is_said() -> None:
+    strange, locked = Peer(served={"hello": "world"}), Peer(served_code=401)
+    async with fleet_of(strange, locked, operator_key="chief") as (client, _):
+        assert (await client.get("/health")).status_code == 503
+        assert (await ask(client)).status_code == 503
+        assert (await client.get("/kvsidecar/v1/fleet")).status_code == 403
+        shown = (await client.get("/kvsidecar/v1/fleet", headers={"Authorization": "Bearer chief"})).json()
+    assert {node["why"] for node in shown["nodes"]} == {
+        "what answers is no gateway of a node",
+        "it answers 401; give its key as KVSIDECAR_GATEWAY_NODE_KEY",
+    }
+    assert not locked.prompts
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [(b"{", "not JSON"), (b"[]", "must be a JSON object"), (b"x" * 2000, "larger than the 1024 bytes")],
+)
+async def test_garbage_gets_a_sentence(body: bytes, named: str) -> None:
+    async with fleet_of(Peer(), max_body_bytes=1024) as (client, _):
+        assert (await client.post(CHAT, json={"model": {"a": 1}, "messages": 5, "prompt": [[]]})).status_code == 200
+        answer = await client.post(CHAT, content=body)
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("said", ["OK", [1, 2], {"prompt_tokens": 1, "held_tokens": 1, "busy": float("inf")}], ids=repr)
+async def test_a_node_that_talks_nonsense_of_a_prompt_has_nothing_of_it(said: Any) -> None:
+    strange, warm = Peer(held=said), Peer(held_tokens=900)
+    async with fleet_of(strange, warm) as (client, _):
+        assert (await ask(client)).json() == {"from": warm.url}
+    assert strange.asked == 1
+
+
+@pytest.mark.parametrize("more", [{"workers": float("inf")}, {"workers": -1}, {"busy": float("inf")}], ids=repr)
+async def test_a_node_that_talks_nonsense_of_itself_is_down_until_it_talks_sense(more: dict[str, Any]) -> None:
+    peer = Peer()
+    async with fleet_of(peer) as (client, fleet):
+        for served, alive in ((SERVED | more, 0), (SERVED, 1)):
+            peer.served = served
+            async with asyncio.timeout(20):
+                while len(fleet.members.alive) != alive:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        assert (await ask(client)).json() == {"from": peer.url}
+
+
+async def test_a_name_that_no_response_has_is_asked_of_nobody() -> None:
+    async with fleet_of(Peer(), Peer()) as (client, _):
+        body = {"input": "and then?", "previous_response_id": "a" * 70_000}
+        assert (await client.post("/v1/responses", json=body)).status_code == 200  # the node will say that it has none
+        assert (await client.get("/v1/responses/" + "a" * 60_000)).status_code == 404
+
+
+async def test_addresses_of_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_svc.gateway.fleet.discovery._LOOK_UP_SECONDS", 0.02)
+    first = Peer()
+    second = Peer(host="127.0.0.2", port=first.port)
+    addresses = named("nodes.test", monkeypatch)
+    nodes = f"dns+http://nodes.test:{first.port}"
+    async with first.listening(), second.listening(), fleet_of(nodes=nodes) as (client, fleet):
+
+        async def up(*urls: str) -> None:
+            async with asyncio.timeout(10):
+                while {node.url for node in fleet.members.alive} != set(urls):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+        await up(first.url)
+        addresses[:] = ["127.0.0.1", "127.0.0.2"]
+        await up(first.url, second.url)
+        addresses.clear()  # the resolver is away
+        await asyncio.sleep(0.1)
+        await up(first.url, second.url)
+        addresses[:] = ["127.0.0.2"]
+        await up(second.url)
+        assert (await ask(client)).json() == {"from": second.url}
+        async with asyncio.timeout(10):
+            while first.url in fleet.members._tasks:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)

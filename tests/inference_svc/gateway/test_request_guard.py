@@ -1,0 +1,52 @@
+"""What requests are told by their keys, and what becomes of those without: nothing, in traces either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import httpx
+import pytest
+from kvsidecar.telemetry.tracing import NOT_TRACED, Attributes, Span, Tracer
+
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.routes import create_app
+
+
+class Noting(Tracer):
+    """Remembers what began."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    def serve(self, name: str, sent: Iterable[tuple[str, str | bytes]], attributes: Attributes) -> Span:
+        self.begun.append(name)
+        return NOT_TRACED
+
+
+async def test_callers_without_the_key_make_no_spans() -> None:
+    tracer = Noting()
+    app = create_app(GatewayConfig(workers="127.0.0.1:1", cache_socket=None, api_key="right"), tracer)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        for key, code in (("wrong", 401), ("", 401), ("right", 400)):
+            answer = await client.post("/v1/completions", json=[], headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == code, answer.text
+    assert tracer.begun == ["POST /v1/completions"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "told"),
+    [
+        ({}, "", True),
+        ({"api_key": "guests"}, "guests", False),
+        ({"api_key": "guests", "operator_key": "mine"}, "guests", False),
+        ({"api_key": "guests", "operator_key": "mine"}, "mine", True),
+        ({"operator_key": "mine"}, "", False),
+    ],
+)
+async def test_how_busy_a_node_is_tells_of_others(keys: dict[str, Any], key: str, told: bool) -> None:
+    app = create_app(GatewayConfig(workers="127.0.0.1:1", cache_socket=None, **keys))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        answer = await client.get("/kvsidecar/v1/serving", headers={"Authorization": f"Bearer {key}"})
+    assert answer.status_code == 200
+    assert answer.json() == {"models": [], "workers": 0, "starting": False} | ({"busy": 0} if told else {})

@@ -1,0 +1,79 @@
+"""Which worker a request goes to."""
+
+from __future__ import annotations
+
+import pytest
+from kvsidecar.errors import Unavailable
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.gateway.worker_router import _MAX_HASHED_BYTES, Router, _blocks
+
+
+def asking(model: str, text: str = "Whose turn is it?", salt: bytes = b"") -> pb.GenerateRequest:
+    return pb.GenerateRequest(model=model, prompt=pb.Prompt(text=text), cache=pb.CacheOptions(tenant_salt=salt))
+
+
+async def test_a_request_goes_to_who_serves_its_model() -> None:
+    """Also where another model's worker has read the prompt, or has less to do."""
+    router = Router(["127.0.0.1:1", "127.0.0.1:2"])
+    try:
+        for worker, name in zip(router.workers, ("small", "large"), strict=True):
+            worker.alive, worker.model = True, pb.GetModelResponse(model_id=name)
+        small, large = router.workers
+        assert router.pick(asking("small"), set()) is small
+        assert router.pick(asking("large"), set()) is large
+        large.in_flight = 50
+        assert router.pick(asking("large"), set()) is large
+        assert router.pick(asking(""), set()) is small
+        with pytest.raises(Unavailable):
+            router.pick(asking("large"), {large.target})
+    finally:
+        await router.close()
+
+
+async def test_a_prompt_goes_where_its_tenant_has_read_it_and_not_where_another_has() -> None:
+    """What another salt has read helps nobody: a worker's pool shares nothing beyond a salt."""
+    router = Router(["127.0.0.1:1", "127.0.0.1:2"])
+    try:
+        for worker in router.workers:
+            worker.alive, worker.model = True, pb.GetModelResponse(model_id="m")
+        first, second = router.workers
+        long = "Whose turn is it to feed the otters today? " * 50
+        assert router.pick(asking("m", long, b"alice"), set()) is first
+        first.in_flight = 2  # a little busier: its readers still go there, and nobody else
+        assert router.pick(asking("m", long + "And tomorrow?", b"alice"), set()) is first
+        assert router.pick(asking("m", long, b"bob"), set()) is second
+        assert router.pick(asking("m", long), set()) is second
+    finally:
+        await router.close()
+
+
+def chat(*texts: str) -> pb.Prompt:
+    return pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content=text) for text in texts]))
+
+
+@pytest.mark.parametrize(
+    ("shorter", "longer"),
+    [
+        (pb.Prompt(text="a b " * 200), pb.Prompt(text="a b " * 300)),
+        (chat("a" * 600, "b" * 600), chat("a" * 600, "b" * 600, "c" * 600)),
+        (pb.Prompt(token_ids=pb.TokenIds(ids=range(500))), pb.Prompt(token_ids=pb.TokenIds(ids=range(900)))),
+    ],
+    ids=["text", "chat", "token_ids"],
+)
+def test_equal_beginnings_have_equal_blocks_within_a_model_and_a_salt(shorter: pb.Prompt, longer: pb.Prompt) -> None:
+    def blocks(prompt: pb.Prompt, model: str = "m", salt: bytes = b"s") -> list[bytes]:
+        return _blocks(pb.GenerateRequest(model=model, prompt=prompt, cache=pb.CacheOptions(tenant_salt=salt)))
+
+    few, many = blocks(shorter), blocks(longer)
+    assert len(many) > len(few) > 2
+    assert many[: len(few)] == few
+    assert not set(few) & set(blocks(shorter, salt=b"t"))
+    assert not set(few) & set(blocks(shorter, salt=b""))
+    assert not set(few) & set(blocks(shorter, model="n"))
+
+
+def test_of_a_very_long_prompt_the_beginning_decides() -> None:
+    texts = pb.Prompt(text="x" * 3 * _MAX_HASHED_BYTES), chat(*["x" * 1000] * 2000)
+    for prompt in (*texts, pb.Prompt(token_ids=pb.TokenIds(ids=range(_MAX_HASHED_BYTES)))):
+        assert len(_blocks(pb.GenerateRequest(prompt=prompt))) == _MAX_HASHED_BYTES // 256

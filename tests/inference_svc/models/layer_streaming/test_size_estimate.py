@@ -1,0 +1,99 @@
+"""What a model is expected to take is what it takes, in its file and in memory; of quantized files their codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from gguf import GGMLQuantizationType
+from kvkernels.cpu import f32_gemm, quantized_gemm
+
+from inference_svc.models.layer_streaming import layer_file_builder, streamed_model
+from inference_svc.models.layer_streaming.layer_file import WEIGHTS
+from inference_svc.models.layer_streaming.layer_file_builder import Recipe
+from inference_svc.models.layer_streaming.residency_plan import Asked
+from inference_svc.models.layer_streaming.size_estimate import Expected, expected
+from inference_svc.models.layer_streaming.streamed_model import sizes_of
+from inference_svc.models.loader import LoadedModel, load
+from tests.inference_svc.models import gguf_files
+from tests.inference_svc.models.layer_streaming.conftest import computed
+
+FULL = Asked("full_stream", slots=2, poisoned=True)
+# More rows than are written at a time, and a layer of which weights weigh more than norms.
+SHAPE = gguf_files.SHAPE | {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2100}
+NEEDS_KERNELS = pytest.mark.skipif(f32_gemm.kernel() is None, reason="no CPU kernels run here")
+
+
+def streamed(monkeypatch: pytest.MonkeyPatch, name: str, **asked: Any) -> tuple[LoadedModel, Expected]:
+    """A model whose file is written now, and what was expected."""
+    found = list[Expected]()
+
+    def build(folder: Path, recipe: Recipe, size: int) -> None:
+        found.append(expected(recipe))
+        assert found[0].kept == size
+        layer_file_builder.build(folder, recipe, size)
+
+    monkeypatch.setattr(streamed_model, "build", build)
+    model = load(name, device="cpu", stream=FULL, **{"dtype": "float32"} | asked)
+    return model, found[0]
+
+
+def agrees(model: LoadedModel, want: Expected, about: float = 0.0) -> None:
+    """Nothing is padded that was not known, but for some share of it."""
+    assert model.streamed is not None
+    file = model.streamed.file
+    got = sizes_of(file)
+    for mine, theirs in zip([*want.sizes.layers, (want.sizes.always, 0)], [*got.layers, (got.always, 0)], strict=True):
+        assert mine == pytest.approx(theirs, rel=about, abs=0)
+    size = (file.folder / WEIGHTS).stat().st_size + sum(v.nbytes for v in file.vectors.values())
+    assert want.kept == pytest.approx(size, rel=about, abs=0)
+
+
+def written(folder: Path, kind: str | None, tied: bool = True) -> str:
+    config = t.Qwen2Config(**SHAPE, tie_word_embeddings=tied)
+    quantization = None if kind is None else GGMLQuantizationType[kind]
+    return str(gguf_files.write(folder / f"{kind}-{tied}.gguf", "qwen2", gguf_files.random_model(config), quantization))
+
+
+@NEEDS_KERNELS
+@pytest.mark.parametrize(("kind", "tied"), [("Q4_0", True), ("Q5_1", False), ("Q8_0", True), (None, False)])
+def test_a_gguf_files_codes(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None, tied: bool
+) -> None:
+    name = written(tmp_path, kind, tied)
+    model, want = streamed(monkeypatch, name)
+    agrees(model, want)
+    assert model.streamed is not None
+    index = model.streamed.file.index
+    kept = {None: "float32", "Q4_0": "coded4"}.get(kind, "coded8")
+    forms = [stored.form for layer in index.layers for stored in layer.values()]
+    assert {form.dtype for form in [*forms, index.head.form]} == {kept}, "the head's too"
+    got = computed(model)
+    model.streamed.close()
+    resident = computed(load(name, device="cpu", dtype="float32"))
+    assert all(torch.equal(a, b) for a, b in zip(got, resident, strict=True))
+
+
+@NEEDS_KERNELS
+def test_numbers_that_came_in_16_bits(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, want = streamed(monkeypatch, "demo")
+    agrees(model, want)
+    assert model.streamed is not None
+    assert model.streamed.file.index.embedding.form.dtype == "bfloat16", "half of float32, and read as such"
+    model.streamed.close()
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", 4), ("float32", 8), ("bfloat16", 16), ("bfloat16", 4)])
+def test_weights_that_are_quantized_or_packed_here(
+    home: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, bits: int
+) -> None:
+    if bits < 16 and quantized_gemm.kernel() is None:
+        pytest.skip("no CPU kernels run here")
+    model, want = streamed(monkeypatch, "demo", dtype=dtype, weights=bits)
+    # oneDNN pads as it likes, and norms are kept in float32.
+    agrees(model, want, 0.0 if dtype == "float32" else 0.03)
+    assert model.streamed is not None
+    model.streamed.close()

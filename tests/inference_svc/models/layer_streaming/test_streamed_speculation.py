@@ -1,0 +1,88 @@
+"""A streamed model and its copy at 4 bits, which stays in memory: answers are those without, and it is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvsidecar.errors import ConfigurationError
+
+from inference_svc.models.layer_streaming import streamed_model
+from inference_svc.models.layer_streaming.residency_plan import Asked, reserved
+from inference_svc.models.layer_streaming.size_estimate import expected
+from inference_svc.models.loader import load, recipe_of_shape
+from inference_svc.server.python_api import Engine
+from inference_svc.server.runtime import Runtime
+from tests.inference_svc.engine.test_exactness import prompt
+from tests.inference_svc.spec_decode.chance import free_rows
+
+
+def runtime_of(engine: Engine) -> Runtime:
+    return engine._runtime
+
+
+def answers(engine: Engine) -> tuple[list[list[int]], int, int]:
+    """Tokens of some requests, greedy and drawn; how many were guessed, and how many of these were right."""
+    asked = [
+        (prompt(i, 30 + 17 * i), {"max_tokens": 24, "ignore_eos": True, "seed": i, "temperature": float(i % 2)})
+        for i in range(4)
+    ]
+    found = engine.generate_many(asked)
+    runtime_of(engine).engine.check_integrity()
+    return [one.token_ids for one in found], sum(f.draft_tokens for f in found), sum(f.accepted_tokens for f in found)
+
+
+@pytest.mark.parametrize("mode", ["full_stream", "ffn_only_stream", "partial_resident"])
+def test_answers_are_those_without(home: Path, mode: str) -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "stream": mode, "pool_bytes": "32MiB", "stream_slots": 2}
+    settings |= {"keep_first": 1} if mode == "partial_resident" else {}
+    with Engine.from_pretrained("demo", cache=None, **settings) as plain:
+        want, guessed, _ = answers(plain)
+        assert not guessed
+    with Engine.from_pretrained("demo", cache=None, speculate="draft", draft_model="self", **settings) as engine:
+        inner = runtime_of(engine).engine
+        inner.speculator.costs = free_rows()
+        assert inner.loaded.streamed is not None
+        assert inner.loaded.streamed.staging is not None
+        got, guessed, right = answers(engine)
+        assert got == want
+        assert 0 < right <= guessed
+        stats = inner.speculator.stats
+        assert (stats.draft_tokens, stats.accepted_tokens) == (guessed, right)
+
+
+def test_the_copy_is_counted_before_it_is_decided_what_stays() -> None:
+    recipe = recipe_of_shape("shape:qwen2.5-0.5b", torch.float32, 16)
+    asked = Asked("auto", pool_bytes=1 << 20, copy_bits=4)
+    size = expected(replace(recipe, bits=4)).sizes.all
+    found = streamed_model.with_copy(recipe, asked)
+    assert reserved(found) - reserved(asked) == size > 100 << 20
+    assert streamed_model.with_copy(recipe, found) == found
+
+
+def test_what_fits_only_without_the_copy_is_streamed_with_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of_shape("shape:qwen2.5-0.5b", torch.float32, 16)
+    asked, whole = Asked("auto", pool_bytes=1 << 20), expected(recipe)
+    free = max(whole.kept, whole.dense) + reserved(asked) + (1 << 20)
+    monkeypatch.setattr(streamed_model, "free_bytes", lambda allowed: free)
+    assert not streamed_model.is_needed(recipe, 16, asked)
+    assert streamed_model.is_needed(recipe, 16, replace(asked, copy_bits=4))
+    # Where not even that fits, it says so.
+    small = expected(replace(recipe, bits=4)).sizes.all
+    monkeypatch.setattr(streamed_model, "free_bytes", lambda allowed: small)
+    with pytest.raises(ConfigurationError, match="of adapters and draft"):
+        streamed_model.is_needed(recipe, 16, replace(asked, copy_bits=4))
+
+
+def test_a_copy_of_a_streamed_model_is_the_copy_of_one_in_memory(home: Path) -> None:
+    """Its file has the very weights that are quantized from those in memory, so the names of both are equal."""
+    resident = load("demo", dtype="float32", weights=4)
+    made = load("demo", dtype="float32", weights=4, stream=Asked("partial_resident", keep_first=resident.layers))
+    assert made.weights == resident.weights
+    assert made.streamed is not None
+    assert made.streamed.staging is None
+    assert made.streamed.residency.mode == "full_resident"
+    assert made.streamed.residency.streamed_bytes == 0

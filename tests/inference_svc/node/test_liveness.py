@@ -1,0 +1,182 @@
+"""A process of a node that hangs, or whose start takes long, and the supervisor that looks after it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from kvsidecar.process.node_report import SERVING, STARTING, read_reports
+
+from inference_svc.node.child_process import Child
+from inference_svc.node.liveness import GrpcProbe
+from inference_svc.node.supervisor import ServeConfig, Supervisor
+from inference_svc.server.worker_config import WorkerConfig
+from tests.inference_svc.node.test_supervisor import Served
+
+# A service that loads for some seconds and says NOT_SERVING after SIGUSR1.
+_SERVICE = """
+import signal, sys, time
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+time.sleep(float(sys.argv[2]))
+server = grpc.server(ThreadPoolExecutor(2))
+servicer = health.HealthServicer()
+health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+server.add_insecure_port(f"unix:{sys.argv[1]}")
+server.start()
+servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+def fail(*_): servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+signal.signal(signal.SIGUSR1, fail)
+while True: time.sleep(0.05)
+"""
+LIVENESS_SECONDS, DEADLINE_SECONDS = 3.0, 60.0
+
+
+@asynccontextmanager
+async def supervised(folder: Path, loading_seconds: float = 0.0) -> AsyncIterator[Child]:
+    """A child with a liveness probe under a supervisor."""
+    folder.chmod(0o700)
+    socket = folder / "worker-0.sock"
+    config = ServeConfig(model="demo", runtime_dir=folder, liveness_seconds=LIVENESS_SECONDS)
+    node = Supervisor(config, WorkerConfig(model="demo"))
+    command = [sys.executable, "-c", _SERVICE, str(socket), str(loading_seconds)]
+    child = node._launch("worker-0", command, GrpcProbe(socket))
+    try:
+        yield child
+    finally:
+        node._stop.set()
+        await node._end_all()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGUSR1])
+async def test_a_child_that_does_not_answer_or_says_not_serving_is_killed_and_started_again(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    async with supervised(tmp_path) as child:
+        await asyncio.wait_for(child.ready.wait(), DEADLINE_SECONDS)
+        assert child.process is not None
+        first, began = child.process, time.monotonic()
+        os.kill(first.pid, number)
+        await until(lambda: child.process is not first and child.report.state == SERVING)
+        assert first.returncode == -signal.SIGKILL
+        assert time.monotonic() - began >= LIVENESS_SECONDS / 2
+        assert (child.report.kills, child.report.deaths) == (1, 0)
+        assert read_reports(tmp_path, os.getpid())["worker-0"] == child.report
+
+
+async def test_a_child_that_loads_longer_than_it_may_be_silent_is_not_killed(tmp_path: Path) -> None:
+    async with supervised(tmp_path, loading_seconds=2 * LIVENESS_SECONDS) as child:
+        await until(lambda: child.process is not None)
+        assert read_reports(tmp_path, os.getpid())["worker-0"].state == STARTING
+        first = child.process
+        await asyncio.wait_for(child.ready.wait(), DEADLINE_SECONDS)
+        assert child.process is first
+        assert child.report.kills == child.report.deaths == 0
+
+
+def test_what_another_process_answers_at_its_socket_makes_no_child_ready(tmp_path: Path) -> None:
+    """Beside a daemon that runs already, ``serve`` said that it is ready, and started its own again and again."""
+    foreign = subprocess.Popen([sys.executable, "-c", _SERVICE, str(tmp_path / "s"), "0"])
+
+    async def ask() -> None:
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            probe = GrpcProbe(tmp_path / "s")
+            while not await probe.answers(foreign.pid):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            await probe.close()
+            assert not await probe.answers(1)
+
+    try:
+        asyncio.run(ask())
+    finally:
+        foreign.kill()
+        foreign.wait()
+
+
+def test_a_hung_worker_of_a_node_comes_back_and_status_and_metrics_say_so(tmp_path: Path) -> None:
+    """Its only worker is stopped; requests wait until it is back, longer than for one that nobody starts."""
+    settings = {"KVSIDECAR_LIVENESS_SECONDS": "3", "KVSIDECAR_GATEWAY_WORKER_WAIT_SECONDS": "0.5"}
+    served = Served(tmp_path, workers=1, settings=settings)
+    try:
+        assert served.ask().status_code == 200
+        (worker,) = served.children("--name=worker-0")
+        worker.suspend()
+        served.until(lambda: any(c.pid != worker.pid for c in served.children("--name=worker-0")))
+        answer = served.ask()
+        assert answer.status_code == 200, answer.text
+        served.until(lambda: "process does not answer, killing it" in (tmp_path / "log").read_text())
+        (part,) = [part for part in json.loads(served.run("status", "--json").stdout) if part["name"] == "worker-0"]
+        assert (part["restarts"], part["kills"]) == (1, 1)
+        assert "1 of them because it did not answer" in " ".join(served.run("status").stdout.split())
+        metrics = httpx.get(f"{served.url}/metrics", timeout=10).text
+        assert 'kvsidecar_process_restarts_total{process="worker-0",reason="silent"} 1.0' in metrics
+        assert '"path": "/health", "status": 503' not in (tmp_path / "log").read_text(), "no line for each probe"
+    finally:
+        served.end()
+
+
+def test_a_request_waits_for_a_worker_that_was_killed_as_long_as_it_loads(tmp_path: Path) -> None:
+    settings = {"KVSIDECAR_GATEWAY_WORKER_WAIT_SECONDS": "0.5"}
+    served = Served(tmp_path, workers=1, settings=settings)
+    try:
+        (worker,) = served.children("--name=worker-0")
+        answers: list[httpx.Response] = []
+        worker.kill()
+        asking = threading.Thread(target=lambda: answers.append(served.ask()))
+        asking.start()
+        asking.join(DEADLINE_SECONDS)
+        assert [answer.status_code for answer in answers] == [200], answers[0].text
+    finally:
+        served.end()
+
+
+def test_a_deleted_runtime_folder_comes_back_and_a_worker_that_dies_then_finds_its_cache(tmp_path: Path) -> None:
+    """It came back without a cache, and ``status`` named neither the cache nor the gateway and exited 0."""
+    served = Served(tmp_path, workers=1)
+    try:
+        assert served.ask().status_code == 200
+        served.until(lambda: cached_tokens(served.ask()) > 0)
+        (worker,) = served.children("--name=worker-0")
+        (daemon,) = served.children("cache_daemon")
+        shutil.rmtree(tmp_path / "kvsidecar")
+        worker.kill()
+        served.until(lambda: any(child.pid != worker.pid for child in served.children("--name=worker-0")))
+        parts: dict[str, dict[str, Any]] = {}
+
+        def serving() -> bool:
+            said = served.run("status", "--json")
+            parts.update({part["name"]: part for part in json.loads(said.stdout or "[]")})
+            return said.returncode == 0 and "attached" in parts["worker-0"]["detail"]
+
+        served.until(serving)
+        assert set(parts) == {"cache", "worker-0", "gateway"}
+        assert cached_tokens(served.ask()) > 0, "what was cached before"
+        assert served.children("cache_daemon") == [daemon], "it was not started again"
+        assert parts["cache"]["restarts"] == 0
+    finally:
+        served.end()
+
+
+def cached_tokens(answer: httpx.Response) -> int:
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])

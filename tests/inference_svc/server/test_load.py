@@ -1,0 +1,165 @@
+"""Many requests, many of them cancelled: everything is given back."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from kvsidecar.errors import Overloaded, PromptExceedsPool, PromptTooLong, status_of
+
+from benchmarks.node import Node
+from inference_svc.engine.detokenizer import TextStream
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.engine_stats import EngineLimits
+from inference_svc.engine.kv_connector import NoCache
+from inference_svc.engine.sequence import Finish, Output, Sequence
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.models.loader import load
+from inference_svc.sampling.sampling_params import SamplingParams
+from tests.inference_svc.engine.test_detokenizer import TOKENIZER
+from tests.inference_svc.engine.test_exactness import prompt
+
+
+@pytest.fixture(scope="module", params=[0, 64], ids=["without residents", "with residents"])
+def loaded_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    flags = {"resident_sequences": request.param}
+    with Node("demo", arena_bytes="128MiB", pool_bytes="64MiB", worker_flags=flags) as running:
+        yield running
+
+
+def test_200_requests_a_third_cancelled_leave_nothing(loaded_node: Node) -> None:
+    node = loaded_node
+    rng = random.Random(0)
+    system = prompt(1, 150)
+
+    def one(i: int) -> str:
+        r = random.Random(i)
+        ids = (system if r.random() < 0.5 else []) + prompt(1000 + i % 40, r.randint(1, 200))
+        cancel_after = r.uniform(0.0, 0.4) if i % 3 == 0 else None
+        stream = node.client().stream(ids, max_tokens=r.randint(1, 40), temperature=r.choice([0, 1]), deadline=120)
+        if cancel_after is None:
+            return "done" if list(stream)[-1].final else "cut"
+        deadline = time.monotonic() + cancel_after
+        for _ in stream:
+            if time.monotonic() > deadline:
+                break
+        stream.close()
+        return "cancelled"
+
+    order = list(range(200))
+    rng.shuffle(order)
+    with ThreadPoolExecutor(32) as pool:
+        outcomes = list(pool.map(one, order))
+    assert outcomes.count("cut") == 0
+    assert outcomes.count("done") == 200 - len([i for i in range(200) if i % 3 == 0])
+    node.settle(60)
+    time.sleep(0.2)  # the last leases are given back without waiting for an answer
+    worker, cache = node.client().stats(), node.cache_stats()
+    assert (worker.running, worker.waiting, worker.pending_saves) == (0, 0, 0)
+    assert worker.pool_free_pages == worker.pool_pages
+    assert (cache.leases, cache.reservations) == (0, 0)
+    assert worker.cache_failures == 0
+
+
+def small_engine(tokens: int, **limits: Any) -> Engine:
+    """An engine with a pool of its own size; a model serves one engine only."""
+    loaded = load("demo", dtype="float32")
+    pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, tokens, loaded.dtype, loaded.device)
+    return Engine(loaded, pool, NoCache(), EngineLimits(**limits))
+
+
+class Request:
+    """A sequence and what came of it."""
+
+    def __init__(self, ids: list[int], length: int, seed: int | None = None) -> None:
+        self.outputs: list[Output] = []
+        self.ended = threading.Event()
+        params = SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed)
+        text = TextStream(TOKENIZER, (), frozenset())
+        self.sequence = Sequence("r", list(ids), len(ids), length, params, frozenset(), text, self._sink)
+
+    def _sink(self, output: Output) -> None:
+        self.outputs.append(output)
+        if output.finish is not None:
+            self.ended.set()
+
+    def tokens(self) -> list[int]:
+        assert self.ended.wait(60)
+        assert self.outputs[-1].finish is not Finish.FAILED, self.outputs[-1].error
+        return self.sequence.tokens[self.sequence.prompt_tokens :]
+
+
+def idle(engine: Engine) -> None:
+    deadline = time.monotonic() + 10
+    while engine.load != (0, 0, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_pool_too_small_for_all_preempts_and_changes_no_answer() -> None:
+    prompts = [prompt(i, 60) for i in range(6)]
+    large = small_engine(4096)
+    want = []
+    for i, ids in enumerate(prompts):
+        request = Request(ids, 120, seed=i if i % 2 else None)
+        large.submit(request.sequence)
+        want.append(request.tokens())
+    large.stop()
+    engine = small_engine(448)
+    requests = [Request(ids, 120, seed=i if i % 2 else None) for i, ids in enumerate(prompts)]
+    began = time.perf_counter()
+    for request in requests:
+        engine.submit(request.sequence)
+    assert [r.tokens() for r in requests] == want
+    assert engine.stats.preemptions > 0
+    passed_ms = (time.perf_counter() - began) * 1e3
+    assert all(r.sequence.timings.queue_ms < passed_ms for r in requests), "waiting was counted twice"
+    idle(engine)
+    engine.check_integrity()
+    assert engine.free_pages == engine.pool.pages
+    engine.stop()
+
+
+def test_cancelling_frees_pages_at_once() -> None:
+    engine = small_engine(2048)
+    requests = [Request(prompt(i, 100), 500) for i in range(4)]
+    for request in requests:
+        engine.submit(request.sequence)
+    while not requests[-1].outputs:
+        time.sleep(0.001)
+    for request in requests:
+        engine.cancel(request.sequence)
+        engine.cancel(request.sequence)
+    for request in requests:
+        assert request.ended.wait(5)
+        assert request.outputs[-1].finish is Finish.CANCELLED
+    idle(engine)
+    engine.check_integrity()
+    assert engine.free_pages == engine.pool.pages
+    engine.stop()
+
+
+def test_what_cannot_run_is_refused() -> None:
+    engine = small_engine(256, waiting=1, batch_sequences=1)
+    running = Request(prompt(0, 100), 150)
+    engine.submit(running.sequence)
+    while not running.outputs:
+        time.sleep(0.001)
+    context = engine.loaded.context_length
+    with pytest.raises(PromptTooLong, match=f"the maximum context length is {context} with"):
+        engine.submit(Request(prompt(0, context), 1).sequence)
+    numbers = rf"256 tokens, which .* need 9 pages of 32 tokens; .* pool has 8, .* 256 .* \(of the {context} "
+    with pytest.raises(PromptExceedsPool, match=numbers) as refused:
+        engine.submit(Request(prompt(0, 256), 1).sequence)
+    assert status_of(refused.value) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 413)
+    engine.submit(Request(prompt(1, 10), 1).sequence)
+    with pytest.raises(Overloaded, match="1 requests wait"):
+        engine.submit(Request(prompt(2, 10), 1).sequence)
+    assert len(running.tokens()) == 150  # undisturbed
+    engine.stop()

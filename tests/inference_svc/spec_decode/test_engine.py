@@ -1,0 +1,268 @@
+"""Guesses in the engine with a real model: the same answers, nothing of what was refused kept, no page lost."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from kvkernels.cpu import quantized_gemm
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from transformers import AutoTokenizer
+
+from benchmarks.node import Node
+from inference_svc.engine.detokenizer import TextStream
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.engine_stats import EngineLimits
+from inference_svc.engine.kv_connector import NoCache
+from inference_svc.engine.sequence import CacheUse, Finish, Sequence
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.model_runner.decoder import Decoder
+from inference_svc.models.draft_loader import load_draft
+from inference_svc.models.loader import DEMO_MODEL, load
+from inference_svc.sampling.sampling_params import SamplingParams
+from inference_svc.spec_decode.draft_model_proposer import DraftModel
+from inference_svc.spec_decode.speculation_mode import Speculation
+from inference_svc.structured_output.grammar_compiler import Grammars
+from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
+from tests.inference_svc.engine.test_exactness import prompt
+from tests.inference_svc.server.test_load import Request, idle
+from tests.inference_svc.spec_decode.chance import free_rows
+
+GRAMMARS = Grammars(TOKENIZER, 4096, END)
+FIVE_NUMBERS = json.dumps({"type": "array", "items": {"enum": [1, 2, 3, 4, 5]}, "minItems": 5, "uniqueItems": True})
+
+
+def engine_of(tokens: int, draft: bool = False, copy: bool = False, **limits: int) -> Engine:
+    """An engine on which rows are free, so that all that may be guessed is."""
+    loaded = load("demo", dtype="float32")
+    pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, tokens, loaded.dtype, loaded.device)
+    guessing = None
+    if draft:
+        twin = load("demo", dtype="float32")
+        own = KVPool(twin.layers, twin.kv_heads, twin.head_dim, tokens, twin.dtype, twin.device)
+        guessing = DraftModel(Decoder(twin), own, int(loaded.config.vocab_size), twin.context_length, 512)
+    if copy:
+        low = Decoder(load("demo", dtype="float32", weights=4))
+        guessing = DraftModel(low, pool, int(loaded.config.vocab_size), loaded.context_length, 512, copy=True)
+    engine = Engine(loaded, pool, NoCache(), EngineLimits(**limits), draft=guessing)
+    engine.speculator.costs = free_rows()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    running = engine_of(8192)
+    yield running
+    idle(running)
+    running.check_integrity()
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def twins() -> Iterator[Engine]:
+    """The draft is the model."""
+    running = engine_of(8192, draft=True)
+    yield running
+    idle(running)
+    running.check_integrity()
+    assert not running._draft or not running._draft.tables()
+    running.stop()
+
+
+class Asked(Request):
+    """A request by whom its tokens are guessed."""
+
+    def __init__(
+        self,
+        ids: list[int],
+        length: int,
+        speculation: Speculation,
+        *,
+        stop: tuple[str, ...] = (),
+        grammar: pb.Grammar | None = None,
+        logprobs: int | None = None,
+        **params: Any,
+    ) -> None:
+        super().__init__(ids, length)
+        steering = None if grammar is None else GRAMMARS.steering(grammar)
+        hidden = END if grammar else frozenset[int]()
+        self.sequence = Sequence(
+            "r", list(ids), len(ids), length, SamplingParams(**{"temperature": 0.0, **params}), hidden,
+            TextStream(TOKENIZER, stop, hidden), self._sink, CacheUse(), logprobs, steering, speculation,
+        )  # fmt: skip
+
+    def whole(self) -> Any:
+        """All that the caller sees."""
+        self.tokens()
+        drawn = [o.drawn for o in self.outputs if o.drawn is not None]
+        return drawn, "".join(o.text for o in self.outputs), self.outputs[-2 if len(drawn) < len(self.outputs) else -1]
+
+
+def repetitive(seed: int) -> list[int]:
+    """A prompt with something to look up."""
+    part = prompt(seed, 24)
+    return part + prompt(seed + 500, 6) + part
+
+
+def mixed(speculation: Speculation) -> list[Asked]:
+    """Requests of all kinds; the same at every call."""
+    out = []
+    for i in range(24):
+        ways: list[dict[str, Any]] = [
+            {},
+            {"temperature": 1.0, "seed": i, "top_p": 0.9},
+            {"frequency_penalty": 0.2, "presence_penalty": 0.1, "repetition_penalty": 1.1},
+            {"logprobs": 3},
+            {"stop": ("e",)},
+            {"grammar": pb.Grammar(regex="([a-f]{2} ){12}end")},
+            {"temperature": 0.7, "seed": i, "logprobs": 0, "logit_bias": {5: 3.0}},
+            {"grammar": pb.Grammar(regex="(ab ){9,12}end"), "temperature": 1.0, "seed": i},
+            {"grammar": pb.Grammar(json_schema=FIVE_NUMBERS), "temperature": 1.0, "seed": i, "logprobs": 1},
+        ]
+        out.append(Asked(repetitive(i), 20 + i, speculation, **ways[i % len(ways)]))
+    return out
+
+
+def ask(engine: Engine, requests: list[Asked]) -> list[Any]:
+    for request in requests:
+        engine.submit(request.sequence)
+    return [request.whole() for request in requests]
+
+
+@pytest.mark.parametrize("speculation", [Speculation.NGRAM, Speculation.AUTO])
+def test_answers_texts_and_chances_are_the_same(engine: Engine, speculation: Speculation) -> None:
+    want = ask(engine, mixed(Speculation.OFF))
+    before = engine.speculator.stats.accepted_tokens
+    assert ask(engine, mixed(speculation)) == want
+    assert engine.speculator.stats.accepted_tokens > before + 50
+    half = [m if i % 2 else n for i, (m, n) in enumerate(zip(mixed(speculation), mixed(Speculation.OFF), strict=True))]
+    assert ask(engine, half) == want, "beside those that guess nothing"
+
+
+def test_a_draft_that_is_the_model_is_always_right(twins: Engine) -> None:
+    plain = [one for one in mixed(Speculation.OFF) if one.sequence.steering is None]
+    guessed = [one for one in mixed(Speculation.DRAFT) if one.sequence.steering is None]
+    want = ask(twins, plain)
+    assert ask(twins, guessed) == want
+    stats = twins.speculator.stats
+    ended_early = [one for one in guessed if one.outputs[-2].finish is Finish.STOP]
+    refused = sum(s.sequence.draft_tokens - s.sequence.accepted_tokens for s in guessed if s not in ended_early)
+    assert stats.draft_tokens > 300
+    assert refused == 0
+
+
+def test_also_beside_prompts_and_under_grammars(twins: Engine) -> None:
+    want = ask(twins, mixed(Speculation.OFF))
+    first = mixed(Speculation.AUTO)
+    for request in first[:12]:
+        twins.submit(request.sequence)
+    while not first[11].outputs:
+        time.sleep(0.001)
+    for request in first[12:]:
+        twins.submit(request.sequence)
+    assert [request.whole() for request in first] == want
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_thousand_greedy_answers_are_the_same(twins: Engine) -> None:
+    def asked(speculation: Speculation) -> list[Asked]:
+        return [Asked(repetitive(i), 24, speculation) for i in range(1000)]
+
+    want = ask(twins, asked(Speculation.OFF))
+    assert ask(twins, asked(Speculation.NGRAM)) == want
+    assert ask(twins, asked(Speculation.AUTO)) == want
+
+
+@pytest.mark.skipif(quantized_gemm.kernel() is None, reason="this CPU multiplies no weights of 4 bits")
+def test_a_copy_at_four_bits_guesses_from_the_models_own_keys() -> None:
+    engine = engine_of(8192, copy=True)
+    want = ask(engine, mixed(Speculation.OFF))
+    assert ask(engine, mixed(Speculation.DRAFT)) == want
+    stats = engine.speculator.stats
+    assert stats.draft_tokens > stats.accepted_tokens > 100
+    idle(engine)
+    engine.check_integrity()
+    engine.stop()
+
+
+def test_preempted_and_cancelled_requests_leave_no_page() -> None:
+    requests = [Asked(repetitive(i), 130, Speculation.OFF, seed=i, temperature=i % 2) for i in range(6)]
+    large = engine_of(4096)
+    want = ask(large, requests)
+    large.stop()
+    small = engine_of(352, draft=True)
+    modes = [Speculation.NGRAM, Speculation.DRAFT, Speculation.AUTO]
+    again = [Asked(repetitive(i), 130, modes[i % 3], seed=i, temperature=i % 2) for i in range(6)]
+    chance = random.Random(3)
+    assert ask(small, again) == want
+    assert small.stats.preemptions > 0
+    for i in range(15):
+        request = Asked(repetitive(100 + i), 60, modes[i % 3], seed=i, temperature=i % 2)
+        small.submit(request.sequence)
+        while not request.outputs:
+            time.sleep(0.0005)
+        for _ in range(chance.randrange(4)):
+            time.sleep(0.001)
+        small.cancel(request.sequence)
+        assert request.ended.wait(60)
+    idle(small)
+    small.check_integrity()
+    assert small.free_pages == small.pool.pages
+    assert small._draft is not None
+    assert not small._draft.tables()
+    assert not small.speculator._own
+    small.stop()
+
+
+def test_a_proposer_that_fails_is_off_and_answers_go_on(twins: Engine) -> None:
+    broken = engine_of(2048, draft=True)
+
+    def fail(wishes: Any) -> Any:
+        raise RuntimeError("planted")
+
+    assert broken._draft is not None
+    broken._draft.propose = fail  # type: ignore[method-assign]
+    want = ask(broken, [Asked(repetitive(1), 30, Speculation.OFF)])
+    assert ask(broken, [Asked(repetitive(1), 30, Speculation.AUTO)]) == want
+    assert Speculation.DRAFT not in broken.speculator._proposers
+    broken.stop()
+
+
+def test_a_draft_with_other_tokens_is_refused() -> None:
+    loaded = load("demo")
+    other = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    other.add_tokens(["something new"])
+    with pytest.raises(ConfigurationError, match="whose tokenizer differs from that of demo in 1 tokens"):
+        load_draft("demo", "demo", replace(loaded, tokenizer=other), strict=True)
+
+
+def test_nothing_refused_is_ever_stored() -> None:
+    """What was guessed wrongly lay behind the answer's end: whoever goes on from it, out of the pool or after the
+    worker's death, has the logits of who computes it all."""
+    flags = {"speculate": "ngram", "dtype": "float32"}
+    with Node("demo", arena_bytes="64MiB", pool_bytes="64MiB", worker_flags=flags) as node:
+        ids, answers = repetitive(9), []
+        for turn in range(3):
+            answer = node.client().generate(ids, max_tokens=40, temperature=0, ignore_eos=True)
+            ids = ids + answer.token_ids + prompt(700 + turn, 10)
+            answers.append(answer)
+            node.settle()  # until an answer is stored, only its prompt is shared
+        assert sum(a.accepted_tokens for a in answers) > 0
+        assert sum(a.draft_tokens - a.accepted_tokens for a in answers) > 0
+        assert answers[-1].cached_tokens >= len(ids) - 64
+        stats = node.client().stats()
+        assert stats.accepted_tokens == sum(a.accepted_tokens for a in answers)
+        assert stats.accepted_at[0] <= stats.drafts
+        seen = [node.client().generate(ids, max_tokens=2, temperature=0, logprobs=20)]
+        node.restart_worker(0)
+        seen.append(node.client().generate(ids, max_tokens=2, temperature=0, logprobs=20))
+        want = node.client().generate(ids, max_tokens=2, temperature=0, logprobs=20, skip_cache=True, speculation="off")
+        assert [s.cached_tokens >= len(ids) - 64 for s in seen] == [True, True]
+        assert [list(s.logprobs) for s in seen] == [list(want.logprobs)] * 2

@@ -1,0 +1,101 @@
+"""JSON Schemas that people wrote for other purposes, against a model that draws any token that it may: what is served
+gives valid JSON, and what cannot be served is refused with the reason. ``schemas/README.md`` says whose they are."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from referencing import Registry
+
+from inference_svc.structured_output.grammar_compiler import Grammars
+from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.schema_normalize import plain
+from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
+
+GRAMMARS = Grammars(TOKENIZER, 4096, END)
+WILD = [json.loads(line) for line in (Path(__file__).parent / "schemas" / "wild.jsonl").read_text().splitlines()]
+SERVED_AT_LEAST = 590
+# After so many tokens the model hurries: of what it may draw it draws what ends something.
+_PATIENCE = 60
+_TEXTS = [TOKENIZER.decode([token]) for token in range(len(TOKENIZER))]
+_ENDING = np.array([text[:1] in ('"', "}", "]") for text in _TEXTS])
+_STOPS = sorted(END)
+
+
+def steering_of(schema: Any) -> Steering:
+    return GRAMMARS.steering(pb.Grammar(json_schema=json.dumps(schema)))
+
+
+def written(steering: Steering, seed: int, most: int = 4000) -> str:
+    """One answer's text."""
+    chance, tokens = random.Random(seed), list[int]()
+    while not steering.complete:
+        allowed = np.unpackbits(steering.mask(), bitorder="little")[: len(_TEXTS)].astype(bool)
+        if len(tokens) >= _PATIENCE:
+            ends = _STOPS if allowed[_STOPS].any() else np.flatnonzero(allowed & _ENDING)
+            choices = ends if len(ends) else np.flatnonzero(allowed)
+        else:
+            choices = np.flatnonzero(allowed)
+        tokens.append(int(choices[chance.randrange(len(choices))]))
+        steering.accept(tokens[-1])
+        assert len(tokens) < most
+    return str(TOKENIZER.decode([token for token in tokens if token not in END]))
+
+
+def check(schema: Any, seed: int) -> bool:
+    """Whether a schema is served; what is written by it is valid then."""
+    try:
+        steering = steering_of(schema)
+    except InvalidRequest as error:
+        refused = str(error)
+    else:
+        refused = ""
+    if refused:
+        assert re.match("the grammar cannot be served: .{10}", refused), "it says why"
+        return False
+    value = json.loads(written(steering, seed))
+    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    kind(schema, registry=Registry()).validate(value)
+    return True
+
+
+def test_those_that_are_served_are_valid() -> None:
+    assert sum(check(one["schema"], i) for i, one in enumerate(WILD)) >= SERVED_AT_LEAST
+
+
+def test_what_goes_changes_nothing_and_names_and_values_stay() -> None:
+    inner = {"type": "array", "items": {"type": "string", "format": "AWS::Role.Arn"}, "uniqueItems": False}
+    value = {"format": "int64", "uniqueItems": False}
+    schema = {
+        "$schema": "https://json-schema.org/draft-07/schema",
+        "properties": {"format": inner, "uniqueItems": {"const": value}, "day": {"format": "date"}},
+        "enum": [value],
+        "anyOf": [{"items": inner}, True],
+        "$defs": {"x": inner},
+        "examples": [value],
+    }
+    clean = {"type": "array", "items": {"type": "string"}}
+    assert plain(schema) == {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "properties": {"format": clean, "uniqueItems": {"const": value}, "day": {"format": "date"}},
+        "enum": [value],
+        "anyOf": [{"items": clean}, True],
+        "$defs": {"x": clean},
+        "examples": [value],
+    }
+    kept = {"items": {"uniqueItems": True}, "format": "iri", "not": {"uniqueItems": True}}
+    assert plain(kept) == kept
+    assert plain(kept, unique=False) == {"items": {}, "format": "iri", "not": {"uniqueItems": True}}
+
+
+def test_whose_they_are_is_said() -> None:
+    told = (Path(__file__).parent / "schemas" / "README.md").read_text()
+    assert all(one["source"].split()[0] in told and one["licence"] in told for one in WILD)

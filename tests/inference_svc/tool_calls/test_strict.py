@@ -1,0 +1,297 @@
+"""Strict functions where the model decides whether to call: free text, and calls that keep to their schemas."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import to_request
+
+from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.schema_normalize import plain
+from inference_svc.tool_calls.conversations import Conversations
+from inference_svc.tool_calls.qwen3_coder import rules_of_parameters
+from inference_svc.tool_calls.tool_call_parser import CallParser
+from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
+from tests.inference_svc.tool_calls.test_conversations import HISTORY, SCHEMA, TOOLS, conversations
+
+STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
+# Dialect, what is special in it, how a call begins behind text, and what ends it.
+CASES = [
+    ("hermes", "", "Let me see.\n<tool_call>", "</tool_call>"),
+    ("hermes", "<tool_call>", "<tool_call>", "</tool_call>"),
+    ("mistral", "", "So: [TOOL_CALLS]", "}]"),
+    ("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", "}]"),
+    ("qwen3_coder", "", "Well.\n<tool_call>\n<function=", "</function>"),
+    ("qwen3_coder", "<tool_call>", "<tool_call>\n<function=", "</function>"),
+    ("llama3_json", "", '{"name": "', "}}"),
+    ("json", "", '{"tool_calls": [', "}]}"),
+]
+
+# What is drawn more often, or strings would not end.
+ENDING = np.array([i for i in range(len(TOKENIZER)) if TOKENIZER.decode([i])[:1] in ("}", "]", '"', "<", "\n")])
+
+
+def asked(made: Conversations, single: bool = False) -> tuple[pb.GenerateRequest, Steering]:
+    request = to_request(HISTORY[:1], tools=STRICT, parallel_tool_calls=not single)
+    steering = made.steering(request)
+    assert steering is not None
+    return request, steering
+
+
+def spell(made: Conversations, steering: Steering, text: str) -> list[int]:
+    """The tokens of a text, which are all allowed."""
+    tokens: list[int] = made._tokenizer(text, add_special_tokens=False)["input_ids"]
+    for token in tokens:
+        steering.accept(token)
+    return tokens
+
+
+def decoded(made: Conversations, tokens: list[int]) -> str:
+    return str(made._tokenizer.decode([token for token in tokens if token not in END]))
+
+
+def go_on(made: Conversations, steering: Steering, tokens: list[int], end: str, seed: int) -> str:
+    """What a model writes that draws any token that it may, until a text stands at the end."""
+    chance, text = random.Random(seed), decoded(made, tokens)
+    while not text.endswith(end) and not steering.complete:
+        allowed = np.flatnonzero(np.unpackbits(steering.mask(), bitorder="little"))
+        ends = np.intersect1d(allowed, ENDING)
+        choices = ends if len(ends) and chance.random() < 0.3 else allowed
+        tokens.append(int(choices[chance.randrange(len(choices))]))
+        steering.accept(tokens[-1])
+        text = decoded(made, tokens)
+        assert len(tokens) < 2000
+    return text
+
+
+@pytest.mark.parametrize(("dialect", "special", "opening", "end"), CASES)
+def test_a_call_that_has_begun_is_right_whatever_is_drawn(dialect: str, special: str, opening: str, end: str) -> None:
+    made = conversations(dialect, special)
+    for seed in range(4):
+        request, steering = asked(made)
+        text = go_on(made, steering, spell(made, steering, opening), end, seed)
+        parser = made.parser(request)
+        assert parser is not None
+        deltas = parser.feed(text)
+        (name,) = [delta.name for delta in deltas if delta.name][:1]
+        arguments = json.loads("".join(delta.arguments for delta in deltas if delta.index == 0))
+        jsonschema.validate(arguments, SCHEMA if name == "get_weather" else {"type": "object", "maxProperties": 0})
+
+
+@pytest.mark.parametrize(("dialect", "special"), [(dialect, special) for dialect, special, *_ in CASES])
+def test_text_is_free_and_may_end_anywhere(dialect: str, special: str) -> None:
+    made = conversations(dialect, special)
+    for text in (
+        "",
+        "Nothing to do: <tool>, {x} and [1].\n\nÜber 🦊",
+        '{"answer": 1, "city": [2]}',
+        "```json\n[1]\n```",
+    ):
+        request, steering = asked(made)
+        spell(made, steering, text)
+        assert np.unpackbits(steering.mask(), bitorder="little")[sorted(END)].any()
+        parser = made.parser(request)
+        assert parser is not None
+        assert "".join(delta.text for delta in [*parser.feed(text), *parser.finish()]) == text
+
+
+def test_other_special_tokens_may_stand_in_text() -> None:
+    made = conversations("hermes", "<tool_call>")
+    made._tokenizer.add_special_tokens({"extra_special_tokens": ["<tool_call>", "<think>"]})
+    made = Conversations("a model", made._tokenizer, type(made._grammars)(made._tokenizer, 4096, END))
+    _, steering = asked(made)
+    spell(made, steering, "<think>so<think> it is <tool_call>\n")
+
+
+def test_after_a_call_there_may_be_another_and_text() -> None:
+    made = conversations("hermes")
+    _, steering = asked(made)
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    spell(made, steering, f"First{call}\n{call} and done.")
+    _, steering = asked(made, single=True)
+    spell(made, steering, f"First{call} and done.")
+
+
+def test_only_strict_functions_steer_and_what_they_cannot_keep_to_is_named() -> None:
+    made = conversations("hermes")
+    assert made.steering(to_request(HISTORY[:1], tools=TOOLS)) is None
+    assert made.steering(to_request(HISTORY[:1], tools=STRICT, tool_choice="none")) is None
+    bad = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]
+    with pytest.raises(InvalidRequest, match='"not"') as caught:
+        made.steering(to_request(HISTORY[:1], tools=bad))
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"type": "object", "anyOf": [{"required": ["a"]}]}, "'anyOf' of all arguments"),
+        ({"properties": {"a": {"type": "string", "format": "iri"}}}, "the format 'iri' of the argument 'a'"),
+        ({"properties": {"a": {"type": "string", "contentEncoding": "x"}}}, "'contentEncoding' of the argument 'a'"),
+        ({"properties": {"a>b": {}}}, "an argument called 'a>b'"),
+        ({"type": "array"}, "arguments that are no object"),
+        ({"properties": {"a": {"enum": ["b", "c</parameter>"]}}}, "a value of the argument 'a' that has the text"),
+        ({"properties": {"a": {"const": "b\n<parameter=c>"}}}, "a value of the argument 'a' that has the text"),
+        ({"properties": {"a": {"type": "string", "anyOf": [{"minLength": 1}]}}}, "several schemas of the string 'a'"),
+        ({"properties": {"a": {"not": {"type": "string"}}}}, "'not' of the argument 'a'"),
+    ],
+)
+def test_what_text_between_tags_cannot_keep_to_is_named(parameters: dict[str, object], said: str) -> None:
+    made = conversations("qwen3_coder")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(InvalidRequest, match=said):
+        made.steering(to_request(HISTORY[:1], tools=tools, tool_choice="required"))
+
+
+KEYWORDS = "type properties required enum const anyOf allOf $ref format pattern minLength maxLength $defs items".split()
+VALUES = [
+    "string",
+    "null",
+    ["string", "null"],
+    ["a", 1, None],
+    "iri",
+    "date",
+    "^a/b$",
+    "(",
+    "a\nb",
+    "#",
+    "#/$defs/a",
+    3,
+    True,
+]
+schemas = st.recursive(
+    st.sampled_from(VALUES),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["a", "b"]), schemas, max_size=2) | schemas, schemas)
+@example({"a": {"type": "string", "anyOf": 3}}, {})
+@example({"a": {"enum": 3}}, {})
+def test_no_schema_is_more_than_refused(properties: object, shared: object) -> None:
+    schema = {"type": "object", "properties": properties, "$defs": shared}
+    plain(schema)
+    with contextlib.suppress(InvalidRequest):
+        rules_of_parameters(0, "f", schema)
+    parser = CallParser("qwen3_coder", {"f": schema})
+    text = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
+    arguments = "".join(delta.arguments for delta in [*parser.feed(text), *parser.finish()])
+    assert json.loads(arguments)["a"] in (1, "1")
+
+
+SETS = {
+    "type": "object",
+    "properties": {
+        "days": {"type": "array", "items": {"enum": ["mon", "tue", "wed"]}, "minItems": 3, "uniqueItems": True},
+        "pairs": {
+            "type": "array", "items": {"type": "array", "items": {"enum": [0, 1]}, "minItems": 1, "maxItems": 2},
+            "minItems": 4, "maxItems": 6, "uniqueItems": True,
+        },
+    },
+    "required": ["days", "pairs"],
+    "additionalProperties": False,
+}  # fmt: skip
+# What begins like a call in text, and is none.
+QUOTED = {
+    "hermes": '{"name": "f", "arguments": {"days": ["mon", "mon"]}} ',
+    "mistral": '[{"name": "f", "arguments": {"days": ["mon", "mon"]}}] ',
+    "qwen3_coder": "<parameter=days> [1, 1, 1] ",
+}
+
+
+@pytest.mark.parametrize(("dialect", "special", "opening", "end"), CASES)
+@pytest.mark.parametrize("must", [True, False])
+def test_arguments_have_no_duplicates_where_their_schema_says_so(
+    dialect: str, special: str, opening: str, end: str, must: bool
+) -> None:
+    """Whatever is drawn, by a model that would rather repeat itself, and in the second call as in the first."""
+    made = conversations(dialect, special)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SETS, "strict": True}}]
+    more = {"tool_choice": "required"} if must else {}
+    request = to_request(HISTORY[:1], tools=tools, **more)  # type: ignore[arg-type]
+    for seed in range(3):
+        steering, parser = made.steering(request), made.parser(request)
+        assert steering is not None
+        assert parser is not None
+        begun = opening if not must else opening[opening.find("<tool_call>") :] if "<tool" in opening else ""
+        if must and dialect == "mistral":
+            begun = "[TOOL_CALLS]"
+        tokens = spell(made, steering, QUOTED.get(dialect, "") + begun if not must else begun)
+        text = go_on(made, steering, tokens, end, seed)
+        if must and dialect == "hermes" and not seed:  # another call
+            spell(made, steering, "\n" if special else "\n<")
+            tokens += made._tokenizer("\n" if special else "\n<", add_special_tokens=False)["input_ids"]
+            text = go_on(made, steering, tokens, end, seed + 1)
+        deltas = [*parser.feed(text), *parser.finish()]
+        calls: dict[int, str] = {}
+        for delta in deltas:
+            if delta.index is not None:
+                calls[delta.index] = calls.get(delta.index, "") + delta.arguments
+        assert calls
+        for arguments in calls.values():
+            with contextlib.suppress(json.JSONDecodeError):  # the last one may be cut off
+                jsonschema.validate(json.loads(arguments), SETS)
+        jsonschema.validate(json.loads(calls[0]), SETS)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "first"),
+    [
+        ("mistral", '[TOOL_CALLS][{"name": "g", "arguments": {}}, '),
+        ("llama3_json", '{"name": "g", "parameters": {}}; '),
+        ("json", '{"tool_calls": [{"name": "g", "arguments": {}}, '),
+        ("hermes", '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\n<tool_call>\n'),
+        ("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>\n<tool_call>\n"),
+    ],
+)
+def test_a_call_behind_one_of_another_function_has_no_duplicates(dialect: str, first: str) -> None:
+    made = conversations(dialect)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SETS}},
+             {"type": "function", "function": {"name": "g"}}]  # fmt: skip
+    request = to_request(HISTORY[:1], tools=tools, tool_choice="required")
+    begun = {
+        "hermes": '{"name": "f", "arguments": {"days": ["mon", ',
+        "llama3_json": '{"name": "f", "parameters": {"days": ["mon", ',
+        "qwen3_coder": '<function=f>\n<parameter=days>\n["mon", ',
+    }.get(dialect, '{"name": "f", "arguments": {"days": ["mon", ')
+    steering = made.steering(request)
+    assert steering is not None
+    spell(made, steering, first + begun + '"')
+    (m,) = made._tokenizer("m", add_special_tokens=False)["input_ids"]
+    assert not np.unpackbits(steering.mask(), bitorder="little")[m], "mon is there already"
+
+
+def test_a_call_is_kept_to_behind_special_tokens_and_after_another() -> None:
+    made = conversations("qwen3_coder", "<tool_call>")
+    for text in ("<function=", "Hm <function=", "<tool_call> <function=", "a<tool_call>b<tool_call>\n<function=",
+                 "<tool_call>\n<function=now>\n</function>\n</tool_call>\nand <function="):  # fmt: skip
+        _, steering = asked(made)
+        spell(made, steering, text)
+        allowed = np.flatnonzero(np.unpackbits(steering.mask(), bitorder="little")).tolist()
+        assert {decoded(made, [token])[:1] for token in allowed} == {"g", "n"}, "get_weather or now"
+
+
+def test_sets_that_calls_cannot_keep_to_are_refused() -> None:
+    made = conversations("hermes")
+    small = {"type": "array", "items": {"enum": [1]}, "minItems": 2, "uniqueItems": True}
+    for parameters, said in (
+        (
+            {"type": "object", "properties": {"a": small}, "required": ["a"]},
+            "so many that are different were not found",
+        ),
+        ({"type": ["array", "number"], "uniqueItems": True}, "beside values that may be numbers"),
+    ):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        with pytest.raises(InvalidRequest, match=said) as caught:
+            made.steering(to_request(HISTORY[:1], tools=tools, tool_choice="required"))
+        assert caught.value.param == "tools"

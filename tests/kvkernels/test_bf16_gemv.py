@@ -1,0 +1,88 @@
+"""The product of few rows gives oneDNN's bits, or leaves the work to oneDNN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from kvkernels.cpu import bf16_gemv as cpu_products
+from kvkernels.cpu.bf16_gemv import MOST_ROWS, ROWS
+from torch import Tensor
+
+from inference_svc.models.linear.packed_linear import PackedLinear
+
+pytestmark = pytest.mark.skipif(cpu_products.kernel() is None, reason="this CPU has no AVX512-BF16")
+SHAPES = [(896, 896), (1152, 896), (896, 4864), (2048, 2048), (512, 64), (320, 320), (4096, 448)]
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    cpu_products._block.cache_clear()
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(before)
+
+
+def wide(*shape: int) -> Tensor:
+    """Values of very different sizes, whose sums depend on their order."""
+    return (torch.randn(*shape) * torch.exp2(torch.randint(-12, 13, shape).float())).bfloat16()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_bits_are_those_of_one_dnn(outputs: int, inputs: int, biased: bool) -> None:
+    torch.manual_seed(outputs + inputs)
+    layer = PackedLinear(wide(outputs, inputs), wide(outputs) if biased else None)
+    for rows in range(ROWS, MOST_ROWS + 1, ROWS):
+        x = wide(rows, inputs)
+        assert torch.equal(layer(x), layer.by_onednn(x)), f"{rows} rows"
+    assert layer._streamed is not None, "all is right, and as slow as before"
+
+
+def test_what_it_does_not_serve_one_dnn_does() -> None:
+    for outputs, inputs, rows in (
+        (192, 100, 4),
+        (448, 1090, 4),
+        (100, 64, 4),
+        (512, 64, 3),
+        (512, 64, MOST_ROWS + ROWS),
+    ):
+        layer, x = PackedLinear(wide(outputs, inputs), None), wide(rows, inputs)
+        assert torch.equal(layer(x), layer.by_onednn(x))
+    layer = PackedLinear(wide(512, 64), None)
+    x = wide(64, 8).T
+    assert torch.equal(layer(x), layer.by_onednn(x.contiguous())), "strided input"
+    x = wide(2, 4, 64)
+    assert torch.equal(layer(x), layer.by_onednn(x)), "more than two dimensions"
+
+
+def test_another_order_of_sums_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "_BLOCKS", (256,))  # oneDNN's is 512 here
+    layer, x = PackedLinear(wide(512, 896), None), wide(4, 896)
+    assert torch.equal(layer(x), layer.by_onednn(x))
+    assert layer._streamed is None
+
+
+def test_the_comparison_tells_all_orders_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for inputs, right in ((320, 320), (896, 512), (2048, 1024)):
+        for wrong in range(64, inputs + 1, 64):
+            monkeypatch.setattr(cpu_products, "_BLOCKS", (wrong,))
+            cpu_products._block.cache_clear()
+            assert cpu_products._block(512, inputs, False, 2) in ({right} if wrong == right or inputs == right else {0})
+
+
+def test_threads_may_share_a_product() -> None:
+    layer = PackedLinear(wide(1152, 896), wide(1152))
+    inputs = [wide(8, 896) for _ in range(40)]
+    layer(inputs[0])
+
+    def one(x: Tensor) -> bool:
+        with torch.inference_mode():
+            return all(torch.equal(layer(x), layer.by_onednn(x)) for _ in range(10))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(one, inputs))

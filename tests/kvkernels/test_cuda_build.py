@@ -1,0 +1,124 @@
+"""Building the CUDA kernels without a GPU, and choosing among what was built."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from kvkernels import implementations
+from kvkernels.chunk_payload import DeviceBytes
+from kvkernels.cuda import cuda_build, cuda_sources, kernel_select, nvrtc
+from kvkernels.cuda.awq_gemm import _AwqParams
+from kvkernels.cuda.cuda_attention import _AttentionParams, _CombineParams
+from kvkernels.cuda.cuda_kv_pack import _ChunkParams
+from kvkernels.cuda.cuda_library import KernelFailed, SharedLibrary
+from kvkernels.cuda.device_visible_memory import adopt, give_up, using
+
+REPORT = cuda_sources.folder() / "resources.json"
+LOG = """\
+ptxas info    : Compiling entry function 'combine_f16' for 'sm_80'
+ptxas info    : Function properties for combine_f16
+    0 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 40 registers, used 0 barriers, 400 bytes cmem[0]
+"""
+
+
+def test_what_a_kernel_uses_is_read_from_the_compiler() -> None:
+    used = {"registers": 40, "spill_bytes": 12, "stack_bytes": 0}
+    assert cuda_build.read_resources(LOG) == {"combine_f16": {"sm_80": used}}
+
+
+def test_growth_is_named() -> None:
+    before = {"registers": 40, "spill_bytes": 0, "stack_bytes": 0, "tensor_core_instructions": 9}
+    now = {"registers": 60, "spill_bytes": 16, "stack_bytes": 8, "tensor_core_instructions": 0}
+    old: cuda_build.Report = {"a": {"sm_80": before}, "gone": {}}
+    new: cuda_build.Report = {"a": {"sm_80": now}, "new": {}}
+    assert cuda_build.growth(old, new) == [
+        "a on sm_80 uses 60 registers, before 40",
+        "a on sm_80 has 8 bytes of stack, before 0",
+        "a on sm_80 spills 16 bytes, before 0",
+        "a on sm_80 uses no tensor cores any more",
+        "gone is gone",
+    ]
+    assert cuda_build.growth(old, old) == []
+
+
+def test_the_report_covers_every_kernel_and_architecture() -> None:
+    report = json.loads(REPORT.read_text())
+    assert {f"attention_pool_{t}_{d}" for t in ("f16", "bf16") for d in (64, 96, 128, 256)} <= report.keys()
+    wanted = {f"sm_{a}" for a in cuda_build.ARCHITECTURES}
+    assert all(wanted == set(by_architecture) for by_architecture in report.values())
+    products = [k for k in report if k.startswith(("attention_", "awq_gemm"))]
+    for kernel in products:
+        for architecture, used in report[kernel].items():
+            no_bf16 = architecture == "sm_75" and "bf16" in kernel
+            assert (used["tensor_core_instructions"] > 0) != no_bf16, (kernel, architecture)
+
+
+@pytest.mark.skipif(not kernel_select.LIBRARY.exists(), reason="the library has not been built (make kernels)")
+def test_the_library_loads_anywhere_and_knows_its_parameters() -> None:
+    library = SharedLibrary(kernel_select.LIBRARY)
+    assert library.devices == torch.cuda.device_count() or library.devices < 0
+    for name, params in (
+        ("attention_chunks4_bf16_256", _AttentionParams),
+        ("combine_bf16", _CombineParams),
+        ("unpack8_f16", _ChunkParams),
+        ("awq_gemm_bf16", _AwqParams),
+    ):
+        assert library.has(name, params), name
+        assert not library.has(name, _CombineParams if params is _AwqParams else _AwqParams)
+    if library.devices < 1:
+        with pytest.raises(KernelFailed, match="combine_f16 on a grid of"):
+            library.launch("combine_f16", (1, 1, 1), 128, 0, _CombineParams(), 0)
+        with pytest.raises(KernelFailed, match="no such kernel"):
+            library.launch("nonsense", (1, 1, 1), 128, 0, _CombineParams(), 0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(nvrtc.find() is None, reason="no NVRTC with CUDA headers (pip install 'kvsidecar[kernels]')")
+@pytest.mark.parametrize("architecture", ["sm_70", "sm_90"])
+def test_nvrtc_compiles_the_same_sources(architecture: str) -> None:
+    cubin = nvrtc.compile_kernels(architecture)
+    assert cubin[:4] == b"\x7fELF"
+    assert b"attention_pool_f16_128" in cubin
+
+
+def test_compiled_code_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "compile_kernels", lambda architecture: architecture.encode())
+    assert nvrtc.cached("sm_90") == b"sm_90"
+    assert "compiling CUDA kernels for sm_90" in capsys.readouterr().err
+    monkeypatch.setattr(nvrtc, "compile_kernels", lambda architecture: pytest.fail("compiled twice"))
+    assert nvrtc.cached("sm_90") == b"sm_90"
+
+
+def test_every_way_that_fails_says_why() -> None:
+    def missing() -> SharedLibrary:
+        raise OSError("it has not been built (make kernels)")
+
+    choice = kernel_select.attempt(("fat library", missing), ("compiled by NVRTC", missing))
+    assert choice.kernels is None
+    assert choice.why.count("it has not been built") == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_device_the_table_says_so() -> None:
+    assert [(i.op, i.name) for i in implementations() if i.device == "cuda"] == [("all", "none: no CUDA device")]
+
+
+def test_device_memory_is_used_and_given_up_under_one_lock() -> None:
+    part = DeviceBytes(4096 + 64, 32)
+    adopt(4096, 4096)
+    with using(part) as address:
+        assert address == 4160
+    given_up: list[str] = []
+    give_up(4096, lambda: given_up.append("once"))
+    give_up(4096, lambda: given_up.append("twice"))
+    assert given_up == ["once"]
+    with pytest.raises(ValueError, match="its session has ended"), using(part):
+        pass
+    with using(memoryview(bytearray(8))) as address:
+        assert address is None
