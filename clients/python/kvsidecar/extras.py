@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import importlib.util
 
-_GATEWAY = ("fastapi", "h11", "starlette", "uvicorn")
-# By extra, the packages to import; pyproject.toml names the distributions.
+_GATEWAY = ("fastapi", "starlette", "uvicorn", "h11")
+# By extra, the packages to import, the largest first; pyproject.toml names the distributions.
 PACKAGES = {
     "gateway": _GATEWAY,
     "worker": (
-        *_GATEWAY,
-        "gguf",
-        "huggingface_hub",
-        "llguidance",
-        "regex",
-        "safetensors",
         "torch",
         "transformers",
+        "llguidance",
+        "safetensors",
+        "gguf",
+        "huggingface_hub",
+        "regex",
+        *_GATEWAY,
     ),
 }
+_MAX_NAMED = 3
 # By command of ``kvsidecar``, its extra. A command that is not here runs with the base installation.
 COMMANDS = {
     "serve": "worker",
@@ -45,8 +46,7 @@ def refusal(command: str) -> str:
     missing = missing_packages(extra) if extra else []
     if not missing:
         return ""
-    verb = "is" if len(missing) == 1 else "are"
-    return (
-        f"kvsidecar {command} needs packages that {verb} not installed ({', '.join(missing)}): "
-        f"pip install 'kvsidecar[{extra}]'"
-    )
+    named = ", ".join(missing[:_MAX_NAMED])
+    if len(missing) > _MAX_NAMED:
+        named += f" and {len(missing) - _MAX_NAMED} more"
+    return f"kvsidecar {command} needs packages that are not installed ({named}): pip install 'kvsidecar[{extra}]'"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from inference_svc.quantize.scale_search import Inputs, best_scale
 from torch import Tensor
 
 from inference_svc.quantize.awq_rounding import rounded
+from inference_svc.quantize.scale_search import Inputs, best_scale
 
 GROUP, BITS = 64, 4
 with warnings.catch_warnings():
