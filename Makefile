@@ -144,13 +144,27 @@ $(AUTOAWQ_STAMP): pyproject.toml
 		autoawq==$(AUTOAWQ) torch==2.13.0 transformers==4.51.3 'accelerate<1.8' -e . hypothesis pytest pytest-asyncio pytest-timeout
 	@touch $@
 
-# The lowest versions that pyproject.toml allows of what it names, and the newest of what these bring. torch comes from
-# whichever index pip and uv are told of: UV_INDEX, PIP_EXTRA_INDEX_URL.
+# The lowest versions that pyproject.toml allows of what it names, and the newest of what these bring. vllm-grpc is left out:
+# smg-grpc-proto raises grpcio. torch from PyPI brings CUDA (6 GB); UV_TORCH_BACKEND=cpu spares it.
 LOWEST_VENV  := .venv-lowest
 LOWEST_STAMP := $(LOWEST_VENV)/.installed
 .PHONY: test-lowest
 test-lowest: $(LOWEST_STAMP)  ## Run the tests of all parts with the lowest versions that are allowed (in .venv-lowest)
-	$(LOWEST_VENV)/bin/python -m pytest -q -p no:cacheprovider $(LOWEST_TESTS)
+	@# Old packages warn of what newer ones around them deprecate.
+	$(LOWEST_VENV)/bin/python -m pytest -q -W default -p no:cacheprovider $(LOWEST_TESTS)
+
+LOWEST_EXTRAS := worker,encryption,events,otel,s3,valkey
+LOWEST_TESTS  ?= tests/kvsidecar tests/cache_daemon/auth tests/cache_daemon/durable tests/cache_daemon/rpc \
+	tests/inference_svc/server/test_inference_service.py tests/inference_svc/gateway/test_gateway.py
+$(LOWEST_STAMP): pyproject.toml
+	@test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(LOWEST_VENV)/bin/uv pip install --quiet --python $(LOWEST_VENV)/bin/python --resolution lowest-direct -e '.[$(LOWEST_EXTRAS)]'
+	@# What only tests need, without a change of these.
+	$(LOWEST_VENV)/bin/uv pip freeze --exclude-editable --python $(LOWEST_VENV)/bin/python > $(LOWEST_VENV)/lowest.txt
+	$(LOWEST_VENV)/bin/uv pip install --quiet --python $(LOWEST_VENV)/bin/python -c $(LOWEST_VENV)/lowest.txt \
+		hypothesis jsonschema openai pytest pytest-asyncio pytest-rerunfailures pytest-timeout pyyaml
+	@touch $@
 
 # Clients of ours whose packages pin what they need: an environment of their own, against the server of this one.
 FRAMEWORKS_VENV  := .venv-frameworks
