@@ -89,7 +89,7 @@ $(VLLM_STAMP): constraints.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip freeze --exclude-editable > $(VLLM_VENV)/pinned.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VLLM_VENV)/pinned.txt \
-		-e '.[events,vllm]' hypothesis pytest pytest-asyncio pytest-timeout
+		-e '.[events,vllm]' gguf hypothesis pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 # Theirs alone, without what they depend on: the tests import the few modules that they need, into our environment.

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy.installation import declared
+
 ROOT = Path(__file__).parents[2]
 CONTAINER = ROOT / "deploy" / "container"
 PYTHON = "/usr/bin/python3"
