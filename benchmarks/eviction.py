@@ -9,9 +9,10 @@ import argparse
 from typing import Any
 
 from benchmarks import report
+from benchmarks.eviction_policies import POLICIES
 from benchmarks.eviction_replay import belady, replay
 from benchmarks.eviction_traces import KINDS, read
-from cache_daemon.eviction import DEFAULT, POLICIES
+from cache_daemon.eviction import DEFAULT
 
 _BOUND = "belady"
 _QUICK_REQUESTS = 2000

@@ -19,8 +19,8 @@ from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import DeleteRequest, PrefixRef
 from kvsidecar.chunk_layout import new_header
 from kvsidecar.kv_transfer.chunk_writer import linked_groups, write
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
-from kvsidecar.kv_transfer.prefix_lookup import Matcher
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup
 from kvsidecar.kv_transfer.session import Session
 from kvsidecar.net.channel import Address
 
@@ -51,11 +51,11 @@ class Worker:
     """A session of the daemon's."""
 
     def __init__(self, address: Address, tokens: int) -> None:
-        self._link = DaemonLink(address, "far", descriptor(NAME, GEOMETRY))
+        self._link = DaemonConnection(address, "far", descriptor(NAME, GEOMETRY))
         if not self._link.wait(10):
             raise TimeoutError("the daemon does not answer")
         self._tokens, self._written = tokens, 0
-        self._matcher = Matcher(GEOMETRY, 5.0)
+        self._matcher = PrefixLookup(GEOMETRY, 5.0)
 
     @property
     def session(self) -> Session:
@@ -88,7 +88,7 @@ class Worker:
         first = keys.prefix_hash(root, headers[0].token_ids)
         began = time.perf_counter()
         for group, _ in linked_groups(self.session, headers, b"", root):
-            assert all(write(self.session, b"", group, lambda _, payload: None, 60.0).there)
+            assert all(write(self.session, b"", group, lambda _, payload: None, 60.0).stored)
             size += sum(header.payload_bytes for header in group)
         seconds = time.perf_counter() - began
         gone = PrefixRef(namespace=self._link.namespace, prefix_hash=first)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.repair_strategies import STRATEGIES
 from inference_svc.context_reuse.reuse_lab import Laboratory, Outcome, another_order
-from inference_svc.context_reuse.selectors import DEFAULT, STRATEGIES
+from inference_svc.context_reuse.selectors import DEFAULT
 from training import tasks
 
 TEXT = Path(__file__).parent / "data" / "held_out.jsonl"

@@ -27,7 +27,7 @@ from typing import Any
 from kvsidecar import keys
 from kvsidecar.chunk_layout import new_header
 from kvsidecar.kv_transfer.chunk_writer import linked_groups, write
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 
 from benchmarks import report
 from benchmarks.elsewhere import Door
@@ -91,7 +91,7 @@ class Hosts:
         stack.callback(self._far.stdin.close)
 
     def _store(self, tokens: int) -> None:
-        near = DaemonLink(self.door.address, "near", descriptor(NAME, GEOMETRY))
+        near = DaemonConnection(self.door.address, "near", descriptor(NAME, GEOMETRY))
         try:
             if not near.wait(10) or near.session is None:
                 raise TimeoutError("the daemon does not answer")

@@ -213,14 +213,6 @@ def why_no_azure() -> str:
     return "" if _azurite() else "needs Azure's emulator: npm install --prefix build/azurite azurite"
 
 
-def why_no_gcs() -> str:
-    """Why tests with Google's objects cannot run; empty when they can."""
-    for module, extra in (("obstore", "gcs"), ("cryptography", "dev")):
-        if importlib.util.find_spec(module) is None:
-            return f"needs {module}: pip install 'kvsidecar[{extra}]'"
-    return ""
-
-
 def _azurite() -> str | None:
     return shutil.which("azurite-blob") or shutil.which(
         "azurite-blob", path=str(Path("build/azurite/node_modules/.bin").absolute())

@@ -117,9 +117,25 @@ def write(
         console.print(f"{key}: [bold]{_shown(value)}[/bold]")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        options.out.write_text(document(result), encoding="utf-8")
         console.print(f"[dim]written to {options.out}[/dim]")
     return result
+
+
+def document(result: dict[str, Any]) -> str:
+    """Return a result as JSON with one measured row, or one named value, on each line.
+
+    So a changed row is one line of a diff. Reads back equal to ``result``.
+    """
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {_by_lines(value)}" for key, value in result.items()) + "\n}\n"
+
+
+def _by_lines(value: Any) -> str:
+    if not value or not isinstance(value, list | dict):
+        return json.dumps(value)
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]"
+    return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "\n }"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -54,16 +54,14 @@ class DaemonConfig(BaseSettings):
     commit, never more, and never corrupts. Killing the process loses nothing in either."""
     remote: str = Field(default="", repr=False)
     """A tier that nodes share: redis://[USER@]HOST[:PORT][/DB], rediss:// over TLS, valkey-cluster://HOST,HOST for a
-    cluster, s3://[KEY_ID@]BUCKET/PREFIX?endpoint=URL&region=R, az://ACCOUNT@CONTAINER/PREFIX or gs://BUCKET/PREFIX.
+    cluster, s3://[KEY_ID@]BUCKET/PREFIX?endpoint=URL&region=R or az://ACCOUNT@CONTAINER/PREFIX.
     Valkey takes ?prefix=P. No password in it: everybody can read command lines. What fails or is slow there is
-    computed. Needs kvsidecar[valkey], [s3], [azure] or [gcs]."""
+    computed. Needs kvsidecar[valkey], [s3] or [azure]."""
     remote_secret: SecretStr = Field(default=SecretStr(""), exclude=True)
-    """Password, secret key (S3, Azure) or service account's key (Google) of the remote tier. For the environment: all
-    read command lines."""
+    """Password or secret key (S3, Azure) of the remote tier. For the environment: command lines are public."""
     remote_secret_file: Path | None = Field(default=None, validate_default=True)
-    """File with the remote tier's password, secret key or service account's key, for its owner alone; or set
-    KVSIDECAR_CACHE_REMOTE_SECRET. S3, Azure and Google without either use the AWS, AZURE or GOOGLE variables and
-    services."""
+    """File with the remote tier's password or secret key, for its owner alone; or set KVSIDECAR_CACHE_REMOTE_SECRET.
+    S3 and Azure without either use the AWS or AZURE variables and services."""
     remote_ca: Path | None = Field(default=None, validate_default=True)
     """PEM file of the authority that the remote tier's certificate is signed by, where the system does not know it."""
     remote_write: Literal["second-use", "all", "never"] = "second-use"
@@ -75,7 +73,7 @@ class DaemonConfig(BaseSettings):
     """Size of the host arena."""
     staging_bytes: int = 256 << 20
     """Size of the memory that each session writes into before the daemon copies what it commits."""
-    eviction: Literal["gittins", "lru", "lfu", "s3fifo", "gdsf"] = "gittins"
+    eviction: Literal["gittins", "lru"] = "gittins"
     """Policy that chooses what goes when room is needed; gittins learns when text is read again."""
     gpu_arena: int = 0
     """Size of an arena in GPU memory that takes the place of the host arena; 0 for none. Needs cuda-bindings."""

@@ -42,9 +42,9 @@ def test_what_a_document_names_is_there(document: Path) -> None:
         assert not anchor or anchor in headings(target), f"{name}#{anchor}"
     for name in _PATH.findall(text):
         assert any((start / name).exists() for start in (*_FROM, document.parent)), name
-    access = {"access/": "cache_daemon/auth/"} if document.name == "security.md" else {}
+    short_names = {"auth/": "cache_daemon/auth/"} if document.name == "security.md" else {}
     for name, test in _TEST.findall(text):
-        for short, whole in access.items():
+        for short, whole in short_names.items():
             name = whole + name.removeprefix(short) if name.startswith(short) else name
         found = [start / name for start in _FROM if (start / name).exists()]
         assert found, name

@@ -1,6 +1,8 @@
-"""Which chunk a full tier gives up first, and whether it takes a new one: an interface and five policies.
+"""Eviction policies: an interface, the default ``gittins``, and ``lru`` as a yardstick.
 
-Imports nothing of the daemon. How a tier calls its policy, and why ``gittins`` is the default: docs/eviction.md.
+A policy says which chunk a full tier gives up first, and whether the tier takes a new one. Imports nothing of the
+daemon. How a tier calls its policy, and why ``gittins`` is the default: docs/eviction.md. The policies that both were
+compared with are in ``benchmarks/eviction_policies.py``.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,28 +10,9 @@ from types import MappingProxyType
 
 from cache_daemon.eviction.eviction_policy import Entry, EvictionPolicy
 from cache_daemon.eviction.gittins import Gittins
-from cache_daemon.eviction.ranked import GreedyDualSizeFrequency, LeastFrequentlyUsed, LeastRecentlyUsed
-from cache_daemon.eviction.s3fifo import S3Fifo
+from cache_daemon.eviction.lru import LeastRecentlyUsed
 
 DEFAULT = "gittins"
-POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = MappingProxyType(
-    {
-        "lru": LeastRecentlyUsed,
-        "lfu": LeastFrequentlyUsed,
-        "s3fifo": S3Fifo,
-        "gdsf": GreedyDualSizeFrequency,
-        "gittins": Gittins,
-    }
-)
+POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = MappingProxyType({"lru": LeastRecentlyUsed, "gittins": Gittins})
 
-__all__ = [
-    "DEFAULT",
-    "POLICIES",
-    "Entry",
-    "EvictionPolicy",
-    "Gittins",
-    "GreedyDualSizeFrequency",
-    "LeastFrequentlyUsed",
-    "LeastRecentlyUsed",
-    "S3Fifo",
-]
+__all__ = ["DEFAULT", "POLICIES", "Entry", "EvictionPolicy", "Gittins", "LeastRecentlyUsed"]

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_HOST, ArenaDescriptor
-from kvsidecar.range_allocator import Extents
+from kvsidecar.range_allocator import RangeAllocator
 
 from cache_daemon.memory.shared_memory import SharedMemory
 
@@ -70,7 +70,7 @@ class Slots:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
-        self._pages = Extents(self.size_bytes // ALIGNMENT)
+        self._pages = RangeAllocator(self.size_bytes // ALIGNMENT)
 
     @property
     def used_bytes(self) -> int:

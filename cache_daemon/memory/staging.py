@@ -6,7 +6,7 @@ What a worker writes, and when, never matters to anybody else: the daemon copies
 
 from __future__ import annotations
 
-from kvsidecar.range_allocator import Extents
+from kvsidecar.range_allocator import RangeAllocator
 
 from cache_daemon.memory.arena import ALIGNMENT, Slot, footprint
 from cache_daemon.memory.shared_memory import SharedMemory
@@ -32,7 +32,7 @@ class Staging:
         self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
         self._allowance = allowance if allowance is not None else Allowance(self.size_bytes)
         self._keeps_idle = allowance is None
-        self._pages = Extents(self.size_bytes // ALIGNMENT)
+        self._pages = RangeAllocator(self.size_bytes // ALIGNMENT)
         self._shared: SharedMemory | None = None
         self._trim_from: int | None = None
 

@@ -7,7 +7,6 @@ valkey-cluster://[USER@]HOST[:PORT],HOST[:PORT][?prefix=P]  a cluster, known by 
                                                             ``valkeys-cluster://`` over TLS
 s3://[KEY_ID@]BUCKET[/PREFIX][?endpoint=URL&region=R]       S3, or with an endpoint what speaks its protocol
 az://ACCOUNT@CONTAINER[/PREFIX][?endpoint=URL]              Azure's blobs
-gs://BUCKET[/PREFIX][?endpoint=URL&anonymous=true]          Google Cloud Storage
 ==========================================================  ======================================================
 
 A password in a URL would be in ``ps``, so it is refused.
@@ -27,12 +26,12 @@ from kvsidecar.errors import ConfigurationError
 from cache_daemon.remote.backend import RemoteEngine
 from cache_daemon.remote.certificates import read_authority
 
-Kind = Literal["valkey", "s3", "azure", "gcs"]
+Kind = Literal["valkey", "s3", "azure"]
 _DEFAULT_PORT = 6379
 _DEFAULT_PREFIX = "kvsidecar"
 _FORMS = (
-    "redis://HOST:PORT, rediss://…, valkey-cluster://HOST:PORT,HOST:PORT, s3://BUCKET/PREFIX, "
-    "az://ACCOUNT@CONTAINER or gs://BUCKET/PREFIX"
+    "redis://HOST:PORT, rediss://…, valkey-cluster://HOST:PORT,HOST:PORT, s3://BUCKET/PREFIX or "
+    "az://ACCOUNT@CONTAINER/PREFIX"
 )
 _SCHEMES: dict[str, tuple[Kind, bool, bool]] = {  # engine, cluster, TLS
     "redis": ("valkey", False, False),
@@ -45,22 +44,20 @@ _SCHEMES: dict[str, tuple[Kind, bool, bool]] = {  # engine, cluster, TLS
     "valkeys-cluster": ("valkey", True, True),
     "s3": ("s3", False, True),
     "az": ("azure", False, True),
-    "gs": ("gcs", False, True),
 }
 _OPTIONS = {
     "valkey": frozenset({"prefix"}),
     "s3": frozenset({"endpoint", "region"}),
     "azure": frozenset({"endpoint"}),
-    "gcs": frozenset({"endpoint", "anonymous"}),
 }
-_EXAMPLES = {"s3": "s3://BUCKET/PREFIX", "azure": "az://ACCOUNT@CONTAINER/PREFIX", "gcs": "gs://BUCKET/PREFIX"}
-_MOST_SECRET_BYTES = 16 << 10  # the key file of a service account has some 2 KiB
+_EXAMPLES = {"s3": "s3://BUCKET/PREFIX", "azure": "az://ACCOUNT@CONTAINER/PREFIX"}
+_MOST_SECRET_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
 class RemoteAddress:
     """What a URL says. ``hosts`` are host and port of Valkey's nodes; ``bucket`` (Azure's
-    container) and ``endpoint`` are those of a store of objects; what is ``anonymous`` signs nothing."""
+    container) and ``endpoint`` are those of a store of objects."""
 
     engine: Kind
     prefix: str
@@ -72,7 +69,6 @@ class RemoteAddress:
     bucket: str = ""
     endpoint: str = ""
     region: str = ""
-    anonymous: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,16 +118,12 @@ def parse_remote(url: str) -> RemoteAddress:
 
 
 def _objects(
-    engine: Literal["s3", "azure", "gcs"], bucket: str, path: str, user: str, options: dict[str, str]
+    engine: Literal["s3", "azure"], bucket: str, path: str, user: str, options: dict[str, str]
 ) -> RemoteAddress:
     if not bucket or ":" in bucket:
         raise ValueError(
             f"it names no {'container' if engine == 'azure' else 'bucket'}; write it like {_EXAMPLES[engine]}"
         )
-    if engine == "gcs" and user:
-        raise ValueError("it has a user, but a service account's key says whose it is; leave out what is before @")
-    if options.get("anonymous", "true") != "true":
-        raise ValueError("its anonymous must be true, or be left out")
     if engine == "azure" and not user:
         raise ValueError("it names no account; write it like az://ACCOUNT@CONTAINER/PREFIX")
     endpoint = options.get("endpoint", "")
@@ -149,7 +141,6 @@ def _objects(
         bucket=bucket,
         endpoint=endpoint.rstrip("/"),
         region=options.get("region", ""),
-        anonymous="anonymous" in options,
     )
 
 
@@ -213,10 +204,6 @@ def new_engine(address: RemoteAddress, credentials: Credentials) -> RemoteEngine
         from cache_daemon.remote.object_store_backend import AzureEngine
 
         return AzureEngine(address, credentials)
-    if address.engine == "gcs":
-        from cache_daemon.remote.object_store_backend import GcsEngine
-
-        return GcsEngine(address, credentials)
     from cache_daemon.remote.redis_backend import ValkeyEngine
 
     return ValkeyEngine(address, credentials)

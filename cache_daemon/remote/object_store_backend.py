@@ -1,7 +1,6 @@
-"""Stores of objects, through ``obstore``: S3 and what speaks its protocol, Azure's blobs, and Google Cloud Storage.
+"""Stores of objects, through ``obstore``: S3 and what speaks its protocol, and Azure's blobs.
 
-Credentials are those of ``--remote``, or what the AWS, AZURE or GOOGLE variables, files and services of the environment
-say.
+Credentials are those of ``--remote``, or what the AWS or AZURE variables, files and services of the environment say.
 Objects have no time to live of their own: what is over is not believed, and the store's lifecycle rules remove it.
 """
 
@@ -9,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -22,8 +20,6 @@ from cache_daemon.remote.certificates import distrust
 
 _AT_ONCE = 64
 _LISTED = 1000
-# What signs nothing asks for a token all the same before it writes, unless an account says that it needs none.
-_NOBODY = '{"client_email": "", "private_key": "", "private_key_id": "", "disable_oauth": true}'
 
 
 class ObjectEngine(ABC):
@@ -150,40 +146,6 @@ class AzureEngine(ObjectEngine):
         address, secret = self._address, self._credentials.secret
         given = {"account_name": address.user, "account_key": secret, "endpoint": address.endpoint}
         return AzureStore(address.bucket, config=_set(given), **options)
-
-
-class GcsEngine(ObjectEngine):
-    """Of a bucket of Google's; the secret is the key file of a service account."""
-
-    name = "gcs"
-
-    def __init__(self, address: RemoteAddress, credentials: Credentials) -> None:
-        super().__init__(address, credentials)
-        if credentials.secret and address.anonymous:
-            raise ConfigurationError("the remote tier is anonymous and has a secret; leave one of the two out")
-        if credentials.secret and not _is_service_account(credentials.secret):
-            raise ConfigurationError(
-                "the remote tier's secret is no key of a service account; give the JSON file that Google made, with "
-                "client_email and private_key"
-            )
-
-    def _new(self, **options: Any) -> Any:
-        from obstore.store import GCSStore
-
-        address = self._address
-        account = _NOBODY if address.anonymous else self._credentials.secret
-        config = _set({"base_url": address.endpoint, "service_account_key": account})
-        return GCSStore(address.bucket, config=config | {"skip_signature": address.anonymous}, **options)
-
-
-def _is_service_account(secret: str) -> bool:
-    try:
-        found = json.loads(secret)
-    except ValueError:
-        return False
-    return isinstance(found, dict) and all(
-        isinstance(found.get(name), str) and found[name] for name in ("client_email", "private_key")
-    )
 
 
 def _set(given: dict[str, str]) -> Any:

@@ -92,10 +92,10 @@ class Loading:
     def in_vain(self, session: Session, root: bytes, sequence: Sequence) -> bool:
         """Whether the daemon need not be asked for a prompt's beginning; counted for it. Others may have read what the
         summary knows nothing of."""
-        if session.remote or session.may_hold(root, sequence.tokens):
+        if session.remote or session.may_contain(root, sequence.tokens):
             return False
         with self._counting:
-            session.skipped(len(sequence.tokens))
+            session.count_skipped_lookup(len(sequence.tokens))
         return True
 
     def places(self, session: Session, sequence: Sequence) -> bool:
@@ -135,7 +135,7 @@ class Loading:
                 found = self._chosen(session, load, answer, cuts[:-1] if session.remote else None, began, looked_up)
         finally:
             if found is None or not found.parts:
-                session.give_back([answer.lease_id])
+                session.release([answer.lease_id])
         if found is None or found.parts:
             return found
         load.tell(found.restored)
@@ -186,7 +186,7 @@ class Loading:
         try:
             if not load.wanted:
                 return
-            if copied >= _LAYERWISE_TOKENS and session.carrier.at_once:
+            if copied >= _LAYERWISE_TOKENS and session.transport.zero_copy:
                 gate = LayerGate(layers)
                 load.tell(replace(found.restored, gate=gate))
             group = _LAYER_GROUP if gate else layers
@@ -194,7 +194,7 @@ class Loading:
             with closing(self._pieces(session, found.lease_id, parts, self._economy.patience(copied))) as arriving:
                 for pieces, far in arriving:
                     for there in load_layers(pool, pieces, far, groups):
-                        if not session.trusted:
+                        if not session.leases_valid:
                             raise ConnectionError("the session ended while chunks were copied")
                         if gate:
                             gate.open(there.stop)
@@ -207,7 +207,7 @@ class Loading:
         finally:
             if gate:
                 gate.fail()
-            session.give_back([found.lease_id])
+            session.release([found.lease_id])
         ended = time.perf_counter()
         self._economy.loaded(copied, found.asked_seconds + ended - began)
         self._stats.loaded_bytes += int(sum(p.size_bytes * share for p, share in zip(parts, shares, strict=True)))
@@ -225,7 +225,7 @@ class Loading:
                 (part.far, Piece(header_of(part.match, self._geometry), payload, part.slots, part.rotation))
                 for part, payload in zip(parts, payloads, strict=True)
             )
-            for some in [list(pieces)] if session.carrier.at_once else ([one] for one in pieces):
+            for some in [list(pieces)] if session.transport.zero_copy else ([one] for one in pieces):
                 yield [piece for far, piece in some if not far], [piece for far, piece in some if far]
 
     @staticmethod
@@ -266,7 +266,7 @@ class Loading:
         salt = sequence.cache.tenant_salt
         request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
         answer = session.match(request, self._patience(session, len(tokens)))
-        session.give_back([answer.lease_id])
+        session.release([answer.lease_id])
         found = [(match.start_position, match) for match in answer.matches]
         found += [(content.start, content.match) for content in answer.contents]
         return [match.prefix_hash for start, match in found if start <= position < start + match.matched_tokens]
@@ -282,7 +282,7 @@ class Loading:
             for a, b in pairwise([0, *self._policy.chunker.ends(tokens, marks_of(sequence))])
             if b > sequence.computed
             and _LEAST_PLACED <= b - a <= session.max_chunk_tokens
-            and session.may_hold_content(root, tokens[a:b])
+            and session.may_contain_content(root, tokens[a:b])
         ]
 
     def _content_parts(

@@ -110,9 +110,9 @@ class Storing:
             if first and written.parent_missing:
                 return None
             first = False
-            self._stats.stored_chunks += sum(written.fresh)
-            self._stats.refused_chunks += written.there.count(False)
-            chunks = written.leading
+            self._stats.stored_chunks += sum(written.newly_stored)
+            self._stats.refused_chunks += written.stored.count(False)
+            chunks = written.num_leading_stored
             if chunks:
                 tokens = stored.tokens + sum(h.token_count for h in group[:chunks])
                 before, stored = stored, StoredPrefix(tokens, hashes[chunks - 1], tokens)

@@ -26,8 +26,8 @@ from kvsidecar.bloom_filter import HEAD_TOKENS
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import Geometry, new_header
 from kvsidecar.errors import KVSidecarError, from_rpc
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
-from kvsidecar.kv_transfer.error_policy import REFUSALS
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.kv_transfer.error_policy import REFUSED_CODES
 from kvsidecar.kv_transfer.session import Session
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
@@ -62,7 +62,7 @@ class CacheLink:
 
     def __init__(
         self,
-        daemons: Mapping[bytes, DaemonLink],
+        daemons: Mapping[bytes, DaemonConnection],
         geometry: Geometry,
         policy: ReusePolicy,
         projection_share: float,
@@ -92,7 +92,7 @@ class CacheLink:
         for thread in (self._probing, self._asking, self._copies, self._saves, self._sends):  # asking feeds copies
             thread.shutdown()
         with ThreadPoolExecutor(len(self._daemons)) as threads:  # a daemon that hangs is waited for once
-            list(threads.map(DaemonLink.close, self._daemons.values()))
+            list(threads.map(DaemonConnection.close, self._daemons.values()))
 
     def warm_up(self, pool: KVPool) -> None:
         """Compiles the chunk kernels before the first request needs them. Writes only to the padding slots."""
@@ -106,7 +106,7 @@ class CacheLink:
         """Whether an adapter has a link."""
         return adapter in self._daemons
 
-    def add(self, adapter: bytes, daemon: DaemonLink) -> None:
+    def add(self, adapter: bytes, daemon: DaemonConnection) -> None:
         """A link for an adapter that has none. Not beside ``remove``."""
         self._daemons = {**self._daemons, adapter: daemon}
 
@@ -181,7 +181,7 @@ class CacheLink:
         if found is None or not sequence.cache.read:
             return
         session, root = found
-        if session.may_hold(root, sequence.tokens):
+        if session.may_contain(root, sequence.tokens):
             self._probing.submit(self._probe, sequence, done)
 
     def _probe(self, sequence: Sequence, done: ProbeDone) -> None:
@@ -218,7 +218,7 @@ class CacheLink:
     def _queue(self, session: Session, sequence: Sequence, tokens: int, save: Callable[[Job], None]) -> bool:
         """Has so many tokens stored, if they are to be."""
         lane = self._saves
-        if not session.carrier.at_once:
+        if not session.transport.zero_copy:
             # The pages are kept until they are sent; what would hardly be loaded again is not worth that.
             lane = self._sends
             if len(lane.jobs) >= _MOST_QUEUED or not self._economy.pays(tokens):
@@ -287,8 +287,8 @@ class CacheLink:
         except grpc.RpcError as error:
             self._count()
             if session is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                session.doubt()
-            elif session is not None and error.code() not in REFUSALS:
+                session.suspect()
+            elif session is not None and error.code() not in REFUSED_CODES:
                 session.finish()
             log.warning("cache failed, computing instead", request=sequence.id, error=str(from_rpc(error)))
         except (KVSidecarError, ConnectionError, ValueError) as error:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from kvkernels.cpu import cpu_attention
-from kvsidecar.range_allocator import Extents
+from kvsidecar.range_allocator import RangeAllocator
 from numpy.typing import NDArray
 
 from inference_svc.kv_pool.block_table import KEY_BLOCK, NOWHERE, PAGE_TOKENS, BlockTable
@@ -77,9 +77,9 @@ class KVPool:
         # Ours for the pool's device, for batches in which they are to attend.
         self.native: DeviceAttention | None = None
         self.pages = max(1, tokens // PAGE_TOKENS)
-        self._extents = Extents(self.pages)
+        self._extents = RangeAllocator(self.pages)
         self.overflow = overflow
-        self._apart = None if overflow is None else Extents(overflow.pages)
+        self._apart = None if overflow is None else RangeAllocator(overflow.pages)
         self._first_apart = self.pages if overflow is None else overflow.first_page
         self._references: NDArray[np.int32] = np.zeros(self._first_apart + self.overflow_pages, np.int32)
         self.padding_slot = self.pages * PAGE_TOKENS
@@ -366,7 +366,7 @@ class KVPool:
             assert taken, "fewer pages free than counted"
             pages -= take
 
-    def _extents_of(self, table: BlockTable) -> tuple[Extents, int]:
+    def _extents_of(self, table: BlockTable) -> tuple[RangeAllocator, int]:
         """Where a table's pages come from, and the first page there."""
         if not table.apart:
             return self._extents, 0

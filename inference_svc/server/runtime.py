@@ -11,8 +11,8 @@ from functools import partial
 import structlog
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
-from kvsidecar.kv_transfer.session import Served
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.kv_transfer.session import ServedCounts
 from kvsidecar.net.channel import Address
 
 from inference_svc.context_reuse.chunking import new_chunker
@@ -161,7 +161,7 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder], 
     engine = Engine(loaded, pool, cache or NoCache(), limits, threads, draft, speculates, adapters, decoder)
     _say_what_adapters_are(config, engine, bool(daemons))
     if daemons:
-        daemons[b""].served = lambda: _served(engine)  # of all that the worker does
+        daemons[b""].served_counts = lambda: _served(engine)  # of all that the worker does
     return Runtime(engine, cache, config)
 
 
@@ -175,7 +175,7 @@ def _adapters(folders: list[Folder], loaded: LoadedModel) -> list[AdapterWeights
 
 def _daemons(
     address: Address | None, config: WorkerConfig, loaded: LoadedModel, adapters: list[AdapterWeights]
-) -> dict[bytes, DaemonLink]:
+) -> dict[bytes, DaemonConnection]:
     """A link to the daemon for the model and one for each adapter, by its fingerprint: each has a namespace of its own,
     and with it a verdict on reuse elsewhere. Empty where there is no daemon."""
     if address is None:
@@ -186,9 +186,9 @@ def _daemons(
 
 def daemon_link(
     address: Address, config: WorkerConfig, loaded: LoadedModel, fingerprint: bytes, adapter: str
-) -> DaemonLink:
+) -> DaemonConnection:
     """The link for the adapter of this name and fingerprint; both are empty for the model."""
-    return DaemonLink(
+    return DaemonConnection(
         address,
         f"{config.name}:{adapter}"[:_NAME_LENGTH] if adapter else config.name,
         loaded.descriptor(config.storage_bits, fingerprint),
@@ -265,7 +265,7 @@ def say_what_an_adapter_is(adapter: Adapter, loaded: LoadedModel) -> None:
         _warn_where_bits_differ(uneven(products, _PROBED_ROWS), loaded)
 
 
-def _say_what_is_reused(policy: ReusePolicy, daemon: DaemonLink) -> None:
+def _say_what_is_reused(policy: ReusePolicy, daemon: DaemonConnection) -> None:
     session = daemon.session
     if session is None or policy.rotary is None or policy.mode != "verified":
         return
@@ -277,9 +277,9 @@ def _say_what_is_reused(policy: ReusePolicy, daemon: DaemonLink) -> None:
         )
 
 
-def _served(engine: Engine) -> Served:
+def _served(engine: Engine) -> ServedCounts:
     s = engine.stats
-    return Served(s.requests - s.skipping_requests, s.reusing_tokens, s.cached_tokens, s.resident_tokens)
+    return ServedCounts(s.requests - s.skipping_requests, s.reusing_tokens, s.cached_tokens, s.resident_tokens)
 
 
 def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:

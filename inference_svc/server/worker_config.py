@@ -195,9 +195,7 @@ class WorkerConfig(ModelSettings):
     approximate: Literal["off", "verified", "always"] = "verified"
     """Reuse of text that was read in another context: never, where `kvsidecar verify` has passed and it is measured to
     pay, or always."""
-    repair: Literal[
-        "auto", "none", "random", "first_k", "selective", "cacheblend", "salient", "guided", "guided_4", "guided_8"
-    ] = "auto"
+    repair: Literal["auto", "none", "selective", "cacheblend", "salient", "guided", "guided_4", "guided_8"] = "auto"
     """How such text is repaired: auto as was verified, guided where nothing was. guided_4 and guided_8 compute more
     layers before they choose."""
     repair_ratio: float | None = Field(default=None, ge=0.0, le=1.0)

@@ -12,7 +12,6 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -24,14 +23,8 @@ from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from inference_svc.equivalents import rewritten
-from inference_svc.structured_output.grammar_state import Matcher, Steering
-from inference_svc.structured_output.schema_normalize import plain
-from inference_svc.unique.compiling import places_of
-from inference_svc.unique.matcher import UniqueMatcher
-from inference_svc.unique.vocabulary import Vocabulary
-from inference_svc.unique.watch import Watch
-from inference_svc.unique.within import Opening, Tags, UniqueWithin
+from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.schema_normalize import keyword_of_pattern, plain
 
 log = structlog.get_logger("worker")
 
@@ -41,9 +34,15 @@ WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
 _KEPT = 64
 _MAX_THREADS = 8
 _MAX_SHOWN = 300
-_UNIQUE = "uniqueItems"
-# The compiler's advice to programs that call it.
-_ADVICE = re.compile(r"constraints are not supported\. Enable 'coerce_one_of' .*", re.DOTALL)
+# Causes in the compiler's messages, and the keyword of JSON Schema that each is about.
+_UNKNOWN_KEYWORD = re.compile(r"Unimplemented keys: \[(.+?)\]")
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
+_NOT_FETCHED = re.compile(r"Resource '(.*?)' is not present in a registry")
+_BAD_PATTERN = re.compile(r"regex parse error:\n    (.*)\n")
+_WRONG_VALUE = re.compile(r"^(\w+) (must be .*)", re.MULTILINE)
+_HARD_PATTERN = "Unable to determine if regex is empty"
+_INCOMPATIBLE_TYPES = "Unsatisfiable schema: incompatible types"
+_KNOWN_KEYWORDS = "docs/protocol.md lists the supported keywords"
 
 
 class Grammars:
@@ -55,8 +54,7 @@ class Grammars:
         self._source, self._vocabulary, self._stops = tokenizer, vocabulary, stops
         self._tokenizer: LLTokenizer | None = None
         self._unreadable = False
-        self._words: Vocabulary | None = None  # read when the first schema needs it
-        self._compiled: OrderedDict[str, Matcher] = OrderedDict()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         # They compute with NumPy's and llguidance's own code alone: torch would keep a team of threads for each.
         threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
@@ -70,27 +68,17 @@ class Grammars:
 
     def steering(self, grammar: pb.Grammar) -> Steering:
         """What keeps an answer to a grammar. Raises InvalidRequest, UnsupportedOption, about ``grammar``."""
-        source = _source_of(grammar)
-        schema = _schema(grammar) if _UNIQUE in grammar.json_schema else {}
-        bare = plain(schema, unique=False)
-        if bare == schema:
-            return self._steering(source)
-        return self._steering(source, lambda: self._compile_unique(bare, schema))
+        schema = _schema(grammar) if grammar.WhichOneof("kind") == "json_schema" else None
+        return self._steering(_source_of(grammar, schema), schema)
 
-    def of_lark(
-        self, lark: str, openings: Sequence[Opening] = (), marker: int | None = None, tags: Tags | None = None
-    ) -> Steering:
-        """The same for a grammar of our own making, in Lark's form. Behind ``openings``, of which some come after the
-        token ``marker`` or between ``tags``, stand values whose ``uniqueItems`` it lacks."""
+    def of_lark(self, lark: str, schema: Any = None) -> Steering:
+        """The same for a grammar of our own making, in Lark's form; ``schema`` holds the JSON schemas in it, of which
+        an error names the keyword."""
         if len(lark) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(
                 f"the grammar has {len(lark)} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param="grammar"
             )
-        source = LLMatcher.grammar_from_lark(lark)
-        if not openings:
-            return self._steering(source)
-        name = source + "".join(json.dumps(opening.schema) for opening in openings)
-        return self._steering(name, lambda: self._compile_within(source, openings, marker, tags))
+        return self._steering(LLMatcher.grammar_from_lark(lark), schema)
 
     def special_token(self, text: str) -> int | None:
         """The one token that a text is, if it is one that text cannot spell."""
@@ -104,13 +92,13 @@ class Grammars:
         ready, known = self._ready(), getattr(self._source, "added_tokens_decoder", {})
         return [token for token in known if token not in self._stops and ready.is_special_token(token)]
 
-    def _steering(self, source: str, compiled: Callable[[], Matcher] | None = None) -> Steering:
+    def _steering(self, source: str, schema: Any) -> Steering:
         with self._lock:
             found = self._compiled.get(source)
             if found is not None:
                 self._compiled.move_to_end(source)
         if found is None:
-            found = self._compile(source) if compiled is None else compiled()
+            found = self._compile(source, schema)
             _check_begins(found)
             with self._lock:
                 self._compiled[source] = found
@@ -118,44 +106,12 @@ class Grammars:
                     self._compiled.popitem(last=False)
         return Steering(found.deep_copy(), self._threads)
 
-    def _compile(self, source: str, tokenizer: LLTokenizer | None = None) -> LLMatcher:
+    def _compile(self, source: str, schema: Any) -> LLMatcher:
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(tokenizer or self._ready(), source, log_level=0, limits=limits)
+        matcher = LLMatcher(self._ready(), source, log_level=0, limits=limits)
         if matcher.is_error():
-            raise _refused(matcher.get_error())
+            raise _refused(matcher.get_error(), schema)
         return matcher
-
-    def _compile_unique(self, bare: dict[str, Any], schema: dict[str, Any]) -> UniqueMatcher:
-        """A JSON schema whose ``uniqueItems`` the grammar of ``bare``, which lacks them, is kept to besides."""
-        tokens = self._compile(LLMatcher.grammar_from_json_schema(bare))
-        return UniqueMatcher(tokens, self._watch(schema), self._vocabulary_read().texts)
-
-    def _compile_within(
-        self, source: str, openings: Sequence[Opening], marker: int | None, tags: Tags | None
-    ) -> UniqueWithin:
-        tokens, watches = self._compile(source), dict[str, Watch]()
-        for opening in openings:
-            name = json.dumps(opening.schema)
-            watches[name] = watches.get(name) or self._watch(opening.schema)
-        found = [(opening, watches[json.dumps(opening.schema)]) for opening in openings]
-        return UniqueWithin(tokens, found, self._vocabulary_read(), marker, tags)
-
-    def _watch(self, schema: dict[str, Any]) -> Watch:
-        """What keeps a value to a schema's ``uniqueItems``. Raises InvalidRequest."""
-        by_bytes = LLTokenizer("byte")
-        try:
-            places = places_of(schema, by_bytes)
-        except (ValueError, RecursionError) as error:
-            raise _refused(str(error)) from error
-        source = LLMatcher.grammar_from_json_schema(plain(schema, unique=False))
-        return Watch(self._compile(source, by_bytes), self._vocabulary_read(), places)
-
-    def _vocabulary_read(self) -> Vocabulary:
-        ready = self._ready()
-        with self._lock:
-            if self._words is None:
-                self._words = Vocabulary(ready)
-            return self._words
 
     def _ready(self) -> LLTokenizer:
         with self._lock:
@@ -181,7 +137,7 @@ class Grammars:
         return found
 
 
-def _check_begins(matcher: Matcher) -> None:
+def _check_begins(matcher: LLMatcher) -> None:
     """Raises InvalidRequest for a grammar that has no text at all, such as a schema that refers to itself alone: the
     compiler says so when it is asked for a first token."""
     tried = matcher.deep_copy()
@@ -190,22 +146,51 @@ def _check_begins(matcher: Matcher) -> None:
         raise _refused(f"no text begins as it says ({tried.stop_reason()})")
 
 
-def _refused(why: str) -> InvalidRequest:
-    """One sentence of a compiler's message of several lines."""
+def _refused(why: str, schema: Any = None) -> InvalidRequest:
+    """Return one sentence of a compiler's message of several lines, with the keyword of ``schema`` that it is about."""
+    text = _about_keyword(why, schema) if schema is not None else ""
+    return InvalidRequest(f"the grammar cannot be served: {(text or _first_line(why))[:_MAX_SHOWN]}", param="grammar")
+
+
+def _first_line(why: str) -> str:
     lines = [line.strip() for line in why.splitlines() if line.strip()]
     shown = next((line for line in lines if line.startswith("error:")), "")
-    text = lines[0] + (f" {shown}" if shown else "") if lines else "no reason was given"
-    text = _ADVICE.sub("of what nothing tells apart; anyOf says that several may hold", text)
-    return InvalidRequest(f"the grammar cannot be served: {text[:_MAX_SHOWN]}", param="grammar")
+    return lines[0] + (f" {shown}" if shown else "") if lines else "no reason was given"
 
 
-def _source_of(grammar: pb.Grammar) -> str:
-    """A request's grammar as llguidance's."""
+def _about_keyword(why: str, schema: Any) -> str:
+    """Name the keyword that a message is about, and what is allowed; empty for a message that names it itself."""
+    if found := _UNKNOWN_KEYWORD.search(why):
+        names = found[1].replace('"', "'")
+        said = (
+            f"keywords {names} are not supported; leave them out"
+            if "," in names
+            else (f"keyword {names} is not supported; leave it out")
+        )
+        return f"the JSON schema {said} ({_KNOWN_KEYWORDS})"
+    if found := _UNKNOWN_FORMAT.search(why):
+        return f"Unknown format: {found[1]}; leave the keyword 'format' out, or use a pattern ({_KNOWN_KEYWORDS})"
+    if found := _NOT_FETCHED.search(why):
+        return f"the keyword '$ref' names {found[1]!r}, and only references within the schema are followed"
+    if found := _BAD_PATTERN.search(why):
+        keyword, shown = keyword_of_pattern(schema, found[1]), _first_line(why).partition("error: error: ")[2]
+        return f"the keyword {keyword!r} has a regular expression that is not supported: {shown}"
+    if found := _WRONG_VALUE.search(why):
+        return f"the keyword {found[1]!r} {found[2]}"
+    if _HARD_PATTERN in why:
+        return "the keyword 'pattern' is too hard to combine with 'minLength' or 'maxLength'; leave one of them out"
+    if _INCOMPATIBLE_TYPES in why:
+        return "no value satisfies the schema: the keyword 'type' and its other keywords allow different types"
+    return ""
+
+
+def _source_of(grammar: pb.Grammar, schema: dict[str, Any] | None) -> str:
+    """A request's grammar as llguidance's; ``schema`` is that of a grammar that is one."""
     _check_size(grammar)
     kind = grammar.WhichOneof("kind")
     try:
-        if kind == "json_schema":
-            return LLMatcher.grammar_from_json_schema(_schema(grammar))
+        if schema is not None:
+            return LLMatcher.grammar_from_json_schema(schema)
         if kind == "regex":
             return LLMatcher.grammar_from_regex(grammar.regex)
         if kind == "choice":
@@ -226,23 +211,27 @@ def _check_size(grammar: pb.Grammar) -> None:
 
 
 def _schema(grammar: pb.Grammar) -> dict[str, Any]:
-    """A request's JSON schema, with how llguidance is to write white space."""
+    """Return a request's JSON schema, with how llguidance is to write white space. Raises InvalidRequest."""
+    _check_size(grammar)
     try:
         schema = json.loads(grammar.json_schema)
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise _refused(f"the JSON schema is {grammar.json_schema[:40]}; it must be an object")
+        pattern = grammar.json_whitespace if grammar.HasField("json_whitespace") else WHITESPACE
+        return for_compiler(schema, pattern)
     except ValueError as error:
-        raise ValueError(f"the JSON schema is not JSON: {error}") from error
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise ValueError(f"the JSON schema is {grammar.json_schema[:40]}; it must be an object")
-    pattern = grammar.json_whitespace if grammar.HasField("json_whitespace") else WHITESPACE
-    return with_whitespace(schema, pattern)
+        raise _refused(f"the JSON schema is not JSON: {error}") from error
+    except RecursionError as error:
+        raise _refused(str(error)) from error
 
 
-def with_whitespace(schema: dict[str, Any], pattern: str = WHITESPACE) -> dict[str, Any]:
-    """A schema whose JSON has between its parts what the regular expression matches; empty for nothing."""
-    how: dict[str, Any] = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
-    return {**rewritten(plain(schema)), "x-guidance": how}
+def for_compiler(schema: dict[str, Any], pattern: str = WHITESPACE) -> dict[str, Any]:
+    """Return a schema as llguidance takes it. Between the parts of the JSON stands what the regular expression
+    ``pattern`` matches; empty for nothing. ``oneOf`` whose alternatives may overlap counts as ``anyOf``."""
+    options: dict[str, Any] = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
+    return {**plain(schema), "x-guidance": {**options, "coerce_one_of": True}}
 
 
 def _of_choice(texts: list[str]) -> str:

@@ -1,8 +1,8 @@
-"""JSON schemas without what changes nothing, for a compiler that refuses whatever it does not know.
+"""JSON schema clean-up: removes what has no effect and the compiler would refuse.
 
-What goes is without effect by the specification (https://json-schema.org/draft/2020-12/json-schema-validation): formats
-that it does not define, which are remarks of those who defined them, and ``uniqueItems`` that is false. One that is
-true is kept to by ``inference_svc.unique``, and goes only where that stands behind the grammar.
+By the specification (https://json-schema.org/draft/2020-12/json-schema-validation) three things have no effect: a
+``format`` that it does not define, ``uniqueItems: false``, and the spelling of ``$schema``. Every other keyword is
+llguidance's to serve or to refuse by name.
 """
 
 from __future__ import annotations
@@ -14,37 +14,52 @@ FORMATS = frozenset(
     "date-time time date duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference iri iri-reference"
     " uuid uri-template json-pointer relative-json-pointer regex".split()
 )
-# What stands under these keywords is a schema, a list of schemas, or has them under names of its own.
-SCHEMAS = frozenset(
-    "items additionalItems prefixItems additionalProperties unevaluatedItems unevaluatedProperties anyOf allOf"
-    " oneOf".split()
+# The value of these keywords is a schema or a list of schemas.
+_SCHEMAS = frozenset(
+    "items additionalItems prefixItems additionalProperties unevaluatedItems unevaluatedProperties anyOf allOf oneOf"
+    " contains propertyNames not if then else".split()
 )
-NAMED = frozenset("properties patternProperties $defs definitions".split())
-# Under these too, but they do not say what stands at a place by themselves.
-_ELSEWHERE = frozenset("contains propertyNames not if then else".split())
-_NAMED_ELSEWHERE = frozenset("dependentSchemas dependencies".split())
+# The value of these keywords is an object whose values are schemas.
+_NAMED_SCHEMAS = frozenset("properties patternProperties $defs definitions dependentSchemas dependencies".split())
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7])/schema#?")
+_NEWER_DRAFT = re.compile(r"https?://json-schema\.org/draft/20(19-09|20-12)/schema#?")
 
 
-def plain(schema: Any, unique: bool = True) -> Any:
-    """A schema that allows the same, or without ``unique`` also arrays with duplicates. Other values, which may stand
-    where a schema should, stay as they are."""
+def plain(schema: Any) -> Any:
+    """Return a schema that allows the same values; a value that is no schema is returned as it is."""
     if isinstance(schema, list):
-        return [plain(part, unique) for part in schema]
+        return [plain(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     out = {}
     for key, value in schema.items():
-        unknown = key == "format" and isinstance(value, str) and value not in FORMATS
-        if unknown or (key == "uniqueItems" and (value is False or (value is True and not unique))):
+        if key == "format" and isinstance(value, str) and value not in FORMATS:
             continue
-        if key in _ELSEWHERE:
+        if key == "uniqueItems" and value is False:
+            continue
+        if key == "$schema" and isinstance(value, str):
+            draft = _DRAFT.fullmatch(value)
+            if draft is None and not _NEWER_DRAFT.fullmatch(value):
+                continue  # a private dialect of the common keywords; the compiler would try to fetch it
+            value = f"http://json-schema.org/{draft[1]}/schema#" if draft else value  # the one spelling it knows
+        elif key in _SCHEMAS:
             value = plain(value)
-        elif key in SCHEMAS:
-            value = plain(value, unique)
-        elif key in NAMED | _NAMED_ELSEWHERE and isinstance(value, dict):
-            value = {name: plain(part, unique or key not in NAMED) for name, part in value.items()}
-        elif key == "$schema" and isinstance(value, str) and (draft := _DRAFT.fullmatch(value)):
-            value = f"http://json-schema.org/{draft[1]}/schema#"  # its name, however it was written
+        elif key in _NAMED_SCHEMAS and isinstance(value, dict):
+            value = {name: plain(part) for name, part in value.items()}
         out[key] = value
     return out
+
+
+def keyword_of_pattern(schema: Any, pattern: str) -> str:
+    """Return the keyword under which a regular expression stands in a schema."""
+    due = [schema]
+    while due:
+        found = due.pop()
+        if isinstance(found, dict):
+            named = found.get("patternProperties")
+            if isinstance(named, dict) and pattern in named:
+                return "patternProperties"
+            due += found.values()
+        elif isinstance(found, list):
+            due += found
+    return "pattern"

@@ -21,7 +21,7 @@ from inference_svc.tool_calls.prompt_messages import (
 )
 from inference_svc.tool_calls.tool_call_format import MARKERS, Dialect, dialect_of, knows_tools, schema_of
 from inference_svc.tool_calls.tool_call_parser import CallParser
-from inference_svc.tool_calls.tool_grammar import Calls, grammar_of_calls, grammar_of_free_calls
+from inference_svc.tool_calls.tool_grammar import grammar_of_calls, grammar_of_free_calls
 
 
 class Conversations:
@@ -99,16 +99,15 @@ class Conversations:
 
     def _calling(self, tools: list[pb.Tool], single: bool) -> Steering:
         special = self._grammars.special_token
-        return self._compiled(lambda: grammar_of_calls(self._dialect, tools, single, special))
+        return self._compiled(tools, lambda: grammar_of_calls(self._dialect, tools, single, special))
 
     def _free_calls(self, tools: list[pb.Tool], single: bool) -> Steering:
         special, specials = self._grammars.special_token, self._grammars.special_tokens()
-        return self._compiled(lambda: grammar_of_free_calls(self._dialect, tools, single, special, specials))
+        return self._compiled(tools, lambda: grammar_of_free_calls(self._dialect, tools, single, special, specials))
 
-    def _compiled(self, calls: Callable[[], Calls]) -> Steering:
+    def _compiled(self, tools: list[pb.Tool], lark: Callable[[], str]) -> Steering:
         try:
-            found = calls()
-            return self._grammars.of_lark(found.lark, found.openings, found.marker, found.tags)
+            return self._grammars.of_lark(lark(), [schema_of(tool) for tool in tools])
         except RecursionError as error:
             raise InvalidRequest("the grammar of these tools is nested too deeply", param="tools") from error
         except InvalidRequest as error:

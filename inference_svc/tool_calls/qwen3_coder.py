@@ -15,8 +15,8 @@ from typing import Any
 from kvsidecar.errors import InvalidRequest
 from llguidance import regex_to_lark
 
-from inference_svc.structured_output.grammar_compiler import with_whitespace
-from inference_svc.structured_output.schema_normalize import FORMATS, plain
+from inference_svc.structured_output.grammar_compiler import for_compiler
+from inference_svc.structured_output.schema_normalize import FORMATS
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
@@ -146,26 +146,9 @@ def _no_number(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
-def opening_of(key: str) -> str:
-    """What stands on the line before an argument."""
-    return f"{PARAMETER}{key}>\n"
-
-
-def ending(schema: Schema, name: str) -> Schema:
-    """The same. Raises InvalidRequest for a schema of numbers, too, whose end nothing tells."""
-    kinds = kinds_of(schema, schema)
-    if not kinds or kinds & {"integer", "number"}:
-        raise InvalidRequest(
-            f"the tool {name} has uniqueItems beside values that may be numbers; say of what type they are",
-            param="tools",
-        )
-    return schema
-
-
-def rules_of_parameters(number: int, name: str, schema: Schema) -> tuple[list[str], list[tuple[str, Schema]]]:
+def rules_of_parameters(number: int, name: str, schema: Schema) -> list[str]:
     """Rules in Lark's form: ``call_NUMBER`` is what stands between ``<function=`` and ``</function>``, with arguments
-    as the schema has them, in its order. And the arguments with ``uniqueItems``, which are not kept to, by what stands
-    before them. Raises InvalidRequest for what calls of this form cannot be kept to."""
+    as the schema has them, in its order. Raises InvalidRequest for what calls of this form cannot be kept to."""
     wrong = sorted(schema.keys() - _OF_ALL)
     if wrong:
         raise _refused(name, f"the keyword {wrong[0]!r} of all arguments")
@@ -176,7 +159,7 @@ def rules_of_parameters(number: int, name: str, schema: Schema) -> tuple[list[st
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise _refused(name, "properties that are no object, or required that is no list")
     missing: Schema = {key: {} for key in required if isinstance(key, str) and key not in properties}
-    call, rules, unique = [json.dumps(f"{name}>\n")], list[str](), list[tuple[str, Schema]]()
+    call, rules = [json.dumps(f"{name}>\n")], list[str]()
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for i, (key, value) in enumerate({**properties, **missing}.items()):
         if value is False and key not in required:
@@ -184,26 +167,20 @@ def rules_of_parameters(number: int, name: str, schema: Schema) -> tuple[list[st
         if any(sign in key for sign in "<>\n"):
             raise _refused(name, f"an argument called {key[:80]!r}")
         rule = f"given_{number}_{i}"
-        rules += _rules_of_value(rule, key, value, schema, shared, name, unique)
+        rules += _rules_of_value(rule, key, value, schema, shared, name)
         call.append(rule if key in required else f"{rule}?")
-    return [f"call_{number}: {' '.join(call)}", *rules], unique
+    return [f"call_{number}: {' '.join(call)}", *rules]
 
 
-def _rules_of_value(
-    rule: str, key: str, value: Any, root: Schema, shared: Schema, name: str, unique: list[tuple[str, Schema]]
-) -> list[str]:
-    """Adds to ``unique`` a value with ``uniqueItems``."""
-    opening, end = json.dumps(opening_of(key)), json.dumps(f"\n{PARAMETER_END}\n")
+def _rules_of_value(rule: str, key: str, value: Any, root: Schema, shared: Schema, name: str) -> list[str]:
+    opening, end = json.dumps(f"{PARAMETER}{key}>\n"), json.dumps(f"\n{PARAMETER_END}\n")
     text = _text_schema(value, root)
     if text is None and kinds_of(value, root) - {"null"} == {"string"}:
         raise _refused(name, f"several schemas of the string {key!r}")
     if text is None:
         whole = {**value, **shared} if isinstance(value, dict) else value
-        body = with_whitespace(whole) if isinstance(whole, dict) else {}
-        bare = plain(body, unique=False)
-        if bare != body:
-            unique.append((opening_of(key), body))
-        return [f"{rule}: {opening} {rule}_json {end}", f"{rule}_json: %json {json.dumps(bare)}"]
+        body = for_compiler(whole) if isinstance(whole, dict) else {}
+        return [f"{rule}: {opening} {rule}_json {end}", f"{rule}_json: %json {json.dumps(body)}"]
     values = [text["const"]] if "const" in text else text.get("enum")
     if values is not None:
         ends = [one for one in values if any(end in f"{one}\n" for end in VALUE_ENDS)]

@@ -8,65 +8,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.structured_output.grammar_compiler import with_whitespace
-from inference_svc.structured_output.schema_normalize import plain
-from inference_svc.tool_calls.qwen3_coder import FUNCTION, FUNCTION_END, ending, rules_of_parameters
+from inference_svc.structured_output.grammar_compiler import for_compiler
+from inference_svc.tool_calls.qwen3_coder import FUNCTION, FUNCTION_END, rules_of_parameters
 from inference_svc.tool_calls.tool_call_format import Dialect, schema_of
 from inference_svc.tool_calls.tool_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL, first_keys
-from inference_svc.unique.within import From, Opening, Tags
 
 # The one token that a marker is, where text cannot spell it.
 Special = Callable[[str], int | None]
 _MOST_CALLS = 16
-_TAGS = Tags(FUNCTION.encode(), b">", f"\n{FUNCTION_END}".encode())
 _WRAPPER = '{"tool_calls": ['
 
 
-# A function's name, what stands before one of its values, and that value's schema, which has uniqueItems.
-Unique = tuple[str, str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Calls:
-    """A grammar in Lark's form, and what it leaves out: where arguments begin that must have no duplicates. ``marker``
-    is the token that calls begin with, where it is one, ``tags`` what they stand between, where these are text."""
-
-    lark: str
-    openings: Sequence[Opening]
-    marker: int | None
-    tags: Tags | None = None
-
-
-def grammar_of_calls(dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special) -> Calls:
+def grammar_of_calls(dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special) -> str:
     """An answer of nothing but calls of the tools, one at least. Raises InvalidRequest."""
-    rules, unique = _rules(dialect, list(tools))
-    lark = "\n".join([f"start: {_calls(dialect, single, special)}", *rules])
-    return _of(dialect, lark, unique, special)
+    return "\n".join([f"start: {_calls(dialect, single, special)}", *_rules(dialect, tools)])
 
 
 def grammar_of_free_calls(
     dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special, specials: Sequence[int]
-) -> Calls:
+) -> str:
     """An answer of text and calls as the model likes, where a call that has begun is one of a tool. ``specials`` are
     the tokens that text cannot spell and that may stand in it. Raises InvalidRequest."""
-    found, unique = _rules(dialect, list(tools))
-    lark = _lark_of_free_calls(dialect, [*found, "TEXT: /(?s:.*)/"], single, special, specials)
-    return _of(dialect, lark, unique, special)
-
-
-def _of(dialect: Dialect, lark: str, unique: list[Unique], special: Special) -> Calls:
-    tags = _TAGS if dialect == "qwen3_coder" else None
-    return Calls(lark, _openings(dialect, unique, special), _marker_token(dialect, special), tags)
-
-
-def _lark_of_free_calls(
-    dialect: Dialect, rules: list[str], single: bool, special: Special, specials: Sequence[int]
-) -> str:
+    rules = [*_rules(dialect, tools), "TEXT: /(?s:.*)/"]
     if dialect in ("json", "llama3_json"):  # a call is the whole answer
         keys = "|".join(first_keys(dialect, exact=True))
         opening = r"[ \t\r\n]*(" + _escaped(LLAMA) + r")?(```)?(json)?[ \t\r\n\[]*\{[ \t\r\n,]*"
@@ -110,50 +76,20 @@ def _escaped(text: str) -> str:
     return text.replace("|", r"\|")
 
 
-def _marker_token(dialect: Dialect, special: Special) -> int | None:
-    markers: dict[Dialect, str] = {"hermes": HERMES, "mistral": MISTRAL, "llama3_json": LLAMA}
-    return special(markers[dialect]) if dialect in markers else None
-
-
-def _openings(dialect: Dialect, unique: list[Unique], special: Special) -> list[Opening]:
-    """Where values begin of which it is known what stands right before them in a call."""
-    marked = _marker_token(dialect, special) is not None
-    places: list[tuple[From, str]]
-    if dialect == "hermes":
-        places = [("marker", "\n") if marked else ("anywhere", f"{HERMES}\n")]
-    elif dialect == "mistral":
-        places = [("marker", "[") if marked else ("anywhere", f"{MISTRAL}["), ("value", "}, ")]
-    elif dialect == "llama3_json":
-        places = [("answer", ""), ("value", "}; "), *([("marker", "")] if marked else [])]  # type: ignore[list-item]
-    elif dialect == "json":
-        places = [("answer", _WRAPPER), ("value", "}, ")]
-    else:
-        return [Opening("call", text.encode(), schema, f"{FUNCTION}{name}>".encode()) for name, text, schema in unique]
-    return [Opening(since, (before + text).encode(), schema) for _, text, schema in unique for since, before in places]
-
-
-def _rules(dialect: Dialect, tools: list[pb.Tool]) -> tuple[list[str], list[Unique]]:
-    """What each tool's call looks like, and the values with ``uniqueItems``, which are not kept to."""
-    rules, given, several = [], list[Unique](), dialect in ("mistral", "llama3_json", "json")
-    key, some = "parameters" if dialect == "llama3_json" else "arguments", False
+def _rules(dialect: Dialect, tools: Iterable[pb.Tool]) -> list[str]:
+    """What each tool's call looks like."""
+    rules, names = [], list[str]()
+    key = "parameters" if dialect == "llama3_json" else "arguments"
     for i, tool in enumerate(tools):
+        names.append(f"call_{i}")
         if dialect == "qwen3_coder":
-            of_tool, more = rules_of_parameters(i, tool.name, schema_of(tool))
-            rules += of_tool
-            given += [(tool.name, text, schema) for text, schema in more]
-            some = some or bool(more)
+            rules += rules_of_parameters(i, tool.name, schema_of(tool))
             continue
         opening = f'{{"name": {json.dumps(tool.name)}, "{key}": '
-        schema = with_whitespace(schema_of(tool))
-        bare = plain(schema, unique=False)
-        # Where calls stand in a row, the end of each is where the next one begins.
-        if bare != schema or several:
-            given.append((tool.name, opening, schema))
-        some = some or bare != schema
         rules.append(f'call_{i}: {json.dumps(opening)} arguments_{i} "}}"')
-        rules.append(f"arguments_{i}: %json {json.dumps(bare)}")
-    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
-    return rules, [(name, text, ending(schema, name)) for name, text, schema in given] if some else []
+        rules.append(f"arguments_{i}: %json {json.dumps(for_compiler(schema_of(tool)))}")
+    rules.append("call: " + " | ".join(names))
+    return rules
 
 
 def _several(item: str, between: str, single: bool) -> str:

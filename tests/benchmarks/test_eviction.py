@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import eviction
+from benchmarks.eviction_policies import POLICIES
 from benchmarks.eviction_replay import belady, replay
 from benchmarks.eviction_traces import KINDS, Request, read
-from cache_daemon.eviction import DEFAULT, POLICIES, LeastRecentlyUsed
+from cache_daemon.eviction import DEFAULT, LeastRecentlyUsed
 
 
 def trace(tmp_path: Path, *lines: tuple[int, list[int]]) -> list[Request]:

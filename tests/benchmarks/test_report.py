@@ -46,6 +46,22 @@ def test_a_file_that_was_changed_makes_a_result_dirty(tmp_path: Path, monkeypatc
     assert provenance.Provenance.now().dirty is True
 
 
+RESULTS = sorted((Path(report.__file__).parent / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=[path.stem for path in RESULTS])
+def test_a_published_result_has_one_row_per_line(path: Path) -> None:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert report.document(found) == path.read_text(encoding="utf-8")
+
+
+def test_a_document_reads_back_equal_and_has_a_line_for_each_row() -> None:
+    result = {"rows": [{"a": 1, "b": [1, {"c": None}]}, {"a": 2.5}], "summary": {"é": "x\ny"}, "n": 3, "empty": []}
+    text = report.document(result)
+    assert json.loads(text) == result
+    assert '\n  {"a": 1, "b": [1, {"c": null}]},\n  {"a": 2.5}\n' in text
+
+
 def test_a_figure_is_a_median_with_its_spread_and_how_many_there_were() -> None:
     assert report.figure([1.0, 2.0, 3.0]) == {"median": 2.0, "spread": 0.5, "n": 3}
 

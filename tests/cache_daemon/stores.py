@@ -12,8 +12,6 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import new_header
 
 from cache_daemon.durable.durable_tier import DurableTier
-from cache_daemon.durable.faulty import FaultyTier
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.eviction import DEFAULT, POLICIES
 from cache_daemon.eviction.eviction_policy import EvictionPolicy
 from cache_daemon.memory.arena import MemoryArena
@@ -24,6 +22,8 @@ from cache_daemon.store.sessions import Session
 from cache_daemon.store.tenant_usage import Accounts
 from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
+from tests.cache_daemon.doubles.faulty_tier import FaultyTier
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 
 
 @dataclass

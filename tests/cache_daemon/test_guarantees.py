@@ -9,11 +9,11 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import StoreUnavailable, UnknownSession
 
-from cache_daemon.durable.memory import MemoryTier
-from cache_daemon.eviction import POLICIES
+from benchmarks.eviction_policies import POLICIES
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Residency
 from tests.cache_daemon.conftest import payload_of
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.stores import opened
 
 PAGE = 4096

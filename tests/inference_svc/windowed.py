@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import Address
 
 from benchmarks.node import Node
@@ -94,7 +94,7 @@ def windowed(
     pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, windows, beyond)
     cache = None
     if node is not None:
-        link = DaemonLink(Address(node.cache_socket), name, loaded.descriptor(16))
+        link = DaemonConnection(Address(node.cache_socket), name, loaded.descriptor(16))
         cache = CacheLink({b"": link}, loaded.geometry(16), ReusePolicy(Fixed(CHUNK), None, None, None), 0.1, 5.0)
         assert link.wait(10)
     return Windowed(Engine(loaded, pool, cache or slow or NoCache(), EngineLimits(**LIMITS | limits)), cache)

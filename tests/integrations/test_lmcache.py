@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from kvsidecar.integrations.lmcache.object_keeper import GEOMETRY, TOKEN_BYTES, Name, ObjectKeeper
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.integrations.lmcache.l2_object_store import GEOMETRY, TOKEN_BYTES, L2ObjectStore, ObjectName
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import Address
 
 from benchmarks.node import Node
@@ -20,7 +20,7 @@ from tests.cache_daemon.conftest import descriptor
 from tests.integrations.pools import LMCACHE
 
 SIZES = [100, 8 * TOKEN_BYTES, 8 * TOKEN_BYTES + 1]
-NAMES = [Name(b"", b"%d" % i) for i in range(4)]
+NAMES = [ObjectName(b"", b"%d" % i) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,10 @@ def node() -> Iterator[Node]:
         yield running
 
 
-def keeper(node: Node, name: str) -> ObjectKeeper:
-    link = DaemonLink(Address(node.cache_socket), name, descriptor(name, GEOMETRY))
+def keeper(node: Node, name: str) -> L2ObjectStore:
+    link = DaemonConnection(Address(node.cache_socket), name, descriptor(name, GEOMETRY))
     assert link.wait(10)
-    return ObjectKeeper(link, timeout=5.0)
+    return L2ObjectStore(link, timeout=5.0)
 
 
 def object_of(seed: int, size: int) -> memoryview:
@@ -54,9 +54,9 @@ def until(condition: Callable[[], bool]) -> None:
 def test_objects_of_any_size_come_back(node: Node) -> None:
     one, other = keeper(node, "sizes"), keeper(node, "sizes")
     objects = [object_of(i, size) for i, size in enumerate(SIZES)]
-    assert one.store(NAMES[:3], objects).fresh == (True, True, True)
+    assert one.store(NAMES[:3], objects).newly_stored == (True, True, True)
     again = other.store(NAMES[:3], objects)
-    assert (again.there, again.fresh) == ((True,) * 3, (False,) * 3)
+    assert (again.stored, again.newly_stored) == ((True,) * 3, (False,) * 3)
     into = [memoryview(bytearray(size)) for size in [*SIZES, 10]]
     assert other.load(NAMES, into) == [True, True, True, False]
     assert into[:3] == objects
@@ -64,7 +64,7 @@ def test_objects_of_any_size_come_back(node: Node) -> None:
     assert other.load(NAMES[1:2], [wrong]) == [False], "an object of another size is not that object"
     assert wrong == bytes(SIZES[2])
     huge = memoryview(bytearray(TOKEN_BYTES * 4096 + 1))
-    assert one.store([NAMES[3], NAMES[3]], [huge, object_of(3, 1)]).there == (False, True)
+    assert one.store([NAMES[3], NAMES[3]], [huge, object_of(3, 1)]).stored == (False, True)
     for keeping in (one, other):
         keeping.close()
 
@@ -73,19 +73,19 @@ def test_what_was_copied_while_the_process_hung_is_not_used(node: Node, monkeypa
     """The daemon may have ended the session, and given the pages to others."""
     one = keeper(node, "hung")
     one.store(NAMES[:1], [object_of(0, 50)])
-    copied = ObjectKeeper._copied
+    copied = L2ObjectStore._copied
 
-    def slow(self: ObjectKeeper, *arguments: Any) -> Any:
+    def slow(self: L2ObjectStore, *arguments: Any) -> Any:
         found = list(copied(self, *arguments))
-        session = one._link.session
+        session = one._connection.session
         assert session is not None
-        session.acknowledged = time.monotonic() - 2.1 * session.heartbeat_seconds
+        session.last_acked_at = time.monotonic() - 2.1 * session.heartbeat_seconds
         return found
 
-    monkeypatch.setattr(ObjectKeeper, "_copied", slow)
+    monkeypatch.setattr(L2ObjectStore, "_copied", slow)
     assert one.load(NAMES[:1], [memoryview(bytearray(50))]) == [False]
-    monkeypatch.setattr(ObjectKeeper, "_copied", copied)
-    assert one._link.wait(10)
+    monkeypatch.setattr(L2ObjectStore, "_copied", copied)
+    assert one._connection.wait(10)
     assert one.load(NAMES[:1], [memoryview(bytearray(50))]) == [True]
     one.close()
 
@@ -110,12 +110,12 @@ def test_locks_are_leases(node: Node) -> None:
 
 def test_tenants_share_nothing(node: Node) -> None:
     one = keeper(node, "tenants")
-    theirs = Name(b"salt", NAMES[0].name)
-    assert one.store([NAMES[0], theirs], [object_of(0, 20), object_of(1, 20)]).there == (True, True)
+    theirs = ObjectName(b"salt", NAMES[0].name)
+    assert one.store([NAMES[0], theirs], [object_of(0, 20), object_of(1, 20)]).stored == (True, True)
     into = [memoryview(bytearray(20)) for _ in range(2)]
     assert one.load([theirs, NAMES[0]], into) == [True, True]
     assert into == [object_of(1, 20), object_of(0, 20)]
-    assert one.lock([Name(b"other", NAMES[0].name)], [20]) == [False]
+    assert one.lock([ObjectName(b"other", NAMES[0].name)], [20]) == [False]
     one.close()
 
 
@@ -130,10 +130,10 @@ def test_a_dead_daemon_costs_misses_and_its_objects_outlive_it() -> None:
         into = memoryview(bytearray(30))
         assert one.load(NAMES[:1], [into]) == [False]
         assert one.lock(NAMES[:1], [30]) == [False]
-        assert one.store(NAMES[1:2], [object_of(1, 30)]).there == (False,)
+        assert one.store(NAMES[1:2], [object_of(1, 30)]).stored == (False,)
         assert one.delete(NAMES[:1], [30]) == [False]
         node.start_daemon()
-        assert one._link.wait(20)
+        assert one._connection.wait(20)
         assert one.load(NAMES[:1], [into]) == [True], "its lock is of another session, and it is found anew"
         assert into == object_of(0, 30)
         one.unlock(NAMES[:1])
@@ -204,7 +204,7 @@ def test_lmcache_loads_it_by_its_flag_and_its_objects_come_back(node: Node) -> N
     assert isinstance(one, L2AdapterInterface)
     events = [one.get_store_event_fd(), one.get_lookup_and_lock_event_fd(), one.get_load_event_fd()]
     assert len(set(events)) == 3
-    assert one._objects._link.wait(10)
+    assert one._objects._connection.wait(10)
     named = [key(1), key(2), key(1, salt="a"), key(1, rank=7)]
     task = one.submit_store_task(named[:3], [memory(1), memory(2), memory(3)])
     result = awaited(events[0], one.pop_completed_store_tasks)[task]
@@ -213,7 +213,7 @@ def test_lmcache_loads_it_by_its_flag_and_its_objects_come_back(node: Node) -> N
     assert one.get_usage().bytes_by_cache_salt == {"": 2 * memory(1).get_size(), "a": memory(1).get_size()}
 
     restarted = adapter(node)  # knows no sizes but what LMCache says
-    assert restarted._objects._link.wait(10)
+    assert restarted._objects._connection.wait(10)
     task = restarted.submit_lookup_and_lock_task(named, layouts())
     found = awaited(restarted.get_lookup_and_lock_event_fd(), lambda: restarted.query_lookup_and_lock_result(task))
     assert [found.test(i) for i in range(4)] == [True, True, True, False]

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvsidecar.integrations.lmcache.object_keeper import GEOMETRY, TOKEN_BYTES, Name, ObjectKeeper
-from kvsidecar.integrations.sglang.host_pool_layout import cache_of
-from kvsidecar.integrations.sglang.page_keeper import PageKeeper
-from kvsidecar.integrations.vllm.prefill_rate import Pace
-from kvsidecar.kv_transfer.block_chunking import Cutting
+from kvsidecar.integrations.lmcache.l2_object_store import GEOMETRY, TOKEN_BYTES, L2ObjectStore, ObjectName
+from kvsidecar.integrations.sglang.host_pool_layout import host_pool_cache
+from kvsidecar.integrations.sglang.page_store import PageStore
+from kvsidecar.integrations.vllm.prefill_rate import PrefillRate
+from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.block_copier import slots_of
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import Address
 
 from benchmarks.node import Node
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from tests.cache_daemon.conftest import descriptor
 from tests.cache_daemon.rpc.test_cache_service import until
-from tests.integrations.halves import Request, Status, Vllm
+from tests.integrations.connector_pair import Request, Status, Vllm
 from tests.integrations.pools import MHATokenToKVPoolHost
 from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, fill
 
@@ -69,7 +69,7 @@ def engines() -> Iterator[ExitStack]:
 
 def vllm(stack: ExitStack, node: Node) -> Vllm:
     found = Vllm(node, "remote", chunk_tokens=CHUNK)
-    found.scheduler._pace.computed(100, 100.0)  # dear enough that everything is worth bringing
+    found.scheduler._prefill_rate.record(100, 100.0)  # dear enough that everything is worth bringing
     stack.callback(found.close)
     return found
 
@@ -82,13 +82,13 @@ def turn(engine: Vllm, name: str, tokens: list[int], blocks: list[int]) -> int:
         engine.allocated(request, blocks, found)
         engine.step()
         engine.wait(set(), {name})
-        assert engine.workers[0].failed_blocks() == set()
+        assert engine.workers[0].get_block_ids_with_load_errors() == set()
         request.num_computed_tokens = found
     engine.allocated(request, blocks, 0)
     left = request.num_tokens - request.num_computed_tokens
     engine.step({name: (request, left, blocks)})
     request.status = Status.FINISHED_STOPPED
-    if engine.scheduler.finished(request, blocks):
+    if engine.scheduler.request_finished(request, blocks):
         engine.step()
         engine.wait({name}, set())
     return found
@@ -118,12 +118,12 @@ def test_behind_a_turn_that_ended_within_a_chunk_prompts_are_cut_as_anywhere(nod
     assert turn(two, "c", ids, [4, 2, 0, 3, 1]) == 5 * BLOCK_TOKENS
 
 
-def sglang(stack: ExitStack, node: Node, pool: MHATokenToKVPoolHost) -> PageKeeper:
-    cache = cache_of(pool, 16)
-    link = DaemonLink(Address(node.cache_socket), "pages", descriptor("pages", cache.geometry))
+def sglang(stack: ExitStack, node: Node, pool: MHATokenToKVPoolHost) -> PageStore:
+    cache = host_pool_cache(pool, 16)
+    link = DaemonConnection(Address(node.cache_socket), "pages", descriptor("pages", cache.geometry))
     stack.callback(link.close)
     assert link.wait(10)
-    return PageKeeper(cache, link, timeout=5.0)
+    return PageStore(cache, link, timeout=5.0)
 
 
 def test_pages_that_an_sglang_of_another_node_stored_are_found(nodes: Nodes, engines: ExitStack) -> None:
@@ -144,14 +144,17 @@ def test_pages_that_an_sglang_of_another_node_stored_are_found(nodes: Nodes, eng
 
 def test_objects_that_an_lmcache_of_another_node_stored_are_found_and_deleted(nodes: Nodes, engines: ExitStack) -> None:
     both = (nodes.one, nodes.two)
-    links = [DaemonLink(Address(node.cache_socket), "objects", descriptor("objects", GEOMETRY)) for node in both]
+    links = [DaemonConnection(Address(node.cache_socket), "objects", descriptor("objects", GEOMETRY)) for node in both]
     for link in links:
         engines.callback(link.close)
         assert link.wait(10)
-    one, two = (ObjectKeeper(link, timeout=5.0) for link in links)
+    one, two = (L2ObjectStore(link, timeout=5.0) for link in links)
     size = 16 * TOKEN_BYTES - 3
-    names, objects = [Name(b"salt", b"%d" % i) for i in range(3)], [memoryview(bytes([i]) * size) for i in range(2)]
-    assert one.store(names[:2], objects).there == (True, True)
+    names, objects = (
+        [ObjectName(b"salt", b"%d" % i) for i in range(3)],
+        [memoryview(bytes([i]) * size) for i in range(2)],
+    )
+    assert one.store(names[:2], objects).stored == (True, True)
     nodes.sent()
     assert two.lock(names, [size] * 3) == [True, True, False]
     into = [memoryview(bytearray(size)) for _ in names]
@@ -168,18 +171,26 @@ def test_objects_that_an_lmcache_of_another_node_stored_are_found_and_deleted(no
 
 
 def test_cuts_are_where_chunks_are_stored() -> None:
-    cutting = Cutting.of_blocks(20, 8)
-    assert (cutting.chunk_tokens, cutting.ends(0, 60, 4096), cutting.ends(32, 60, 4096)) == (24, [24, 48, 56], [48, 56])
-    assert (cutting.known(7, 4096), cutting.known(8, 4096), cutting.ends(56, 59, 4096)) == ([], [8], [])
-    assert len(Cutting(1).known(1 << 20, 4096)) == 8192, "no look-up may have more"
+    chunking = BlockChunking.of_blocks(20, 8)
+    assert (chunking.chunk_tokens, chunking.boundaries(0, 60, 4096), chunking.boundaries(32, 60, 4096)) == (
+        24,
+        [24, 48, 56],
+        [48, 56],
+    )
+    assert (
+        chunking.shared_boundaries(7, 4096),
+        chunking.shared_boundaries(8, 4096),
+        chunking.boundaries(56, 59, 4096),
+    ) == ([], [8], [])
+    assert len(BlockChunking(1).shared_boundaries(1 << 20, 4096)) == 8192, "no look-up may have more"
 
 
 def test_what_computing_takes_follows_what_was_computed_and_is_always_a_number_of_seconds() -> None:
-    pace = Pace()
-    pace.computed(10, 5.0)
-    assert pace.price == 0, "a few tokens say nothing"
-    pace.computed(100, 5.0)
-    pace.computed(100, 10.0)
-    assert 0.05 < pace.price < 0.1
-    pace.computed(32, 1e9)
-    assert pace.price < 3600, "the daemon takes no more"
+    rate = PrefillRate()
+    rate.record(10, 5.0)
+    assert rate.seconds_per_token == 0, "a few tokens say nothing"
+    rate.record(100, 5.0)
+    rate.record(100, 10.0)
+    assert 0.05 < rate.seconds_per_token < 0.1
+    rate.record(32, 1e9)
+    assert rate.seconds_per_token < 3600, "the daemon takes no more"

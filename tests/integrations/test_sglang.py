@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.integrations.sglang.host_pool_layout import cache_of
-from kvsidecar.integrations.sglang.page_keeper import PageKeeper
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.integrations.sglang.host_pool_layout import host_pool_cache
+from kvsidecar.integrations.sglang.page_store import PageStore
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import Address
 from safetensors.torch import save_file
 
@@ -42,11 +42,11 @@ def node() -> Iterator[Node]:
         yield running
 
 
-def keeper(node: Node, name: str, pool: MHATokenToKVPoolHost, bits: int = 16) -> PageKeeper:
-    cache = cache_of(pool, bits)
-    link = DaemonLink(Address(node.cache_socket), name, descriptor(name, cache.geometry))
+def keeper(node: Node, name: str, pool: MHATokenToKVPoolHost, bits: int = 16) -> PageStore:
+    cache = host_pool_cache(pool, bits)
+    link = DaemonConnection(Address(node.cache_socket), name, descriptor(name, cache.geometry))
     assert link.wait(10)
-    return PageKeeper(cache, link, timeout=5.0)
+    return PageStore(cache, link, timeout=5.0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -86,14 +86,14 @@ def test_what_was_copied_while_the_process_hung_is_not_used(node: Node, monkeypa
 
     def slow(*arguments: Any) -> None:
         unpack(*arguments)
-        session = ours._link.session
+        session = ours._connection.session
         assert session is not None
-        session.acknowledged = time.monotonic() - 2.1 * session.heartbeat_seconds
+        session.last_acked_at = time.monotonic() - 2.1 * session.heartbeat_seconds
 
     monkeypatch.setattr(ours._reader, "unpack", slow)
     assert ours.load(NAMES[:1], slots(2).numpy()) == [False]
     monkeypatch.setattr(ours._reader, "unpack", unpack)
-    assert ours._link.wait(10)
+    assert ours._connection.wait(10)
     assert ours.load(NAMES[:1], slots(2).numpy()) == [True]
     ours.close()
 
@@ -124,7 +124,7 @@ def test_a_dead_daemon_costs_misses_and_its_pages_outlive_it() -> None:
         with pytest.raises(ConnectionError, match="not there"):
             one.clear()
         node.start_daemon()
-        assert one._link.wait(20)
+        assert one._connection.wait(20)
         assert one.load(NAMES[:1], slots(4).numpy()) == [True]
         assert torch.equal(pool.rows(4), page_of(2))
         one.close()
@@ -134,9 +134,9 @@ def test_a_session_that_ended_meanwhile_is_not_believed(node: Node) -> None:
     pool = MHATokenToKVPoolHost("page_first")
     one = keeper(node, "late", pool)
     assert one.store(NAMES[:2], slots(0, 1).numpy()) == [True, True]
-    session = one._link.session
+    session = one._connection.session
     assert session is not None
-    session.acknowledged -= 3 * session.heartbeat_seconds
+    session.last_acked_at -= 3 * session.heartbeat_seconds
     assert one.load(NAMES[:2], slots(2, 3).numpy()) == [False, False]
     one.close()
 
@@ -155,7 +155,7 @@ def test_pools_that_are_not_known_are_refused(change: dict[str, Any], what: str)
     for name, value in change.items():
         setattr(pool, name, value)
     with pytest.raises(ConfigurationError, match=what):
-        cache_of(pool, 16)
+        host_pool_cache(pool, 16)
 
 
 def test_a_pool_that_is_laid_out_otherwise_is_caught() -> None:
@@ -163,7 +163,7 @@ def test_a_pool_that_is_laid_out_otherwise_is_caught() -> None:
     pool.layout = "layer_first"
     pool.k_buffer, pool.v_buffer = (half.reshape(LAYERS, pool.size, HEADS, DIM) for half in pool.kv_buffer)
     with pytest.raises(ConfigurationError, match=r"layer 0's keys .* is not where SGLang's layer_first is known"):
-        cache_of(pool, 16)
+        host_pool_cache(pool, 16)
 
 
 def test_other_pools_are_refused_by_name() -> None:
@@ -171,7 +171,7 @@ def test_other_pools_are_refused_by_name() -> None:
         pass
 
     with pytest.raises(ConfigurationError, match="the host pool is a MLATokenToKVPoolHost; KVSidecar keeps a MHAToken"):
-        cache_of(MLATokenToKVPoolHost("page_first"), 16)
+        host_pool_cache(MLATokenToKVPoolHost("page_first"), 16)
 
 
 # ---- SGLang's own classes -----------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_sglang_loads_it_by_its_flag_and_its_pages_come_back(node: Node, model: 
     backend = loaded(node, model, pool)
     base = type(backend).__mro__[1]
     assert (base.__name__, base.__bases__) == ("HiCacheStorage", (ABC,))
-    assert backend._keeping._link.wait(10)
+    assert backend._keeping._connection.wait(10)
     pool.fill(3, page_of(3))
     assert all(backend.batch_set_v1(NAMES[:2], slots(3, 4)))
     assert backend.batch_exists(NAMES) == 2
@@ -225,7 +225,7 @@ def test_sglang_loads_it_by_its_flag_and_its_pages_come_back(node: Node, model: 
     with pytest.raises(ValueError, match=f"8 indices for 2 pages; expected are {2 * PAGE}"):
         backend.batch_get_v1(NAMES[:2], slots(0))
     another = loaded(node, model, MHATokenToKVPoolHost("page_first"), tp_rank=1, tp_size=2)
-    assert another._keeping._link.wait(10)
+    assert another._keeping._connection.wait(10)
     assert another.batch_exists(NAMES) == 0, "another rank's pages are others"
     backend.clear()
     assert backend.batch_exists(NAMES) == 0

@@ -7,10 +7,10 @@ import torch
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.integrations.vllm.attention_layouts import KNOWN, placement_of
-from kvsidecar.integrations.vllm.connector_settings import Settings, read_settings
-from kvsidecar.kv_transfer.kv_layout import PagedCache
-from kvsidecar.kv_transfer.layout_selftest import check_placement
+from kvsidecar.integrations.vllm.attention_layouts import KNOWN, kv_layout_of
+from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings, read_settings
+from kvsidecar.kv_transfer.kv_layout import PagedKVCache
+from kvsidecar.kv_transfer.layout_selftest import check_layout
 from torch import Tensor
 
 BLOCKS, HEADS, TOKENS, DIM, LAYERS = 4, 2, 32, 64, 2
@@ -55,8 +55,8 @@ def caches(order: str) -> list[Tensor]:
 
 def checked(name: str, tensors: list[Tensor], writer: str) -> None:
     geometry = Geometry(LAYERS, HEADS, DIM, DATA_TYPE_BFLOAT16, 4)
-    cache = PagedCache(name, geometry, TOKENS, tuple(placement_of(name, tensor) for tensor in tensors))
-    check_placement(cache, lambda layer, k, v, slots: WRITERS[writer](tensors[layer], k, v, slots))
+    cache = PagedKVCache(name, geometry, TOKENS, tuple(kv_layout_of(name, tensor) for tensor in tensors))
+    check_layout(cache, lambda layer, k, v, slots: WRITERS[writer](tensors[layer], k, v, slots))
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -78,16 +78,16 @@ def test_a_layout_taken_for_another_is_caught(name: str, writer: str) -> None:
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match=r"backend TURBO keeps its KV cache in a layout that .* known are CPU"):
-        placement_of("TURBO", caches("LBHNC")[0])
+        kv_layout_of("TURBO", caches("LBHNC")[0])
 
 
 def test_a_cpu_layout_that_is_not_in_one_piece_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="must be one piece"):
-        placement_of("CPU_ATTN vec", caches("LBNHC")[0])
+        kv_layout_of("CPU_ATTN vec", caches("LBNHC")[0])
 
 
 def test_settings_say_what_is_wrong() -> None:
-    assert read_settings({"bits": 4, "socket": "/s"}) == Settings(socket="/s", bits=4)
+    assert read_settings({"bits": 4, "socket": "/s"}) == ConnectorSettings(socket="/s", bits=4)
     for given, what in (
         ({"bit": 4}, r"kv_connector_extra_config has 'bit'; allowed are socket, token_file"),
         ({"bits": 5}, "bits is 5; allowed are 16, 8 and 4"),

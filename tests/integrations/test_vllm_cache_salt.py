@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvsidecar.integrations.vllm.cache_salt import Adapters, Unidentified, cacheable_tokens, salt_of
+from kvsidecar.integrations.vllm.cache_salt import AdapterDigests, UnknownAdapter, cacheable_tokens, request_salt
 from kvsidecar.integrations.vllm.rope_parameters import rope_parameters
 
-from tests.integrations.halves import PROMPT, Request
+from tests.integrations.connector_pair import PROMPT, Request
 
 
 def adapter(folder: Path | str, number: int = 1, name: str = "l") -> Any:
@@ -19,49 +19,51 @@ def adapter(folder: Path | str, number: int = 1, name: str = "l") -> Any:
 
 
 def test_a_cache_salt_is_the_tenants_salt() -> None:
-    adapters = Adapters()
-    assert salt_of(Request("a", PROMPT, cache_salt="alice"), adapters) == b"alice"
-    assert salt_of(Request("a", PROMPT), adapters) == b""
-    assert len(salt_of(Request("a", PROMPT, cache_salt="x" * 1000), adapters)) <= 256
+    adapters = AdapterDigests()
+    assert request_salt(Request("a", PROMPT, cache_salt="alice"), adapters) == b"alice"
+    assert request_salt(Request("a", PROMPT), adapters) == b""
+    assert len(request_salt(Request("a", PROMPT, cache_salt="x" * 1000), adapters)) <= 256
 
 
 def test_an_adapter_is_known_by_its_contents(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
-    adapters, lora = Adapters(), adapter(tmp_path)
-    first = salt_of(Request("a", PROMPT, lora_request=lora), adapters)
-    assert first == salt_of(Request("a", PROMPT, lora_request=adapter(tmp_path, 2, "m")), adapters)
-    assert first != salt_of(Request("a", PROMPT, lora_request=lora, cache_salt="alice"), adapters)
+    adapters, lora = AdapterDigests(), adapter(tmp_path)
+    first = request_salt(Request("a", PROMPT, lora_request=lora), adapters)
+    assert first == request_salt(Request("a", PROMPT, lora_request=adapter(tmp_path, 2, "m")), adapters)
+    assert first != request_salt(Request("a", PROMPT, lora_request=lora, cache_salt="alice"), adapters)
     assert first[0] == 0xFF, "no cache_salt has this byte"
     other = tmp_path / "other"
     other.mkdir()
     (other / "adapter_model.safetensors").write_bytes(b"other")
-    assert salt_of(Request("a", PROMPT, lora_request=adapter(other, 3)), adapters) != first
-    with pytest.raises(Unidentified, match="the LoRA adapter l has no weights at"):
-        salt_of(Request("a", PROMPT, lora_request=adapter(tmp_path / "nowhere", 4)), adapters)
+    assert request_salt(Request("a", PROMPT, lora_request=adapter(other, 3)), adapters) != first
+    with pytest.raises(UnknownAdapter, match="the LoRA adapter l has no weights at"):
+        request_salt(Request("a", PROMPT, lora_request=adapter(tmp_path / "nowhere", 4)), adapters)
 
 
 def test_files_that_change_under_a_loaded_adapter_are_not_what_the_engine_computes_with(tmp_path: Path) -> None:
     weights = tmp_path / "adapter_model.safetensors"
     weights.write_bytes(b"one")
-    adapters, lora = Adapters(), adapter(tmp_path)
-    first = salt_of(Request("a", PROMPT, lora_request=lora), adapters)
+    adapters, lora = AdapterDigests(), adapter(tmp_path)
+    first = request_salt(Request("a", PROMPT, lora_request=lora), adapters)
     weights.write_bytes(b"other")
-    with pytest.raises(Unidentified, match="the files of the LoRA adapter l changed after it was loaded"):
-        salt_of(Request("a", PROMPT, lora_request=lora), adapters)
-    assert salt_of(Request("a", PROMPT, lora_request=adapter(tmp_path, 2)), adapters) != first, "loaded as another one"
+    with pytest.raises(UnknownAdapter, match="the files of the LoRA adapter l changed after it was loaded"):
+        request_salt(Request("a", PROMPT, lora_request=lora), adapters)
+    assert request_salt(Request("a", PROMPT, lora_request=adapter(tmp_path, 2)), adapters) != first, (
+        "loaded as another one"
+    )
 
 
 def test_an_adapter_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
-    at_home = salt_of(Request("a", PROMPT, lora_request=adapter("~")), Adapters())
-    assert at_home == salt_of(Request("a", PROMPT, lora_request=adapter(tmp_path)), Adapters())
+    at_home = request_salt(Request("a", PROMPT, lora_request=adapter("~")), AdapterDigests())
+    assert at_home == request_salt(Request("a", PROMPT, lora_request=adapter(tmp_path)), AdapterDigests())
 
 
 def test_an_adapter_that_cannot_be_read_is_not_identified(tmp_path: Path) -> None:
     os.symlink(tmp_path / "nowhere", tmp_path / "adapter_model.safetensors")
-    with pytest.raises(Unidentified, match=r"the LoRA adapter l cannot be read: .*No such file"):
-        salt_of(Request("a", PROMPT, lora_request=adapter(tmp_path)), Adapters())
+    with pytest.raises(UnknownAdapter, match=r"the LoRA adapter l cannot be read: .*No such file"):
+        request_salt(Request("a", PROMPT, lora_request=adapter(tmp_path)), AdapterDigests())
 
 
 def test_nothing_behind_an_image_is_kept() -> None:

@@ -157,9 +157,9 @@ def test_a_planted_transposition_of_keys_is_caught(cpu_kernels: Any, planted: bo
     from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
     from kvsidecar.chunk_layout import Geometry
     from kvsidecar.errors import ConfigurationError
-    from kvsidecar.integrations.vllm.attention_layouts import placement_of
-    from kvsidecar.kv_transfer.kv_layout import PagedCache
-    from kvsidecar.kv_transfer.layout_selftest import check_placement
+    from kvsidecar.integrations.vllm.attention_layouts import kv_layout_of
+    from kvsidecar.kv_transfer.kv_layout import PagedKVCache
+    from kvsidecar.kv_transfer.layout_selftest import check_layout
 
     tensors = [torch.zeros(3, 2, 64, 128, dtype=torch.bfloat16) for _ in range(2)]  # as many tokens as channels
 
@@ -169,10 +169,10 @@ def test_a_planted_transposition_of_keys_is_caught(cpu_kernels: Any, planted: bo
         if planted:
             key_cache.copy_(key_cache.transpose(2, 3).clone())
 
-    layers = tuple(placement_of("CPU_ATTN vec", tensor) for tensor in tensors)
-    cache = PagedCache("CPU_ATTN vec", Geometry(2, 2, 64, DATA_TYPE_BFLOAT16, 16), 64, layers)
+    layers = tuple(kv_layout_of("CPU_ATTN vec", tensor) for tensor in tensors)
+    cache = PagedKVCache("CPU_ATTN vec", Geometry(2, 2, 64, DATA_TYPE_BFLOAT16, 16), 64, layers)
     if planted:
         with pytest.raises(ConfigurationError, match="layer 0's keys"):
-            check_placement(cache, write)
+            check_layout(cache, write)
     else:
-        check_placement(cache, write)
+        check_layout(cache, write)

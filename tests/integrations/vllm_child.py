@@ -112,14 +112,16 @@ def _generate(llm: Any, prompts: list[list[int]], tokens: int, salt: str) -> lis
 
 
 def _break_loads() -> str:
-    from kvsidecar.kv_transfer.chunk_reader import Reader
+    from kvsidecar.kv_transfer.chunk_reader import ChunkReader
 
-    whole = Reader.load
+    whole = ChunkReader.load
 
-    def half(self: Reader, session: Any, tokens: list[int], salt: bytes, slots: Any, first: int, **how: Any) -> int:
+    def half(
+        self: ChunkReader, session: Any, tokens: list[int], salt: bytes, slots: Any, first: int, **how: Any
+    ) -> int:
         middle = max(first, len(tokens) // 2)
         whole(self, session, tokens[:middle], salt, slots[:middle], first, **how)
         raise ConnectionError("planted: the session ended while chunks were copied")
 
-    Reader.load = half  # type: ignore[method-assign]
+    ChunkReader.load = half  # type: ignore[method-assign]
     return "broken"

@@ -39,6 +39,6 @@ def test_none_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_flag_survives_a_shell() -> None:
-    name, value = shlex.split(vllm_install.flag())
+    name, value = shlex.split(vllm_install.connector_flag())
     assert name == "--kv-transfer-config"
     assert json.loads(value)["kv_connector_module_path"] == "kvsidecar.integrations.vllm"

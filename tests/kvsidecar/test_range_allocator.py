@@ -1,12 +1,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvsidecar.range_allocator import Extents
+from kvsidecar.range_allocator import RangeAllocator
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=120))
 def test_ranges_never_overlap_and_nothing_is_lost(steps: list[tuple[bool, int]]) -> None:
-    extents = Extents(200)
+    extents = RangeAllocator(200)
     held: dict[int, int] = {}
     for take, n in steps:
         if take:
@@ -27,7 +27,7 @@ def test_ranges_never_overlap_and_nothing_is_lost(steps: list[tuple[bool, int]])
 
 @given(st.integers(1, 50), st.integers(1, 50))
 def test_extend_takes_exactly_the_units_behind(first: int, more: int) -> None:
-    extents = Extents(100)
+    extents = RangeAllocator(100)
     start = extents.allocate(first)
     assert start == 0
     assert extents.extend(first, more)
@@ -39,7 +39,7 @@ def test_extend_takes_exactly_the_units_behind(first: int, more: int) -> None:
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.data())
 def test_parts_of_a_range_can_be_freed(sizes: list[int], data: st.DataObject) -> None:
-    extents = Extents(200)
+    extents = RangeAllocator(200)
     taken = {u for n in sizes for start in [extents.allocate(n)] if start is not None for u in range(start, start + n)}
     while taken:
         start = data.draw(st.sampled_from(sorted(taken)))

@@ -21,7 +21,7 @@ def positions(key: bytes, size_bytes: int) -> Iterable[int]:
     return (n % bits for n in _POSITIONS.unpack_from(key))
 
 
-class Summary:
+class BloomFilter:
     """A filter's bytes, for reading. False positives are possible, false negatives are not."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -31,7 +31,7 @@ class Summary:
         memory = self._memory
         return all(memory[n >> 3] >> (n & 7) & 1 for n in positions(key, len(memory)))
 
-    def may_hold_prefix(self, root: bytes, tokens: Sequence[int]) -> bool:
+    def may_contain_prefix(self, root: bytes, tokens: Sequence[int]) -> bool:
         """Whether a prompt might begin with a stored chunk, or with the first HEAD_TOKENS of one. Shorter ones always
         might."""
         if len(tokens) < HEAD_TOKENS:
@@ -40,6 +40,6 @@ class Summary:
         ends = range(len(head), 0, -keys.TOKEN_BYTES)
         return any(keys.head_hash(root, head[:end]) in self for end in ends)
 
-    def may_hold_content(self, root: bytes, tokens: Sequence[int]) -> bool:
+    def may_contain_content(self, root: bytes, tokens: Sequence[int]) -> bool:
         """Whether a chunk of exactly these tokens might be stored, in whatever context."""
         return keys.content_hash(root, tokens) in self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sortedcontainers import SortedDict, SortedList
 
 
-class Extents:
+class RangeAllocator:
     """Free ranges of ``[0, capacity)`` in abstract units.
 
     Best fit, lowest offset first among equals; neighbours are merged when freed. Not thread-safe. O(log n).

@@ -4,10 +4,8 @@ All are rows through the same forward, so that none sees the future: a row atten
 """
 
 from inference_svc.context_reuse.selectors.cacheblend import CacheBlend
-from inference_svc.context_reuse.selectors.first_k import FirstK
 from inference_svc.context_reuse.selectors.guided import Guided
 from inference_svc.context_reuse.selectors.none import NoRepair
-from inference_svc.context_reuse.selectors.random_tokens import RandomTokens
 from inference_svc.context_reuse.selectors.salient import Salient
 from inference_svc.context_reuse.selectors.selective import Selective
 from inference_svc.context_reuse.selectors.selector import Repair, Signals
@@ -16,8 +14,6 @@ STRATEGIES: dict[str, Repair] = {
     r.name: r
     for r in (
         NoRepair(),
-        RandomTokens(),
-        FirstK(),
         Selective(),
         CacheBlend(),
         Salient(),

@@ -18,7 +18,7 @@ from cache_daemon.durable.archive import export_archive, import_archive
 from cache_daemon.durable.durable_tier import DurableTier, Put, ReadResult, WriteGroup
 from cache_daemon.durable.expiry_note import NOTE_PREFIX, note_of
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.durable.memory import MemoryTier
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.durable.chunks import BUDGET, ROOT, chain, chunk, key_of, opened, read, store
 
 OTHER_ROOT = bytes(32)
@@ -132,7 +132,7 @@ def test_what_a_dead_exporter_left_goes_and_what_a_living_one_writes_stays(tmp_p
 _EXPORTS_FOR_EVER = """
 import sys, time, pathlib
 from cache_daemon.durable.archive import export_archive
-from cache_daemon.durable.memory import MemoryTier
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 class Late(MemoryTier):
     def stored_keys(self):
         return [b"x" * 32]

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from cache_daemon.durable.durable_tier import NoRoom, PutOutcome, ReadJob, ReadResult, TierFailed
-from cache_daemon.durable.faulty import FaultyTier
-from cache_daemon.durable.memory import MemoryTier
+from tests.cache_daemon.doubles.faulty_tier import FaultyTier
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.durable.chunks import chunk, is_sound, key_of, read, store
 
 

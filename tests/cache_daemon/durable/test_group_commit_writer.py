@@ -11,9 +11,9 @@ import structlog
 
 from cache_daemon.durable import group_commit_writer
 from cache_daemon.durable.durable_tier import NoRoom, Put, PutOutcome, PutResult, TierFailed, WriteGroup
-from cache_daemon.durable.faulty import FaultyTier
 from cache_daemon.durable.group_commit_writer import DurableWriter
-from cache_daemon.durable.memory import MemoryTier
+from tests.cache_daemon.doubles.faulty_tier import FaultyTier
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.durable.chunks import chain, chunk, is_sound, key_of, store
 
 STORED, CANCELLED = PutOutcome.STORED, PutOutcome.CANCELLED

@@ -14,9 +14,9 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from benchmarks.node import Node
 from cache_daemon.durable import group_commit_writer
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.store import shutdown
 from tests.cache_daemon.conftest import Peer
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.stores import Bench, opened
 
 SLOT = 4096

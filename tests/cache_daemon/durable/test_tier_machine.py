@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cache_daemon.durable.durable_tier import NoRoom, Put, ReadResult, WriteGroup
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.durable.memory import MemoryTier
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.durable.chunks import chunk, key_of, read
 
 BUDGET = 8 << 20

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from cache_daemon.eviction import POLICIES, EvictionPolicy
+from benchmarks.eviction_policies import POLICIES
+from cache_daemon.eviction import EvictionPolicy
 
 NewPolicy = Callable[[], EvictionPolicy]
 

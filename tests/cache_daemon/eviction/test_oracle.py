@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cache_daemon.eviction import POLICIES
+from benchmarks.eviction_policies import POLICIES
 from tests.cache_daemon.eviction.conftest import hits
 
 libcachesim = pytest.importorskip("libcachesim", reason="the oracle is not installed: pip install libcachesim")

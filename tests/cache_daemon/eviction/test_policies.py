@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import eviction_replay
+from benchmarks.eviction_policies import POLICIES
 from benchmarks.eviction_traces import Block, read
-from cache_daemon.eviction import POLICIES, Entry, EvictionPolicy, Gittins
+from cache_daemon.eviction import Entry, EvictionPolicy, Gittins
 from tests.cache_daemon.eviction.conftest import Item, NewPolicy
 
 # What a tier may do to one of eight keys.

@@ -23,6 +23,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.kv_transfer.mapped_memory import ARENA, STAGING, receive_descriptor
 
 from benchmarks.node import Node
+from cache_daemon.memory.arena import ALIGNMENT
 from cache_daemon.memory.fd_server import _PATIENCE_SECONDS, handing_out
 from cache_daemon.memory.staging import Allowance, Staging
 from tests.cache_daemon.conftest import Peer, payload_of
@@ -260,3 +261,15 @@ def test_staging_that_shares_an_allowance_keeps_no_idle_memory() -> None:
         staging.free(slot)
         assert os.fstat(staging.descriptor).st_blocks * 512 == idle
         staging.close()
+
+
+def test_sessions_of_one_caller_share_an_allowance_of_staging() -> None:
+    shared = Allowance(2 * ALIGNMENT)
+    first, second = Staging(4 * ALIGNMENT, shared), Staging(4 * ALIGNMENT, shared)
+    slot = first.allocate(2 * ALIGNMENT)
+    assert slot is not None
+    assert second.allocate(1) is None
+    first.free(slot)
+    assert second.allocate(1) is not None
+    first.close()
+    second.close()

@@ -22,7 +22,6 @@ from kvsidecar.telemetry.otlp_export import providing, wanted
 
 from benchmarks.node import Node, free_port
 from cache_daemon.auth.principal import OPERATOR
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.eviction import DEFAULT, POLICIES
 from cache_daemon.memory.arena import MemoryArena
 from cache_daemon.observability import otel
@@ -34,6 +33,7 @@ from cache_daemon.rpc.servicer_base import Shared
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.chunk_store import ChunkStore
 from tests.cache_daemon.conftest import Peer
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.operators import daemon_that_ends
 from tests.cache_daemon.stores import Bench, FakeClock
 from tests.collector import Collector

@@ -17,9 +17,9 @@ from cache_daemon.remote.backend import RemoteEngine, RemoteFailed
 from cache_daemon.remote.coordinator import Remote, RemoteSettings
 from cache_daemon.remote.fetch import Brought
 from cache_daemon.remote.key_schema import Names
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.write_behind import RemoteWrite
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 from tests.cache_daemon.stores import Bench, opened
 
 # Dear enough that everything is worth bringing, and known.

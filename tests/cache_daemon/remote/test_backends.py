@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import threading
 import time
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gcs_server import GcsServer
 from benchmarks.node import free_port
 from benchmarks.remote_servers import (
     AzureServer,
@@ -21,21 +19,20 @@ from benchmarks.remote_servers import (
     RedisServer,
     S3Server,
     why_no_azure,
-    why_no_gcs,
     why_no_s3,
     why_no_valkey,
 )
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.remote.address import Credentials, new_engine, parse_remote
 from cache_daemon.remote.backend import RemoteEngine, RemoteFailed
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.remote.redis_backend import ValkeyEngine
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 from tests.cache_daemon.remote.nodes import CHUNK, node, prompt, until
 from tests.cache_daemon.stores import opened
 
-KINDS = ("memory", "valkey", "cluster", "s3", "azure", "gcs")
+KINDS = ("memory", "valkey", "cluster", "s3", "azure")
 SECRETS = {"s3": S3Server.secret, "azure": AzureServer.secret}
-WHY_NOT = {"s3": why_no_s3, "azure": why_no_azure, "gcs": why_no_gcs}
+WHY_NOT = {"s3": why_no_s3, "azure": why_no_azure}
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +51,6 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
                     self[kind] = f"redis://127.0.0.1:{stack.enter_context(RedisServer(folder)).port}?prefix=e"
                 elif kind == "cluster":
                     self[kind] = f"{stack.enter_context(RedisCluster(folder)).url}?prefix=e"
-                elif kind == "gcs":
-                    google = stack.enter_context(GcsServer())
-                    self[kind], SECRETS[kind] = google.url, google.secret
                 elif kind == "s3":
                     self[kind] = stack.enter_context(S3Server(folder)).url
                 else:
@@ -315,34 +309,6 @@ async def test_a_key_that_is_not_taken_is_said_and_not_shown(kind: str, wrong: s
         await asked(engine)
     assert wrong not in str(caught.value)
     await engine.close()
-
-
-@pytest.mark.skipif(bool(why_no_gcs()), reason=why_no_gcs())
-async def test_googles_objects_are_for_their_account_or_for_all() -> None:
-    with GcsServer() as store, GcsServer() as other, GcsServer(anonymous=True, page=3) as everybodys:
-        engine = new_engine(parse_remote(store.url), Credentials(other.secret))
-        with pytest.raises(RemoteFailed, match="the store does not take the key") as caught:
-            await asked(engine)
-        assert "PRIVATE KEY" not in str(caught.value)
-        await engine.close()
-        broken = json.dumps({"client_email": "a@b", "private_key": "hush-hush", "private_key_id": "1"})
-        engine = new_engine(parse_remote(store.url), Credentials(broken))
-        with pytest.raises(RemoteFailed) as caught:
-            await asked(engine)
-        assert "hush" not in str(caught.value)
-        await engine.close()
-        engine = new_engine(parse_remote(everybodys.url), Credentials())
-        async with node(engine, prefix="p") as a, node(engine, prefix="p") as b:
-            await a.share(prompt(8))
-            assert (await b.ask(prompt(8), patience=20.0))[0] == 8 * CHUNK
-            await a.bench.store.delete(a.bench.root(), b"")
-            await until(lambda: all(name.endswith(("/mark", "/probe")) for name in everybodys.objects))
-        missing = everybodys.url.replace("gs://chunks", "gs://others")
-        engine = new_engine(parse_remote(missing), Credentials())
-        await engine.connect()
-        with pytest.raises(RemoteFailed, match="there is no such bucket"):
-            await engine.put_many([("x", b"y")], None)
-        await engine.close()
 
 
 @pytest.mark.parametrize(

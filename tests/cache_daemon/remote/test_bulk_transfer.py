@@ -15,10 +15,10 @@ from kvsidecar.errors import FailedPrecondition, InvalidRequest, Unavailable
 
 from benchmarks.node import Node
 from benchmarks.remote_servers import RedisServer, why_no_valkey
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.remote.bulk_transfer import Carried
-from cache_daemon.remote.memory import MemoryEngine
 from tests.cache_daemon.conftest import Peer
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.operators import cache
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, Gated, Slow, node, prompt, until
 from tests.cache_daemon.stores import FakeClock

@@ -13,9 +13,9 @@ from cache_daemon.remote.circuit_breaker import Breaker, Circuit
 from cache_daemon.remote.hedged_reads import Hedging
 from cache_daemon.remote.key_schema import Names
 from cache_daemon.remote.latency_model import Figures
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.remote.remote_record import MOST_PARTS, Entry
 from cache_daemon.remote.remote_tier import RemoteTier
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 from tests.cache_daemon.remote.nodes import until
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cache_daemon.remote import tombstone_sync
 from cache_daemon.remote.backend import Item, RemoteFailed
-from cache_daemon.remote.memory import MemoryEngine
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 from tests.cache_daemon.remote.nodes import CHUNK, Slow, node, prompt, until
 from tests.cache_daemon.remote.test_tombstone_sync import SOON, delete
 

@@ -14,7 +14,7 @@ from cache_daemon.remote import deletion_epochs as store_marks
 from cache_daemon.remote import tombstone_sync
 from cache_daemon.remote.deletion_epochs import News, TenantMarks
 from cache_daemon.remote.epoch_format import Marks, new_mark
-from cache_daemon.remote.memory import MemoryEngine
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, node, prompt, until
 
 SOON = 60.0

@@ -10,9 +10,9 @@ from kvsidecar import keys
 from cache_daemon.durable.encryption import NoSeal
 from cache_daemon.remote.backend import Item
 from cache_daemon.remote.key_schema import Names
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.remote.remote_record import Unfit, encode_record, unpacked
 from cache_daemon.remote.remote_tier import Outgoing, RemoteTier
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 from tests.cache_daemon.remote.test_remote_record import chunk, stored
 
 

@@ -9,8 +9,8 @@ import pytest
 from kvsidecar import keys
 
 from cache_daemon.remote.fetch_insert import Placing
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.tenant_limits import TenantLimits
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, name_of, node, parent_of, prompt, until
 from tests.cache_daemon.stores import opened
 

@@ -18,7 +18,6 @@ from benchmarks.peer import Peer
 from benchmarks.remote_servers import RedisServer, why_no_valkey
 from cache_daemon.durable.encryption import NoSeal
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.remote import tombstone_sync, tombstones
 from cache_daemon.remote.address import Credentials, new_engine, parse_remote
 from cache_daemon.remote.backend import RemoteEngine
@@ -26,8 +25,9 @@ from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.deletion_epochs import News, TenantMarks
 from cache_daemon.remote.epoch_format import Marks, digest, new_mark
 from cache_daemon.remote.key_schema import Names
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.remote.remote_tier import RemoteTier
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, Slow, node, prompt, until
 from tests.cache_daemon.remote.test_faults import Fleet
 from tests.cache_daemon.stores import opened

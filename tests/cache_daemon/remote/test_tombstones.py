@@ -9,11 +9,11 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.errors import ChunkNotFound, LimitExceeded
 
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.fetch import Bringing, Wanted
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.tenant_limits import TenantLimits
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, node, parent_of, prompt, until
 
 

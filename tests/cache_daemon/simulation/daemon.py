@@ -10,9 +10,8 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import KVSidecarError
 
+from benchmarks.eviction_policies import POLICIES
 from cache_daemon.durable.encryption import NoSeal
-from cache_daemon.durable.faulty import FaultyTier
-from cache_daemon.eviction import POLICIES
 from cache_daemon.memory.arena import Arena
 from cache_daemon.remote import deletion_epochs, write_behind
 from cache_daemon.remote.coordinator import RemoteSettings
@@ -23,6 +22,7 @@ from cache_daemon.store.chunk import Chunk, ChunkState, Residency
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.tenant_usage import Accounts
+from tests.cache_daemon.doubles.faulty_tier import FaultyTier
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.disk import Disk, Drive, SimulatedArena, SimulatedDeviceArena
 from tests.cache_daemon.simulation.engine import Connection, Network

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.durable.durable_tier import Loaded, PutResult, ReadJob, ReadResult, TierFailed, WriteGroup
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.memory.arena import MemoryArena, Slot
 from cache_daemon.memory.device_memory import HostMemory
 from cache_daemon.memory.gpu_arena import DeviceArena
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.simulation.thread import Hub
 
 

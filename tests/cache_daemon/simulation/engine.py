@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from cache_daemon.remote.backend import Item, RemoteFailed
-from cache_daemon.remote.memory import MemoryEngine
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 
 
 class Network:

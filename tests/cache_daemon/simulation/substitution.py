@@ -23,7 +23,8 @@ from tests.cache_daemon.simulation.thread import (
     SimulatedThread,
 )
 
-_PACKAGE = "cache_daemon"
+# The daemon, and the doubles that stand in for its disk and its remote backend.
+_PACKAGES = ("cache_daemon", "tests.cache_daemon.doubles")
 # What ``time.time`` is when the loop's clock is 0.
 UNIX_SECONDS = 1_000_000.0
 
@@ -92,8 +93,9 @@ class _Log:
 
 
 class Substitution:
-    """Stands in for ``time``, ``threading``, ``secrets``, ``ThreadPoolExecutor`` and the loggers in all modules of the
-    daemon that are loaded, so that a module which comes to use one of them needs no seam of its own."""
+    """Stands in for ``time``, ``threading``, ``secrets``, ``ThreadPoolExecutor`` and the loggers in all loaded
+    modules of the daemon and of its test doubles, so that a module which comes to use one of them needs no seam of its
+    own."""
 
     def __init__(self, loop: SimulatedLoop, said: Callable[[str], None], failed: Callable[[str], None]) -> None:
         hub = loop.hub
@@ -122,7 +124,7 @@ def _places(_: int) -> list[tuple[ModuleType, str, Any]]:
     return [
         (module, name, value)
         for path, module in sorted(sys.modules.items())
-        if path == _PACKAGE or path.startswith(f"{_PACKAGE}.")
+        if any(path == package or path.startswith(f"{package}.") for package in _PACKAGES)
         for name, value in vars(module).items()
         if name == "log" or any(value is real for real in (time, threading, secrets, ThreadPoolExecutor))
     ]

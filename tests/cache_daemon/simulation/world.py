@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import cache_daemon.remote.fetch as bringing
-from cache_daemon.remote.memory import MemoryEngine
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
 from tests.cache_daemon.simulation.loop import Order, SimulatedLoop
 from tests.cache_daemon.simulation.substitution import Substitution
 from tests.cache_daemon.simulation.thread import OWNER
@@ -176,7 +176,7 @@ def _new_task(loop: Any, work: Any, **given: Any) -> Any:
 
 def settings_of(seed: int, promises: Promises | None = None) -> Settings:
     """The set-up of a seed: each policy, one or two daemons, both kinds of arena, with and without a disk."""
-    from cache_daemon.eviction import POLICIES
+    from benchmarks.eviction_policies import POLICIES
 
     policies = sorted(POLICIES)
     found = Settings(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvsidecar import keys
-from kvsidecar.bloom_filter import HEAD_TOKENS, Summary
+from kvsidecar.bloom_filter import HEAD_TOKENS, BloomFilter
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.kv_transfer.mapped_memory import SUMMARY, map_summary, receive_descriptor
@@ -44,7 +44,7 @@ def test_what_can_be_matched_is_in_the_summary(
     stored: list[list[list[int]]], rng: random.Random, query: list[int]
 ) -> None:
     memory = memoryview(bytearray(32))
-    index, summary = PrefixIndex(SummaryWriter(memory)), Summary(memory)
+    index, summary = PrefixIndex(SummaryWriter(memory)), BloomFilter(memory)
     for path in stored:
         parent = ROOT
         for ids in path:
@@ -60,9 +60,9 @@ def test_what_can_be_matched_is_in_the_summary(
     found = index.match(ROOT, keys.token_bytes(query))
     whole = any(n == c.tokens for c, n in found)
     if whole or sum(n for _, n in found) >= HEAD_TOKENS or len(query) < HEAD_TOKENS:
-        assert summary.may_hold_prefix(ROOT, query)
+        assert summary.may_contain_prefix(ROOT, query)
     for chunk in index:
-        assert summary.may_hold_content(ROOT, list(memoryview(chunk.ids).cast("I")))
+        assert summary.may_contain_content(ROOT, list(memoryview(chunk.ids).cast("I")))
     for chunk in [c for c in index if c.header.parent_prefix_hash == ROOT]:
         for gone in reversed(index.subtree(chunk)):
             index.remove(gone)
@@ -71,13 +71,13 @@ def test_what_can_be_matched_is_in_the_summary(
 
 def test_a_hundred_thousand_chunks_leave_it_sharp() -> None:
     memory = memoryview(bytearray(SUMMARY_BYTES))
-    writer, summary, rng = SummaryWriter(memory), Summary(memory), random.Random(3)
+    writer, summary, rng = SummaryWriter(memory), BloomFilter(memory), random.Random(3)
     for i in range(100_000):
         header = ChunkHeader(content_hash=rng.randbytes(32), root=ROOT, parent_prefix_hash=ROOT if i % 8 == 0 else b"p")
         ids = keys.token_bytes([rng.randrange(50_000) for _ in range(HEAD_TOKENS)])
         writer.add(Chunk(header, ids, TENANT))
     asked = [[rng.randrange(50_000) for _ in range(16)] for _ in range(3000)]
-    assert sum(summary.may_hold_prefix(ROOT, tokens) for tokens in asked) <= 15
+    assert sum(summary.may_contain_prefix(ROOT, tokens) for tokens in asked) <= 15
 
 
 def test_a_bit_that_was_counted_to_the_end_stays() -> None:
@@ -95,20 +95,20 @@ def root(peer: Peer) -> bytes:
     return keys.tenant_root(peer.namespace, b"")
 
 
-def mapped(peer: Peer) -> Summary:
-    return Summary(map_summary(peer.welcome))
+def mapped(peer: Peer) -> BloomFilter:
+    return BloomFilter(map_summary(peer.welcome))
 
 
 def test_a_daemon_publishes_what_it_stores(peer: Peer) -> None:
     summary, ids = mapped(peer), list(range(100, 120))
-    assert not summary.may_hold_prefix(root(peer), ids)
+    assert not summary.may_contain_prefix(root(peer), ids)
     key = peer.put(ids)
-    assert summary.may_hold_prefix(root(peer), [*ids[:HEAD_TOKENS], 7])
-    assert summary.may_hold_content(root(peer), ids)
-    assert not summary.may_hold_prefix(root(peer), [7, *ids])
-    assert not summary.may_hold_prefix(keys.tenant_root(peer.namespace, b"another"), ids)
+    assert summary.may_contain_prefix(root(peer), [*ids[:HEAD_TOKENS], 7])
+    assert summary.may_contain_content(root(peer), ids)
+    assert not summary.may_contain_prefix(root(peer), [7, *ids])
+    assert not summary.may_contain_prefix(keys.tenant_root(peer.namespace, b"another"), ids)
     peer.stub.Delete(pb.DeleteRequest(prefix=pb.PrefixRef(namespace=peer.namespace, prefix_hash=key)))
-    assert not summary.may_hold_prefix(root(peer), ids)
+    assert not summary.may_contain_prefix(root(peer), ids)
 
 
 def test_a_daemon_that_starts_again_publishes_what_it_loads(daemon: Node) -> None:
@@ -119,7 +119,7 @@ def test_a_daemon_that_starts_again_publishes_what_it_loads(daemon: Node) -> Non
     before.close()
     daemon.restart_daemon()
     after = Peer(daemon)
-    assert mapped(after).may_hold_prefix(root(after), ids)
+    assert mapped(after).may_contain_prefix(root(after), ids)
     assert after.read(ids) == len(ids)
     after.close()
 

@@ -9,9 +9,9 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from cache_daemon.durable.durable_tier import PutResult, TierFailed, WriteGroup
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.commit import Reserved
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import until
 from tests.cache_daemon.stores import Bench, opened
 

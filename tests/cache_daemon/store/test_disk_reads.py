@@ -9,8 +9,8 @@ from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import COMMIT_OUTCOME_COMMITTED
 
 from cache_daemon.durable.durable_tier import Put, ReadResult, WriteGroup
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.store.chunk import Residency
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.stores import Bench, opened
 
 SLOT = 4096

@@ -10,7 +10,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import QuotaExceeded
 
-from cache_daemon.eviction import POLICIES
+from benchmarks.eviction_policies import POLICIES
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.persistence import _EVICTED_AT_ONCE
 from tests.cache_daemon.stores import Bench, opened

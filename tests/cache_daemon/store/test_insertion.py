@@ -9,12 +9,12 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
+from benchmarks.eviction_policies import POLICIES
 from cache_daemon.durable.durable_tier import Put, WriteGroup
-from cache_daemon.durable.memory import MemoryTier
-from cache_daemon.eviction import POLICIES
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.commit import Reserved
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import CHUNK, cuts_of, node, prompt
 from tests.cache_daemon.stores import Bench, opened
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from cache_daemon.durable.memory import MemoryTier
 from cache_daemon.store.chunk import Residency
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import until
 from tests.cache_daemon.stores import opened
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cache_daemon.eviction import POLICIES
+from benchmarks.eviction_policies import POLICIES
 from tests.cache_daemon.simulation.machine import CATALOGUE
 from tests.cache_daemon.simulation.plan import Step
 from tests.cache_daemon.simulation.search import failure_of, outcome_of

@@ -14,10 +14,10 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from benchmarks.node import Node
 from benchmarks.peer import payload_of
-from cache_daemon.durable.memory import MemoryTier
-from cache_daemon.remote.memory import MemoryEngine
 from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.conftest import Peer
+from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import CHUNK, node, prompt
 from tests.cache_daemon.stores import Bench, FakeClock, opened
 

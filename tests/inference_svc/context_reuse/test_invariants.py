@@ -17,10 +17,10 @@ from kvkernels import pack_chunk, unpack_chunk
 from kvsidecar.chunk_layout import new_header
 from kvsidecar.errors import ModelUnsupported
 
+from benchmarks.repair_strategies import STRATEGIES, FirstK
 from inference_svc.context_reuse.reuse_lab import Laboratory
 from inference_svc.context_reuse.reuse_plan import Plan, Stretch
 from inference_svc.context_reuse.rope_shift import refusal, rotary_of
-from inference_svc.context_reuse.selectors import STRATEGIES, FirstK
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch

@@ -156,7 +156,7 @@ def test_strict_functions_are_kept_to_where_the_model_decides(gateway: Gateway) 
         choice = gateway.client.chat.completions.create(seed=seed, **options).choices[0]
         assert all(arguments_are_right(call) for call in choice.message.tool_calls or [])
     bad = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]
-    with pytest.raises(openai.BadRequestError, match='"not"') as caught:
+    with pytest.raises(openai.BadRequestError, match="'not'") as caught:
         gateway.client.chat.completions.create(**{**options, "tools": bad})
     assert caught.value.param == "tools"
 
@@ -171,7 +171,7 @@ def test_strict_functions_are_kept_to_where_the_model_decides(gateway: Gateway) 
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools", "two tools are called 'get_time'"),
         ({"tools": [{"type": "search"}]}, "tools.0.type", "search"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}],
-          "tool_choice": "required"}, "tools", '"not"'),
+          "tool_choice": "required"}, "tools", "'not'"),
         ({"tools": TOOLS, "tool_choice": "required", "extra_body": {"guided_regex": "a"}}, "guided_regex", "grammar"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f",

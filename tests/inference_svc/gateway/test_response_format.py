@@ -127,7 +127,10 @@ def test_log_probabilities_are_among_what_the_grammar_allows(gateway: Gateway) -
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}},
          "response_format", "Invalid type: strin"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
-         "response_format", '"not"'),
+         "response_format", "the JSON schema keyword 'not' is not supported; leave it out"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
+          "type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}}}},
+         "response_format", "the JSON schema keyword 'uniqueItems' is not supported; leave it out"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "missing"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
         ({"extra_body": {"guided_regex": "(a"}}, "guided_regex", "unclosed group"),
@@ -159,3 +162,5 @@ def test_grpc_has_it_too(two: Node) -> None:
     with pytest.raises(InvalidRequest, match="unclosed group") as caught:
         client.generate("hello", regex="(a")
     assert caught.value.param == "grammar"
+    with pytest.raises(InvalidRequest, match="keyword 'uniqueItems' is not supported"):
+        client.generate("hello", json_schema={"type": "array", "uniqueItems": True})

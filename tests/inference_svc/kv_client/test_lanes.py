@@ -200,7 +200,7 @@ def test_what_was_copied_while_the_worker_hung_is_computed_instead(
         for there in layers(*arguments):
             session = daemon.session
             assert session is not None
-            session.acknowledged = time.monotonic() - 2.1 * session.heartbeat_seconds
+            session.last_acked_at = time.monotonic() - 2.1 * session.heartbeat_seconds
             yield there
 
     want = engine.generate([*OTHER, 3], skip_cache=True, **OPTIONS)

@@ -219,6 +219,7 @@ def test_a_hit_loads_what_the_window_needs_and_whole_chunks_stay(daemon: Node, a
     assert first.answer(ids, 100) == (want, 0)
     assert first.stored == 1599
     first.close()
+    daemon.settle()
     daemon.restart_daemon()
     second = windowed(node=daemon)
     assert second.answer(ids, 100) == (want, 1499)

@@ -356,3 +356,14 @@ def test_of_a_prompt_that_is_too_long_beginning_and_end_are_read_on_request() ->
     asked.truncation = 9  # type: ignore[assignment]
     with pytest.raises(InvalidRequest, match="truncation is 9"):
         prompter.sequence(asked, lambda _: None, 0.0)
+
+
+def test_a_repetition_penalty_makes_no_token_likelier() -> None:
+    """Of a negative logit it takes something, too, instead of dividing it towards zero."""
+    seen = Sampler(SamplingParams(temperature=0.0, repetition_penalty=2.0), None, [1])
+    assert one(seen, torch.tensor([-3.0, -2.0, -9.0])) == 0
+
+
+def test_an_answer_does_not_end_before_min_tokens() -> None:
+    sampler = Sampler(SamplingParams(temperature=0.0, min_tokens=2), stops=[3])
+    assert [one(sampler) for _ in range(3)] == [2, 2, 3]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import Address
 
 from benchmarks.node import Node
@@ -66,12 +66,12 @@ def test_a_worker_that_cannot_map_the_summary_asks(pair: Node, monkeypatch: pyte
         raise PermissionError("not in this container")
 
     monkeypatch.setattr("kvsidecar.kv_transfer.daemon_connection.map_summary", refuse)
-    link = DaemonLink(Address(pair.cache_socket), "blind", descriptor())
+    link = DaemonConnection(Address(pair.cache_socket), "blind", descriptor())
     assert link.wait(5)
     session = link.session
     assert session is not None
-    assert session.may_hold(link.namespace, prompt(80, 20))
-    assert session.may_hold_content(link.namespace, prompt(80, 20))
+    assert session.may_contain(link.namespace, prompt(80, 20))
+    assert session.may_contain_content(link.namespace, prompt(80, 20))
     link.close()
 
 

@@ -25,7 +25,7 @@ FORMS = [
     ("hermes", ""), ("hermes", "<tool_call>"), ("llama3_json", ""), ("mistral", ""), ("mistral", "[TOOL_CALLS]"),
     ("qwen3_coder", ""), ("qwen3_coder", "<tool_call>"), ("json", ""),
 ]  # fmt: skip
-DAYS = {"type": "array", "items": {"enum": ["mon", "tue", "wed"]}, "minItems": 3, "uniqueItems": True}
+DAYS = {"type": "array", "items": {"enum": ["mon", "tue", "wed"]}, "minItems": 3, "maxItems": 3}
 # Begins as calls do where they are objects.
 LIKE_A_CALL = {
     "type": "object", "properties": {"name": {"type": "string"}, "tool_calls": DAYS},
@@ -62,7 +62,7 @@ def lazy(made: Conversations, steering: Steering, seed: int) -> str | None:
 
 @pytest.mark.parametrize(("dialect", "special"), FORMS)
 @pytest.mark.parametrize("schema", [DAYS, LIKE_A_CALL])
-def test_an_answer_has_no_duplicates_or_calls(dialect: str, special: str, schema: dict[str, Any]) -> None:
+def test_an_answer_is_valid_by_its_schema_or_calls(dialect: str, special: str, schema: dict[str, Any]) -> None:
     made = conversations(dialect, special)
     request = to_request(HISTORY[:1], tools=SETS, json_schema=schema)
     ended = 0
@@ -136,7 +136,7 @@ def test_what_cannot_be_served_is_said_of_what_it_is() -> None:
     made = conversations("hermes")
     for tools, schema, said, param in (
         (TOOLS, {"contains": {}}, "^the grammar cannot be served: .*contains", "grammar"),
-        (TOOLS, {**DAYS, "minItems": 4}, "^the grammar cannot be served: uniqueItems with 4 items", "grammar"),
+        (TOOLS, {**DAYS, "uniqueItems": True}, "^the grammar cannot be served: .*'uniqueItems'", "grammar"),
         ([{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], DAYS, "of these tools", "tools"),
     ):
         with pytest.raises(InvalidRequest, match=said) as caught:

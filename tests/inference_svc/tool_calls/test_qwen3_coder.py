@@ -11,13 +11,13 @@ from kvsidecar.requests import to_request
 
 from inference_svc.tool_calls.qwen3_coder import kinds_of
 from tests.inference_svc.tool_calls.test_conversations import HISTORY, conversations
-from tests.inference_svc.tool_calls.test_strict import SETS, decoded, go_on, spell
+from tests.inference_svc.tool_calls.test_strict import decoded, go_on, spell
 
-DAYS = {"days": SETS["properties"]["days"]}  # type: ignore[index]
+DAYS = {"days": {"type": "array", "items": {"enum": ["mon", "tue", "wed"]}, "minItems": 3, "maxItems": 3}}
 
 
 def test_text_that_looks_like_an_argument_is_text() -> None:
-    """What stands outside of calls, in values, or in calls of others begins no value without duplicates."""
+    """What stands outside of calls, in values, or in calls of others is no argument of the function."""
     made = conversations("qwen3_coder")
     tools = [
         {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": DAYS}}},
@@ -42,11 +42,6 @@ def test_text_that_looks_like_an_argument_is_text() -> None:
     calls = {d.index: d.name for d in deltas if d.name}
     assert list(calls.values()) == ["g", "f", "f"]
     assert json.loads("".join(d.arguments for d in deltas if d.index == 0))["days"] == [1, 1]
-    steering = made.steering(request)
-    assert steering is not None
-    spell(made, steering, text[: -len(given)] + '<function=f>\n<parameter=days>\n["mon", "')
-    (m,) = made._tokenizer("m", add_special_tokens=False)["input_ids"]
-    assert not np.unpackbits(steering.mask(), bitorder="little")[m], "in a call of f it begins one"
 
 
 VALUES = {

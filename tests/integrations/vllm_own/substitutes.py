@@ -13,11 +13,11 @@ from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32, NamespaceDescriptor
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.integrations.vllm.connector import KVSidecarConnector, StepMetadata
-from kvsidecar.integrations.vllm.step_metadata import Introduction, Step
+from kvsidecar.integrations.vllm.step_metadata import StepJobs, WorkerHandshake
 from kvsidecar.kv_transfer.block_copier import BlockCopier
-from kvsidecar.kv_transfer.chunk_writer import Prefix, Writer
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
-from kvsidecar.kv_transfer.kv_layout import LayerPlacement, PagedCache, strided
+from kvsidecar.kv_transfer.chunk_writer import ChunkWriter, StoredPrefix
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.kv_transfer.kv_layout import LayerKVLayout, PagedKVCache, strided_layout
 from kvsidecar.net.channel import Address
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -107,23 +107,23 @@ class Stored:
     def __init__(self, block: int) -> None:
         self.described = DAEMON.namespace()
         assert DAEMON.node is not None
-        self._link = DaemonLink(Address(DAEMON.node.cache_socket), "another engine", self.described)
-        assert self._link.wait(10), "no daemon"
+        self._connection = DaemonConnection(Address(DAEMON.node.cache_socket), "another engine", self.described)
+        assert self._connection.wait(10), "no daemon"
         tensors = [[torch.zeros(_BLOCKS, _BLOCK, 1, _DIM) for _ in range(2)] for _ in range(_LAYERS)]
-        layers = tuple(LayerPlacement(strided(k, "bthc"), strided(v, "bthc")) for k, v in tensors)
+        layers = tuple(LayerKVLayout(strided_layout(k, "bthc"), strided_layout(v, "bthc")) for k, v in tensors)
         geometry = Geometry.of(self.described)
-        cache = PagedCache("bthc", geometry, _BLOCK, layers)
-        self._writer = Writer(BlockCopier(cache), geometry, block, 5.0)
+        cache = PagedKVCache("bthc", geometry, _BLOCK, layers)
+        self._writer = ChunkWriter(BlockCopier(cache), geometry, block, 5.0)
 
     def store(self, tokens: list[int]) -> None:
-        session = self._link.session
+        session = self._connection.session
         assert session is not None
-        root = keys.tenant_root(self._link.namespace, b"")
-        done = self._writer.store(session, root, tokens, b"", np.arange(len(tokens)), Prefix())
+        root = keys.tenant_root(self._connection.namespace, b"")
+        done = self._writer.store(session, root, tokens, b"", np.arange(len(tokens)), StoredPrefix())
         assert done.prefix.tokens == len(tokens), "the daemon refused some of it"
 
     def close(self) -> None:
-        self._link.close()
+        self._connection.close()
 
 
 class Found(KVSidecarConnector):
@@ -143,7 +143,7 @@ class Found(KVSidecarConnector):
         transfer.kv_role = "kv_consumer"
         super().__init__(vllm_config, role, kv_cache_config)
         self._stored = Stored(block)
-        self._scheduling.introduce({0: Introduction(self._stored.described.SerializeToString())})
+        self._scheduling.introduce({0: WorkerHandshake(self._stored.described.SerializeToString())})
         assert all(rank.link.wait(10) for rank in self._scheduling._ranks)
         self._asked: dict[str, int] = {}
 
@@ -199,7 +199,7 @@ class Plugin:
         KVConnectorFactory._registry["MockKVConnector"] = lambda: DAEMON.use(Found)
         KVConnectorFactory._registry["ExampleConnector"] = lambda: DAEMON.use(Plain)
         utils.ExampleConnector = lambda *given: DAEMON.use(Plain)(*given)
-        lifecycle.ExampleConnectorMetadata = lambda: StepMetadata(Step())
+        lifecycle.ExampleConnectorMetadata = lambda: StepMetadata(StepJobs())
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.kv_transfer import shm_transport as mapped_module
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
-from kvsidecar.kv_transfer.session import Served, Session
+from kvsidecar.kv_transfer import shared_memory_transport as mapped_module
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.kv_transfer.session import ServedCounts, Session
 from kvsidecar.net.channel import Address
 
 from benchmarks.node import Node
@@ -33,25 +33,25 @@ def test_what_counts_is_when_the_heartbeat_was_sent_not_when_its_answer_came(mon
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     held = session()
-    held.beat(Served())
+    held.next_heartbeat(ServedCounts())
     now = 101.9
-    held.answered(pb.HeartbeatAck())
-    assert held.trusted
+    held.record_ack(pb.HeartbeatAck())
+    assert held.leases_valid
     now = 102.1
-    assert not held.trusted, "it was sent more than two intervals ago"
+    assert not held.leases_valid, "it was sent more than two intervals ago"
 
 
 def test_answers_belong_to_the_oldest_unanswered_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     held = session()
-    held.beat(Served())
+    held.next_heartbeat(ServedCounts())
     now = 11.0
-    held.beat(Served())
-    held.answered(pb.HeartbeatAck())
-    assert held.acknowledged == 10.0
-    held.answered(pb.HeartbeatAck())
-    assert held.acknowledged == 11.0
+    held.next_heartbeat(ServedCounts())
+    held.record_ack(pb.HeartbeatAck())
+    assert held.last_acked_at == 10.0
+    held.record_ack(pb.HeartbeatAck())
+    assert held.last_acked_at == 11.0
 
 
 def test_heartbeats_go_on_while_a_large_arena_is_mapped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_heartbeats_go_on_while_a_large_arena_is_mapped(node: Node, monkeypatch:
         return real(welcome)
 
     monkeypatch.setattr(mapped_module, "map_arena", slowly)
-    link = DaemonLink(Address(node.cache_socket), "slow", descriptor())
+    link = DaemonConnection(Address(node.cache_socket), "slow", descriptor())
     try:
         assert link.wait(10)
         time.sleep(0.5)
@@ -83,7 +83,7 @@ def test_a_link_that_maps_nothing_does_not_need_what_cannot_be_mapped(
         raise OSError("memory of a GPU")
 
     monkeypatch.setattr(mapped_module, "map_arena", fails)
-    link = DaemonLink(Address(node.cache_socket), "nothing", descriptor(), maps=False)
+    link = DaemonConnection(Address(node.cache_socket), "nothing", descriptor(), maps=False)
     try:
         assert link.wait(10)
         held = link.session
@@ -94,13 +94,13 @@ def test_a_link_that_maps_nothing_does_not_need_what_cannot_be_mapped(
 
 
 def test_a_call_that_was_not_answered_is_followed_by_a_question_and_not_by_another_call(node: Node) -> None:
-    link = DaemonLink(Address(node.cache_socket), "patient", descriptor())
+    link = DaemonConnection(Address(node.cache_socket), "patient", descriptor())
     try:
         assert link.wait(10)
         held = link.session
         assert held is not None
-        held.doubt()
-        assert link.session is None or held.answers
+        held.suspect()
+        assert link.session is None or held.responsive
         deadline = time.monotonic() + 5
         while link.session is not held:
             assert time.monotonic() < deadline, "the daemon answered, and is not asked again"
@@ -110,7 +110,7 @@ def test_a_call_that_was_not_answered_is_followed_by_a_question_and_not_by_anoth
 
 
 def test_an_end_of_one_session_does_not_end_the_next(node: Node) -> None:
-    link = DaemonLink(Address(node.cache_socket), "often", descriptor())
+    link = DaemonConnection(Address(node.cache_socket), "often", descriptor())
     try:
         seen = set()
         for _ in range(5):
@@ -129,7 +129,7 @@ def test_an_end_of_one_session_does_not_end_the_next(node: Node) -> None:
         link.close()
 
 
-@pytest.mark.parametrize("name", ["Timer-", "kv-link-read", "kv-link-beat"])
+@pytest.mark.parametrize("name", ["Timer-", "kv-session-acks", "kv-session-heartbeats"])
 def test_a_process_that_has_no_thread_to_spare_tries_again(
     name: str, node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,7 +143,7 @@ def test_a_process_that_has_no_thread_to_spare_tries_again(
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    link = DaemonLink(Address(node.cache_socket), "spare", descriptor("spare"))
+    link = DaemonConnection(Address(node.cache_socket), "spare", descriptor("spare"))
     try:
         assert link.wait(20)
         assert refused
@@ -154,10 +154,10 @@ def test_a_process_that_has_no_thread_to_spare_tries_again(
 
 
 def test_the_daemon_is_told_what_the_worker_served(node: Node) -> None:
-    link = DaemonLink(Address(node.cache_socket), "counts", descriptor())
+    link = DaemonConnection(Address(node.cache_socket), "counts", descriptor())
     try:
         assert link.wait(10)
-        link.served = lambda: Served(prompts=3, prompt_tokens=100, cached_tokens=60, pool_tokens=20)
+        link.served_counts = lambda: ServedCounts(prompts=3, prompt_tokens=100, cached_tokens=60, pool_tokens=20)
         deadline = time.monotonic() + 30
         while (stats := node.cache_stats()).prompt_tokens < 100:
             assert time.monotonic() < deadline

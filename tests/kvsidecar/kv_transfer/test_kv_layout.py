@@ -10,8 +10,8 @@ from kvkernels.cpu.cpu_library import Found, found
 from kvsidecar.chunk_layout import layout_of, new_header
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
-from kvsidecar.kv_transfer.kv_layout import LayerPlacement, PagedCache, Placement, offsets, strided
-from kvsidecar.kv_transfer.layout_selftest import check_placement
+from kvsidecar.kv_transfer.kv_layout import KVLayout, LayerKVLayout, PagedKVCache, offsets, strided_layout
+from kvsidecar.kv_transfer.layout_selftest import check_layout
 from torch import Tensor
 
 from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, BLOCKS, DIM, HEADS, LAYERS, ORDERS, apart, fill, packed
@@ -28,7 +28,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(found().why)
 
 
-def packed_by_reference(keys: Tensor, values: Tensor, bits: int, cache: PagedCache) -> bytes:
+def packed_by_reference(keys: Tensor, values: Tensor, bits: int, cache: PagedKVCache) -> bytes:
     """The payload of ``[layers, tokens, heads, channels]``, by the kernels that the worker uses."""
     header = new_header(cache.geometry, [0] * keys.shape[1], 0)
     payload = memoryview(bytearray(header.payload_bytes))
@@ -41,7 +41,7 @@ def packed_by_reference(keys: Tensor, values: Tensor, bits: int, cache: PagedCac
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_of_dimensions_is_found_and_moves_whole(order: str) -> None:
     cache, write = apart(order)
-    check_placement(cache, write)
+    check_layout(cache, write)
     keys, values = fill(write, torch.from_numpy(SLOTS), torch.bfloat16)
     header = new_header(cache.geometry, list(range(len(SLOTS))), 0)
     payload = memoryview(bytearray(header.payload_bytes))
@@ -94,26 +94,27 @@ def test_a_planted_transposition_of_keys_is_caught() -> None:
         write(layer, rows.transpose(1, 4).reshape(keys.shape) if layer == 1 else keys, values, slots)
 
     with pytest.raises(ConfigurationError, match=r"layer 1's keys of token 0, head 0, channel \d+ is not where bhct"):
-        check_placement(cache, transposed)
+        check_layout(cache, transposed)
 
 
 def test_keys_in_the_place_of_values_are_caught() -> None:
     cache, write = packed()
     with pytest.raises(ConfigurationError, match="layer 0's keys"):
-        check_placement(cache, lambda layer, k, v, s: write(layer, v, k, s))
+        check_layout(cache, lambda layer, k, v, s: write(layer, v, k, s))
 
 
 def test_a_layer_in_the_place_of_another_is_caught() -> None:
     cache, write = packed()
     with pytest.raises(ConfigurationError, match="layer 0's keys"):
-        check_placement(cache, lambda layer, k, v, s: write((layer + 1) % LAYERS, k, v, s))
+        check_layout(cache, lambda layer, k, v, s: write((layer + 1) % LAYERS, k, v, s))
 
 
 def test_heads_and_tokens_in_each_others_place_are_caught() -> None:
     """``[blocks, 8, 8, dim]``: nothing in the shape tells which is which."""
     tensor = torch.zeros(4, 8, 8, DIM)
     right, wrong = (
-        LayerPlacement(strided(tensor, order), strided(tensor.clone(), order)) for order in ("bthc", "bhtc")
+        LayerKVLayout(strided_layout(tensor, order), strided_layout(tensor.clone(), order))
+        for order in ("bthc", "bhtc")
     )
 
     def write(layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -123,40 +124,40 @@ def test_heads_and_tokens_in_each_others_place_are_caught() -> None:
     from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32
     from kvsidecar.chunk_layout import Geometry
 
-    cache = PagedCache(
+    cache = PagedKVCache(
         "wrong",
         Geometry(1, 8, DIM, DATA_TYPE_FLOAT32, 16),
         8,
-        (LayerPlacement(strided(right.keys.memory, "bhtc"), wrong.values),),
+        (LayerKVLayout(strided_layout(right.keys.memory, "bhtc"), wrong.values),),
     )
     with pytest.raises(ConfigurationError, match="layer 0's keys of token 0, head 1"):
-        check_placement(cache, write)
+        check_layout(cache, write)
 
 
 def test_an_engine_that_writes_less_than_it_was_told_is_caught() -> None:
     cache, write = apart("bthc")
     with pytest.raises(ConfigurationError, match="values are elsewhere"):
-        check_placement(cache, lambda layer, k, v, s: write(layer, k[:-1], v[:-1], s[:-1]))
+        check_layout(cache, lambda layer, k, v, s: write(layer, k[:-1], v[:-1], s[:-1]))
 
 
 def test_the_check_leaves_no_marks() -> None:
     cache, write = packed()
-    check_placement(cache, write)
-    assert not cache.layers[0].keys.flat().any()
+    check_layout(cache, write)
+    assert not cache.layers[0].keys.flat_memory().any()
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------
 
 
-def cut(place: Placement, **changes: object) -> Placement:
-    return Placement(**{**vars(place), **changes})  # type: ignore[arg-type]
+def cut(place: KVLayout, **changes: object) -> KVLayout:
+    return KVLayout(**{**vars(place), **changes})  # type: ignore[arg-type]
 
 
 def test_what_reaches_beyond_the_memory_is_refused() -> None:
     cache, _ = apart("bthc")
-    layers = tuple(LayerPlacement(cut(layer.keys, blocks=BLOCKS + 1), layer.values) for layer in cache.layers)
+    layers = tuple(LayerKVLayout(cut(layer.keys, blocks=BLOCKS + 1), layer.values) for layer in cache.layers)
     with pytest.raises(ConfigurationError, match="layer 0's keys reach to element"):
-        PagedCache("far", cache.geometry, BLOCK_TOKENS, layers)
+        PagedKVCache("far", cache.geometry, BLOCK_TOKENS, layers)
 
 
 @pytest.mark.parametrize(
@@ -164,19 +165,19 @@ def test_what_reaches_beyond_the_memory_is_refused() -> None:
 )
 def test_an_order_that_is_none_is_refused(order: str, what: str) -> None:
     with pytest.raises(ConfigurationError, match=what):
-        strided(torch.zeros(2, 2, 2, 2), order)
+        strided_layout(torch.zeros(2, 2, 2, 2), order)
 
 
 def test_layers_that_differ_are_refused() -> None:
     one, two = apart("bthc")[0], apart("bhtc")[0]
     with pytest.raises(ConfigurationError, match="layer 1's keys are laid out otherwise than layer 0's"):
-        PagedCache("mixed", one.geometry, BLOCK_TOKENS, (one.layers[0], *two.layers[1:]))
+        PagedKVCache("mixed", one.geometry, BLOCK_TOKENS, (one.layers[0], *two.layers[1:]))
 
 
 def test_a_block_of_another_length_is_refused() -> None:
     cache, _ = apart("bthc")
     with pytest.raises(ConfigurationError, match=r"has \(8, 2, 16\) tokens, heads and channels; expected is \(16"):
-        PagedCache("short", cache.geometry, 16, cache.layers)
+        PagedKVCache("short", cache.geometry, 16, cache.layers)
 
 
 def test_slots_number_tokens_through_blocks() -> None:

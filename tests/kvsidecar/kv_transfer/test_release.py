@@ -11,7 +11,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import Geometry, new_header
 from kvsidecar.kv_transfer.chunk_writer import write
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.session import Session
 from kvsidecar.net.channel import Address
 
@@ -33,7 +33,7 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture
 def session(node: Node) -> Iterator[Session]:
-    link = DaemonLink(Address(node.cache_socket), "reader", descriptor())
+    link = DaemonConnection(Address(node.cache_socket), "reader", descriptor())
     assert link.wait(5)
     assert link.session is not None
     yield link.session
@@ -100,7 +100,7 @@ def test_an_answer_that_came_too_late_leaves_no_lease(node: Node, session: Sessi
     with pytest.raises(TooLate):
         session.match(request(session), 5.0)
     with pytest.raises(TooLate):
-        session.matching(request(session), 5.0)()
+        session.match_async(request(session), 5.0)()
     assert late.asked == 2, "the daemon has leased"
     until(lambda: leases(node) == 0)
 
@@ -110,7 +110,7 @@ def test_a_release_that_was_not_answered_is_sent_again(node: Node, session: Sess
     assert found.lease_id
     assert leases(node) == 1
     session.stub = Late(session.stub, without_time=3)  # type: ignore[assignment]
-    session.give_back([found.lease_id])
+    session.release([found.lease_id])
     until(lambda: leases(node) == 0)
 
 
@@ -122,7 +122,7 @@ def test_a_caller_names_its_lease_unless_the_name_is_taken(node: Node, session: 
         names.append(session.stub.Match(asked, timeout=5).lease_id)
     assert names[0] == b"n" * 16 != names[1]
     assert leases(node) == 2
-    session.give_back(names)
+    session.release(names)
     until(lambda: leases(node) == 0)
 
 
@@ -170,8 +170,8 @@ def test_a_lost_answer_leaves_no_reservation(node: Node, session: Session, name:
     until(lambda: reservations(node) == 0)
     session.stub = whole
     written = write(session, b"", [header(ids)], fill, 5.0)
-    assert written.there == (True,)
-    assert written.fresh == (name == "Reserve" or not heard,)
+    assert written.stored == (True,)
+    assert written.newly_stored == (name == "Reserve" or not heard,)
 
 
 def test_what_an_engine_could_not_fill_is_given_up(node: Node, session: Session) -> None:
@@ -191,7 +191,7 @@ def test_a_caller_names_its_reservations_unless_the_name_is_taken(node: Node, se
     second = session.stub.Reserve(again, timeout=5).reservations[0]
     assert first.reservation_id == b"n" * 16 != second.reservation_id
     assert reservations(node) == 2
-    session.give_up([first.reservation_id, second.reservation_id])
+    session.abort([first.reservation_id, second.reservation_id])
     until(lambda: reservations(node) == 0)
 
 

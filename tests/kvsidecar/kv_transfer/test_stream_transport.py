@@ -22,10 +22,10 @@ from kvsidecar.chunk_layout import Geometry, new_header
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer import stream_transport
 from kvsidecar.kv_transfer.block_copier import slots_of
-from kvsidecar.kv_transfer.chunk_writer import Written, write
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
-from kvsidecar.kv_transfer.error_policy import give_up
-from kvsidecar.kv_transfer.prefix_lookup import Found, Matcher
+from kvsidecar.kv_transfer.chunk_writer import WriteResult, write
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.kv_transfer.error_policy import handle_failure
+from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup, PrefixMatch
 from kvsidecar.kv_transfer.session import Session
 from kvsidecar.net.channel import Address
 from kvsidecar.payload_wire import decoded_piece, encoded_piece
@@ -75,8 +75,8 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
 class Attached:
     """A link with its session, and what is stored and read over it."""
 
-    link: DaemonLink
-    matcher: Matcher = field(default_factory=lambda: Matcher(GEOMETRY, 5.0))
+    link: DaemonConnection
+    lookup: PrefixLookup = field(default_factory=lambda: PrefixLookup(GEOMETRY, 5.0))
 
     @property
     def session(self) -> Session:
@@ -85,7 +85,9 @@ class Attached:
         assert found is not None
         return found
 
-    def store(self, ids: list[int] = PROMPT, salt: bytes = b"", filled: Callable[[], None] = lambda: None) -> Written:
+    def store(
+        self, ids: list[int] = PROMPT, salt: bytes = b"", filled: Callable[[], None] = lambda: None
+    ) -> WriteResult:
         headers, parent = [], keys.tenant_root(self.link.namespace, salt)
         for start in range(0, len(ids), CHUNK):
             header = new_header(GEOMETRY, ids[start : start + CHUNK], start)
@@ -99,8 +101,8 @@ class Attached:
 
         return write(self.session, salt, headers, fill_one, 2.0)
 
-    def match(self, ids: list[int] = PROMPT, salt: bytes = b"") -> Found:
-        return self.matcher.match(self.session, ids, salt)
+    def match(self, ids: list[int] = PROMPT, salt: bytes = b"") -> PrefixMatch:
+        return self.lookup.match(self.session, ids, salt)
 
     def read(self, ids: list[int] = PROMPT, most: float = 60.0) -> int:
         """Tokens of what is stored, every byte of which is as it was written."""
@@ -112,7 +114,7 @@ class Attached:
                     these = ids[match.start_position : match.start_position + match.tokens]
                     assert payload == payload_of(these, match.payload_bytes)
         finally:
-            self.matcher.release(found)
+            self.lookup.release(found)
         return found.tokens
 
 
@@ -124,7 +126,7 @@ def attach() -> Iterator[Attach]:
     with ExitStack() as stack:
 
         def attached(address: Address, name: str) -> Attached:
-            link = DaemonLink(address, name, descriptor(name, GEOMETRY))
+            link = DaemonConnection(address, name, descriptor(name, GEOMETRY))
             stack.callback(link.close)
             return Attached(link)
 
@@ -144,13 +146,13 @@ def whole_network(remote: Remote) -> Iterator[None]:
 
 def test_what_is_written_here_is_read_there_and_the_other_way_round(remote: Remote, attach: Attach) -> None:
     here, there = attach(Address(remote.node.cache_socket), "both"), attach(remote.address(), "both")
-    assert here.store().fresh == (True,) * CHUNKS
+    assert here.store().newly_stored == (True,) * CHUNKS
     assert there.read() == len(PROMPT)
-    assert there.store().fresh == (False,) * CHUNKS, "it is there already, and is not sent again"
+    assert there.store().newly_stored == (False,) * CHUNKS, "it is there already, and is not sent again"
     other = [token + 1 for token in PROMPT]
-    assert there.store(other).fresh == (True,) * CHUNKS
+    assert there.store(other).newly_stored == (True,) * CHUNKS
     assert here.read(other) == len(other)
-    assert not there.session.carrier.at_once
+    assert not there.session.transport.zero_copy
     nothing_held(remote.node)
 
 
@@ -179,7 +181,7 @@ def test_a_link_that_is_cut_while_chunks_come_costs_a_moment_and_no_lease(remote
             seen += 1
             remote.proxy.cut()
     assert seen < CHUNKS
-    assert give_up(there.link, found.session, caught.value)
+    assert handle_failure(there.link, found.session, caught.value)
     nothing_held(remote.node)
     remote.proxy.go_on()
     assert there.read() == len(PROMPT)
@@ -228,15 +230,15 @@ def test_who_cannot_receive_leaves_no_call_open(
     """The error is kept, and with it everything that it refers to: nothing is left to a collection of garbage."""
     here = attach(remote.address(), f"lacks {missing}")
     here.store()
-    carrier, calls, pinned = here.session.carrier, list[Any](), set[int]()
-    assert isinstance(carrier, stream_transport.Streamed)
-    fetch = carrier._fetch
+    transport, calls, pinned = here.session.transport, list[Any](), set[int]()
+    assert isinstance(transport, stream_transport.StreamTransport)
+    fetch = transport._fetch
 
     def opened(*arguments: Any, **options: Any) -> Any:
         calls.append(fetch(*arguments, **options))
         return calls[-1]
 
-    carrier._fetch, carrier._pins = opened, missing == "pinned memory"
+    transport._fetch, transport._pins = opened, missing == "pinned memory"
 
     def none(*_: Any, **__: Any) -> Any:
         raise MemoryError(f"there is not enough of {missing}")
@@ -259,8 +261,8 @@ def test_who_cannot_receive_leaves_no_call_open(
             list(found.session.read(found.lease_id, found.matches, 5.0))
         assert not pinned
         assert not any(call.is_active() for call in calls)
-    here.matcher.release(found)
-    carrier._pins = False
+    here.lookup.release(found)
+    transport._pins = False
     assert here.read() == len(PROMPT)
     nothing_held(remote.node)
 
@@ -275,7 +277,7 @@ def test_a_daemon_that_dies_is_attached_to_again(tmp_path: Path, attach: Attach)
         own.node.kill("daemon")
         with pytest.raises((grpc.RpcError, ValueError)) as caught:
             list(held.session.read(held.lease_id, held.matches, 5.0))
-        give_up(there.link, held.session, caught.value)
+        handle_failure(there.link, held.session, caught.value)
         own.node.start_daemon()
         assert there.session is not held.session
         assert there.read() == len(PROMPT), "from its disk"
@@ -295,7 +297,7 @@ def test_a_token_opens_its_own_tenant_and_its_leases_are_nobody_elses(tmp_path: 
             alice.match(PROMPT[:CHUNK], salt=b"salt-of-bob")
         assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
         before = alice.session
-        give_up(alice.link, before, caught.value)
+        handle_failure(alice.link, before, caught.value)
         assert alice.session is before, "requests of her own tenant go on"
         code, _ = code_of(lambda: alice.store(PROMPT[:CHUNK], salt=b"salt-of-bob"))
         assert code == grpc.StatusCode.PERMISSION_DENIED
@@ -346,9 +348,9 @@ def test_nothing_but_the_chunk_that_was_asked_for_is_believed(
         return Sent([decoded_piece(message.SerializeToString()) for message in sent(match)])
 
     channel: Any = SimpleNamespace(unary_stream=lambda *_, **__: fetch)
-    carrier = stream_transport.Streamed(pb.Welcome(), None, channel)  # type: ignore[arg-type]
+    transport = stream_transport.StreamTransport(pb.Welcome(), None, channel)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=said):
-        list(carrier.read(b"lease", [match], 5.0))
+        list(transport.read(b"lease", [match], 5.0))
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 300, 16_383, 16_384, 1 << 20])

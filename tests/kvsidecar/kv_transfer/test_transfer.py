@@ -14,11 +14,11 @@ from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.chunk_layout import Geometry, new_header
 from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
-from kvsidecar.kv_transfer.chunk_reader import Reader
-from kvsidecar.kv_transfer.chunk_writer import Cancelled, Outcome, Prefix, Writer
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
-from kvsidecar.kv_transfer.error_policy import give_up
-from kvsidecar.kv_transfer.prefix_lookup import Matcher
+from kvsidecar.kv_transfer.chunk_reader import ChunkReader
+from kvsidecar.kv_transfer.chunk_writer import ChunkWriter, StoreCancelled, StoredPrefix, StoreResult
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.kv_transfer.error_policy import handle_failure
+from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup
 from kvsidecar.kv_transfer.session import Session
 from kvsidecar.net.channel import Address
 
@@ -46,10 +46,10 @@ class Engine:
         described = descriptor(name, geometry(dtype, bits))
         described.quantizer_version = 0 if bits == 16 else keys.QUANTIZER_VERSION
         self.descriptor: NamespaceDescriptor = described
-        self.link = DaemonLink(at if isinstance(at, Address) else Address(at.cache_socket), name, described)
+        self.link = DaemonConnection(at if isinstance(at, Address) else Address(at.cache_socket), name, described)
         assert self.link.wait(10)
-        self.reader = Reader(BlockCopier(self.cache), self.cache.geometry, 5.0)
-        self.writer = Writer(BlockCopier(self.cache), self.cache.geometry, CHUNK, 5.0)
+        self.reader = ChunkReader(BlockCopier(self.cache), self.cache.geometry, 5.0)
+        self.writer = ChunkWriter(BlockCopier(self.cache), self.cache.geometry, CHUNK, 5.0)
 
     @property
     def session(self) -> Session:
@@ -58,10 +58,12 @@ class Engine:
         assert found is not None
         return found
 
-    def store(self, blocks: list[int], tokens: list[int], prefix: Prefix | None = None, salt: bytes = b"") -> Outcome:
+    def store(
+        self, blocks: list[int], tokens: list[int], prefix: StoredPrefix | None = None, salt: bytes = b""
+    ) -> StoreResult:
         root = keys.tenant_root(self.link.namespace, salt)
         slots = slots_of(blocks, BLOCK_TOKENS)
-        return self.writer.store(self.session, root, tokens, salt, slots, prefix or Prefix())
+        return self.writer.store(self.session, root, tokens, salt, slots, prefix or StoredPrefix())
 
     def load(self, blocks: list[int], tokens: list[int], first: int = 0, salt: bytes = b"") -> int:
         return self.reader.load(self.session, tokens, salt, slots_of(blocks, BLOCK_TOKENS), first)
@@ -112,13 +114,13 @@ def test_what_was_copied_while_the_process_hung_is_not_used(node: Node, monkeypa
 
         def slow(*arguments: object) -> None:
             unpack(*arguments)  # type: ignore[arg-type]
-            hung.acknowledged = time.monotonic() - 2.1 * hung.heartbeat_seconds
+            hung.last_acked_at = time.monotonic() - 2.1 * hung.heartbeat_seconds
 
         monkeypatch.setattr(two.reader._copier, "unpack", slow)
         with pytest.raises(ConnectionError, match="session ended while chunks were copied"):
             two.load([0, 1, 2, 3], TOKENS)
         monkeypatch.setattr(two.reader._copier, "unpack", unpack)
-        until(lambda: hung.trusted)
+        until(lambda: hung.leases_valid)
         assert two.load([0, 1, 2, 3], TOKENS) == len(TOKENS)
 
 
@@ -127,13 +129,13 @@ def test_storing_goes_on_where_a_match_ended(node: Node) -> None:
         first = one.store([0, 1], TOKENS[:CHUNK])
         outcome = one.store([0, 1, 2, 3], TOKENS, first.prefix)
         assert (outcome.prefix.tokens, outcome.stored_chunks) == (len(TOKENS), 1)
-        found = Matcher(one.cache.geometry, 5.0).match(two.session, TOKENS, b"")
-        assert found.whole == (len(TOKENS), outcome.prefix.prefix_hash)
+        found = PrefixLookup(one.cache.geometry, 5.0).match(two.session, TOKENS, b"")
+        assert found.full_chunks == (len(TOKENS), outcome.prefix.prefix_hash)
 
 
 def test_a_parent_that_is_gone_is_stored_again(node: Node) -> None:
     with engines(node, "gone") as (one, two):
-        outcome = one.store([0, 1, 2, 3], TOKENS, Prefix(CHUNK, b"x" * 32))
+        outcome = one.store([0, 1, 2, 3], TOKENS, StoredPrefix(CHUNK, b"x" * 32))
         assert outcome.prefix.tokens == len(TOKENS)
         assert two.load([0, 1, 2, 3], TOKENS) == len(TOKENS)
 
@@ -143,9 +145,11 @@ def test_only_what_is_wanted_is_touched(node: Node) -> None:
     with engines(node, "wanted") as (one, two):
         one.store([0, 1, 2, 3], TOKENS)
         assert two.load([0, 1, 2, 3], TOKENS, first=12) == len(TOKENS)
-        found, whole = (np.frombuffer(e.payload([0, 1, 2, 3]), np.uint16).reshape(2, 3, 32, 2, 16) for e in (two, one))
+        found, full_chunks = (
+            np.frombuffer(e.payload([0, 1, 2, 3]), np.uint16).reshape(2, 3, 32, 2, 16) for e in (two, one)
+        )
         assert not found[:, :, :12].any()
-        assert (found[:, :, 12:] == whole[:, :, 12:]).all()
+        assert (found[:, :, 12:] == full_chunks[:, :, 12:]).all()
 
 
 def test_a_longer_prompt_gets_what_there_is(node: Node) -> None:
@@ -166,16 +170,24 @@ def test_an_engine_that_wants_its_blocks_back_leaves_nothing_reserved(node: Node
         turns = 0
 
         @contextlib.contextmanager
-        def turn() -> Iterator[None]:
+        def read_guard() -> Iterator[None]:
             nonlocal turns
             turns += 1
             if turns == 2:
-                raise Cancelled
+                raise StoreCancelled
             yield
 
         root = keys.tenant_root(one.link.namespace, b"")
-        with pytest.raises(Cancelled):
-            one.writer.store(one.session, root, TOKENS, b"", slots_of([0, 1, 2, 3], BLOCK_TOKENS), Prefix(), turn=turn)
+        with pytest.raises(StoreCancelled):
+            one.writer.store(
+                one.session,
+                root,
+                TOKENS,
+                b"",
+                slots_of([0, 1, 2, 3], BLOCK_TOKENS),
+                StoredPrefix(),
+                read_guard=read_guard,
+            )
         assert node.cache_stats().reservations == 0
         assert one.store([0, 1, 2, 3], TOKENS).stored_chunks == 2
 
@@ -238,7 +250,7 @@ def test_a_daemon_that_dies_costs_misses_and_comes_back() -> None:
         node.kill("daemon")
         with pytest.raises((grpc.RpcError, ConnectionError, ValueError)) as caught:
             two.reader.load(held, TOKENS, b"", slots_of([0, 1, 2, 3], BLOCK_TOKENS), 0)
-        assert give_up(two.link, held, caught.value)
+        assert handle_failure(two.link, held, caught.value)
         node.start_daemon()
         assert two.session is not held
         assert one.store([0, 1, 2, 3], TOKENS).prefix.tokens == len(TOKENS)

@@ -65,7 +65,7 @@ def doctor() -> None:
     TerminalConsole().print(table)
     if vllm.installed() is not None:
         # Not in the table, which would break it: this is copied.
-        print(f"vLLM on this daemon: vllm serve MODEL {vllm.flag()}")
+        print(f"vLLM on this daemon: vllm serve MODEL {vllm.connector_flag()}")
     if any(f.state == _BAD for f in findings):
         raise SystemExit(1)
 
@@ -237,8 +237,8 @@ def engine_findings() -> list[Finding]:
     if found is None:
         return [Finding("vLLM", _OK, "not installed here")]
     name, version = found
-    if not vllm.new_enough(version):
-        least = ".".join(map(str, vllm.LEAST))
+    if not vllm.is_supported(version):
+        least = ".".join(map(str, vllm.MIN_VERSION))
         return [
             Finding("vLLM", _NOTE, f"{name} {version}: too old for the connector", f"pip install '{name}>={least}'")
         ]

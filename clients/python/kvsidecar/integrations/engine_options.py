@@ -17,7 +17,7 @@ from kvsidecar.process.runtime_dir import own_runtime_dir
 T = TypeVar("T")
 
 
-def read(kind: type[T], given: Mapping[str, Any], where: str) -> T:
+def parse_options(kind: type[T], given: Mapping[str, Any], where: str) -> T:
     """A dataclass of texts, switches and whole numbers from 1 on. ``where`` names the flag in messages. Raises
     ConfigurationError for what is unknown or out of range."""
     known: dict[str, type] = {f.name: type(f.default) for f in fields(kind)}  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ def read(kind: type[T], given: Mapping[str, Any], where: str) -> T:
 
 
 @dataclass(frozen=True)
-class Daemon:
+class DaemonOptions:
     """Where the daemon is: the path of its ``socket``, that of this user when empty; or ``host:port`` of one on another
     host, with the paths of the ``ca`` that vouches for it and of what it knows us by, ``cert`` and ``key`` or a
     ``token_file``."""

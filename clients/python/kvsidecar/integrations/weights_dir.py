@@ -7,7 +7,7 @@ from pathlib import Path
 from kvsidecar.errors import ConfigurationError
 
 
-def folder_of(model: str, cache: str | None = None, revision: str | None = None) -> Path:
+def weights_dir_of(model: str, cache: str | None = None, revision: str | None = None) -> Path:
     """The folder of a model by its path or, in the local cache of Hugging Face's hub, by its repository. Raises
     ConfigurationError."""
     folder = Path(model)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import layout_of, new_header
-from kvsidecar.kv_transfer.kv_layout import PagedCache, Placement
+from kvsidecar.kv_transfer.kv_layout import KVLayout, PagedKVCache
 
 _WARM_UP_TOKENS = 8
 
@@ -29,10 +29,10 @@ def slots_of(blocks: NDArray[Any] | list[int], block_tokens: int) -> Integers:
 class BlockCopier:
     """Moves chunks in and out of a cache. For one thread: it has memory and, on CUDA, a stream of its own."""
 
-    def __init__(self, cache: PagedCache) -> None:
+    def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
-        self._keys = _memory([layer.keys for layer in cache.layers], cache.block_tokens)
-        self._values = _memory([layer.values for layer in cache.layers], cache.block_tokens)
+        self._keys = _paged_memory([layer.keys for layer in cache.layers], cache.block_tokens)
+        self._values = _paged_memory([layer.values for layer in cache.layers], cache.block_tokens)
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(cache.device) if cache.device.type == "cuda" else None
 
@@ -52,8 +52,8 @@ class BlockCopier:
         ValueError for slots outside of the cache.
         """
         self._check(slots)
-        with self._turn(after):
-            if isinstance(payload, memoryview) and self._directly(header):
+        with self._on_stream(after):
+            if isinstance(payload, memoryview) and self._copies_directly(header):
                 arrays = layout_of(header).arrays(payload)
                 gather(self._keys, slots, arrays["keys"])
                 gather(self._values, slots, arrays["values"])
@@ -68,8 +68,8 @@ class BlockCopier:
         """Writes the first ``len(slots)`` tokens of a payload to ``slots``, dequantizing; returns when the cache has
         them. Tokens whose slot is negative are left out. Raises ValueError for slots outside of the cache."""
         self._check(slots)
-        with self._turn(None):
-            if isinstance(payload, memoryview) and self._directly(header):
+        with self._on_stream(None):
+            if isinstance(payload, memoryview) and self._copies_directly(header):
                 arrays = layout_of(header).arrays(payload)
                 scatter(self._keys, slots, arrays["keys"][:, : len(slots)])
                 scatter(self._values, slots, arrays["values"][:, : len(slots)])
@@ -87,7 +87,7 @@ class BlockCopier:
         if len(slots) and slots.max() >= end:
             raise ValueError(f"slot {slots.max()} is outside of the cache, whose last one is {end - 1}")
 
-    def _directly(self, header: ChunkHeader) -> bool:
+    def _copies_directly(self, header: ChunkHeader) -> bool:
         """Whether the payload's sections have the cache's elements, and both are in the host's memory."""
         return header.bits == 16 and self._stream is None
 
@@ -99,7 +99,7 @@ class BlockCopier:
         return both[0], both[1]
 
     @contextlib.contextmanager
-    def _turn(self, after: Any) -> Iterator[None]:
+    def _on_stream(self, after: Any) -> Iterator[None]:
         if self._stream is None:
             yield
             return
@@ -114,8 +114,8 @@ class BlockCopier:
             self._stream.synchronize()
 
 
-def _memory(places: list[Placement], block_tokens: int) -> PagedMemory:
-    token, head, channel = places[0].tables()
+def _paged_memory(layouts: list[KVLayout], block_tokens: int) -> PagedMemory:
+    token, head, channel = layouts[0].offset_tables()
     return PagedMemory(
-        tuple(place.flat() for place in places), block_tokens, places[0].block_stride, token, head, channel
+        tuple(layout.flat_memory() for layout in layouts), block_tokens, layouts[0].block_stride, token, head, channel
     )

@@ -9,16 +9,16 @@ from kvkernels.paged_gather import Integers
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.kv_transfer.block_copier import BlockCopier
-from kvsidecar.kv_transfer.prefix_lookup import Matcher, header_of
+from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup, header_of
 from kvsidecar.kv_transfer.session import Session
 
 
-class Reader:
+class ChunkReader:
     """Copies stored prefixes. For one thread."""
 
     def __init__(self, copier: BlockCopier, geometry: Geometry, timeout: float) -> None:
         self._copier, self._geometry, self._timeout = copier, geometry, timeout
-        self._matcher = Matcher(geometry, timeout)
+        self._lookup = PrefixLookup(geometry, timeout)
 
     def load(
         self,
@@ -37,7 +37,7 @@ class Reader:
         Raises grpc.RpcError, ValueError, and ConnectionError when the lease may have ended while it copied; then the
         blocks hold anything.
         """
-        found = self._matcher.match(session, tokens, salt, leased=leased)
+        found = self._lookup.match(session, tokens, salt, leased=leased)
         try:
             at, wanted = 0, list[tuple[pb.ChunkMatch, Integers]]()
             for match in found.matches:
@@ -50,8 +50,8 @@ class Reader:
             with closing(session.read(found.lease_id, [match for match, _ in wanted], self._timeout)) as payloads:
                 for (match, targets), payload in zip(wanted, payloads, strict=True):
                     self._copier.unpack(targets, header_of(match, self._geometry), payload)
-            if not session.trusted:
+            if not session.leases_valid:
                 raise ConnectionError("the session ended while chunks were copied")
             return max(at, first)
         finally:
-            self._matcher.release(found)
+            self._lookup.release(found)

@@ -13,23 +13,23 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import Geometry, new_header
-from kvsidecar.kv_transfer.block_chunking import Cutting
+from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.block_copier import BlockCopier
 from kvsidecar.kv_transfer.session import Session
-from kvsidecar.kv_transfer.transport import Fill, carrying_seconds
+from kvsidecar.kv_transfer.transport import Fill, transfer_timeout
 
 # Chunks are written in groups of at most this many, so that a long prompt does not wait for its last chunk, and of at
 # most this share of staging.
-_GROUP, _STAGING_SHARE = 32, 0.5
+_MAX_GROUP_CHUNKS, _MAX_STAGING_SHARE = 32, 0.5
 _ALIGNMENT = 4096
 
 
-class Cancelled(Exception):
+class StoreCancelled(Exception):
     """The engine wants its blocks back."""
 
 
 @dataclass(frozen=True)
-class Prefix:
+class StoredPrefix:
     """What is stored already: tokens that end where a chunk ends, and that chunk's prefix hash."""
 
     tokens: int = 0
@@ -37,20 +37,20 @@ class Prefix:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StoreResult:
     """What became of a prompt: its leading tokens that are stored now, and how many chunks were new or refused."""
 
-    prefix: Prefix
+    prefix: StoredPrefix
     stored_chunks: int = 0
     refused_chunks: int = 0
 
 
-class Writer:
+class ChunkWriter:
     """Stores prompts. For one thread. ``timeout`` is in seconds, for a call that moves nothing."""
 
     def __init__(self, copier: BlockCopier, geometry: Geometry, chunk_tokens: int, timeout: float) -> None:
         self._copier, self._geometry = copier, geometry
-        self._cutting, self._timeout = Cutting(chunk_tokens), timeout
+        self._chunking, self._timeout = BlockChunking(chunk_tokens), timeout
 
     def store(
         self,
@@ -59,63 +59,68 @@ class Writer:
         tokens: list[int],
         salt: bytes,
         slots: Integers,
-        prefix: Prefix,
+        prefix: StoredPrefix,
         *,
         token_seconds: float = 0.0,
         after: Any = None,
-        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> Outcome:
-        """Stores the tokens after ``prefix``, which lie at ``slots [len(tokens)]``.
+        read_guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> StoreResult:
+        """Store the tokens after ``prefix``, which lie at ``slots [len(tokens)]``.
 
-        ``token_seconds`` is what computing a token took, ``after`` the CUDA event after which the slots hold them. The
-        cache is read inside ``turn()`` and nowhere else, a chunk at a time; to end it all, ``turn`` raises Cancelled.
-        Raises that, grpc.RpcError and ValueError; what was reserved is given back first, if the daemon is there.
+        ``token_seconds`` is the prefill time of one token, ``after`` the CUDA event after which the slots hold the
+        tokens. The writer reads the cache only inside ``read_guard()``, one chunk at a time; ``read_guard`` raises
+        StoreCancelled to stop the store. Raises that, grpc.RpcError and ValueError, after it has aborted the open
+        reservations (if the daemon can be reached).
         """
-        job = _Job(session, root, tokens, salt, slots, token_seconds, after, turn)
+        job = _StoreJob(session, root, tokens, salt, slots, token_seconds, after, read_guard)
         outcome = self._store_from(job, prefix)
         if outcome is None:  # the parent was evicted or superseded meanwhile: the engine still has it all
-            outcome = self._store_from(job, Prefix())
-        return outcome or Outcome(Prefix())
+            outcome = self._store_from(job, StoredPrefix())
+        return outcome or StoreResult(StoredPrefix())
 
-    def _store_from(self, job: _Job, prefix: Prefix) -> Outcome | None:
+    def _store_from(self, job: _StoreJob, prefix: StoredPrefix) -> StoreResult | None:
         """Stores what comes after ``prefix``; None when its last chunk is gone."""
-        headers, outcome, first = self._headers(job, prefix.tokens), Outcome(prefix), True
+        headers, outcome, first = self._headers(job, prefix.tokens), StoreResult(prefix), True
         for group, hashes in linked_groups(job.session, headers, prefix.prefix_hash, job.root):
             written = write(job.session, job.salt, group, self._filler(job, group), self._timeout)
             if first and written.parent_missing and prefix.tokens:
                 return None
             first = False
-            there, fresh = written.leading, sum(written.fresh)
-            if there:
-                tokens = outcome.prefix.tokens + sum(h.token_count for h in group[:there])
-                outcome = Outcome(Prefix(tokens, hashes[there - 1]), outcome.stored_chunks, outcome.refused_chunks)
-            refused = len(group) - there
-            outcome = Outcome(outcome.prefix, outcome.stored_chunks + fresh, outcome.refused_chunks + refused)
+            stored, newly_stored = written.num_leading_stored, sum(written.newly_stored)
+            if stored:
+                tokens = outcome.prefix.tokens + sum(h.token_count for h in group[:stored])
+                outcome = StoreResult(
+                    StoredPrefix(tokens, hashes[stored - 1]), outcome.stored_chunks, outcome.refused_chunks
+                )
+            refused = len(group) - stored
+            outcome = StoreResult(
+                outcome.prefix, outcome.stored_chunks + newly_stored, outcome.refused_chunks + refused
+            )
             if refused:
                 break
         return outcome
 
-    def _headers(self, job: _Job, start: int) -> list[ChunkHeader]:
+    def _headers(self, job: _StoreJob, start: int) -> list[ChunkHeader]:
         """Headers of the chunks from ``start`` on; they end at multiples of the chunk length, and with the tokens."""
         headers = list[ChunkHeader]()
-        for stop in self._cutting.ends(start, len(job.tokens), job.session.max_chunk_tokens):
+        for stop in self._chunking.boundaries(start, len(job.tokens), job.session.max_chunk_tokens):
             header = new_header(self._geometry, job.tokens[start:stop], start)
             header.prefill_seconds = job.token_seconds * (stop - start)
             headers.append(header)
             start = stop
         return headers
 
-    def _filler(self, job: _Job, headers: list[ChunkHeader]) -> Fill:
+    def _filler(self, job: _StoreJob, headers: list[ChunkHeader]) -> Fill:
         def fill(i: int, payload: memoryview) -> None:
             start = headers[i].start_position
-            with job.turn():
+            with job.read_guard():
                 self._copier.pack(job.slots[start : start + headers[i].token_count], headers[i], payload, job.after)
 
         return fill
 
 
 @dataclass(frozen=True)
-class _Job:
+class _StoreJob:
     session: Session
     root: bytes
     tokens: list[int]
@@ -123,26 +128,26 @@ class _Job:
     slots: Integers
     token_seconds: float
     after: Any
-    turn: Callable[[], AbstractContextManager[None]]
+    read_guard: Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteResult:
     """What became of some chunks, in their order: whether each is stored now, and whether it was not before."""
 
-    there: tuple[bool, ...]
-    fresh: tuple[bool, ...]
+    stored: tuple[bool, ...]
+    newly_stored: tuple[bool, ...]
     parent_missing: bool = False
 
     @property
-    def leading(self) -> int:
+    def num_leading_stored(self) -> int:
         """How many there are before the first that is not stored."""
-        return self.there.index(False) if False in self.there else len(self.there)
+        return self.stored.index(False) if False in self.stored else len(self.stored)
 
 
 def write(
     session: Session, salt: bytes, headers: list[ChunkHeader], fill: Fill, timeout: float, ttl_seconds: int = 0
-) -> Written:
+) -> WriteResult:
     """Reserves, fills and commits as many chunks as ``group_length`` allows. ``timeout`` is in seconds, for a call that
     moves nothing; ``ttl_seconds`` says how long they are kept, 0 for as long as there is room. Raises what ``fill``
     raises, grpc.RpcError and ValueError; what was reserved is given back first."""
@@ -150,26 +155,28 @@ def write(
     reserved = session.reserve(request, timeout * 4)
     granted = [(i, reservation) for i, reservation in enumerate(reserved) if reservation.reservation_id]
     try:
-        items = _carried(session, granted, fill, timeout * 10)
+        items = _written_payloads(session, granted, fill, timeout * 10)
     except Exception:
-        session.give_up([reservation.reservation_id for _, reservation in granted], timeout)
+        session.abort([reservation.reservation_id for _, reservation in granted], timeout)
         raise
     outcomes: dict[bytes, int] = {}
     if items:
         answer = session.commit(items, timeout * 10)
         outcomes = {item.reservation_id: o for item, o in zip(items, answer.outcomes, strict=True)}
-    fresh = tuple(outcomes.get(r.reservation_id) == pb.COMMIT_OUTCOME_COMMITTED for r in reserved)
-    there = tuple(new or r.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED for new, r in zip(fresh, reserved, strict=True))
-    return Written(there, fresh, reserved[0].outcome == pb.RESERVE_OUTCOME_PARENT_MISSING)
+    newly_stored = tuple(outcomes.get(r.reservation_id) == pb.COMMIT_OUTCOME_COMMITTED for r in reserved)
+    stored = tuple(
+        new or r.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED for new, r in zip(newly_stored, reserved, strict=True)
+    )
+    return WriteResult(stored, newly_stored, reserved[0].outcome == pb.RESERVE_OUTCOME_PARENT_MISSING)
 
 
-def _carried(
+def _written_payloads(
     session: Session, granted: Sequence[tuple[int, pb.Reservation]], fill: Fill, timeout: float
 ) -> list[pb.CommitItem]:
     if not granted:
         return []
     size = sum(reservation.staging.size_bytes for _, reservation in granted)
-    return session.carrier.write(granted, fill, carrying_seconds(size, timeout))
+    return session.transport.write(granted, fill, transfer_timeout(size, timeout))
 
 
 def linked_groups(
@@ -180,7 +187,7 @@ def linked_groups(
     headers' parents, of a group when it is asked for."""
     at = 0
     while at < len(headers):
-        group, hashes = list(headers[at : at + _GROUP]), list[bytes]()
+        group, hashes = list(headers[at : at + _MAX_GROUP_CHUNKS]), list[bytes]()
         del group[group_length(session, group) :]
         for header in group:
             header.parent_prefix_hash = parent
@@ -192,8 +199,8 @@ def linked_groups(
 
 def group_length(session: Session, headers: list[ChunkHeader]) -> int:
     """How many of the next chunks are written together: at least one."""
-    room, count = session.carrier.room_bytes * _STAGING_SHARE, 0
-    for header in headers[:_GROUP]:
+    room, count = session.transport.max_reserved_bytes * _MAX_STAGING_SHARE, 0
+    for header in headers[:_MAX_GROUP_CHUNKS]:
         room -= -(-header.payload_bytes // _ALIGNMENT) * _ALIGNMENT
         if count and room < 0:
             break

@@ -13,7 +13,7 @@ from kvsidecar.kv_transfer.cuda_ipc import (
     CudaUnavailable,
     DescriptorMemory,
     LegacyMemory,
-    SharedMemory,
+    SharedDeviceMemory,
     device_uuid,
 )
 from kvsidecar.kv_transfer.mapped_memory import ARENA, receive_descriptor, receive_handle
@@ -46,7 +46,7 @@ class CudaArena:
         device_visible_memory.give_up(self._memory.address, self._memory.close)
 
 
-def _imported(welcome: Welcome, device: int) -> SharedMemory:
+def _imported(welcome: Welcome, device: int) -> SharedDeviceMemory:
     size_bytes = welcome.arena.size_bytes
     if welcome.arena.kind == ARENA_KIND_CUDA_IPC:
         return LegacyMemory.imported(receive_handle(welcome, HANDLE_BYTES), size_bytes, device)

@@ -18,7 +18,7 @@ class CudaUnavailable(OSError):
     """CUDA memory cannot be had; the message says what refused."""
 
 
-class SharedMemory:
+class SharedDeviceMemory:
     """A block of device memory in this process, at ``address``; any thread may use it."""
 
     def __init__(self, cuda: Any, context: Any, uuid: bytes, address: int, size_bytes: int) -> None:
@@ -42,7 +42,7 @@ class SharedMemory:
         raise NotImplementedError
 
 
-class DescriptorMemory(SharedMemory):
+class DescriptorMemory(SharedDeviceMemory):
     """Shared by a file descriptor. Made by ``create`` or ``imported``."""
 
     def __init__(self, cuda: Any, device: int, size_bytes: int, handle: Any, context: Any, uuid: bytes) -> None:
@@ -91,7 +91,7 @@ class DescriptorMemory(SharedMemory):
         _call(self._cuda, "cuMemRelease", self._handle)
 
 
-class LegacyMemory(SharedMemory):
+class LegacyMemory(SharedDeviceMemory):
     """Shared by a ``cuIpc`` handle. Made by ``create`` or ``imported``."""
 
     def __init__(self, cuda: Any, context: Any, uuid: bytes, address: int, size_bytes: int, own: bool) -> None:

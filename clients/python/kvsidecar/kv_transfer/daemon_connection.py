@@ -12,16 +12,16 @@ from typing import Any, Protocol
 import grpc
 
 from kvsidecar import keys
-from kvsidecar.bloom_filter import Summary
+from kvsidecar.bloom_filter import BloomFilter
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.errors import ConfigurationError, from_rpc
 from kvsidecar.kv_transfer.mapped_memory import map_summary
-from kvsidecar.kv_transfer.session import Served, Session
-from kvsidecar.kv_transfer.shm_transport import Mapped
-from kvsidecar.kv_transfer.stream_transport import Streamed
+from kvsidecar.kv_transfer.session import ServedCounts, Session
+from kvsidecar.kv_transfer.shared_memory_transport import SharedMemoryTransport
+from kvsidecar.kv_transfer.stream_transport import StreamTransport
 from kvsidecar.kv_transfer.trace_context import with_trace_context
 from kvsidecar.net.channel import Address
 
@@ -39,7 +39,7 @@ _LACKING = (RuntimeError, MemoryError)
 _Outgoing = queue.SimpleQueue[pb.AttachRequest | None]
 
 
-class Log(Protocol):
+class Logger(Protocol):
     """Where a link says what becomes of it: a logger of the standard library, or of structlog."""
 
     def info(self, text: str, /) -> Any: ...
@@ -47,7 +47,7 @@ class Log(Protocol):
     def warning(self, text: str, /) -> Any: ...
 
 
-class DaemonLink:
+class DaemonConnection:
     """Works on a thread of its own. ``session`` is None while there is none."""
 
     def __init__(
@@ -58,7 +58,7 @@ class DaemonLink:
         gpu: int | None = None,
         *,
         maps: bool = True,
-        log: Log | None = None,
+        log: Logger | None = None,
     ) -> None:
         """``gpu`` is the CUDA device that reads and writes chunks, if one does. Where the daemon shares memory with us,
         chunks are in it; where it does not, at TCP, they are streamed. A link that maps nothing looks up and leases,
@@ -67,20 +67,20 @@ class DaemonLink:
         self._address, self._name, self.descriptor, self._gpu = address, name, descriptor, gpu
         self._maps = maps
         self.namespace = keys.namespace_id(descriptor)
-        self.served: Callable[[], Served] = Served  # what heartbeats tell; the runtime knows it
+        self.served_counts: Callable[[], ServedCounts] = ServedCounts  # what heartbeats tell; the runtime knows it
         self._session: Session | None = None
         self._stop = threading.Event()
         self._current: Session | None = None
         self._changed = threading.Condition()
         self._logged = ""
-        self._thread = threading.Thread(target=self._run, name="kv-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-session", daemon=True)
         self._thread.start()
 
     @property
     def session(self) -> Session | None:
         """The session, if there is one and the daemon answers."""
         found = self._session
-        return found if found is not None and found.answers else None
+        return found if found is not None and found.responsive else None
 
     def wait(self, seconds: float) -> bool:
         """Waits for a session; True when there is one."""
@@ -104,7 +104,7 @@ class DaemonLink:
                 attached = self._attach_once()
             except _LACKING as error:
                 attached = False
-                self._note(f"no session with the cache daemon: {str(error) or 'no memory'}; serving without cache")
+                self._log_once(f"no session with the cache daemon: {str(error) or 'no memory'}; serving without cache")
             backoff = _FIRST_BACKOFF if attached else min(_LAST_BACKOFF, backoff * 2)
             self._stop.wait(backoff)
 
@@ -121,13 +121,13 @@ class DaemonLink:
         try:
             opened = self._address.channel(_CHANNEL_OPTIONS)
         except ConfigurationError as error:  # its files are read every time, and somebody may be replacing them
-            self._note(f"{error}; serving without cache")
+            self._log_once(f"{error}; serving without cache")
             return False
         with opened as channel:
             try:
                 grpc.channel_ready_future(channel).result(timeout=CONNECT_SECONDS)
             except grpc.FutureTimeoutError:
-                self._note("the cache daemon does not answer; serving without cache")
+                self._log_once("the cache daemon does not answer; serving without cache")
                 return False
             stub: Any = CacheServiceStub(with_trace_context(channel))
             incoming = stub.Attach(iter(outgoing.get, None))
@@ -146,14 +146,14 @@ class DaemonLink:
                     welcome.max_chunk_tokens,
                     welcome.verdict if welcome.HasField("verdict") else None,
                     remote=welcome.remote,
-                    served_before=self.served(),
+                    served_before=self.served_counts(),
                 )
                 self._current = session
                 if not self._stop.is_set():
-                    held = self._hold(session, welcome, channel, incoming, outgoing)
+                    held = self._serve_session(session, welcome, channel, incoming, outgoing)
             except (grpc.RpcError, StopIteration, OSError, ValueError) as error:
                 text = str(from_rpc(error)) if isinstance(error, grpc.RpcError) else str(error)
-                self._note(f"the session with the cache daemon ended: {text}; serving without cache")
+                self._log_once(f"the session with the cache daemon ended: {text}; serving without cache")
             finally:
                 watchdog.cancel()
                 self._session = self._current = None
@@ -163,7 +163,7 @@ class DaemonLink:
                 incoming.cancel()
             return held
 
-    def _hold(
+    def _serve_session(
         self,
         session: Session,
         welcome: pb.Welcome,
@@ -174,10 +174,13 @@ class DaemonLink:
         """Heartbeats go from the beginning on: mapping and registering a large arena may take longer than the daemon
         waits for one. Returns when the stream ends, the session is dropped or the link is closed, and whether there was
         a session that could be used."""
-        for work in (self._read, self._beat):
-            arguments = (session, incoming if work == self._read else outgoing)
-            threading.Thread(target=work, args=arguments, name=f"kv-link-{work.__name__[1:]}", daemon=True).start()
-        self._map(session, welcome, channel)
+        acks = threading.Thread(target=self._read_acks, args=(session, incoming), name="kv-session-acks", daemon=True)
+        acks.start()
+        beats = threading.Thread(
+            target=self._send_heartbeats, args=(session, outgoing), name="kv-session-heartbeats", daemon=True
+        )
+        beats.start()
+        self._open_transport(session, welcome, channel)
         if not session.alive:
             return False
         with self._changed:
@@ -186,32 +189,32 @@ class DaemonLink:
             self._changed.notify_all()
         how = f"arena of {format_size(welcome.arena.size_bytes)}" if welcome.memory_socket else "chunks are streamed"
         self._log.info(f"attached to the cache daemon of epoch {welcome.epoch:x}, {how}")
-        session.over.wait()
+        session.closed.wait()
         return True
 
-    def _map(self, session: Session, welcome: pb.Welcome, channel: grpc.Channel) -> None:
+    def _open_transport(self, session: Session, welcome: pb.Welcome, channel: grpc.Channel) -> None:
         if self._maps and welcome.memory_socket:
-            session.carrier = Mapped(welcome, self._gpu)
+            session.transport = SharedMemoryTransport(welcome, self._gpu)
         elif self._maps:
-            session.carrier = Streamed(welcome, session.stub, channel, self._gpu)
+            session.transport = StreamTransport(welcome, session.stub, channel, self._gpu)
         if welcome.HasField("summary"):
             with contextlib.suppress(OSError):  # without it every prompt is looked up
-                session.summary = Summary(map_summary(welcome))
+                session.summary = BloomFilter(map_summary(welcome))
 
-    def _read(self, session: Session, incoming: Iterator[pb.AttachResponse]) -> None:
+    def _read_acks(self, session: Session, incoming: Iterator[pb.AttachResponse]) -> None:
         try:
             for answer in incoming:
-                session.answered(answer.heartbeat_ack)
+                session.record_ack(answer.heartbeat_ack)
         except grpc.RpcError as error:
             if not self._stop.is_set() and session.alive:
-                self._note(f"the session with the cache daemon ended: {from_rpc(error)}; serving without cache")
+                self._log_once(f"the session with the cache daemon ended: {from_rpc(error)}; serving without cache")
         session.finish()
 
-    def _beat(self, session: Session, outgoing: _Outgoing) -> None:
-        while session.wait_for_beat():
-            outgoing.put(pb.AttachRequest(heartbeat=session.beat(self.served())))
+    def _send_heartbeats(self, session: Session, outgoing: _Outgoing) -> None:
+        while session.wait_for_heartbeat():
+            outgoing.put(pb.AttachRequest(heartbeat=session.next_heartbeat(self.served_counts())))
 
-    def _note(self, text: str) -> None:
+    def _log_once(self, text: str) -> None:
         """Logs a state once, not at every attempt."""
         if text != self._logged:
             self._logged = text

@@ -5,14 +5,14 @@ from __future__ import annotations
 import grpc
 
 from kvsidecar.errors import from_rpc
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.session import Session
 
-REFUSALS = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+REFUSED_CODES = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 """Said of one call, which changed nothing: other requests of the session are none the worse."""
 
 
-def give_up(link: DaemonLink, session: Session, error: Exception) -> str:
+def handle_failure(connection: DaemonConnection, session: Session, error: Exception) -> str:
     """Does with the session what a failure asks for, and says the failure in a sentence.
 
     A call that was not answered in time is undone by the daemon, and one that was refused (a salt that the daemon lets
@@ -20,9 +20,9 @@ def give_up(link: DaemonLink, session: Session, error: Exception) -> str:
     """
     if isinstance(error, grpc.RpcError):
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            session.doubt()
-        elif error.code() not in REFUSALS:
-            link.drop(session)
+            session.suspect()
+        elif error.code() not in REFUSED_CODES:
+            connection.drop(session)
         return str(from_rpc(error))
-    link.drop(session)
+    connection.drop(session)
     return str(error) or type(error).__name__

@@ -52,7 +52,7 @@ def offsets(axis: Axis) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class Placement:
+class KVLayout:
     """One layer's keys, or its values, in an engine's memory. Element ``[block, token, head, channel]`` lies at
     ``memory[offset + block * block_stride + token's + head's + channel's]``.
 
@@ -72,19 +72,19 @@ class Placement:
     def axes(self) -> tuple[Axis, Axis, Axis]:
         return self.token, self.head, self.channel
 
-    def flat(self) -> Tensor:
+    def flat_memory(self) -> Tensor:
         """The memory from the place of element 0 to its end, in one dimension."""
         begin = self.memory.storage_offset() + self.offset
         room = self.memory.untyped_storage().nbytes() // self.memory.element_size() - begin
         return torch.as_strided(self.memory, (room,), (1,), begin)
 
-    def tables(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def offset_tables(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Offsets of a block's tokens, heads and channels, in elements."""
         token, head, channel = self.axes
         return offsets(token), offsets(head), offsets(channel)
 
 
-def strided(tensor: Tensor, order: str) -> Placement:
+def strided_layout(tensor: Tensor, order: str) -> KVLayout:
     """The placement of a tensor whose dimensions are named by ``order``: a permutation of ``b t h c`` for block, token,
     head and channel. Raises ConfigurationError."""
     if sorted(order) != ["b", "c", "h", "t"] or tensor.ndim != 4:
@@ -93,19 +93,19 @@ def strided(tensor: Tensor, order: str) -> Placement:
         )
     at = {name: i for i, name in enumerate(order)}
     axes: dict[str, Axis] = {name: ((tensor.shape[i], tensor.stride(i)),) for name, i in at.items()}
-    return Placement(tensor, 0, tensor.shape[at["b"]], tensor.stride(at["b"]), axes["t"], axes["h"], axes["c"])
+    return KVLayout(tensor, 0, tensor.shape[at["b"]], tensor.stride(at["b"]), axes["t"], axes["h"], axes["c"])
 
 
 @dataclass(frozen=True)
-class LayerPlacement:
+class LayerKVLayout:
     """A layer's keys and values."""
 
-    keys: Placement
-    values: Placement
+    keys: KVLayout
+    values: KVLayout
 
 
 @dataclass(frozen=True)
-class PagedCache:
+class PagedKVCache:
     """An engine's cache: its layers in the model's order, all of one geometry. ``name`` says the layout in messages.
 
     Raises ConfigurationError when the layers do not fit each other or the geometry.
@@ -114,7 +114,7 @@ class PagedCache:
     name: str
     geometry: Geometry
     block_tokens: int
-    layers: tuple[LayerPlacement, ...]
+    layers: tuple[LayerKVLayout, ...]
 
     def __post_init__(self) -> None:
         g = self.geometry
@@ -122,20 +122,20 @@ class PagedCache:
             raise ConfigurationError(f"the cache has {len(self.layers)} layers, its geometry says {g.layers}")
         expected = (self.block_tokens, g.kv_heads, g.head_dim)
         for i, layer in enumerate(self.layers):
-            for what, place in (("keys", layer.keys), ("values", layer.values)):
-                found = (extent(place.token), extent(place.head), extent(place.channel))
+            for what, layout in (("keys", layer.keys), ("values", layer.values)):
+                found = (extent(layout.token), extent(layout.head), extent(layout.channel))
                 if found != expected:
                     raise ConfigurationError(
                         f"a block of layer {i}'s {what} has {found} tokens, heads and channels; expected is {expected}"
                     )
-                if place.memory.dtype != self.dtype or place.memory.device != self.device:
+                if layout.memory.dtype != self.dtype or layout.memory.device != self.device:
                     raise ConfigurationError(
-                        f"layer {i}'s {what} are {place.memory.dtype} on {place.memory.device}, layer 0's are "
+                        f"layer {i}'s {what} are {layout.memory.dtype} on {layout.memory.device}, layer 0's are "
                         f"{self.dtype} on {self.device}; all must be alike"
                     )
-                _check_bounds(i, what, place)
+                _check_bounds(i, what, layout)
                 first = self.layers[0].keys if what == "keys" else self.layers[0].values
-                if (place.block_stride, *place.axes) != (first.block_stride, *first.axes):
+                if (layout.block_stride, *layout.axes) != (first.block_stride, *first.axes):
                     raise ConfigurationError(f"layer {i}'s {what} are laid out otherwise than layer 0's")
 
     @property
@@ -151,11 +151,11 @@ class PagedCache:
         return min(min(layer.keys.blocks, layer.values.blocks) for layer in self.layers)
 
 
-def _check_bounds(layer: int, what: str, place: Placement) -> None:
+def _check_bounds(layer: int, what: str, layout: KVLayout) -> None:
     """A kernel that writes by offsets must not be able to leave the memory."""
-    axes = (*place.token, *place.head, *place.channel, (place.blocks, place.block_stride))
-    first = place.memory.storage_offset() + place.offset
+    axes = (*layout.token, *layout.head, *layout.channel, (layout.blocks, layout.block_stride))
+    first = layout.memory.storage_offset() + layout.offset
     last = first + sum((size - 1) * stride for size, stride in axes)
-    room = place.memory.untyped_storage().nbytes() // place.memory.element_size()
+    room = layout.memory.untyped_storage().nbytes() // layout.memory.element_size()
     if min((stride for _, stride in axes), default=0) < 0 or first < 0 or last >= room:
         raise ConfigurationError(f"layer {layer}'s {what} reach to element {last} of a memory of {room}")

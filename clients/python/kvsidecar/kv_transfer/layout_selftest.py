@@ -14,7 +14,7 @@ from torch import Tensor
 from kvsidecar.chunk_layout import layout_of, new_header
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
-from kvsidecar.kv_transfer.kv_layout import PagedCache
+from kvsidecar.kv_transfer.kv_layout import PagedKVCache
 
 Write = Callable[[int, Tensor, Tensor, Tensor], None]
 """Writes keys and values ``[tokens, kv_heads, head_dim]`` of a layer to slots ``[tokens]``, as the engine does."""
@@ -23,7 +23,7 @@ Write = Callable[[int, Tensor, Tensor, Tensor], None]
 _BASE = 128
 
 
-def check_placement(cache: PagedCache, write: Write) -> None:
+def check_layout(cache: PagedKVCache, write: Write) -> None:
     """Has the engine write values that say where they belong, and reads them through the placement; then writes others
     through the placement, and reads them again. Uses two blocks, which are zero afterwards.
 
@@ -36,7 +36,7 @@ def check_placement(cache: PagedCache, write: Write) -> None:
     where = torch.from_numpy(slots).to(cache.device)
     shape = (2, len(slots), cache.geometry.kv_heads, cache.geometry.head_dim)
     number = np.arange(np.prod(shape)).reshape(shape)
-    copier, marks = BlockCopier(cache), _Marks(cache, len(slots))
+    copier, marks = BlockCopier(cache), _MarkedPayload(cache, len(slots))
     while number.any():
         for layer in range(cache.geometry.layers):
             keys, values = (torch.from_numpy(m).to(cache.device, cache.dtype) for m in _marked(number, layer))
@@ -58,10 +58,10 @@ def _marked(number: NDArray[Any], layer: int) -> NDArray[Any]:
     return ((number + layer) % _BASE).astype(np.float32)
 
 
-class _Marks:
+class _MarkedPayload:
     """A 16-bit payload of marks."""
 
-    def __init__(self, cache: PagedCache, tokens: int) -> None:
+    def __init__(self, cache: PagedKVCache, tokens: int) -> None:
         self._cache = cache
         # What is quantized on the way would not be what was written.
         self.header = new_header(replace(cache.geometry, bits=16), [0] * tokens, 0)
@@ -93,6 +93,6 @@ class _Marks:
         return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.uint16).numpy()
 
 
-def _synchronize(cache: PagedCache) -> None:
+def _synchronize(cache: PagedKVCache) -> None:
     if cache.device.type == "cuda":
         torch.cuda.synchronize(cache.device)

@@ -8,7 +8,7 @@ import socket
 
 from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_HOST, Welcome
 
-_PATIENCE_SECONDS = 2.0
+_SOCKET_TIMEOUT_SECONDS = 2.0
 ARENA, STAGING, SUMMARY = b"a", b"s", b"i"
 """Which memory is asked for; ``kvsidecar.cache.v1.Welcome.memory_socket`` is the specification."""
 
@@ -43,7 +43,7 @@ def _map(welcome: Welcome, which: bytes, size_bytes: int, access: int) -> memory
 
 def receive_descriptor(welcome: Welcome, which: bytes) -> int:
     """Asks the daemon for a memory's descriptor; the caller closes it. Raises OSError when it gives none."""
-    with _asking(welcome, which) as peer:
+    with _request_memory(welcome, which) as peer:
         _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
     if not descriptors:
         raise OSError(f"the daemon gave no memory at {welcome.memory_socket}: the session is not open")
@@ -53,7 +53,7 @@ def receive_descriptor(welcome: Welcome, which: bytes) -> int:
 def receive_handle(welcome: Welcome, size_bytes: int) -> bytes:
     """Asks the daemon for its device arena's handle of so many bytes. Raises OSError when it gives none."""
     given = b""
-    with _asking(welcome, ARENA) as peer:
+    with _request_memory(welcome, ARENA) as peer:
         while len(given) < size_bytes and (more := peer.recv(size_bytes - len(given))):
             given += more
     if len(given) < size_bytes:
@@ -61,13 +61,13 @@ def receive_handle(welcome: Welcome, size_bytes: int) -> bytes:
     return given
 
 
-def _asking(welcome: Welcome, which: bytes) -> socket.socket:
+def _request_memory(welcome: Welcome, which: bytes) -> socket.socket:
     """A connection on which the question has been put."""
     if not welcome.memory_socket:
         raise OSError("the daemon shares no memory with callers at this address")
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        peer.settimeout(_PATIENCE_SECONDS)
+        peer.settimeout(_SOCKET_TIMEOUT_SECONDS)
         peer.connect(welcome.memory_socket)
         peer.sendall(welcome.session_id + which)
     except OSError:

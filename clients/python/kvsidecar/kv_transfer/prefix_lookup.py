@@ -11,30 +11,30 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import Geometry, layout_of
-from kvsidecar.kv_transfer.block_chunking import Cutting
+from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.session import Session
 
 # What is cold comes from a disk: a call may take so much longer for each byte that it may have to bring in.
-_SLOW_BYTES_PER_SECOND = 200e6
+_MIN_DISK_BYTES_PER_SECOND = 200e6
 # The daemon waits no longer for a remote tier.
-_MOST_AFAR_SECONDS = 10.0
-_AT_ONCE = 32
+_MAX_REMOTE_SECONDS = 10.0
+_MAX_CONCURRENT_CALLS = 32
 
 
 @dataclass(frozen=True)
-class Found:
+class PrefixMatch:
     """The longest stored prefix of some tokens, and what was found of them by content, under lease until released.
-    ``cutting`` is how nodes that share chunks cut them; None where none do."""
+    ``chunking`` is how nodes that share chunks cut them; None where none do."""
 
     session: Session
     matches: tuple[pb.ChunkMatch, ...]
     tokens: int
     lease_id: bytes
     contents: tuple[pb.ContentMatch, ...] = ()
-    cutting: Cutting | None = None
+    chunking: BlockChunking | None = None
 
     @property
-    def whole(self) -> tuple[int, bytes]:
+    def full_chunks(self) -> tuple[int, bytes]:
         """Tokens of the leading chunks that match wholly, and the last one's prefix hash: where storing goes on. Where
         nodes share chunks, of those that all of them cut so: behind a tail in between, which others do not know, they
         would find nothing, so the chunk that takes its place is stored anew."""
@@ -42,20 +42,20 @@ class Found:
         for match in self.matches:
             if match.matched_tokens < match.tokens:
                 break
-            if self.cutting is not None and match.tokens != self.cutting.length(most):
+            if self.chunking is not None and match.tokens != self.chunking.full_length(most):
                 break
             tokens, last = tokens + match.tokens, match.prefix_hash
         return tokens, last
 
 
 @dataclass(frozen=True)
-class Matcher:
-    """Asks the daemon. ``timeout`` is in seconds, for a prompt of no length. With a ``cutting``, the daemon asks its
+class PrefixLookup:
+    """Asks the daemon. ``timeout`` is in seconds, for a prompt of no length. With a ``chunking``, the daemon asks its
     remote tier, if it has one, for what is not there: keys follow from the cuts. Any thread may use it."""
 
     geometry: Geometry
     timeout: float
-    cutting: Cutting | None = None
+    chunking: BlockChunking | None = None
 
     def match(
         self,
@@ -66,22 +66,22 @@ class Matcher:
         leased: bool = False,
         contents: Sequence[pb.ContentProbe] = (),
         seconds_per_token: float = 0.0,
-    ) -> Found:
+    ) -> PrefixMatch:
         """Finds and leases. What is ``leased`` already, by whom it may be, is in memory, and no disk is waited for.
         ``seconds_per_token`` is what computing takes, 0 when unknown: what is further away is not brought. Raises
         grpc.RpcError, and ValueError for an answer that cannot be meant."""
-        cutting = self.cutting if session.remote else None
+        chunking = self.chunking if session.remote else None
         request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
-        patience = self._patience(0 if leased else len(tokens))
-        if cutting is not None and not leased:
-            request.cuts.extend(cutting.known(len(tokens), session.max_chunk_tokens))
+        timeout = self._match_timeout(0 if leased else len(tokens))
+        if chunking is not None and not leased:
+            request.cuts.extend(chunking.shared_boundaries(len(tokens), session.max_chunk_tokens))
             request.seconds_per_token = seconds_per_token
-            patience += min(len(tokens) * seconds_per_token, _MOST_AFAR_SECONDS)
-        answer = session.match(request, patience)
+            timeout += min(len(tokens) * seconds_per_token, _MAX_REMOTE_SECONDS)
+        answer = session.match(request, timeout)
         if answer.epoch != session.epoch:
             raise ValueError(f"an answer of epoch {answer.epoch:x} in a session of epoch {session.epoch:x}")
-        found = Found(
-            session, tuple(answer.matches), answer.matched_tokens, answer.lease_id, tuple(answer.contents), cutting
+        found = PrefixMatch(
+            session, tuple(answer.matches), answer.matched_tokens, answer.lease_id, tuple(answer.contents), chunking
         )
         at = 0
         for match in found.matches:
@@ -91,16 +91,19 @@ class Matcher:
             at += match.matched_tokens
         return found
 
-    def bring(self, session: Session, prompts: Sequence[list[int]], salt: bytes) -> Iterator[list[bytes]]:
-        """Has the daemon bring prompts that are a chunk each from its remote tier, ``_AT_ONCE`` at a time; yields the
-        leases of those that are here, to be given back by the caller. Raises grpc.RpcError."""
-        for at in range(0, len(prompts), _AT_ONCE):
+    def prefetch(self, session: Session, prompts: Sequence[list[int]], salt: bytes) -> Iterator[list[bytes]]:
+        """Make the daemon prefetch prompts of one chunk each from its remote tier.
+
+        Sends at most ``_MAX_CONCURRENT_CALLS`` calls at a time. Yields the leases of the chunks that arrived; the
+        caller releases them. Raises grpc.RpcError.
+        """
+        for at in range(0, len(prompts), _MAX_CONCURRENT_CALLS):
             calls = [
-                session.matching(
+                session.match_async(
                     pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, cuts=[len(tokens)]),
-                    self._patience(len(tokens)),
+                    self._match_timeout(len(tokens)),
                 )
-                for tokens in prompts[at : at + _AT_ONCE]
+                for tokens in prompts[at : at + _MAX_CONCURRENT_CALLS]
             ]
             leases, failed = list[bytes](), None
             for call in calls:  # all are heard, or what they leased would stay
@@ -112,15 +115,15 @@ class Matcher:
             if failed is not None:
                 raise failed
 
-    def release(self, found: Found) -> None:
+    def release(self, found: PrefixMatch) -> None:
         """Gives the lease back without waiting for the answer."""
-        found.session.give_back([found.lease_id])
+        found.session.release([found.lease_id])
 
-    def _patience(self, tokens: int) -> float:
+    def _match_timeout(self, tokens: int) -> float:
         """Seconds to wait for a Match, which may have to read so many tokens from disk."""
         g = self.geometry
         token_bytes = 4 * g.layers * g.kv_heads * g.head_dim * g.bits / 8  # roughly: keys and values
-        return self.timeout + tokens * token_bytes / _SLOW_BYTES_PER_SECOND
+        return self.timeout + tokens * token_bytes / _MIN_DISK_BYTES_PER_SECOND
 
 
 def header_of(match: pb.ChunkMatch, geometry: Geometry) -> ChunkHeader:

@@ -14,17 +14,17 @@ from typing import Any
 import grpc
 from kvkernels import Payload
 
-from kvsidecar.bloom_filter import Summary
+from kvsidecar.bloom_filter import BloomFilter
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
-from kvsidecar.kv_transfer.transport import Carrier, NoCarrier, carrying_seconds
+from kvsidecar.kv_transfer.transport import NoTransport, Transport, transfer_timeout
 
-_NAME_BYTES = 16
-_GIVING_SECONDS = 5.0
+_ID_BYTES = 16
+_CALL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedCounts:
     """What a worker has served since it started: prompts, their tokens, those that were not computed, and of these
     those that were in its own pool."""
 
@@ -44,35 +44,35 @@ class Session:
     heartbeat_seconds: float
     max_chunk_tokens: int
     verdict: pb.ReuseVerdict | None = None
-    carrier: Carrier = field(default_factory=NoCarrier)
-    summary: Summary | None = None  # of what the daemon's index might hold
+    transport: Transport = field(default_factory=NoTransport)
+    summary: BloomFilter | None = None  # of what the daemon's index might hold
     remote: bool = False  # the daemon has a tier of which the summary knows nothing
-    over: threading.Event = field(default_factory=threading.Event)
-    acknowledged: float = field(default_factory=time.monotonic)  # when the last beat was sent that was answered
-    doubted: float = 0.0  # when a call was not answered in time
+    closed: threading.Event = field(default_factory=threading.Event)
+    last_acked_at: float = field(default_factory=time.monotonic)  # when the last beat was sent that was answered
+    suspected_at: float = 0.0  # when a call was not answered in time
     skipped_matches: int = 0
     skipped_tokens: int = 0
-    served_before: Served = field(default_factory=Served)
-    _due: threading.Event = field(default_factory=threading.Event)
-    _sent: deque[float] = field(default_factory=deque)
-    _giving: set[Any] = field(default_factory=set)
+    served_before: ServedCounts = field(default_factory=ServedCounts)
+    _heartbeat_due: threading.Event = field(default_factory=threading.Event)
+    _sent_at: deque[float] = field(default_factory=deque)
+    _pending_calls: set[Any] = field(default_factory=set)
 
     @property
     def alive(self) -> bool:
-        return not self.over.is_set()
+        return not self.closed.is_set()
 
     @property
-    def trusted(self) -> bool:
+    def leases_valid(self) -> bool:
         """What was read a moment ago under a lease is what was leased: the daemon cannot have ended the session yet, or
         each payload came with its checksum."""
         return self.alive and (
-            not self.carrier.at_once or time.monotonic() - self.acknowledged < 2 * self.heartbeat_seconds
+            not self.transport.zero_copy or time.monotonic() - self.last_acked_at < 2 * self.heartbeat_seconds
         )
 
     @property
-    def answers(self) -> bool:
+    def responsive(self) -> bool:
         """The daemon has answered something since it last did not."""
-        return self.alive and self.acknowledged >= self.doubted
+        return self.alive and self.last_acked_at >= self.suspected_at
 
     def end(self) -> None:
         """Marks the session as over and lets go of its memory; views in use keep it mapped until they are done.
@@ -81,54 +81,54 @@ class Session:
         collection that may be hours away. A dead daemon's arena would stay in memory all that time.
         """
         self.finish()
-        self.carrier.close()
+        self.transport.close()
         self.summary = None
 
     # ---- leases ---------------------------------------------------------------------------------------------
 
     def match(self, request: pb.MatchRequest, timeout: float) -> pb.MatchResponse:
         """Asks for a prompt, and gives back what an answer leased that was lost. Raises grpc.RpcError."""
-        request.lease_id = secrets.token_bytes(_NAME_BYTES)
+        request.lease_id = secrets.token_bytes(_ID_BYTES)
         try:
             return self.stub.Match(request, timeout=timeout)
         except grpc.RpcError as error:
-            self._lost(request, error)
+            self._release_if_lost(request, error)
             raise
 
-    def matching(self, request: pb.MatchRequest, timeout: float) -> Callable[[], pb.MatchResponse]:
+    def match_async(self, request: pb.MatchRequest, timeout: float) -> Callable[[], pb.MatchResponse]:
         """The same, asked now; called, it waits for the answer, which somebody must."""
-        request.lease_id = secrets.token_bytes(_NAME_BYTES)
+        request.lease_id = secrets.token_bytes(_ID_BYTES)
         call = self.stub.Match.future(request, timeout=timeout)
 
         def answer() -> pb.MatchResponse:
             try:
                 return call.result()
             except grpc.RpcError as error:
-                self._lost(request, error)
+                self._release_if_lost(request, error)
                 raise
 
         return answer
 
-    def _lost(self, request: pb.MatchRequest, error: grpc.RpcError) -> None:
+    def _release_if_lost(self, request: pb.MatchRequest, error: grpc.RpcError) -> None:
         """The daemon undoes a call that was cancelled while it worked on it, not one that it has answered."""
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            self.give_back([request.lease_id])
+            self.release([request.lease_id])
 
-    def give_back(self, lease_ids: Sequence[bytes]) -> None:
+    def release(self, lease_ids: Sequence[bytes]) -> None:
         """Gives leases back without waiting for the answer. Empty names are of nothing that was leased."""
         held = [lease_id for lease_id in lease_ids if lease_id]
         if held:
-            self._give(self.stub.Release, pb.ReleaseRequest(session_id=self.id, lease_ids=held))
+            self._send_until_acked(self.stub.Release, pb.ReleaseRequest(session_id=self.id, lease_ids=held))
 
     # ---- reservations ---------------------------------------------------------------------------------------
 
     def reserve(self, request: pb.ReserveRequest, timeout: float) -> list[pb.Reservation]:
         """Takes room for chunks, and gives up what an answer granted that was lost. Raises grpc.RpcError."""
-        request.reservation_ids.extend(secrets.token_bytes(_NAME_BYTES) for _ in request.headers)
+        request.reservation_ids.extend(secrets.token_bytes(_ID_BYTES) for _ in request.headers)
         try:
             return list(self.stub.Reserve(request, timeout=timeout).reservations)
         except grpc.RpcError:
-            self.give_up(request.reservation_ids)
+            self.abort(request.reservation_ids)
             raise
 
     def commit(self, items: Sequence[pb.CommitItem], timeout: float) -> pb.CommitResponse:
@@ -137,89 +137,91 @@ class Session:
         try:
             return self.stub.Commit(request, timeout=timeout)
         except grpc.RpcError:
-            self.give_up([item.reservation_id for item in items])
+            self.abort([item.reservation_id for item in items])
             raise
 
-    def give_up(self, reservation_ids: Sequence[bytes], patience: float = 0.0) -> None:
+    def abort(self, reservation_ids: Sequence[bytes], wait_seconds: float = 0.0) -> None:
         """Gives reservations up; those that have ended are ignored. Waits for the answer, so many seconds at most."""
         if not reservation_ids:
             return
-        call = self._give(self.stub.Abort, pb.AbortRequest(session_id=self.id, reservation_ids=reservation_ids))
-        if call is not None and patience:
+        call = self._send_until_acked(
+            self.stub.Abort, pb.AbortRequest(session_id=self.id, reservation_ids=reservation_ids)
+        )
+        if call is not None and wait_seconds:
             with suppress(grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
-                call.result(patience)
+                call.result(wait_seconds)
 
-    def _give(self, method: Any, request: Any) -> Any:
+    def _send_until_acked(self, method: Any, request: Any) -> Any:
         """Calls, and again and again where no answer comes in time, until the session is over, and all it holds.
         Returns the first call, if there is one."""
         if not self.alive:
             return None
         try:
-            call = method.future(request, timeout=_GIVING_SECONDS)
+            call = method.future(request, timeout=_CALL_SECONDS)
         except ValueError:  # the channel was closed meanwhile
             return None
         # A call nobody refers to is cancelled, and what it gives would stay until the session ends.
-        self._giving.add(call)
-        call.add_done_callback(lambda call: self._given(call, method, request))
+        self._pending_calls.add(call)
+        call.add_done_callback(lambda call: self._on_call_done(call, method, request))
         return call
 
-    def _given(self, call: Any, method: Any, request: Any) -> None:
-        self._giving.discard(call)
+    def _on_call_done(self, call: Any, method: Any, request: Any) -> None:
+        self._pending_calls.discard(call)
         if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            self._give(method, request)
+            self._send_until_acked(method, request)
 
     # ---- heartbeats -----------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Nothing more is asked of it; its memory stays for who uses it now."""
-        self.over.set()
-        self._due.set()
+        self.closed.set()
+        self._heartbeat_due.set()
 
-    def doubt(self) -> None:
+    def suspect(self) -> None:
         """A call was not answered in time: asks at once whether the daemon is there, and nothing else until it is."""
-        self.doubted = time.monotonic()
-        self._due.set()
+        self.suspected_at = time.monotonic()
+        self._heartbeat_due.set()
 
-    def wait_for_beat(self) -> bool:
+    def wait_for_heartbeat(self) -> bool:
         """Waits until a heartbeat is due. False when none will be."""
-        self._due.wait(self.heartbeat_seconds)
-        self._due.clear()
+        self._heartbeat_due.wait(self.heartbeat_seconds)
+        self._heartbeat_due.clear()
         return self.alive
 
-    def beat(self, served: Served) -> pb.Heartbeat:
+    def next_heartbeat(self, served_counts: ServedCounts) -> pb.Heartbeat:
         """The heartbeat that is sent now."""
-        self._sent.append(time.monotonic())
+        self._sent_at.append(time.monotonic())
         before = self.served_before
         return pb.Heartbeat(
             skipped_matches=self.skipped_matches,
             skipped_tokens=self.skipped_tokens,
-            prompts=served.prompts - before.prompts,
-            prompt_tokens=served.prompt_tokens - before.prompt_tokens,
-            cached_tokens=served.cached_tokens - before.cached_tokens,
-            pool_tokens=served.pool_tokens - before.pool_tokens,
+            prompts=served_counts.prompts - before.prompts,
+            prompt_tokens=served_counts.prompt_tokens - before.prompt_tokens,
+            cached_tokens=served_counts.cached_tokens - before.cached_tokens,
+            pool_tokens=served_counts.pool_tokens - before.pool_tokens,
         )
 
-    def answered(self, ack: pb.HeartbeatAck) -> None:
+    def record_ack(self, ack: pb.HeartbeatAck) -> None:
         """The oldest unanswered heartbeat was answered. What counts is when it was sent: the daemon may have taken it
         in as early as that."""
-        if self._sent:
-            self.acknowledged = self._sent.popleft()
+        if self._sent_at:
+            self.last_acked_at = self._sent_at.popleft()
         if ack.HasField("verdict"):
             self.verdict = ack.verdict
 
     # ---- what is stored -------------------------------------------------------------------------------------
 
-    def may_hold(self, root: bytes, tokens: Sequence[int]) -> bool:
+    def may_contain(self, root: bytes, tokens: Sequence[int]) -> bool:
         """Whether a prompt might begin with something stored."""
         summary = self.summary
-        return summary is None or summary.may_hold_prefix(root, tokens)
+        return summary is None or summary.may_contain_prefix(root, tokens)
 
-    def may_hold_content(self, root: bytes, tokens: Sequence[int]) -> bool:
+    def may_contain_content(self, root: bytes, tokens: Sequence[int]) -> bool:
         """Whether these tokens might be stored as a chunk, in whatever context."""
         summary = self.summary
-        return summary is None or summary.may_hold_content(root, tokens)
+        return summary is None or summary.may_contain_content(root, tokens)
 
-    def skipped(self, tokens: int) -> None:
+    def count_skipped_lookup(self, tokens: int) -> None:
         """Counts a prompt that was not looked up because nothing of it is stored."""
         self.skipped_matches += 1
         self.skipped_tokens += tokens
@@ -229,6 +231,6 @@ class Session:
     def read(
         self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float, most: float = float("inf")
     ) -> Generator[Payload, None, None]:
-        """See ``Carrier.read``. ``timeout`` is in seconds, for what moves nothing, ``most`` for all."""
+        """See ``Transport.read``. ``timeout`` is in seconds, for what moves nothing, ``most`` for all."""
         size = sum(match.payload_bytes for match in matches)
-        return self.carrier.read(lease_id, matches, min(carrying_seconds(size, timeout), most))
+        return self.transport.read(lease_id, matches, min(transfer_timeout(size, timeout), most))

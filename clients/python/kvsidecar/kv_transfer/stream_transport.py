@@ -34,10 +34,10 @@ _BUFFERS = 3  # one is used, one is complete, one is received into
 _STALL_SECONDS = 3.0  # a link that says nothing for so long is taken for cut
 
 
-class Streamed:
+class StreamTransport:
     """A session's. The daemon holds what a call was asked for until the call ends, whatever becomes of the lease."""
 
-    at_once = False
+    zero_copy = False
 
     def __init__(
         self, welcome: pb.Welcome, stub: CacheServiceStub, channel: grpc.Channel, gpu: int | None = None
@@ -48,7 +48,7 @@ class Streamed:
         self._fetch: Any = channel.unary_stream(
             _FETCH, request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=decoded_piece
         )
-        self.room_bytes = min(welcome.staging.size_bytes, _ROOM_BYTES)
+        self.max_reserved_bytes = min(welcome.staging.size_bytes, _ROOM_BYTES)
 
     def read(self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float) -> Generator[Payload, None, None]:
         ends = time.monotonic() + timeout
@@ -57,7 +57,7 @@ class Streamed:
             names = [match.prefix_hash for match in group]
             request = pb.FetchRequest(session_id=self._session_id, lease_id=lease_id, prefix_hashes=names)
             left = max(0.0, ends - time.monotonic())
-            with _Arriving(partial(self._fetch, request, timeout=left), group, self._pins) as arriving:
+            with _FetchStream(partial(self._fetch, request, timeout=left), group, self._pins) as arriving:
                 yield from arriving
 
     def write(self, granted: Sequence[tuple[int, pb.Reservation]], fill: Fill, timeout: float) -> list[pb.CommitItem]:
@@ -67,7 +67,7 @@ class Streamed:
             fill(i, payload)
             items.append(pb.CommitItem(reservation_id=reservation.reservation_id, checksum=keys.checksum(payload)))
             payloads.append((reservation.reservation_id, payload))
-        sending = _Sending(self._session_id, payloads)
+        sending = _FillStream(self._session_id, payloads)
         call = self._stub.Fill.future(iter(sending), timeout=timeout)
         try:
             sending.wait(call)
@@ -79,7 +79,7 @@ class Streamed:
         pass
 
 
-class _Sending:
+class _FillStream:
     """What one Fill is sent; gRPC asks for the next message, on a thread of its own, when there is room for it."""
 
     def __init__(self, session_id: bytes, payloads: Sequence[tuple[bytes, memoryview]]) -> None:
@@ -106,7 +106,7 @@ class _Sending:
         raise ConnectionError(f"the cache daemon took nothing for {_STALL_SECONDS:g} s")
 
 
-class _Arriving:
+class _FetchStream:
     """The payloads of one Fetch, received and checked on a thread of its own while those before them are used."""
 
     def __init__(self, fetch: Callable[[], Any], matches: Sequence[pb.ChunkMatch], pins: bool) -> None:
@@ -129,7 +129,7 @@ class _Arriving:
             self._thread.start()
             self._held = held.pop_all()
 
-    def __enter__(self) -> _Arriving:
+    def __enter__(self) -> _FetchStream:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

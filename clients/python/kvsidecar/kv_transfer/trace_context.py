@@ -14,10 +14,10 @@ from kvsidecar.telemetry.tracing import SDK, context_metadata
 def with_trace_context(channel: grpc.Channel) -> grpc.Channel:
     """The channel, whose calls with one answer name the active span. The channel itself in a process that has not
     loaded OpenTelemetry's SDK: there are no spans in it, and calls cost what they did."""
-    return grpc.intercept_channel(channel, _Naming()) if SDK in sys.modules else channel
+    return grpc.intercept_channel(channel, _TraceContextInterceptor()) if SDK in sys.modules else channel
 
 
-class _Naming(grpc.UnaryUnaryClientInterceptor):
+class _TraceContextInterceptor(grpc.UnaryUnaryClientInterceptor):
     def intercept_unary_unary(
         self, continuation: Callable[[Any, Any], Any], client_call_details: Any, request: Any
     ) -> Any:

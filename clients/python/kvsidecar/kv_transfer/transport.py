@@ -17,21 +17,21 @@ Fill = Callable[[int, memoryview], None]
 
 
 # A link that is slower carries nothing in time.
-_SLOWEST_BYTES_PER_SECOND = 8e6
+_MIN_LINK_BYTES_PER_SECOND = 8e6
 
 
-def carrying_seconds(size_bytes: int, timeout: float) -> float:
+def transfer_timeout(size_bytes: int, timeout: float) -> float:
     """How long carrying so much may take; ``timeout`` is in seconds, for what moves nothing."""
-    return timeout + size_bytes / _SLOWEST_BYTES_PER_SECOND
+    return timeout + size_bytes / _MIN_LINK_BYTES_PER_SECOND
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """One session's. Any thread may use it."""
 
-    at_once: bool
+    zero_copy: bool
     """Whether payloads cost nothing to have: all of a lease's may be asked for before the first is used, and stay until
     the lease is released. Otherwise each is gone when the next is asked for."""
-    room_bytes: int
+    max_reserved_bytes: int
     """What may be reserved at one time."""
 
     def read(self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float) -> Generator[Payload, None, None]:
@@ -50,10 +50,10 @@ class Carrier(Protocol):
         ...
 
 
-class NoCarrier:
+class NoTransport:
     """Of sessions that look up and lease, and carry nothing."""
 
-    at_once, room_bytes = True, 0
+    zero_copy, max_reserved_bytes = True, 0
 
     def read(self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float) -> Generator[Payload, None, None]:
         raise ValueError("this session reads no chunks")

@@ -23,8 +23,8 @@ from lmcache.v1.platform import create_event_notifier
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.integrations import engine_options
-from kvsidecar.integrations.lmcache.object_keeper import GEOMETRY, Name, ObjectKeeper
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.integrations.lmcache.l2_object_store import GEOMETRY, L2ObjectStore, ObjectName
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 
 log = logging.getLogger(__name__)
 _ATTACH_SECONDS = 1.0
@@ -32,7 +32,7 @@ _THREADS = 4
 
 
 @dataclass(frozen=True)
-class Settings(engine_options.Daemon):
+class AdapterSettings(engine_options.DaemonOptions):
     """Beside where the daemon is, ``timeout_ms`` how long a call that moves nothing may take. ``weights`` is any text
     that says which weights the model's name stands for: LMCache knows the name alone."""
 
@@ -45,10 +45,10 @@ class KVSidecarL2Adapter(L2AdapterInterface):
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
-        settings = engine_options.read(Settings, config, "the L2 adapter's adapter_params")
-        link = DaemonLink(settings.address, "lmcache", descriptor(settings), log=log)
-        link.wait(_ATTACH_SECONDS)
-        self._objects = ObjectKeeper(link, settings.timeout_ms / 1000)
+        settings = engine_options.parse_options(AdapterSettings, config, "the L2 adapter's adapter_params")
+        connection = DaemonConnection(settings.address, "lmcache", descriptor(settings), log=log)
+        connection.wait(_ATTACH_SECONDS)
+        self._objects = L2ObjectStore(connection, settings.timeout_ms / 1000)
         self._threads = ThreadPoolExecutor(_THREADS, "kvsidecar-l2")
         self._stored, self._looked_up, self._loaded = (create_event_notifier() for _ in range(3))
         self._lock, self._last_task = threading.Lock(), 0
@@ -114,10 +114,10 @@ class KVSidecarL2Adapter(L2AdapterInterface):
     def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
         views = self._views(keys, objects)
         written = self._objects.store([name_of(key) for key in keys], views)
-        fresh = [(key, len(view)) for key, view, new in zip(keys, views, written.fresh, strict=True) if new]
+        fresh = [(key, len(view)) for key, view, new in zip(keys, views, written.newly_stored, strict=True) if new]
         if fresh:
             self._notify_keys_stored([key for key, _ in fresh], [size for _, size in fresh])
-        return L2StoreResult(all(written.there), sum(size for _, size in fresh))
+        return L2StoreResult(all(written.stored), sum(size for _, size in fresh))
 
     def _look_up(self, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
         """An object's size is that of the last one of its kind or, before there was one, what LMCache says it will be:
@@ -163,13 +163,13 @@ class KVSidecarL2Adapter(L2AdapterInterface):
             return self._bitmaps.pop(task, None)
 
 
-def name_of(key: ObjectKey) -> Name:
+def name_of(key: ObjectKey) -> ObjectName:
     """A key's name; its salt is the tenant's, as with other engines."""
     name = json.dumps([key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id])
-    return Name(key.cache_salt.encode("utf-8", "surrogatepass"), name.encode())
+    return ObjectName(key.cache_salt.encode("utf-8", "surrogatepass"), name.encode())
 
 
-def descriptor(settings: Settings) -> NamespaceDescriptor:
+def descriptor(settings: AdapterSettings) -> NamespaceDescriptor:
     """The namespace of all that LMCache of this version stores; its models are told apart by the objects' names."""
     return NamespaceDescriptor(
         model_fingerprint=hashlib.sha256(settings.weights.encode()).digest(),

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.kv_transfer.kv_layout import LayerPlacement, PagedCache, data_type, strided
-from kvsidecar.kv_transfer.layout_selftest import check_placement
+from kvsidecar.kv_transfer.kv_layout import LayerKVLayout, PagedKVCache, data_type, strided_layout
+from kvsidecar.kv_transfer.layout_selftest import check_layout
 from kvsidecar.kv_transfer.named_pages import NAME_TOKENS
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 }
 
 
-def cache_of(pool: Any, bits: int) -> PagedCache:
+def host_pool_cache(pool: Any, bits: int) -> PagedKVCache:
     """The cache that a ``HostKVCache`` is, checked with marked values while nothing is in it. Raises ConfigurationError
     for a pool or a layout that is not known, and for one that is not what it is known as."""
     if type(pool).__name__ != _POOL:
@@ -51,12 +51,14 @@ def cache_of(pool: Any, bits: int) -> PagedCache:
     geometry = Geometry(pool.layer_num, pool.head_num, pool.head_dim, data_type(pool.dtype), bits)
     lay, tokens = LAYOUTS[pool.layout], pool.page_size
     layers = tuple(
-        LayerPlacement(strided(lay(pool.k_buffer, i, tokens), "bthc"), strided(lay(pool.v_buffer, i, tokens), "bthc"))
+        LayerKVLayout(
+            strided_layout(lay(pool.k_buffer, i, tokens), "bthc"), strided_layout(lay(pool.v_buffer, i, tokens), "bthc")
+        )
         for i in range(pool.layer_num)
     )
-    cache = PagedCache(f"SGLang's {pool.layout}", geometry, tokens, layers)
+    cache = PagedKVCache(f"SGLang's {pool.layout}", geometry, tokens, layers)
     if pool.available_size() == pool.logical_size:
-        check_placement(cache, lambda layer, keys, values, slots: _write(pool, layer, keys, values, slots))
+        check_layout(cache, lambda layer, keys, values, slots: _write(pool, layer, keys, values, slots))
     else:  # it was attached while SGLang ran
         log.info("the host pool is in use, so its layout %s was not checked", pool.layout)
     return cache

@@ -17,11 +17,11 @@ from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.integrations import engine_options
-from kvsidecar.integrations.sglang.host_pool_layout import cache_of
-from kvsidecar.integrations.sglang.page_keeper import PageKeeper
+from kvsidecar.integrations.sglang.host_pool_layout import host_pool_cache
+from kvsidecar.integrations.sglang.page_store import PageStore
 from kvsidecar.integrations.torch_numerics import SHARED, torch_numerics
-from kvsidecar.integrations.weights_dir import folder_of
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.integrations.weights_dir import weights_dir_of
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.models import weights_fingerprint
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _ATTACH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Settings(engine_options.Daemon):
+class StorageSettings(engine_options.DaemonOptions):
     """Beside where the daemon is, ``bits`` how keys and values are stored, ``timeout_ms`` how long a call that moves
     nothing may take, ``model`` the model's folder or repository where its served name does not say it. ``numerics``
     keeps apart what no file of the model says, such as ``--quantization``: engines share what they say alike.
@@ -48,44 +48,46 @@ class KVSidecarStorage(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, arguments: Any = None) -> None:
         given = storage_config.extra_config or {}
         self._config = storage_config
-        self._settings = engine_options.read(Settings, given.get("kvsidecar", {}), 'the extra config\'s "kvsidecar"')
+        self._settings = engine_options.parse_options(
+            StorageSettings, given.get("kvsidecar", {}), 'the extra config\'s "kvsidecar"'
+        )
         _check(storage_config, given)
-        self._folder = folder_of(self._settings.model or storage_config.model_name or "")
-        self._keeper: PageKeeper | None = None
+        self._folder = weights_dir_of(self._settings.model or storage_config.model_name or "")
+        self._store: PageStore | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
-        cache = cache_of(mem_pool_host, self._settings.bits)
+        cache = host_pool_cache(mem_pool_host, self._settings.bits)
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         numerics = torch_numerics(device, mem_pool_host.dtype, self._settings.share_across_machines)
         described = descriptor(self._config, self._settings, self._folder, cache.geometry, numerics)
-        link = DaemonLink(self._settings.address, f"sglang-{self._config.tp_rank}", described, log=log)
-        link.wait(_ATTACH_SECONDS)
-        self._keeper = PageKeeper(cache, link, self._settings.timeout_ms / 1000)
+        connection = DaemonConnection(self._settings.address, f"sglang-{self._config.tp_rank}", described, log=log)
+        connection.wait(_ATTACH_SECONDS)
+        self._store = PageStore(cache, connection, self._settings.timeout_ms / 1000)
 
     def close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._store is not None:
+            self._store.close()
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        return self._keeping.exists(keys)
+        return self._registered_store.exists(keys)
 
     def exists(self, key: str) -> bool:
-        return self._keeping.exists([key]) == 1
+        return self._registered_store.exists([key]) == 1
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._keeping.load(keys, self._slots(keys, host_indices))
+        return self._registered_store.load(keys, self._slots(keys, host_indices))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._keeping.store(keys, self._slots(keys, host_indices))
+        return self._registered_store.store(keys, self._slots(keys, host_indices))
 
     def clear(self) -> None:
-        self._keeping.clear()
+        self._registered_store.clear()
 
     # ---- the interface of copies, which "interface_v1" replaces -----------------------------------------------
 
@@ -104,10 +106,10 @@ class KVSidecarStorage(HiCacheStorage):
         raise NotImplementedError(_V1)
 
     @property
-    def _keeping(self) -> PageKeeper:
-        if self._keeper is None:
+    def _registered_store(self) -> PageStore:
+        if self._store is None:
             raise RuntimeError("no host pool was registered; SGLang does so before it asks for pages")
-        return self._keeper
+        return self._store
 
     def _slots(self, keys: list[str], host_indices: torch.Tensor) -> Integers:
         """The tokens' places in the host pool. Raises ValueError unless there is one for each token of each page."""
@@ -121,7 +123,9 @@ class KVSidecarStorage(HiCacheStorage):
 _V1 = 'KVSidecar copies pages in place; set "interface_v1": 1 in --hicache-storage-backend-extra-config'
 
 
-def descriptor(config: Any, settings: Settings, folder: Path, geometry: Geometry, numerics: str) -> NamespaceDescriptor:
+def descriptor(
+    config: Any, settings: StorageSettings, folder: Path, geometry: Geometry, numerics: str
+) -> NamespaceDescriptor:
     """The namespace of one tensor-parallel rank on a machine of these ``torch_numerics``; ``config.json`` is part of
     the fingerprint."""
     versions = f"sglang/{importlib.metadata.version('sglang')} torch/{torch.__version__}"

@@ -12,42 +12,42 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.kv_transfer.kv_layout import LayerPlacement, Placement
+from kvsidecar.kv_transfer.kv_layout import KVLayout, LayerKVLayout
 
 _LINE_WORDS = 16  # a row of an AMX tile: 16 words of two elements
 
 
-def _packed_channels(tensor: Tensor) -> LayerPlacement:
+def _packed_channels(tensor: Tensor) -> LayerKVLayout:
     """A token's channels of keys, then those of values."""
     blocks, heads, tokens, both = tensor.shape
     dim, (block, head, token, channel) = both // 2, tensor.stride()
 
-    def part(offset: int) -> Placement:
+    def part(offset: int) -> KVLayout:
         axes = ((tokens, token),), ((heads, head),), ((dim, channel),)
-        return Placement(tensor, offset * channel, blocks, block, *axes)
+        return KVLayout(tensor, offset * channel, blocks, block, *axes)
 
-    return LayerPlacement(part(0), part(dim))
+    return LayerKVLayout(part(0), part(dim))
 
 
-def _cpu_vec(tensor: Tensor) -> LayerPlacement:
+def _cpu_vec(tensor: Tensor) -> LayerKVLayout:
     """``cpu_attn_vec.hpp``, ``cpu_attn_vec16.hpp``: keys ``[channels, tokens]``, values ``[tokens, channels]``."""
     blocks, heads, tokens, both = tensor.shape
     dim, (block, head) = both // 2, _dense(tensor)
-    keys = Placement(tensor, 0, blocks, block, ((tokens, 1),), ((heads, head),), ((dim, tokens),))
-    values = Placement(tensor, tokens * dim, blocks, block, ((tokens, dim),), ((heads, head),), ((dim, 1),))
-    return LayerPlacement(keys, values)
+    keys = KVLayout(tensor, 0, blocks, block, ((tokens, 1),), ((heads, head),), ((dim, tokens),))
+    values = KVLayout(tensor, tokens * dim, blocks, block, ((tokens, dim),), ((heads, head),), ((dim, 1),))
+    return LayerKVLayout(keys, values)
 
 
-def _cpu_amx(tensor: Tensor) -> LayerPlacement:
+def _cpu_amx(tensor: Tensor) -> LayerKVLayout:
     """``cpu_attn_amx.hpp``: tiles of pairs, keys' of channels and values' of tokens."""
     blocks, heads, tokens, both = tensor.shape
     dim, (block, head) = both // 2, _dense(tensor)
     line = 2 * _LINE_WORDS
     token = (tokens // _LINE_WORDS, _LINE_WORDS * dim), (_LINE_WORDS, 2)
-    keys = Placement(tensor, 0, blocks, block, token, ((heads, head),), ((dim // 2, line), (2, 1)))
+    keys = KVLayout(tensor, 0, blocks, block, token, ((heads, head),), ((dim // 2, line), (2, 1)))
     channel = (dim // _LINE_WORDS, _LINE_WORDS * tokens), (_LINE_WORDS, 2)
-    values = Placement(tensor, tokens * dim, blocks, block, ((tokens // 2, line), (2, 1)), ((heads, head),), channel)
-    return LayerPlacement(keys, values)
+    values = KVLayout(tensor, tokens * dim, blocks, block, ((tokens // 2, line), (2, 1)), ((heads, head),), channel)
+    return LayerKVLayout(keys, values)
 
 
 def _dense(tensor: Tensor) -> tuple[int, int]:
@@ -58,7 +58,7 @@ def _dense(tensor: Tensor) -> tuple[int, int]:
     return block, head
 
 
-KNOWN: dict[str, Callable[[Tensor], LayerPlacement]] = {
+KNOWN: dict[str, Callable[[Tensor], LayerKVLayout]] = {
     "CPU_ATTN vec": _cpu_vec,
     "CPU_ATTN vec16": _cpu_vec,
     "CPU_ATTN amx": _cpu_amx,
@@ -69,7 +69,7 @@ KNOWN: dict[str, Callable[[Tensor], LayerPlacement]] = {
 }
 
 
-def placement_of(name: str, tensor: Tensor) -> LayerPlacement:
+def kv_layout_of(name: str, tensor: Tensor) -> LayerKVLayout:
     """A layer's placement, for a backend by name. Raises ConfigurationError for one that is not known."""
     if name not in KNOWN:
         raise ConfigurationError(

@@ -19,40 +19,40 @@ _Stamps = tuple[tuple[Path, int, int], ...]
 """Files with their times of change in nanoseconds, and their sizes in bytes."""
 
 
-class Unidentified(Exception):
+class UnknownAdapter(Exception):
     """Nobody can say what the adapter's weights are."""
 
 
-class Adapters:
+class AdapterDigests:
     """What the LoRA adapters of one engine contain. vLLM loads an adapter once for each ``lora_int_id`` and keeps the
     weights, whatever becomes of the files."""
 
     def __init__(self) -> None:
         self._loaded: dict[int, _Stamps] = {}
 
-    def contents(self, lora: Any) -> bytes:
+    def digest_of(self, lora: Any) -> bytes:
         """A digest of the weights of a ``LoRARequest``. Raises Unidentified."""
         try:
             stamps = _stamps(Path(lora.lora_path).expanduser())
             if not any(file.suffix != ".json" for file, _, _ in stamps):
-                raise Unidentified(f"the LoRA adapter {lora.lora_name} has no weights at {lora.lora_path}")
+                raise UnknownAdapter(f"the LoRA adapter {lora.lora_name} has no weights at {lora.lora_path}")
             if self._loaded.setdefault(lora.lora_int_id, stamps) != stamps:
-                raise Unidentified(f"the files of the LoRA adapter {lora.lora_name} changed after it was loaded")
+                raise UnknownAdapter(f"the files of the LoRA adapter {lora.lora_name} changed after it was loaded")
             return _contents(stamps)
         except (OSError, RuntimeError) as error:  # expanduser raises the latter where there is no home
-            raise Unidentified(f"the LoRA adapter {lora.lora_name} cannot be read: {error}") from error
+            raise UnknownAdapter(f"the LoRA adapter {lora.lora_name} cannot be read: {error}") from error
 
 
-def salt_of(request: Any, adapters: Adapters) -> bytes:
+def request_salt(request: Any, adapters: AdapterDigests) -> bytes:
     """The salt of a vLLM ``Request``: its ``cache_salt``, and what its LoRA adapter contains. Raises Unidentified."""
     salt = (request.cache_salt or "").encode("utf-8", "surrogatepass")
     if request.lora_request is not None:
-        adapter = adapters.contents(request.lora_request)
+        adapter = adapters.digest_of(request.lora_request)
         return _ADAPTER + hashlib.sha256(len(salt).to_bytes(4, "little") + salt + adapter).digest()
     return salt if len(salt) <= MAX_SALT_BYTES else _LONG + hashlib.sha256(salt).digest()
 
 
-def since(generation: bytes, salt: bytes) -> bytes:
+def generation_salt(generation: bytes, salt: bytes) -> bytes:
     """A salt of what is computed from some moment on; itself for the empty generation, which began with the engine."""
     return _SINCE + hashlib.sha256(generation + salt).digest() if generation else salt
 

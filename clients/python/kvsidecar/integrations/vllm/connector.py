@@ -20,25 +20,25 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvsidecar.integrations.vllm.config_check import check_config
 from kvsidecar.integrations.vllm.connector_settings import read_settings
-from kvsidecar.integrations.vllm.step_metadata import Introduction, Step
+from kvsidecar.integrations.vllm.step_metadata import StepJobs, WorkerHandshake
 
 if TYPE_CHECKING:
-    from kvsidecar.integrations.vllm.scheduler_connector import SchedulerHalf
-    from kvsidecar.integrations.vllm.worker_connector import WorkerHalf
+    from kvsidecar.integrations.vllm.scheduler_connector import SchedulerConnector
+    from kvsidecar.integrations.vllm.worker_connector import WorkerConnector
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """A step's work, as vLLM carries it."""
 
-    step: Step
+    step: StepJobs
 
 
 @dataclass
-class WorkerMetadata(KVConnectorHandshakeMetadata):
+class HandshakeMetadata(KVConnectorHandshakeMetadata):
     """A worker's introduction, as vLLM carries it."""
 
-    introduction: Introduction
+    handshake: WorkerHandshake
 
 
 class KVSidecarConnector(KVConnectorBase_V1):
@@ -53,12 +53,12 @@ class KVSidecarConnector(KVConnectorBase_V1):
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         # A cache is never a reason to fail a request. The scheduler reads this after it has made us.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._scheduler: SchedulerConnector | None = None
+        self._worker: WorkerConnector | None = None
         if role is KVConnectorRole.SCHEDULER:
-            from kvsidecar.integrations.vllm.scheduler_connector import SchedulerHalf
+            from kvsidecar.integrations.vllm.scheduler_connector import SchedulerConnector
 
-            self._scheduler = SchedulerHalf(
+            self._scheduler = SchedulerConnector(
                 self._settings,
                 self._block_tokens,
                 kv_cache_config.num_blocks,
@@ -72,9 +72,9 @@ class KVSidecarConnector(KVConnectorBase_V1):
         return False  # what was not stored is computed again
 
     def shutdown(self) -> None:
-        for half in (self._scheduler, self._worker):
-            if half is not None:
-                half.close()
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
         self._scheduler = self._worker = None
 
     # ---- the workers' half ----------------------------------------------------------------------------------
@@ -85,16 +85,16 @@ class KVSidecarConnector(KVConnectorBase_V1):
         self._worker = start_worker(self._settings, self._vllm_config, self._kv_cache_config, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return None if self._worker is None else WorkerMetadata(self._worker.introduction())
+        return None if self._worker is None else HandshakeMetadata(self._worker.handshake())
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._worker is not None:
             assert isinstance(kv_connector_metadata, StepMetadata)
-            self._worker.preempted(kv_connector_metadata.step)
+            self._worker.handle_preemptions(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
-            self._worker.load(self._bound)
+            self._worker.start_load_kv(self._bound)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request is not scheduled before it has its blocks."""
@@ -104,22 +104,22 @@ class KVSidecarConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
-            self._worker.store(self._bound)
+            self._worker.start_store_kv(self._bound)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return (None, None) if self._worker is None else self._worker.done()
+        return (None, None) if self._worker is None else self._worker.get_finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._worker is None else self._worker.failed_blocks()
+        return set() if self._worker is None else self._worker.get_block_ids_with_load_errors()
 
     def get_kv_connector_stats(self) -> Any:
-        from kvsidecar.integrations.vllm.vllm_metrics import Stats
+        from kvsidecar.integrations.vllm.vllm_metrics import ConnectorStats
 
-        counted = {} if self._worker is None else self._worker.tally.take()
-        return Stats(counted) if counted else None
+        counted = {} if self._worker is None else self._worker.stats.take()
+        return ConnectorStats(counted) if counted else None
 
     @property
-    def _bound(self) -> Step:
+    def _bound(self) -> StepJobs:
         found = self._get_connector_metadata()
         assert isinstance(found, StepMetadata)
         return found.step
@@ -127,47 +127,47 @@ class KVSidecarConnector(KVConnectorBase_V1):
     # ---- the scheduler's half -------------------------------------------------------------------------------
 
     @property
-    def _scheduling(self) -> SchedulerHalf:
+    def _scheduler_side(self) -> SchedulerConnector:
         assert self._scheduler is not None, "only the scheduler's connector is asked this"
         return self._scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        self._scheduling.introduce(
-            {rank: one.introduction for rank, one in metadata.items() if isinstance(one, WorkerMetadata)}
+        self._scheduler_side.set_worker_handshakes(
+            {rank: one.handshake for rank, one in metadata.items() if isinstance(one, HandshakeMetadata)}
         )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduling.matched(request, num_computed_tokens)
+        return self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduling.allocated(request, blocks, num_external_tokens)
+        self._scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return StepMetadata(self._scheduling.order(scheduler_output))
+        return StepMetadata(self._scheduler_side.build_connector_meta(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduling.received(connector_output.finished_recving or ())
-        self._scheduling.sent(connector_output.finished_sending or ())
+        self._scheduler_side.finished_recving(connector_output.finished_recving or ())
+        self._scheduler_side.finished_sending(connector_output.finished_sending or ())
 
     def reset_cache(self) -> bool | None:
-        self._scheduling.reset()
+        self._scheduler_side.reset_cache()
         return True
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.finished(request, block_ids), None
+        return self._scheduler_side.request_finished(request, block_ids), None
 
     # ---- what vLLM shows ------------------------------------------------------------------------------------
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        from kvsidecar.integrations.vllm.vllm_metrics import Stats
+        from kvsidecar.integrations.vllm.vllm_metrics import ConnectorStats
 
-        return Stats(data or {})
+        return ConnectorStats(data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> Any:
-        from kvsidecar.integrations.vllm.vllm_metrics import Metrics
+        from kvsidecar.integrations.vllm.vllm_metrics import ConnectorMetrics
 
-        return Metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -10,7 +10,7 @@ from kvsidecar.integrations import engine_options
 
 
 @dataclass(frozen=True)
-class Settings(engine_options.Daemon):
+class ConnectorSettings(engine_options.DaemonOptions):
     """Beside where the daemon is, ``bits`` how keys and values are stored, ``chunk_tokens`` how long a chunk is at
     least, ``timeout_ms`` how long a call that moves nothing may take, ``least_tokens`` how few are not worth a load.
     ``share_across_machines`` shares with engines of other machines and versions, whose bits may be others."""
@@ -26,6 +26,6 @@ class Settings(engine_options.Daemon):
         return self.timeout_ms / 1000
 
 
-def read_settings(given: Mapping[str, Any]) -> Settings:
+def read_settings(given: Mapping[str, Any]) -> ConnectorSettings:
     """Raises ConfigurationError for what is unknown or out of range."""
-    return engine_options.read(Settings, given, "kv_connector_extra_config")
+    return engine_options.parse_options(ConnectorSettings, given, "kv_connector_extra_config")

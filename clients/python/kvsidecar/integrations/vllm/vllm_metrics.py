@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvsidecar.integrations.vllm.transfer_stats import COUNTERS
 
 
-class Stats(KVConnectorStats):
+class ConnectorStats(KVConnectorStats):
     """Sums of an interval, by the names of ``COUNTERS``."""
 
     def reset(self) -> None:
@@ -27,7 +27,7 @@ class Stats(KVConnectorStats):
         return not self.data
 
 
-class Metrics(KVConnectorPromMetrics):
+class ConnectorMetrics(KVConnectorPromMetrics):
     """``vllm:kvsidecar_*_total`` for each engine."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:

@@ -15,16 +15,16 @@ import torch
 from kvkernels.cpu.thread_pool import spread
 
 from kvsidecar import keys
-from kvsidecar.integrations.vllm.connector_settings import Settings
-from kvsidecar.integrations.vllm.step_metadata import Introduction, Load, Step, Store
-from kvsidecar.integrations.vllm.transfer_stats import Tally
-from kvsidecar.kv_transfer.block_chunking import Cutting
+from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
+from kvsidecar.integrations.vllm.step_metadata import LoadJob, StepJobs, StoreJob, WorkerHandshake
+from kvsidecar.integrations.vllm.transfer_stats import TransferStats
+from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
-from kvsidecar.kv_transfer.chunk_reader import Reader
-from kvsidecar.kv_transfer.chunk_writer import Cancelled, Prefix, Writer
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
-from kvsidecar.kv_transfer.error_policy import give_up
-from kvsidecar.kv_transfer.kv_layout import PagedCache
+from kvsidecar.kv_transfer.chunk_reader import ChunkReader
+from kvsidecar.kv_transfer.chunk_writer import ChunkWriter, StoreCancelled, StoredPrefix
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.kv_transfer.error_policy import handle_failure
+from kvsidecar.kv_transfer.kv_layout import PagedKVCache
 from kvsidecar.kv_transfer.session import Session
 
 log = logging.getLogger("vllm.kvsidecar")
@@ -32,21 +32,21 @@ log = logging.getLogger("vllm.kvsidecar")
 _END_SECONDS = 5.0
 
 
-class _Storing:
+class _ActiveStore:
     """A store under way."""
 
-    def __init__(self, job: Store, event: Any) -> None:
+    def __init__(self, job: StoreJob, event: Any) -> None:
         self.job, self.event = job, event
         self.token_seconds = (time.monotonic() - job.began) / job.computed if job.began and job.computed else 0.0
         self.cancelled = False
         self._reading = threading.Lock()
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
+    def read_guard(self) -> Iterator[None]:
         """While blocks are read. Raises Cancelled."""
         with self._reading:
             if self.cancelled:
-                raise Cancelled
+                raise StoreCancelled
             yield
 
     def cancel(self) -> None:
@@ -55,27 +55,40 @@ class _Storing:
             self.cancelled = True
 
 
-class WorkerHalf:
+class WorkerConnector:
     """``block_tokens`` is the length of a block in the scheduler's numbers."""
 
-    def __init__(self, settings: Settings, cache: PagedCache, link: DaemonLink, rank: int, block_tokens: int) -> None:
-        self._settings, self._cache, self._link, self._rank, self._block = settings, cache, link, rank, block_tokens
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        cache: PagedKVCache,
+        connection: DaemonConnection,
+        rank: int,
+        block_tokens: int,
+    ) -> None:
+        self._settings, self._cache, self._connection, self._rank, self._block = (
+            settings,
+            cache,
+            connection,
+            rank,
+            block_tokens,
+        )
         g = cache.geometry
         copier = BlockCopier(cache)
         copier.warm_up()
-        self._reader = Reader(copier, g, settings.timeout)
-        chunk_tokens = Cutting.of_blocks(settings.chunk_tokens, block_tokens).chunk_tokens
-        self._writer = Writer(BlockCopier(cache), g, chunk_tokens, settings.timeout)
+        self._reader = ChunkReader(copier, g, settings.timeout)
+        chunk_tokens = BlockChunking.of_blocks(settings.chunk_tokens, block_tokens).chunk_tokens
+        self._writer = ChunkWriter(BlockCopier(cache), g, chunk_tokens, settings.timeout)
         self._loads = ThreadPoolExecutor(1, "kvsidecar-load", spread)
         self._stores = ThreadPoolExecutor(1, "kvsidecar-store", spread)
         self._loading: dict[str, Future[set[int]]] = {}
-        self._storing: dict[str, list[tuple[_Storing, Future[None]]]] = defaultdict(list)
-        self._ending: set[str] = set()
-        self.tally = Tally()
+        self._storing: dict[str, list[tuple[_ActiveStore, Future[None]]]] = defaultdict(list)
+        self._finished_requests: set[str] = set()
+        self.stats = TransferStats()
         self._failed: set[int] = set()
 
-    def introduction(self) -> Introduction:
-        return Introduction(self._link.descriptor.SerializeToString())
+    def handshake(self) -> WorkerHandshake:
+        return WorkerHandshake(self._connection.descriptor.SerializeToString())
 
     def close(self) -> None:
         """Stores what is queued, for a few seconds."""
@@ -87,24 +100,24 @@ class WorkerHalf:
                 job.cancel()
         self._loads.shutdown(cancel_futures=True)
         self._stores.shutdown(cancel_futures=True)
-        self._link.close()
+        self._connection.close()
 
     # ---- a step ---------------------------------------------------------------------------------------------
 
-    def preempted(self, step: Step) -> None:
+    def handle_preemptions(self, step: StepJobs) -> None:
         """Blocks of these requests are somebody else's now: what was read of them is kept, no more is read."""
-        self.tally.add(dropped_stores=len(step.dropped))
+        self.stats.add(dropped_stores=len(step.dropped))
         for name in step.preempted | step.dropped:
             for job, _ in self._storing.pop(name, ()):
                 job.cancel()
 
-    def load(self, step: Step) -> None:
+    def start_load_kv(self, step: StepJobs) -> None:
         for job in step.loads:
             self._loading[job.request] = self._loads.submit(self._load, job)
 
-    def store(self, step: Step) -> None:
+    def start_store_kv(self, step: StepJobs) -> None:
         """Begins what is to be stored. What this step computes is there behind what is enqueued now."""
-        self._ending |= step.ending
+        self._finished_requests |= step.ending
         if not step.stores:
             return
         event = None
@@ -113,10 +126,10 @@ class WorkerHalf:
             event = cuda.Event()
             event.record(cuda.current_stream(self._cache.device))
         for order in step.stores:
-            job = _Storing(order, event)
+            job = _ActiveStore(order, event)
             self._storing[order.request].append((job, self._stores.submit(self._store, job)))
 
-    def done(self) -> tuple[set[str], set[str]]:
+    def get_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose blocks are not read any more, and requests whose loads have ended, well or not."""
         received = {name for name, future in self._loading.items() if future.done()}
         for name in received:
@@ -127,18 +140,18 @@ class WorkerHalf:
                 self._storing[name] = left
             else:
                 del self._storing[name]
-        sent = {name for name in self._ending if name not in self._storing}
-        self._ending -= sent
+        sent = {name for name in self._finished_requests if name not in self._storing}
+        self._finished_requests -= sent
         return sent, received
 
-    def failed_blocks(self) -> set[int]:
+    def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that hold nothing although a load was to fill them; told once."""
         failed, self._failed = self._failed, set()
         return failed
 
     # ---- on threads -----------------------------------------------------------------------------------------
 
-    def _load(self, job: Load) -> set[int]:
+    def _load(self, job: LoadJob) -> set[int]:
         """Returns the blocks that could not be filled."""
         slots = slots_of(job.blocks, self._block)
         there, began = job.first, time.perf_counter()
@@ -146,17 +159,17 @@ class WorkerHalf:
             if session is not None:
                 there = self._reader.load(session, job.tokens, job.salt, slots, job.first, leased=True)
         failed = there < len(job.tokens)
-        self.tally.add(loaded_tokens=there - job.first, failed_loads=failed, load_seconds=time.perf_counter() - began)
+        self.stats.add(loaded_tokens=there - job.first, failed_loads=failed, load_seconds=time.perf_counter() - began)
         return set(job.blocks[there // self._block :])
 
-    def _store(self, storing: _Storing) -> None:
+    def _store(self, storing: _ActiveStore) -> None:
         job = storing.job
         with self._guard("storing") as session:
             if session is None or storing.cancelled:
                 return
-            root = keys.tenant_root(self._link.namespace, job.salt)
+            root = keys.tenant_root(self._connection.namespace, job.salt)
             slots = slots_of(job.blocks, self._block)
-            prefix = Prefix(*job.known[self._rank])
+            prefix = StoredPrefix(*job.known[self._rank])
             outcome = self._writer.store(
                 session,
                 root,
@@ -166,20 +179,20 @@ class WorkerHalf:
                 prefix,
                 token_seconds=storing.token_seconds,
                 after=storing.event,
-                turn=storing.turn,
+                read_guard=storing.read_guard,
             )
-            self.tally.add(stored_chunks=outcome.stored_chunks, refused_chunks=outcome.refused_chunks)
+            self.stats.add(stored_chunks=outcome.stored_chunks, refused_chunks=outcome.refused_chunks)
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[Session | None]:
         """The session, if there is one; whatever fails with it is said, and costs a miss."""
-        session = self._link.session
+        session = self._connection.session
         try:
             yield session
-        except Cancelled:
+        except StoreCancelled:
             pass
         except Exception as error:
             if session is None:
                 raise
-            self.tally.add(failed_stores=what == "storing")
-            log.warning("%s failed, computing instead: %s", what, give_up(self._link, session, error))
+            self.stats.add(failed_stores=what == "storing")
+            log.warning("%s failed, computing instead: %s", what, handle_failure(self._connection, session, error))

@@ -14,19 +14,19 @@ from vllm.model_executor.layers.attention import Attention
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.integrations.torch_numerics import torch_numerics
-from kvsidecar.integrations.vllm.attention_layouts import placement_of
-from kvsidecar.integrations.vllm.connector_settings import Settings
+from kvsidecar.integrations.vllm.attention_layouts import kv_layout_of
+from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
 from kvsidecar.integrations.vllm.namespace_descriptor import descriptor
-from kvsidecar.integrations.vllm.worker_connector import WorkerHalf
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
-from kvsidecar.kv_transfer.kv_layout import PagedCache, data_type
-from kvsidecar.kv_transfer.layout_selftest import check_placement
+from kvsidecar.integrations.vllm.worker_connector import WorkerConnector
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.kv_transfer.kv_layout import PagedKVCache, data_type
+from kvsidecar.kv_transfer.layout_selftest import check_layout
 
 log = logging.getLogger("vllm.kvsidecar")
 _ATTACH_SECONDS = 1.0
 
 
-def start_worker(settings: Settings, config: Any, caches: Any, tensors: dict[str, Tensor]) -> WorkerHalf:
+def start_worker(settings: ConnectorSettings, config: Any, caches: Any, tensors: dict[str, Tensor]) -> WorkerConnector:
     """Raises ConfigurationError when the cache's layout is not known, or is not what it is known as."""
     group = caches.kv_cache_groups[0]
     spec, names = group.kv_cache_spec, group.layer_names
@@ -34,22 +34,22 @@ def start_worker(settings: Settings, config: Any, caches: Any, tensors: dict[str
     backend = _backend(layers, names)
     first = tensors[names[0]]
     geometry = Geometry(len(names), spec.num_kv_heads, spec.head_size, data_type(spec.dtype), settings.bits)
-    cache = PagedCache(backend, geometry, first.shape[2], tuple(placement_of(backend, tensors[n]) for n in names))
-    check_placement(cache, lambda layer, k, v, slots: _write(layers[names[layer]], tensors[names[layer]], k, v, slots))
+    cache = PagedKVCache(backend, geometry, first.shape[2], tuple(kv_layout_of(backend, tensors[n]) for n in names))
+    check_layout(cache, lambda layer, k, v, slots: _write(layers[names[layer]], tensors[names[layer]], k, v, slots))
     rank = get_tensor_model_parallel_rank()
     shared = settings.share_across_machines
     numerics = torch_numerics(first.device, config.model_config.dtype, shared)
     if shared:
         log.warning("share_across_machines is on: engines share whatever computed chunks; a hit may change answers")
-    link = DaemonLink(
+    connection = DaemonConnection(
         settings.address,
         f"vllm-{rank}",
         descriptor(config, geometry, backend, rank, numerics),
         first.device.index if first.device.type == "cuda" else None,
         log=log,
     )
-    link.wait(_ATTACH_SECONDS)
-    return WorkerHalf(settings, cache, link, rank, spec.block_size)
+    connection.wait(_ATTACH_SECONDS)
+    return WorkerConnector(settings, cache, connection, rank, spec.block_size)
 
 
 def _backend(layers: dict[str, Any], names: list[str]) -> str:

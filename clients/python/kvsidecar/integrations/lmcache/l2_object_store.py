@@ -21,10 +21,10 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ChunkNotFound, StoreUnavailable, from_rpc
-from kvsidecar.kv_transfer.chunk_writer import Written
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
-from kvsidecar.kv_transfer.error_policy import give_up
-from kvsidecar.kv_transfer.named_pages import NAME_TOKENS, Held, NamedPages, Page
+from kvsidecar.kv_transfer.chunk_writer import WriteResult
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.kv_transfer.error_policy import handle_failure
+from kvsidecar.kv_transfer.named_pages import NAME_TOKENS, LeasedPages, NamedPage, NamedPages
 from kvsidecar.kv_transfer.prefix_lookup import header_of
 from kvsidecar.kv_transfer.session import Session
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Name:
+class ObjectName:
     """An object's name among those of its tenant."""
 
     salt: bytes
@@ -45,29 +45,29 @@ class Name:
 
 
 @dataclass(eq=False)
-class _Lease:
+class _ObjectLease:
     """Objects that one lookup found and whose locks nobody has given back yet."""
 
-    held: Held
-    pages: dict[Name, pb.ChunkMatch] = field(default_factory=dict)
+    held: LeasedPages
+    pages: dict[ObjectName, pb.ChunkMatch] = field(default_factory=dict)
 
 
-class ObjectKeeper:
+class L2ObjectStore:
     """Any thread may use it. Nothing of it raises for a daemon that is gone, hangs or answers wrongly."""
 
-    def __init__(self, link: DaemonLink, timeout: float) -> None:
-        self._link, self._pages = link, NamedPages.of(link.namespace, GEOMETRY, timeout)
+    def __init__(self, connection: DaemonConnection, timeout: float) -> None:
+        self._connection, self._pages = connection, NamedPages.of(connection.namespace, GEOMETRY, timeout)
         self._lock = threading.Lock()
-        self._locks: dict[Name, deque[_Lease]] = defaultdict(deque)
+        self._locks: dict[ObjectName, deque[_ObjectLease]] = defaultdict(deque)
 
     @property
     def attached(self) -> bool:
-        return self._link.session is not None
+        return self._connection.session is not None
 
     def close(self) -> None:
-        self._link.close()
+        self._connection.close()
 
-    def store(self, names: Sequence[Name], objects: Sequence[memoryview]) -> Written:
+    def store(self, names: Sequence[ObjectName], objects: Sequence[memoryview]) -> WriteResult:
         """Stores objects. What is larger than a chunk may be is not stored."""
         there, fresh = [False] * len(names), [False] * len(names)
 
@@ -81,13 +81,13 @@ class ObjectKeeper:
                 payload[len(source) :] = bytes(len(payload) - len(source))
 
             written = self._pages.store(session, pages, salt, fill)
-            for i, is_there, is_fresh in zip(these, written.there, written.fresh, strict=True):
+            for i, is_there, is_fresh in zip(these, written.stored, written.newly_stored, strict=True):
                 there[i], fresh[i] = is_there, is_fresh
 
         self._by_tenant("storing", names, of_tenant)
-        return Written(tuple(there), tuple(fresh))
+        return WriteResult(tuple(there), tuple(fresh))
 
-    def lock(self, names: Sequence[Name], sizes: Sequence[int]) -> list[bool]:
+    def lock(self, names: Sequence[ObjectName], sizes: Sequence[int]) -> list[bool]:
         """Which objects of these sizes in bytes are stored, and stay until they are unlocked as often."""
         done = [False] * len(names)
 
@@ -95,7 +95,7 @@ class ObjectKeeper:
             held = self._find(session, names, sizes, these)
             if held is None:
                 return
-            lease = _Lease(held, {names[these[at]]: match for at, match in held.pages.items()})
+            lease = _ObjectLease(held, {names[these[at]]: match for at, match in held.pages.items()})
             if not lease.pages:
                 self._pages.release(held)
             with self._lock:
@@ -107,7 +107,7 @@ class ObjectKeeper:
         self._by_tenant("looking up", names, of_tenant)
         return done
 
-    def unlock(self, names: Sequence[Name]) -> None:
+    def unlock(self, names: Sequence[ObjectName]) -> None:
         """Gives locks back; those that are not held are ignored."""
         for name in names:
             with self._lock:
@@ -122,7 +122,7 @@ class ObjectKeeper:
             if last:
                 self._pages.release(lease.held)
 
-    def load(self, names: Sequence[Name], targets: Sequence[memoryview]) -> list[bool]:
+    def load(self, names: Sequence[ObjectName], targets: Sequence[memoryview]) -> list[bool]:
         """Copies objects into memory of their sizes. Returns which of them it holds now; the others may hold
         anything."""
         done = [False] * len(names)
@@ -131,14 +131,14 @@ class ObjectKeeper:
             locked = {i: found for i in these if (found := self._locked(session, names[i])) is not None}
             absent = [i for i in these if i not in locked]
             held = self._find(session, names, [len(target) for target in targets], absent) if absent else None
-            under: dict[Held, dict[int, pb.ChunkMatch]] = defaultdict(dict)
+            under: dict[LeasedPages, dict[int, pb.ChunkMatch]] = defaultdict(dict)
             for i, (lease, match) in locked.items():
                 under[lease][i] = match
             if held is not None:
                 under[held] = {absent[at]: match for at, match in held.pages.items()}
             try:
                 good = [i for lease, matches in under.items() for i in self._copied(lease, matches, targets)]
-                if not session.trusted:
+                if not session.leases_valid:
                     raise ConnectionError("the session ended while objects were copied")
                 for i in good:
                     done[i] = True
@@ -149,7 +149,7 @@ class ObjectKeeper:
         self._by_tenant("loading", names, of_tenant)
         return done
 
-    def delete(self, names: Sequence[Name], sizes: Sequence[int]) -> list[bool]:
+    def delete(self, names: Sequence[ObjectName], sizes: Sequence[int]) -> list[bool]:
         """Deletes objects of these sizes; locked ones go with their locks. Returns which there were."""
         done = [False] * len(names)
 
@@ -159,7 +159,9 @@ class ObjectKeeper:
                 return
             self._pages.release(held)
             for at, match in held.pages.items():
-                prefix = pb.PrefixRef(namespace=self._link.namespace, tenant_salt=salt, prefix_hash=match.prefix_hash)
+                prefix = pb.PrefixRef(
+                    namespace=self._connection.namespace, tenant_salt=salt, prefix_hash=match.prefix_hash
+                )
                 try:
                     session.stub.Delete(pb.DeleteRequest(prefix=prefix), timeout=_DELETE_SECONDS)
                 except grpc.RpcError as error:
@@ -173,7 +175,7 @@ class ObjectKeeper:
         self._by_tenant("deleting", names, of_tenant)
         return done
 
-    def _copied(self, held: Held, matches: dict[int, pb.ChunkMatch], targets: Sequence[memoryview]) -> list[int]:
+    def _copied(self, held: LeasedPages, matches: dict[int, pb.ChunkMatch], targets: Sequence[memoryview]) -> list[int]:
         """Copies what has its target's size. Returns which that is."""
         good = []
         for i, match in matches.items():
@@ -186,7 +188,7 @@ class ObjectKeeper:
                 _copy(payload[: len(targets[i])], targets[i])
         return good
 
-    def _locked(self, session: Session, name: Name) -> tuple[Held, pb.ChunkMatch] | None:
+    def _locked(self, session: Session, name: ObjectName) -> tuple[LeasedPages, pb.ChunkMatch] | None:
         """An object that is under lock in this session."""
         with self._lock:
             for lease in self._locks.get(name, ()):
@@ -194,23 +196,27 @@ class ObjectKeeper:
                     return lease.held, lease.pages[name]
         return None
 
-    def _find(self, session: Session, names: Sequence[Name], sizes: Sequence[int], these: list[int]) -> Held | None:
+    def _find(
+        self, session: Session, names: Sequence[ObjectName], sizes: Sequence[int], these: list[int]
+    ) -> LeasedPages | None:
         pages = [_page(names[i], sizes[i]) for i in these]
         return self._pages.find(session, pages, names[these[0]].salt)
 
-    def _by_tenant(self, what: str, names: Sequence[Name], work: Callable[[Session, bytes, list[int]], Any]) -> None:
+    def _by_tenant(
+        self, what: str, names: Sequence[ObjectName], work: Callable[[Session, bytes, list[int]], Any]
+    ) -> None:
         """Does some work for each tenant's objects; what fails with the daemon is said, and costs misses."""
         of: dict[bytes, list[int]] = defaultdict(list)
         for i, name in enumerate(names):
             of[name.salt].append(i)
         for salt, these in of.items():
-            session = self._link.session
+            session = self._connection.session
             if session is None:
                 return
             try:
                 work(session, salt, these)
             except Exception as error:
-                log.warning("%s objects failed: %s", what, give_up(self._link, session, error))
+                log.warning("%s objects failed: %s", what, handle_failure(self._connection, session, error))
 
 
 def tokens_of(size_bytes: int) -> int:
@@ -218,8 +224,8 @@ def tokens_of(size_bytes: int) -> int:
     return max(NAME_TOKENS, -(-size_bytes // TOKEN_BYTES))
 
 
-def _page(name: Name, size_bytes: int) -> Page:
-    return Page(name.name, tokens_of(size_bytes))
+def _page(name: ObjectName, size_bytes: int) -> NamedPage:
+    return NamedPage(name.name, tokens_of(size_bytes))
 
 
 def _copy(source: memoryview, target: memoryview) -> None:

@@ -14,10 +14,10 @@ from kvsidecar.kv_transfer.mapped_memory import map_arena, map_staging
 from kvsidecar.kv_transfer.transport import Fill
 
 
-class Mapped:
+class SharedMemoryTransport:
     """The daemon's arena for reading, the session's staging for writing."""
 
-    at_once = True
+    zero_copy = True
 
     def __init__(self, welcome: pb.Welcome, gpu: int | None = None) -> None:
         """``gpu`` is the CUDA device that reads and writes the memory directly, if one does. Raises OSError when the
@@ -36,7 +36,7 @@ class Mapped:
         except BaseException:
             self.close()
             raise
-        self.room_bytes = len(self._staging)
+        self.max_reserved_bytes = len(self._staging)
 
     def read(self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float) -> Generator[Payload, None, None]:
         for match in matches:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from kvsidecar.chunk_layout import Geometry, new_header
-from kvsidecar.integrations.vllm.connector_settings import Settings
-from kvsidecar.integrations.vllm.scheduler_connector import SchedulerHalf
-from kvsidecar.integrations.vllm.step_metadata import Step
-from kvsidecar.integrations.vllm.worker_connector import WorkerHalf
+from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
+from kvsidecar.integrations.vllm.scheduler_connector import SchedulerConnector
+from kvsidecar.integrations.vllm.step_metadata import StepJobs
+from kvsidecar.integrations.vllm.worker_connector import WorkerConnector
 from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import Address
 
 from benchmarks.node import Node
@@ -73,20 +73,20 @@ class Vllm:
         chunk_tokens: int = BLOCK_TOKENS,
         **roles: bool,
     ) -> None:
-        settings = Settings(str(node.cache_socket), chunk_tokens=chunk_tokens, timeout_ms=5000, least_tokens=1)
-        self.scheduler = SchedulerHalf(settings, BLOCK_TOKENS, BLOCKS, **roles)
-        self.caches, self.workers, self.writes = [], list[WorkerHalf](), []
+        settings = ConnectorSettings(str(node.cache_socket), chunk_tokens=chunk_tokens, timeout_ms=5000, least_tokens=1)
+        self.scheduler = SchedulerConnector(settings, BLOCK_TOKENS, BLOCKS, **roles)
+        self.caches, self.workers, self.writes = [], list[WorkerConnector](), []
         for rank in range(ranks):
             cache, write = apart("bhct") if transposed else packed()
             described = descriptor(name, geometry(torch.bfloat16))
             described.tensor_parallel_rank, described.tensor_parallel_size = rank, ranks
-            link = DaemonLink(Address(node.cache_socket), f"{name}-{rank}", described)
+            link = DaemonConnection(Address(node.cache_socket), f"{name}-{rank}", described)
             assert link.wait(10)
             self.caches.append(cache)
             self.writes.append(write)
-            self.workers.append(WorkerHalf(settings, cache, link, rank, BLOCK_TOKENS))
-        self.scheduler.introduce({i: w.introduction() for i, w in enumerate(self.workers)})
-        self.links = [rank.link for rank in self.scheduler._ranks]
+            self.workers.append(WorkerConnector(settings, cache, link, rank, BLOCK_TOKENS))
+        self.scheduler.set_worker_handshakes({i: w.handshake() for i, w in enumerate(self.workers)})
+        self.links = [rank.connection for rank in self.scheduler._ranks]
         assert all(link.wait(10) for link in self.links)
 
     def close(self) -> None:
@@ -97,17 +97,17 @@ class Vllm:
     def matched(self, request: Request, local: int = 0) -> tuple[int, bool]:
         deadline = time.monotonic() + 10
         while True:
-            tokens, later = self.scheduler.matched(request, local)
+            tokens, later = self.scheduler.get_num_new_matched_tokens(request, local)
             if tokens is not None:
                 return tokens, later
             assert time.monotonic() < deadline
 
     def allocated(self, request: Request, blocks: list[int], external: int) -> None:
-        self.scheduler.allocated(request, SimpleNamespace(get_block_ids=lambda: (blocks,)), external)
+        self.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (blocks,)), external)
 
     def step(
         self, scheduled: dict[str, tuple[Request, int, list[int]]] | None = None, preempted: tuple[str, ...] = ()
-    ) -> Step:
+    ) -> StepJobs:
         """Schedules so many tokens of requests in blocks, and tells the workers."""
         given = scheduled or {}
         output = SimpleNamespace(
@@ -115,13 +115,13 @@ class Vllm:
             num_scheduled_tokens={name: tokens for name, (_, tokens, _) in given.items()},
             kv_connector_block_state=SimpleNamespace(resolve_block_ids=lambda name: (given[name][2],)),
         )
-        step = self.scheduler.order(output)
+        step = self.scheduler.build_connector_meta(output)
         for request, tokens, _ in given.values():
             request.num_computed_tokens += tokens
         for worker in self.workers:
-            worker.preempted(step)
-            worker.load(step)
-            worker.store(step)
+            worker.handle_preemptions(step)
+            worker.start_load_kv(step)
+            worker.start_store_kv(step)
         return step
 
     def wait(self, sent: set[str], received: set[str]) -> None:
@@ -131,12 +131,12 @@ class Vllm:
             deadline = time.monotonic() + 10
             while not (gone >= sent and came >= received):
                 assert time.monotonic() < deadline, f"sent {gone}, received {came}"
-                more = worker.done()
+                more = worker.get_finished()
                 gone, came = gone | more[0], came | more[1]
                 time.sleep(0.002)
             assert (gone, came) == (sent, received)
-        self.scheduler.received(received)
-        self.scheduler.sent(sent)
+        self.scheduler.finished_recving(received)
+        self.scheduler.finished_sending(sent)
 
     def compute(self, request: Request, blocks: list[int]) -> None:
         """Prefills the whole request in one step, and ends it."""
@@ -145,7 +145,7 @@ class Vllm:
             fill(write, torch.from_numpy(slots_of(blocks, BLOCK_TOKENS)), torch.bfloat16, seed=i)
         self.step({request.request_id: (request, request.num_tokens, blocks)})
         request.status = Status.FINISHED_STOPPED
-        if self.scheduler.finished(request, blocks):
+        if self.scheduler.request_finished(request, blocks):
             self.step()
             self.wait({request.request_id}, set())
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from kvsidecar.integrations.vllm import scheduler_connector
 from kvsidecar.kv_transfer.block_copier import BlockCopier
-from kvsidecar.kv_transfer.prefix_lookup import Matcher
-from kvsidecar.kv_transfer.transport import NoCarrier
+from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup
+from kvsidecar.kv_transfer.transport import NoTransport
 
 from benchmarks.node import Node
-from tests.integrations.halves import PROMPT, WHOLE, Request, Status, Vllm
+from tests.integrations.connector_pair import PROMPT, WHOLE, Request, Status, Vllm
 from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS
 
 
@@ -50,11 +50,11 @@ def until_no_lease(node: Node) -> None:
 
 def goes_on(engine: Vllm, request: Request) -> bool:
     """Whether a lookup, once it is answered, lets the request go on."""
-    engine.scheduler.matched(request, 0)
-    lookup = engine.scheduler.follow(request).lookup
+    engine.scheduler.get_num_new_matched_tokens(request, 0)
+    lookup = engine.scheduler.tracked_request(request).lookup
     assert lookup is not None
     lookup.answer.result(10)
-    return engine.scheduler.matched(request, 0)[0] is not None
+    return engine.scheduler.get_num_new_matched_tokens(request, 0)[0] is not None
 
 
 def test_a_prompt_that_one_engine_computed_another_loads(node: Node, engines: ExitStack) -> None:
@@ -68,14 +68,14 @@ def test_a_prompt_that_one_engine_computed_another_loads(node: Node, engines: Ex
     step = two.step()
     assert [load.blocks for load in step.loads] == [[4, 2, 0, 3]]
     two.wait(set(), {"b"})
-    assert two.workers[0].failed_blocks() == set()
+    assert two.workers[0].get_block_ids_with_load_errors() == set()
     assert two.payload(0, [4, 2, 0, 3]) == one.payload(0, [0, 1, 2, 3])
     # It is stored already: nothing more is, and nothing is waited for.
     two.allocated(again, [4, 2, 0, 3, 1], 0)
     again.num_computed_tokens = WHOLE
     assert not two.step({"b": (again, 3, [4, 2, 0, 3, 1])}).stores
     again.status = Status.FINISHED_STOPPED
-    assert not two.scheduler.finished(again, [4, 2, 0, 3, 1])
+    assert not two.scheduler.request_finished(again, [4, 2, 0, 3, 1])
 
 
 def test_what_vllm_has_of_its_own_is_not_loaded(node: Node, engines: ExitStack) -> None:
@@ -121,7 +121,7 @@ def test_a_producer_loads_nothing_and_a_consumer_stores_nothing(node: Node, engi
     first = Request("b", PROMPT)
     assert producer.matched(first) == (0, False)
     producer.compute(first, [0, 1, 2, 3, 4])
-    assert producer.workers[0].tally.take()["stored_chunks"] == 4, "the consumer had stored some of it"
+    assert producer.workers[0].stats.take()["stored_chunks"] == 4, "the consumer had stored some of it"
     assert producer.matched(Request("c", PROMPT)) == (0, False)
     assert consumer.matched(Request("d", PROMPT)) == (WHOLE, True)
 
@@ -168,7 +168,7 @@ def test_blocks_of_a_preempted_request_are_not_read_any_more(node: Node, engines
     one.allocated(request, [4, 3, 2, 1, 0], 0)
     one.step({"a": (request, len(PROMPT), [4, 3, 2, 1, 0])})
     request.status = Status.FINISHED_STOPPED
-    assert one.scheduler.finished(request, [4, 3, 2, 1, 0])
+    assert one.scheduler.request_finished(request, [4, 3, 2, 1, 0])
     one.step()
     one.wait({"a"}, set())
     assert one.matched(Request("b", PROMPT)) == (WHOLE, True)
@@ -189,7 +189,7 @@ def test_stores_that_wait_keep_no_more_than_a_quarter_of_the_blocks(
         one.allocated(request, blocks, 0)
         one.step({name: (request, request.num_tokens, blocks)})
         request.status = Status.FINISHED_STOPPED
-        return one.scheduler.finished(request, blocks)
+        return one.scheduler.request_finished(request, blocks)
 
     monkeypatch.setattr(BlockCopier, "pack", late)
     try:
@@ -199,7 +199,7 @@ def test_stores_that_wait_keep_no_more_than_a_quarter_of_the_blocks(
     finally:
         go.set()
     one.wait({"a"}, set())
-    assert one.workers[0].tally.take()["dropped_stores"] == 1
+    assert one.workers[0].stats.take()["dropped_stores"] == 1
     assert one.matched(Request("c", list(range(8000, 8000 + 3 * BLOCK_TOKENS)))) == (0, False)
     assert run("d", [3, 4, 0], 8000)
     one.step()
@@ -221,10 +221,10 @@ def test_a_load_that_breaks_off_names_its_blocks(node: Node, engines: ExitStack)
         patch.setattr(BlockCopier, "unpack", fails)
         one.step()
         one.wait(set(), {"b"})
-    assert one.workers[0].failed_blocks() == {4, 3, 2, 1}
-    assert one.workers[0].failed_blocks() == set(), "told once"
-    assert one.workers[0].tally.take()["failed_loads"] == 1
-    assert one.scheduler.matched(again, 0) == (0, False), "not tried again"
+    assert one.workers[0].get_block_ids_with_load_errors() == {4, 3, 2, 1}
+    assert one.workers[0].get_block_ids_with_load_errors() == set(), "told once"
+    assert one.workers[0].stats.take()["failed_loads"] == 1
+    assert one.scheduler.get_num_new_matched_tokens(again, 0) == (0, False), "not tried again"
 
 
 def test_without_a_daemon_there_are_misses_and_nothing_waits(engines: ExitStack) -> None:
@@ -235,11 +235,11 @@ def test_without_a_daemon_there_are_misses_and_nothing_waits(engines: ExitStack)
         while any(link.session is not None for link in one.links):
             time.sleep(0.005)
         request = Request("b", PROMPT)
-        assert one.scheduler.matched(request, 0) == (0, False)
+        assert one.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         one.allocated(request, [0, 1, 2, 3, 4], 0)
         assert not one.step({"b": (request, len(PROMPT), [0, 1, 2, 3, 4])}).stores
         request.status = Status.FINISHED_STOPPED
-        assert not one.scheduler.finished(request, [0, 1, 2, 3, 4])
+        assert not one.scheduler.request_finished(request, [0, 1, 2, 3, 4])
 
 
 def test_a_daemon_that_hangs_is_not_waited_for(engines: ExitStack) -> None:
@@ -261,9 +261,9 @@ def test_a_request_that_goes_while_it_loads_leaves_no_lease(node: Node, engines:
     one.allocated(again, [4, 3, 2, 1], WHOLE)
     one.step()
     again.status = Status.FINISHED_ABORTED
-    assert not one.scheduler.finished(again, [4, 3, 2, 1]), "vLLM keeps the blocks by itself"
+    assert not one.scheduler.request_finished(again, [4, 3, 2, 1]), "vLLM keeps the blocks by itself"
     one.wait(set(), {"b"})
-    assert "b" not in one.scheduler._followed
+    assert "b" not in one.scheduler._requests
     until_no_lease(node)
 
 
@@ -271,7 +271,7 @@ def test_after_a_reset_nothing_of_before_is_found_nor_by_others(node: Node, engi
     """vLLM resets when its weights were changed in place."""
     one, other = start(engines, node, "reset"), start(engines, node, "reset")
     one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
-    one.scheduler.reset()
+    one.scheduler.reset_cache()
     assert one.matched(Request("b", PROMPT)) == (0, False)
     longer = [*PROMPT, *PROMPT]
     one.compute(Request("c", longer[: 2 * BLOCK_TOKENS + 1]), [0, 1, 2])
@@ -285,7 +285,7 @@ def test_a_request_that_failed_stores_no_answer(node: Node, engines: ExitStack) 
     one.matched(request)
     one.allocated(request, [0, 1, 2, 3, 4], 0)
     request.num_computed_tokens, request.status = WHOLE, Status.FINISHED_ERROR
-    assert not one.scheduler.finished(request, [0, 1, 2, 3, 4])
+    assert not one.scheduler.request_finished(request, [0, 1, 2, 3, 4])
 
 
 def test_the_scheduler_maps_no_payloads(node: Node, engines: ExitStack) -> None:
@@ -293,7 +293,7 @@ def test_the_scheduler_maps_no_payloads(node: Node, engines: ExitStack) -> None:
     (session,) = one.scheduler._sessions()
     assert session is not None
     assert session.summary is not None
-    assert isinstance(session.carrier, NoCarrier)
+    assert isinstance(session.transport, NoTransport)
 
 
 def test_a_lookup_that_fails_finds_nothing(
@@ -328,12 +328,12 @@ def test_the_lookups_of_a_step_are_waited_for_together(
     monkeypatch.setattr(one.scheduler, "_match", lambda *_: go.wait(10) and None)
     try:
         for name in "bcd":
-            one.scheduler.matched(Request(name, PROMPT), 0)
+            one.scheduler.get_num_new_matched_tokens(Request(name, PROMPT), 0)
         one.step()
-        one.scheduler.matched(Request("e", PROMPT), 0)
+        one.scheduler.get_num_new_matched_tokens(Request("e", PROMPT), 0)
     finally:
         go.set()
-    assert patience[0] == patience[3] == scheduler_connector._AT_ONCE_SECONDS
+    assert patience[0] == patience[3] == scheduler_connector._MAX_LOOKUP_SECONDS
     assert max(patience[1:3]) < patience[0] / 2
 
 
@@ -345,21 +345,21 @@ def test_a_request_without_blocks_gives_its_leases_back_after_a_while_and_looks_
     until_no_lease(node)
     clock, real = 0.0, time.monotonic
     monkeypatch.setattr(scheduler_connector, "time", SimpleNamespace(monotonic=lambda: real() + clock))
-    go, match = threading.Event(), Matcher.match
+    go, match = threading.Event(), PrefixLookup.match
 
     def late(*arguments: Any, **options: Any) -> Any:
         assert go.wait(10)
         return match(*arguments, **options)
 
-    monkeypatch.setattr(Matcher, "match", late)
+    monkeypatch.setattr(PrefixLookup, "match", late)
     waiting = Request("b", PROMPT)
-    assert one.scheduler.matched(waiting, 0) == (None, False)
+    assert one.scheduler.get_num_new_matched_tokens(waiting, 0) == (None, False)
     clock = 60.0  # a disk that took its time
     go.set()
     assert one.matched(waiting) == (WHOLE, True)
-    held = one.scheduler._followed["b"].lookup
+    held = one.scheduler._requests["b"].lookup
     one.step()
-    assert one.scheduler._followed["b"].lookup is held, "the hold begins with the answer"
+    assert one.scheduler._requests["b"].lookup is held, "the hold begins with the answer"
     assert node.cache_stats().leases == 1
     clock = 120.0
     one.step()
@@ -367,7 +367,7 @@ def test_a_request_without_blocks_gives_its_leases_back_after_a_while_and_looks_
     assert one.matched(waiting) == (WHOLE, True)
     one.allocated(waiting, [4, 3, 2, 1], WHOLE)
     clock = 180.0
-    one.scheduler.order(SimpleNamespace(preempted_req_ids=(), num_scheduled_tokens={}))
+    one.scheduler.build_connector_meta(SimpleNamespace(preempted_req_ids=(), num_scheduled_tokens={}))
     assert node.cache_stats().leases == 1, "what is loading is kept"
 
 

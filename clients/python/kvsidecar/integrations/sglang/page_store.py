@@ -12,31 +12,31 @@ from kvkernels.paged_gather import Integers
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import new_header
 from kvsidecar.kv_transfer.block_copier import BlockCopier
-from kvsidecar.kv_transfer.daemon_connection import DaemonLink
-from kvsidecar.kv_transfer.error_policy import give_up
-from kvsidecar.kv_transfer.kv_layout import PagedCache
-from kvsidecar.kv_transfer.named_pages import Held, NamedPages, Page
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.kv_transfer.error_policy import handle_failure
+from kvsidecar.kv_transfer.kv_layout import PagedKVCache
+from kvsidecar.kv_transfer.named_pages import LeasedPages, NamedPage, NamedPages
 from kvsidecar.kv_transfer.prefix_lookup import header_of
 
 log = logging.getLogger(__name__)
 
 
-class PageKeeper:
+class PageStore:
     """Keeps pages by SGLang's names for them, which are hashes of all tokens up to the page's end.
 
     SGLang loads on one thread and stores on another; each has a copier of its own. Nothing of it raises for a daemon
     that is gone, hangs or answers wrongly: what was not found is computed.
     """
 
-    def __init__(self, cache: PagedCache, link: DaemonLink, timeout: float) -> None:
-        self._cache, self._link = cache, link
-        self._pages = NamedPages.of(link.namespace, cache.geometry, timeout)
+    def __init__(self, cache: PagedKVCache, connection: DaemonConnection, timeout: float) -> None:
+        self._cache, self._connection = cache, connection
+        self._pages = NamedPages.of(connection.namespace, cache.geometry, timeout)
         self._reader, self._writer = BlockCopier(cache), BlockCopier(cache)
         self._reader.warm_up()
         self._reading, self._writing = threading.Lock(), threading.Lock()
 
     def close(self) -> None:
-        self._link.close()
+        self._connection.close()
 
     def exists(self, names: Sequence[str]) -> int:
         """How many leading pages are stored."""
@@ -62,10 +62,10 @@ class PageKeeper:
                         header = header_of(match, self._cache.geometry)
                         self._reader.unpack(slots[i * tokens : (i + 1) * tokens], header, payload)
                         done[i] = True
-            if not session.trusted:
+            if not session.leases_valid:
                 raise ConnectionError("the session ended while pages were copied")
         except Exception as error:
-            log.warning("loading pages failed, computing instead: %s", give_up(self._link, session, error))
+            log.warning("loading pages failed, computing instead: %s", handle_failure(self._connection, session, error))
             return [False] * len(names)
         finally:
             self._pages.release(held)
@@ -73,7 +73,7 @@ class PageKeeper:
 
     def store(self, names: Sequence[str], slots: Integers) -> list[bool]:
         """Stores the pages at ``slots [names * page tokens]``. Returns which of them are stored now."""
-        session, tokens = self._link.session, self._cache.block_tokens
+        session, tokens = self._connection.session, self._cache.block_tokens
         if session is None:
             return [False] * len(names)
         pages = self._named(names)
@@ -84,29 +84,31 @@ class PageKeeper:
 
         try:
             with self._writing:
-                return list(self._pages.store(session, pages, b"", fill).there)
+                return list(self._pages.store(session, pages, b"", fill).stored)
         except Exception as error:
-            log.warning("storing pages failed: %s", give_up(self._link, session, error))
+            log.warning("storing pages failed: %s", handle_failure(self._connection, session, error))
             return [False] * len(names)
 
     def clear(self) -> None:
         """Deletes all pages of this model and rank, those of other engines with it, too. Raises ConnectionError when
         the daemon is not there."""
-        session = self._link.session
+        session = self._connection.session
         if session is None:
             raise ConnectionError("the cache daemon is not there, nothing was deleted; try again")
-        everything = pb.PrefixRef(namespace=self._link.namespace)
+        everything = pb.PrefixRef(namespace=self._connection.namespace)
         session.stub.Delete(pb.DeleteRequest(prefix=everything), timeout=60)
 
-    def _named(self, names: Sequence[str]) -> list[Page]:
-        return [Page(name.encode(), self._cache.block_tokens) for name in names]
+    def _named(self, names: Sequence[str]) -> list[NamedPage]:
+        return [NamedPage(name.encode(), self._cache.block_tokens) for name in names]
 
-    def _find(self, names: Sequence[str]) -> Held | None:
-        session = self._link.session
+    def _find(self, names: Sequence[str]) -> LeasedPages | None:
+        session = self._connection.session
         if session is None or not names:
             return None
         try:
             return self._pages.find(session, self._named(names), b"")
         except Exception as error:
-            log.warning("looking pages up failed, computing instead: %s", give_up(self._link, session, error))
+            log.warning(
+                "looking pages up failed, computing instead: %s", handle_failure(self._connection, session, error)
+            )
             return None

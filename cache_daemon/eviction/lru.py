@@ -1,0 +1,69 @@
+"""LRU: the yardstick beside the default policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sortedcontainers import SortedDict
+
+from cache_daemon.eviction.eviction_policy import Entry
+
+
+@dataclass(slots=True)
+class _Held:
+    used_at: int
+    parked: bool = False
+
+
+class LeastRecentlyUsed:
+    """Evicts the entry that was unused for longest. Time is counted in calls."""
+
+    def __init__(self) -> None:
+        self._held: dict[Entry, _Held] = {}
+        self._offered: SortedDict[int, Entry] = SortedDict()  # by last use
+        self._tick = 0
+
+    def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
+        return True
+
+    def insert(self, entry: Entry, parent: Entry | None = None, uses: int = 0) -> None:
+        if entry in self._held:
+            raise KeyError(f"{entry!r} is in the tier already")
+        self._tick += 1
+        self._held[entry] = _Held(self._tick)
+        self._offered[self._tick] = entry
+
+    def touch(self, entry: Entry) -> None:
+        held = self._held[entry]
+        if not held.parked:
+            del self._offered[held.used_at]
+        self._tick += 1
+        held.used_at = self._tick
+        if not held.parked:
+            self._offered[held.used_at] = entry
+
+    def park(self, entry: Entry) -> None:
+        held = self._held[entry]
+        if held.parked:
+            raise KeyError(f"{entry!r} is parked already")
+        del self._offered[held.used_at]
+        held.parked = True
+
+    def unpark(self, entry: Entry) -> None:
+        held = self._held[entry]
+        if not held.parked:
+            raise KeyError(f"{entry!r} is not parked")
+        held.parked = False
+        self._offered[held.used_at] = entry
+
+    def remove(self, entry: Entry) -> None:
+        held = self._held.pop(entry)
+        if not held.parked:
+            del self._offered[held.used_at]
+
+    def victims(self) -> Iterator[Entry]:
+        return iter(self._offered.values())
+
+    def __len__(self) -> int:
+        return len(self._held)
