@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 STUBS  := clients/python
 
-.PHONY: help setup demo test flaky mutants nightly check bench protos lint types kernels clean
+.PHONY: help setup demo test flaky mutants nightly check bench docs protos lint types kernels clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -72,7 +72,7 @@ VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 .PHONY: test-vllm test-vllm-own
 test-vllm: $(VLLM_STAMP)  ## Run the tests that need vLLM (3.5 GB, in .venv-vllm)
-	$(VLLM_VENV)/bin/python -m pytest -q tests/integrations
+	$(VLLM_VENV)/bin/python -m pytest -q tests/integrations tests/examples/test_vllm_restart.py
 
 VLLM_OWN := .engines/vllm-own-$(lastword $(subst ==, ,$(VLLM)))
 test-vllm-own: $(VLLM_STAMP) $(VLLM_OWN)/.fetched  ## Run vLLM's own unit tests of connectors against ours
@@ -110,7 +110,7 @@ test-peft: setup $(ENGINES)/peft-$(PEFT)  ## Run the tests that hold adapters ag
 	KVSIDECAR_TEST_PEFT=$(ENGINES)/peft-$(PEFT) $(BIN)/python -m pytest -q tests/inference_svc/lora/test_peft.py
 
 test-smg: setup $(ENGINES)/smg-$(SMG)  ## Run the test that puts the router smg before a worker (37 MB, in .engines)
-	KVSIDECAR_TEST_SMG=$(ENGINES)/smg-$(SMG) $(BIN)/python -m pytest -q tests/inference_svc/vllm_grpc/test_smg.py
+	KVSIDECAR_TEST_SMG=$(ENGINES)/smg-$(SMG) $(BIN)/python -m pytest -q tests/inference_svc/server/vllm_grpc/test_smg.py
 
 $(ENGINES)/smg-$(SMG): $(STAMP)
 	$(FETCH) $@ --no-deps smg==$(SMG) setproctitle
@@ -188,7 +188,10 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-check: lint types stubs-current kernels-current flaky test  ## Everything that a reviewer would run
+check: lint types stubs-current kernels-current flaky docs test  ## Everything that a reviewer would run
+
+docs: setup  ## Build the documentation as a site in build/site (offline)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 
 # Stubs refuse an older grpcio and protobuf than their generator's, so it is an old one, apart from our environment: LMCache
 # 0.5.6 has grpcio 1.78 and protobuf 6.

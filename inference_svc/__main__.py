@@ -26,15 +26,15 @@ def _run(command: str, rest: list[str]) -> int:
         from kvsidecar.cli.service_settings import run_service
     if command == "worker":
         with importing():
-            from inference_svc.kv_client.daemon_address import daemon_address
-            from inference_svc.models.preflight import settled
-            from inference_svc.models.weight_prefetch import read_ahead
+            from inference_svc.models.weight_prefetch import prefetch_weights
+            from inference_svc.server.daemon_address import daemon_address
+            from inference_svc.server.preflight import checked_settings
             from inference_svc.server.worker_config import WorkerConfig
 
         async def serve(config: WorkerConfig) -> None:
-            config = settled(config)
+            config = checked_settings(config)
             daemon_address(config)
-            read_ahead(config.model)
+            prefetch_weights(config.model)
             with collecting_later():
                 from inference_svc.server.worker_server import serve as run  # it imports torch
 
@@ -54,7 +54,7 @@ def _run(command: str, rest: list[str]) -> int:
         return supervise(rest)
     if command == "verify":
         with importing():
-            from inference_svc.context_reuse.verify_command import main as verify
+            from inference_svc.server.verify_command import main as verify
 
         return verify(rest)
     if command == "quantize":

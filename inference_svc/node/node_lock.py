@@ -25,7 +25,7 @@ class NodeLock:
         self._node: Supervised | None = None
 
     def __enter__(self) -> Self:
-        self._file = self._taken()
+        self._file = self._acquire()
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -42,14 +42,14 @@ class NodeLock:
         """Makes folder and file again where they were deleted; whether they were. Raises ConfigurationError."""
         if self._path.exists():
             return False
-        gone, self._file = self._file, self._taken()
+        gone, self._file = self._file, self._acquire()
         if gone is not None:
             gone.close()
         if self._node is not None:
             tell(self._file, self._node)
         return True
 
-    def _taken(self) -> TextIO:
+    def _acquire(self) -> TextIO:
         ensure_private_dir(self._folder)
         file = self._path.open("a", encoding="utf-8")
         try:

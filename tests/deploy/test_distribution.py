@@ -18,7 +18,7 @@ import importlib, pathlib, sys
 for name in ("kvsidecar", "cache_daemon", "inference_svc", "kvkernels"):
     path = pathlib.Path(importlib.import_module(name).__file__)
     assert path.is_relative_to(sys.prefix), path
-from kvkernels.cpu.library import found
+from kvkernels.cpu.cpu_library import found
 print(found().library is not None)
 """
 
@@ -73,7 +73,7 @@ def test_the_metadata_says_what_an_index_shows(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
         (metadata,) = (email.message_from_bytes(file.read(n)) for n in names if n.endswith(".dist-info/METADATA"))
-    for field in ("Author", "Summary", "Keywords", "Classifier", "Project-URL", "Requires-Python"):
+    for field in ("Author", "Summary", "Keywords", "Classifier", "Requires-Python"):
         assert metadata[field], field
     assert metadata["License-Expression"] == "MIT"
     assert set(metadata.get_all("License-File", [])) == {"LICENSE", "NOTICE"}

@@ -83,13 +83,13 @@ async def test_a_worker_does_not_finish_loading_before_it_stops(monkeypatch: pyt
         codes.append(code)
         raise Ended
 
-    monkeypatch.setattr(worker_server, "build", lambda config: loaded.wait(60))
+    monkeypatch.setattr(worker_server, "build_runtime", lambda config: loaded.wait(60))
     monkeypatch.setattr(os, "_exit", end)
     stop = asyncio.Event()
     stop.set()
     try:
         with pytest.raises(Ended):
-            await worker_server._built(WorkerConfig(), stop)
+            await worker_server._build_or_exit(WorkerConfig(), stop)
     finally:
         loaded.set()
     assert codes == [0]

@@ -144,12 +144,12 @@ async def test_a_lease_ends_by_itself_where_no_memory_is_shared() -> None:
         mapped = await bench.store.match(bench.session, b"", ids)
         far = await bench.store.match(there, b"", ids)
         name = [far.matches[0].chunk.key]
-        assert there.leased(far.lease_id, name) == [far.matches[0].chunk]
-        bench.store.sessions.end_leases(older_than_seconds=60)
+        assert there.leased_chunks(far.lease_id, name) == [far.matches[0].chunk]
+        bench.store.sessions.expire_leases(older_than_seconds=60)
         assert far.lease_id in there.leases
-        bench.store.sessions.end_leases(older_than_seconds=-1)
+        bench.store.sessions.expire_leases(older_than_seconds=-1)
         with pytest.raises(UnknownLease):
-            there.leased(far.lease_id, name)
+            there.leased_chunks(far.lease_id, name)
         assert mapped.lease_id in bench.session.leases
         assert far.matches[0].chunk.leases == 1
         bench.store.release(bench.session, [mapped.lease_id])

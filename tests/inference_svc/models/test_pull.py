@@ -25,7 +25,7 @@ from kvsidecar.models.model_library import Library, sha256_of
 from kvsidecar.models.model_pull import default_model, pull
 from typer.testing import CliRunner
 
-from inference_svc.models.gguf.gguf_converter import converted, open_source
+from inference_svc.models.gguf.gguf_converter import convert_gguf, open_source
 from inference_svc.models.model_resolver import DEMO_MODEL, resolve
 from tests.inference_svc.models.gguf_files import SHAPE, random_model, write
 from tests.inference_svc.models.model_sources import COMMIT, hub, publish
@@ -126,7 +126,7 @@ def test_a_pull_that_is_killed_leaves_nothing_to_be_found(
     began = tmp_path / "began"
     code = (
         "import sys, time, pathlib\n"
-        "from kvsidecar.models import pull\n"
+        "from kvsidecar.models import model_pull as pull\n"
         "from kvsidecar.models.catalogue import CATALOGUE, Packaged\n"
         "CATALOGUE['tiny'] = Packaged('tiny', '', (), 'tiny.gguf', '', 1, '', '')\n"
         "def stuck(wheels, folder):\n"
@@ -255,7 +255,7 @@ def test_models_are_listed_and_removed_with_what_was_made_of_them(
 ) -> None:
     pull("tiny")
     for file in (resolve("tiny"), gguf_file):  # the same contents: written out once, for the pulled one
-        converted(open_source(file), torch.float32)
+        convert_gguf(open_source(file), torch.float32)
     shown = {one["name"]: one for one in json.loads(invoke("models", "--json").stdout)}
     assert set(shown) == {"demo", "tiny"}
     assert "no assistant" in shown["demo"]["source"]
@@ -272,7 +272,7 @@ def test_models_are_listed_and_removed_with_what_was_made_of_them(
 
 
 def test_what_was_written_out_of_a_file_elsewhere_can_be_removed(library: Library, gguf_file: Path) -> None:
-    converted(open_source(gguf_file), torch.float32)
+    convert_gguf(open_source(gguf_file), torch.float32)
     (one,) = library.listed()
     assert one.source == f"written out of {gguf_file}"
     assert one.architecture == "Qwen2ForCausalLM"

@@ -19,7 +19,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from benchmarks.systems.environments import Missing, find
 from inference_svc import Engine
 from inference_svc.models.gguf.gguf_config import config_of
-from inference_svc.models.gguf.gguf_file import read
+from inference_svc.models.gguf.gguf_file import read_gguf
 from inference_svc.models.model_resolver import resolve
 
 THINGS = ["France", "Italy", "Japan", "rain", "a loan", "bread", "gravity", "a poem", "Python", "the moon"]
@@ -121,7 +121,7 @@ def _asked(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
 
 def _transformers(file: Path) -> AutoModelForCausalLM:
     """The model as transformers' own reader has it, in float32."""
-    config = config_of(read(file))
+    config = config_of(read_gguf(file))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict(tensors, strict=False)

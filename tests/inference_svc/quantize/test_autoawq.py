@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_svc.quantize.awq_rounding import rounded
-from inference_svc.quantize.scale_search import Inputs, best_scale
+from inference_svc.quantize.awq_rounding import quantize_weight
+from inference_svc.quantize.scale_search import InputStats, best_scale
 
 GROUP, BITS = 64, 4
 with warnings.catch_warnings():
@@ -54,13 +54,13 @@ class Copied(torch.nn.Linear):
 
 
 def salient(generator: torch.Generator, tokens: int = 256, width: int = 128) -> Tensor:
-    """Inputs ``[tokens, width]`` a few of which are much larger than the others, as in language models."""
+    """InputStats ``[tokens, width]`` a few of which are much larger than the others, as in language models."""
     return torch.randn(tokens, width, generator=generator) * torch.logspace(-1, 1.5, width)
 
 
 def test_autoawq_packs_the_same_codes_to_the_same_words() -> None:
     linear = torch.nn.Linear(128, 64)
-    ours = rounded(linear.weight.detach(), GROUP)
+    ours = quantize_weight(linear.weight.detach(), GROUP)
     linear.weight.data = ours.dense()
     scales, zeros = ours.scales.float().t().contiguous(), ours.zeros.float().t().contiguous()
     theirs = gemm.WQLinear_GEMM.from_linear(linear, BITS, GROUP, scales=scales, zeros=zeros)
@@ -69,7 +69,7 @@ def test_autoawq_packs_the_same_codes_to_the_same_words() -> None:
 
 
 def test_autoawq_reads_the_words_as_the_same_weights() -> None:
-    ours = rounded(torch.randn(64, 256, generator=torch.Generator().manual_seed(1)), GROUP)
+    ours = quantize_weight(torch.randn(64, 256, generator=torch.Generator().manual_seed(1)), GROUP)
     parts = ours.parts()
     read = dequantize_gemm(parts["qweight"], parts["qzeros"], parts["scales"], BITS, GROUP)
     torch.testing.assert_close(read.float().t(), ours.dense(), rtol=1e-3, atol=0)  # theirs are products in float16
@@ -78,7 +78,7 @@ def test_autoawq_reads_the_words_as_the_same_weights() -> None:
 def test_both_round_weights_to_the_same_codes(quantizer: Any) -> None:
     """Ours rounds the scales to float16 first, so a weight at the middle between two codes may become the other one."""
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(2))
-    ours = rounded(weight, GROUP)
+    ours = quantize_weight(weight, GROUP)
     dense, scales, zeros = quantizer.pseudo_quantize_tensor(weight.clone())
     torch.testing.assert_close(ours.scales.float(), scales, rtol=1e-3, atol=0)
     assert torch.equal(ours.zeros.float(), zeros)
@@ -98,6 +98,6 @@ def test_both_find_the_same_scale_of_the_inputs(quantizer: Any, seed: int) -> No
     with torch.no_grad():
         _, _, theirs = quantizer._search_best_scale(block, prev_op=before, layers=[layer], inp=x)
     products = x.t() @ x / len(x)
-    ours = best_scale([weight], Inputs(x.abs().mean(0), products), GROUP)
+    ours = best_scale([weight], InputStats(x.abs().mean(0), products), GROUP)
     assert ours.error < 0.95 * ours.plain_error
     torch.testing.assert_close(ours.values, theirs.flatten(), rtol=1e-3, atol=1e-6)

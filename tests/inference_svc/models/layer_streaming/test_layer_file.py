@@ -20,17 +20,17 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.layer_streaming import layer_file_builder
-from inference_svc.models.layer_streaming.aligned_memory import aligned
+from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.layer_file import ALIGNMENT, INDEX, VECTORS, WEIGHTS, LayerFile
 from inference_svc.models.layer_streaming.read_ahead import WeightsUnreadable
-from inference_svc.models.layer_streaming.residency_plan import Asked
+from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.loader import DEMO_MODEL, LoadedModel, load
 from tests.inference_svc.models.layer_streaming.conftest import computed
 
-FULL = Asked("full_stream", slots=2)
+FULL = StreamingOptions("full_stream", slots=2)
 
 
-def loaded(name: str = "shape:tiny", dtype: str = "float32", asked: Asked = FULL) -> LoadedModel:
+def loaded(name: str = "shape:tiny", dtype: str = "float32", asked: StreamingOptions = FULL) -> LoadedModel:
     return load(name, device="cpu", dtype=dtype, stream=asked)
 
 
@@ -113,11 +113,11 @@ def test_many_at_once_write_one_file(home: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("XDG_DATA_HOME", str(home.parent / "together"))
     builds = list[Path]()
 
-    def build(folder: Path, recipe: layer_file_builder.Recipe, size: int) -> None:
+    def build(folder: Path, recipe: layer_file_builder.LayerFileRecipe, size: int) -> None:
         builds.append(folder)
-        layer_file_builder.build(folder, recipe, size)
+        layer_file_builder.build_layer_file(folder, recipe, size)
 
-    monkeypatch.setattr("inference_svc.models.layer_streaming.streamed_model.build", build)
+    monkeypatch.setattr("inference_svc.models.layer_streaming.streamed_model.build_layer_file", build)
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda _: answer(), range(3)))
     assert len(builds) == 1
@@ -204,6 +204,6 @@ def test_reading_past_the_page_cache_and_by_way_of_it_gives_the_same_bytes(
     assert direct or not file.direct
     for layer in file.index.layers:
         for stored in layer.values():
-            memory = aligned(stored.end - stored.at)
+            memory = aligned_memory(stored.end - stored.at)
             assert file.read(memory.numpy().data, stored.at) == stored.end - stored.at
             assert bytes(memory.numpy()) == data[stored.at : stored.end]
