@@ -289,7 +289,9 @@ class Node:
 def _wait_gone(handle: int, seconds: float) -> None:
     """Wait until a process, which need not be a child, has ended with all of its threads; close its pidfd."""
     try:
-        if not select.select([handle], [], [], seconds)[0]:
+        waiting = select.poll()
+        waiting.register(handle, select.POLLIN)
+        if not waiting.poll(seconds * 1000):
             raise TimeoutError("a process does not end")
     finally:
         os.close(handle)
