@@ -1,7 +1,7 @@
-"""What pyproject.toml cannot say: the wheel carries the kernels' sources, and libraries where they could be made.
+"""Build steps beyond pyproject.toml: the wheel contains kernel sources and compiled libraries.
 
-The CPU's are compiled now, by the machine's compiler or ziglang's; without one torch serves. The CUDA ones are not:
-without ``make kernels`` they are compiled by NVRTC when they are first used on a GPU.
+CPU kernels are compiled now, by the machine's compiler or ziglang's; without one torch's kernels serve. CUDA kernels
+are not: without ``make kernels`` NVRTC compiles them at first use on a GPU.
 """
 
 import runpy
@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -18,7 +18,7 @@ CPU = runpy.run_path(str(HERE / "kernels" / "kvkernels" / "cpu" / "cpu_build.py"
 
 
 class BuildWithKernels(build_py):
-    """Compiles the CPU kernels; copies sources and libraries into the package, ``make kernels``' too if it was made."""
+    """Compiles the CPU kernels; copies sources and libraries into the package, CUDA libraries if they were built."""
 
     def run(self) -> None:
         super().run()
@@ -34,17 +34,23 @@ class BuildWithKernels(build_py):
                 shutil.copytree(HERE / "kernels" / folder, package / target, dirs_exist_ok=True)
 
 
-class PlatformWheel(bdist_wheel):
-    """With libraries in it, a wheel is for this platform; loaded with ctypes, they suit every Python."""
+class DistributionWithKernels(Distribution):
+    """Distribution whose packages go to platlib if kernels are compiled.
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        made = (HERE / "kernels" / "kvkernels" / "lib").is_dir()
-        self.root_is_pure = not made and (not CPU["variants"]() or CPU["compiler"]() is None)
+    auditwheel refuses shared libraries in purelib.
+    """
+
+    def has_ext_modules(self) -> bool:
+        compiled = (HERE / "kernels" / "kvkernels" / "lib").is_dir()
+        return compiled or (bool(CPU["variants"]()) and CPU["compiler"]() is not None)
+
+
+class PlatformWheel(bdist_wheel):
+    """Wheel for one platform and every Python 3: ctypes loads the libraries, which do not use Python's ABI."""
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
         return (python, abi, platform) if platform == "any" else ("py3", "none", platform)
 
 
-setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
+setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel}, distclass=DistributionWithKernels)
