@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from fastapi import Request
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 
-from inference_svc.gateway.api_keys import Keys
-from inference_svc.gateway.byte_budget import ByteBudget, Share
+from inference_svc.gateway.api_keys import ApiKeys
+from inference_svc.gateway.byte_budget import BudgetShare, ByteBudget
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.json_scanner import JsonScanner
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 # What is larger is decoded in a thread: these take a few ms.
 INLINE_BYTES, _INLINE_VALUES = 64 << 10, 4096
 # So many bodies of the largest size, of one caller and of all.
-_MOST_OF_CALLER, _MOST = 8, 32
+_MAX_BODIES_PER_CALLER, _MAX_BODIES = 8, 32
 
 
 class BodyReader:
@@ -35,17 +35,17 @@ class BodyReader:
     the limits of ``JsonScanner`` and of the classes that check bodies keep them to some 30 ms.
     """
 
-    def __init__(self, config: GatewayConfig, keys: Keys) -> None:
+    def __init__(self, config: GatewayConfig, keys: ApiKeys) -> None:
         self._max_bytes, self._seconds, self._keys = config.max_body_bytes, config.receive_seconds, keys
-        self._budget = ByteBudget(_MOST * config.max_body_bytes, _MOST_OF_CALLER * config.max_body_bytes)
+        self._budget = ByteBudget(_MAX_BODIES * config.max_body_bytes, _MAX_BODIES_PER_CALLER * config.max_body_bytes)
         self._thread = ThreadPoolExecutor(1, "body")
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, request: Request, use: Callable[[bytes, Any], T], apart: bool = False) -> T:
+    async def read(self, request: Request, use: Callable[[bytes, Any], T], in_thread: bool = False) -> T:
         """Returns what ``use`` makes of the body's bytes and of what they say; in a thread where the body is large, or
-        ``apart`` says that something else is.
+        ``in_thread`` says that something else is.
 
         Raises InvalidRequest, also for a body that is not there in time, Overloaded, and what ``use`` raises.
         """
@@ -55,14 +55,14 @@ class BodyReader:
                     raw, values = await self._receive(request, share)
             except TimeoutError as error:
                 raise InvalidRequest(f"the body did not come within {self._seconds:g} s") from error
-            if len(raw) <= INLINE_BYTES and values <= _INLINE_VALUES and not apart:
-                return use(raw, decoded(raw))
-            async with share.turn:
+            if len(raw) <= INLINE_BYTES and values <= _INLINE_VALUES and not in_thread:
+                return use(raw, decode_json(raw))
+            async with share.decode_lock:
                 run = contextvars.copy_context().run
-                work = asyncio.get_running_loop().run_in_executor(self._thread, run, lambda: use(raw, decoded(raw)))
+                work = asyncio.get_running_loop().run_in_executor(self._thread, run, lambda: use(raw, decode_json(raw)))
                 return await work
 
-    async def _receive(self, request: Request, share: Share) -> tuple[bytes, int]:
+    async def _receive(self, request: Request, share: BudgetShare) -> tuple[bytes, int]:
         """The bytes, and how many values they have. Raises InvalidRequest, Overloaded.
 
         A body beyond a limit is received to its end all the same, and dropped: a client that is still sending when the
@@ -88,7 +88,7 @@ class BodyReader:
         return b"".join(parts), scanner.num_values
 
 
-def decoded(raw: bytes) -> Any:
+def decode_json(raw: bytes) -> Any:
     """What a body says. Raises InvalidRequest."""
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_refused, parse_float=_finite)

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 T = TypeVar("T")
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """Nobody is there to answer."""
 
 
@@ -20,7 +20,7 @@ async def _nothing(_: object) -> None:
     """What needs no closing."""
 
 
-async def while_there(
+async def cancel_on_disconnect(
     request: Request, work: Coroutine[Any, Any, T], close: Callable[[T], Awaitable[None]] = _nothing
 ) -> T:
     """What comes of ``work``, or ClientGone: it is cancelled as soon as the client has gone. Starlette tells a handler
@@ -28,9 +28,9 @@ async def while_there(
     task = asyncio.create_task(work)
     try:
         while not task.done():
-            await asyncio.wait({task}, timeout=_LOOK_SECONDS)
+            await asyncio.wait({task}, timeout=_POLL_SECONDS)
             if not task.done() and await request.is_disconnected():
-                raise ClientGone
+                raise ClientDisconnected
     except BaseException:
         task.cancel()
         if task.done() and not task.cancelled() and task.exception() is None:

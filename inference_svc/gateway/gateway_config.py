@@ -12,7 +12,7 @@ from kvsidecar.telemetry.otlp_export import checked_endpoint
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from inference_svc.gateway.fleet.node_addresses import Place, parse_places
+from inference_svc.gateway.fleet.node_addresses import NodeAddress, parse_node_addresses
 
 _HOST = re.compile(r"[\w.-]+", re.ASCII)
 _ORIGIN = re.compile(r"https?://[^\s/?#@,]+", re.ASCII)
@@ -128,7 +128,7 @@ class GatewayConfig(BaseSettings):
     @classmethod
     def _places(cls, value: str, info: ValidationInfo) -> str:
         if value:
-            parse_places(value)
+            parse_node_addresses(value)
             own = cls.model_fields["workers"].get_default(call_default_factory=True)
             if info.data.get("workers", own) != own:
                 raise ValueError("a gateway has workers or nodes; leave out one of the two")
@@ -164,9 +164,9 @@ class GatewayConfig(BaseSettings):
         return value
 
     @property
-    def places(self) -> list[Place]:
+    def node_addresses(self) -> list[NodeAddress]:
         """Where the nodes are; empty for the gateway of one node."""
-        return parse_places(self.nodes) if self.nodes else []
+        return parse_node_addresses(self.nodes) if self.nodes else []
 
     @property
     def for_this_machine(self) -> bool:

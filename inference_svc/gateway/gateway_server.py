@@ -111,7 +111,7 @@ def configured(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
     """Raises ConfigurationError for certificates that cannot be used."""
     # A fleet's request has a connection to its client and one to a node.
     most = max_connections(descriptors_each=2 if config.nodes else 1)
-    limits = ConnectionLimits(config.receive_seconds, config.send_seconds, app.state.counted.refused, most)
+    limits = ConnectionLimits(config.receive_seconds, config.send_seconds, app.state.counters.refused, most)
     found = uvicorn.Config(
         app,
         http=bounded(limits),

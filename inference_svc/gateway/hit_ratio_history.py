@@ -21,7 +21,7 @@ class _Step:
     cached_tokens: int = 0
 
 
-class History:
+class HitRatioHistory:
     """Adds up what counters rose by. Knows the last ten minutes."""
 
     def __init__(self) -> None:

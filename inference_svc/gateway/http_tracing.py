@@ -18,12 +18,12 @@ _TRACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 _current: ContextVar[Span] = ContextVar("span", default=NOT_TRACED)
 
 
-def current() -> Span:
+def current_span() -> Span:
     """Of the HTTP request that this is done for."""
     return _current.get()
 
 
-class Traced:
+class TracingMiddleware:
     """A span around every request that generates, until the last byte of its answer. Plain ASGI, as ``Guard`` is."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:

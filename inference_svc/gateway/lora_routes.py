@@ -18,11 +18,11 @@ from kvsidecar.errors import KVSidecarError, PermissionDenied, UnknownModel, fro
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
-from inference_svc.gateway.api_keys import Keys
+from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_model import BodyModel
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.unsupported_options import B, parse
-from inference_svc.gateway.worker_router import Router, Worker, retryable
+from inference_svc.gateway.worker_router import Worker, WorkerRouter, is_retryable
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # Reading and packing a large one; what is queued for the daemon is waited for when one goes.
@@ -46,31 +46,31 @@ class UnloadBody(BodyModel):
     lora_name: str = Field(min_length=1, max_length=_LONGEST_NAME)
 
 
-class Adapters:
+class LoraRoutes:
     """What workers were told, one thing after another."""
 
-    def __init__(self, router: Router, keys: Keys, bodies: BodyReader) -> None:
+    def __init__(self, router: WorkerRouter, keys: ApiKeys, bodies: BodyReader) -> None:
         self._router, self._keys, self._bodies = router, keys, bodies
         self._loaded: dict[str, pb.LoadAdapterRequest] = {}
         self._unloaded: set[str] = set()
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         router.prepare = self._prepare
 
     async def load(self, request: Request) -> Response:
-        return PlainTextResponse(await self._load_on_all(await self._orders(LoadBody, request)))
+        return PlainTextResponse(await self._load_on_all(await self._parse(LoadBody, request)))
 
     async def unload(self, request: Request) -> Response:
-        return PlainTextResponse(await self._unload_on_all(await self._orders(UnloadBody, request)))
+        return PlainTextResponse(await self._unload_on_all(await self._parse(UnloadBody, request)))
 
-    async def _orders(self, kind: type[B], request: Request) -> B:
-        if not self._keys.of_operator(request.scope):
+    async def _parse(self, kind: type[B], request: Request) -> B:
+        if not self._keys.is_operator(request.scope):
             raise PermissionDenied("adapters are loaded and unloaded by operators; send the operator's key")
         return await self._bodies.read(request, partial(parse, kind))
 
     async def _load_on_all(self, body: LoadBody) -> str:
         """Loads an adapter on every worker that is up. Raises KVSidecarError; no worker has more than before then."""
         request = pb.LoadAdapterRequest(name=body.lora_name, path=body.lora_path)
-        async with self._turn:
+        async with self._lock:
             workers = self._router.alive
             new = [worker for worker in workers if body.lora_name not in worker.names]
             try:
@@ -93,7 +93,7 @@ class Adapters:
     async def _unload_on_all(self, body: UnloadBody) -> str:
         """Unloads it from every worker that is up. Raises KVSidecarError, UnknownModel where none has it."""
         name = body.lora_name
-        async with self._turn:
+        async with self._lock:
             workers = self._router.alive
             found = await asyncio.gather(*(_unload(worker, name) for worker in workers), return_exceptions=True)
             if None in found or name in self._loaded:
@@ -110,23 +110,23 @@ class Adapters:
 
     async def _prepare(self, worker: Worker, model: pb.GetModelResponse) -> bool:
         """Makes a worker have what all have; False when there was nothing to do."""
-        if not self._owed(worker, model):
+        if not self._missing_changes(worker, model):
             return False
-        async with self._turn:
-            for request in self._owed(worker, model):
+        async with self._lock:
+            for request in self._missing_changes(worker, model):
                 try:
                     if isinstance(request, str):
                         await _unload(worker, request)
                     else:
                         await _load(worker, request)
                 except KVSidecarError as error:
-                    if not retryable(error):
+                    if not is_retryable(error):
                         name = request if isinstance(request, str) else request.name
                         worker.refused.add(name)
                         log.warning("a worker is without the others' adapters", worker=worker.target, error=str(error))
         return True
 
-    def _owed(self, worker: Worker, model: pb.GetModelResponse) -> list[pb.LoadAdapterRequest | str]:
+    def _missing_changes(self, worker: Worker, model: pb.GetModelResponse) -> list[pb.LoadAdapterRequest | str]:
         """What it is to load, and the names of what it is to unload; without what it has refused since it came up."""
         there = {adapter.name for adapter in model.adapters}
         lacks = [request for name, request in self._loaded.items() if name not in there | worker.refused]
@@ -138,17 +138,17 @@ async def _load(worker: Worker, request: pb.LoadAdapterRequest) -> pb.Adapter:
         found: pb.LoadAdapterResponse = await worker.client.stub.LoadAdapter(request, timeout=_SECONDS)
         return found.adapter
     except grpc.RpcError as error:
-        raise _told(error) from error
+        raise _error_of(error) from error
 
 
 async def _unload(worker: Worker, name: str) -> None:
     try:
         await worker.client.stub.UnloadAdapter(pb.UnloadAdapterRequest(name=name), timeout=_SECONDS)
     except grpc.RpcError as error:
-        raise _told(error) from error
+        raise _error_of(error) from error
 
 
-def _told(error: grpc.RpcError) -> KVSidecarError:
+def _error_of(error: grpc.RpcError) -> KVSidecarError:
     """What a worker refused, about the fields of a body."""
     found = from_rpc(error)
     found.param = _FIELDS.get(found.param, found.param)

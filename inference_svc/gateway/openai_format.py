@@ -69,7 +69,7 @@ _READING = {
 }
 
 
-def explained(part: pb.GenerateStreamResponse) -> dict[str, Any]:
+def prompt_provenance(part: pb.GenerateStreamResponse) -> dict[str, Any]:
     """An extension: which parts of the prompt had been read before, and which bits the worker computes."""
     parts = [{"reading": _READING[p.reading], "tokens": p.tokens, "text": p.text} for p in part.prompt_parts]
     numerics = {"id": part.numerics.id, "shared_across_machines": part.numerics.shared_across_machines}
@@ -127,7 +127,7 @@ def _top(p: pb.TokenLogprob, most: int) -> dict[str, float]:
     return found
 
 
-def written(value: Any) -> bytes:
+def json_bytes(value: Any) -> bytes:
     """JSON, written piece by piece: in a thread, a large value does not hold the interpreter's lock all the while."""
     return "".join(_ENCODER.iterencode(value)).encode()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter
 
 
-class Counted:
+class RequestCounters:
     """HTTP requests, what of them was refused or broke off, and what was asked again."""
 
     def __init__(self) -> None:

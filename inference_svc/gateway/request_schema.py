@@ -48,7 +48,7 @@ class StreamOptions(BodyModel):
     include_obfuscation: bool = False
 
 
-class Common(BodyModel):
+class GenerationOptions(BodyModel):
     """What chats and completions have alike."""
 
     model: str = ""
@@ -117,13 +117,13 @@ class Common(BodyModel):
         )
 
     @property
-    def choices(self) -> int:
+    def num_choices(self) -> int:
         return self.n or 1
 
-    def top_logprobs_wanted(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         raise NotImplementedError
 
-    def tokens_kept(self) -> int | None:
+    def truncation_limit(self) -> int | None:
         """How many of the prompt's tokens are read at most; 0 for as many as there is room for, None for all. Raises
         InvalidRequest."""
         if self.truncate_prompt_tokens == 0:
@@ -150,10 +150,10 @@ class Common(BodyModel):
             ignore_eos=self.ignore_eos,
             include_stop=self.include_stop_str_in_output,
             show_special_tokens=not self.skip_special_tokens,
-            truncate_prompt_tokens=self.tokens_kept(),
+            truncate_prompt_tokens=self.truncation_limit(),
             truncation=truncation_of(self.truncate),
             prompt_logprobs=self.prompt_logprobs,
-            logprobs=self.top_logprobs_wanted(),
+            logprobs=self.num_top_logprobs(),
             sampling=pb.Sampling(
                 temperature=self.temperature,
                 top_p=self.top_p,
@@ -183,7 +183,7 @@ class Common(BodyModel):
         )
 
 
-class ChatRequest(Common):
+class ChatRequest(GenerationOptions):
     """Body of ``/v1/chat/completions``."""
 
     messages: Messages = Field(min_length=1)
@@ -205,7 +205,7 @@ class ChatRequest(Common):
         start = answer_start(self.add_generation_prompt, self.continue_final_message)
         return [pb.Prompt(chat=to_chat(self.messages, self.tools, self.chat_template_kwargs, start))]
 
-    def top_logprobs_wanted(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
@@ -222,7 +222,7 @@ class ChatRequest(Common):
         return request
 
 
-class CompletionRequest(Common):
+class CompletionRequest(GenerationOptions):
     """Body of ``/v1/completions``."""
 
     prompt: str | _Ints | Annotated[list[str], FIRST_ERROR] | Annotated[list[_Ints], FIRST_ERROR]
@@ -241,21 +241,21 @@ class CompletionRequest(Common):
             raise InvalidRequest("prompt is empty; at least one token is needed", param="prompt")
         if isinstance(self.prompt[0], int):
             return [_ids(self.prompt)]
-        if len(self.prompt) * self.choices > MAX_ANSWERS:  # before they are made: each is many times its text
+        if len(self.prompt) * self.num_choices > MAX_ANSWERS:  # before they are made: each is many times its text
             raise InvalidRequest(
-                f"prompt has {len(self.prompt)} prompts with n = {self.choices} answers each; at most {MAX_ANSWERS} "
-                f"answers are allowed"
+                f"prompt has {len(self.prompt)} prompts with n = {self.num_choices} answers each; "
+                f"at most {MAX_ANSWERS} answers are allowed"
             )
         return [self._text(p) if isinstance(p, str) else _ids(p) for p in self.prompt]
 
     def _text(self, text: str) -> pb.Prompt:
         return pb.Prompt(text=text, without_special_tokens=not self.add_special_tokens)
 
-    def top_logprobs_wanted(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
-    def only_prompt(self) -> bool:
+    def is_prompt_only(self) -> bool:
         """Nothing is to be generated. Raises InvalidRequest where that would leave nothing at all."""
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens is 0; at least 1 is needed without echo", param="max_tokens")
@@ -266,7 +266,7 @@ class CompletionRequest(Common):
         request.echo = self.echo
         if self.echo and self.logprobs is not None:
             request.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
-        if self.only_prompt:  # a worker generates a token; it is not shown
+        if self.is_prompt_only:  # a worker generates a token; it is not shown
             request.max_tokens = 1
         return request
 

@@ -34,7 +34,7 @@ class _File:
     tag: str
 
 
-class Page:
+class StaticFiles:
     """The files of the page by name."""
 
     def __init__(self, folder: Path = _FOLDER) -> None:

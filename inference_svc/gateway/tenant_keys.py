@@ -15,7 +15,7 @@ from kvsidecar.tenants_file import digest_of, read_tables, salt_of
 
 
 @dataclass(frozen=True)
-class Tenant:
+class TenantKey:
     """Whom a key names: the salts of all tables that have it, or any salt for an operator."""
 
     salts: tuple[str, ...]
@@ -34,20 +34,20 @@ class Tenant:
         return self.salts[0]
 
 
-def load_tenants(path: Path) -> Mapping[bytes, Tenant]:
+def load_tenants(path: Path) -> Mapping[bytes, TenantKey]:
     """Tenants by the SHA-256 of their keys. Raises ConfigurationError with one sentence, without a salt or a token."""
     tables = read_tables(path).get("tenant", {})
-    tenants: dict[bytes, Tenant] = {}
+    tenants: dict[bytes, TenantKey] = {}
     for name, table in tables.items() if isinstance(tables, dict) else ():
         for token, one in _of_table(f"the table tenant.{name} of {path}", table):
-            before = tenants.get(token, Tenant(()))
-            tenants[token] = Tenant((*before.salts, *one.salts), before.operator or one.operator)
+            before = tenants.get(token, TenantKey(()))
+            tenants[token] = TenantKey((*before.salts, *one.salts), before.operator or one.operator)
     if not tenants:
         raise ConfigurationError(f"the tenants file {path} has no tokens; nobody could use the gateway")
     return tenants
 
 
-def _of_table(where: str, table: Any) -> list[tuple[bytes, Tenant]]:
+def _of_table(where: str, table: Any) -> list[tuple[bytes, TenantKey]]:
     entries = table.get("tokens", []) if isinstance(table, dict) else None
     digests = [digest_of(entry) for entry in entries] if isinstance(entries, list) else [None]
     known = [digest for digest in digests if digest is not None]
@@ -56,11 +56,11 @@ def _of_table(where: str, table: Any) -> list[tuple[bytes, Tenant]]:
     if not known:
         return []
     if table.get("operator") is True:
-        return [(digest, Tenant((), operator=True)) for digest in known]
+        return [(digest, TenantKey((), operator=True)) for digest in known]
     try:
         salt = salt_of(table).decode()
     except ValueError:
         salt = ""
     if not salt:
         raise ConfigurationError(f"{where} has no salt that is text, which its API keys are for")
-    return [(digest, Tenant((salt,))) for digest in known]
+    return [(digest, TenantKey((salt,))) for digest in known]

@@ -12,16 +12,16 @@ import grpc
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
-_PAGE, _MOST_PAGES = 1000, 20
-_FRESH_SECONDS, _PATIENCE_SECONDS = 5.0, 5.0
-_COUNT_SECONDS, _ROOTS = 2.0, 256
+_PAGE, _MAX_PAGES = 1000, 20
+_FRESH_SECONDS, _TIMEOUT_SECONDS = 5.0, 5.0
+_COUNT_SECONDS, _MAX_ROOTS = 2.0, 256
 # The daemon counts a tenant's chunks one by one, among all else that it does; so at most for this share of its time.
-_SHARE = 0.05
+_MAX_DAEMON_SHARE = 0.05
 _SHORT = 8
 
 
 @dataclass
-class _Sum:
+class _Usage:
     """What one tenant has in a namespace."""
 
     chunks: int = 0
@@ -36,11 +36,11 @@ class _Sum:
         self.disk_bytes += chunk.stored_bytes if chunk.durable else 0
 
 
-class Holdings:
+class TenantUsage:
     """All tenants' sums, from a walk over the daemon's list that is repeated when it is old and somebody looks."""
 
     def __init__(self) -> None:
-        self._sums: dict[bytes, _Sum] = {}
+        self._sums: dict[bytes, _Usage] = {}
         self._complete = True
         self._walked = 0.0
         self._lock = asyncio.Lock()
@@ -52,19 +52,19 @@ class Holdings:
             if time.monotonic() - self._walked > _FRESH_SECONDS:
                 await self._walk(daemon)
         found = [
-            holding(root, names.get(root, ""), s.chunks, s.tokens, s.arena_bytes, s.disk_bytes)
+            usage_entry(root, names.get(root, ""), s.chunks, s.tokens, s.arena_bytes, s.disk_bytes)
             for root, s in self._sums.items()
         ]
         found.sort(key=lambda one: -max(one["arena_bytes"], one["disk_bytes"]))
         return {"tenants": found, "complete": self._complete}
 
     async def _walk(self, daemon: Any) -> None:
-        sums: dict[bytes, _Sum] = {}
+        sums: dict[bytes, _Usage] = {}
         token = b""
-        for _ in range(_MOST_PAGES):
-            page = await daemon.List(pb.ListRequest(page_size=_PAGE, page_token=token), timeout=_PATIENCE_SECONDS)
+        for _ in range(_MAX_PAGES):
+            page = await daemon.List(pb.ListRequest(page_size=_PAGE, page_token=token), timeout=_TIMEOUT_SECONDS)
             for chunk in page.chunks:
-                sums.setdefault(chunk.root, _Sum()).add(chunk)
+                sums.setdefault(chunk.root, _Usage()).add(chunk)
             token = page.next_page_token
             if not token:
                 break
@@ -82,10 +82,10 @@ class _Count:
     def ended(self, task: asyncio.Task[pb.StatsResponse | grpc.RpcError]) -> None:
         now = time.monotonic()
         counted = not task.cancelled() and isinstance(task.result(), pb.StatsResponse)
-        self.fresh_until = now + max(_FRESH_SECONDS, (now - self.began) / _SHARE if counted else 0)
+        self.fresh_until = now + max(_FRESH_SECONDS, (now - self.began) / _MAX_DAEMON_SHARE if counted else 0)
 
 
-class Counts:
+class TenantCounts:
     """What single tenants have. Who asks while the daemon counts gets the same answer, and so does who asks soon
     after; the roots asked for last are remembered."""
 
@@ -95,7 +95,7 @@ class Counts:
     def __len__(self) -> int:
         return len(self._counts)
 
-    async def of(self, daemon: Any, namespace: bytes, salt: bytes) -> pb.StatsResponse:
+    async def count(self, daemon: Any, namespace: bytes, salt: bytes) -> pb.StatsResponse:
         """Raises grpc.RpcError."""
         root = keys.tenant_root(namespace, salt)
         count = self._counts.get(root)
@@ -104,7 +104,7 @@ class Counts:
             count = self._counts[root] = _Count(asyncio.create_task(_counted(daemon, request)))
             count.task.add_done_callback(count.ended)
         self._counts.move_to_end(root)
-        while len(self._counts) > _ROOTS:
+        while len(self._counts) > _MAX_ROOTS:
             self._counts.popitem(last=False)
         found = await asyncio.shield(count.task)  # others may wait for it
         if isinstance(found, grpc.RpcError):
@@ -120,7 +120,7 @@ async def _counted(daemon: Any, request: pb.StatsRequest) -> pb.StatsResponse | 
         return error
 
 
-def holding(root: bytes, name: str, chunks: int, tokens: int, arena_bytes: int, disk_bytes: int) -> dict[str, Any]:
+def usage_entry(root: bytes, name: str, chunks: int, tokens: int, arena_bytes: int, disk_bytes: int) -> dict[str, Any]:
     """One tenant in the answer: by the beginning of its root's hash, never by its salt."""
     return {
         "tenant": root.hex()[:_SHORT],

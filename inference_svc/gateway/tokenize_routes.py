@@ -15,7 +15,7 @@ from inference_svc.gateway.openai_tools import Tools, to_chat
 from inference_svc.gateway.unsupported_options import parse
 from inference_svc.gateway.worker_router import Worker
 
-_PATIENCE_SECONDS = 60.0
+_TIMEOUT_SECONDS = 60.0
 
 
 class TokenizeBody(BodyModel):
@@ -69,7 +69,7 @@ def to_detokenize(raw: bytes, body: Any) -> tuple[str, pb.DetokenizeRequest]:
 async def tokenize(worker: Worker, request: pb.TokenizeRequest) -> dict[str, Any]:
     """The answer of ``/tokenize``. Raises KVSidecarError."""
     try:
-        found = await worker.client.stub.Tokenize(request, timeout=_PATIENCE_SECONDS)
+        found = await worker.client.stub.Tokenize(request, timeout=_TIMEOUT_SECONDS)
     except grpc.RpcError as error:
         raise from_rpc(error) from error
     tokens = list(found.token_ids)
@@ -80,7 +80,7 @@ async def tokenize(worker: Worker, request: pb.TokenizeRequest) -> dict[str, Any
 async def detokenize(worker: Worker, request: pb.DetokenizeRequest) -> dict[str, Any]:
     """The answer of ``/detokenize``. Raises KVSidecarError."""
     try:
-        found = await worker.client.stub.Detokenize(request, timeout=_PATIENCE_SECONDS)
+        found = await worker.client.stub.Detokenize(request, timeout=_TIMEOUT_SECONDS)
     except grpc.RpcError as error:
         raise from_rpc(error) from error
     return {"prompt": found.text}

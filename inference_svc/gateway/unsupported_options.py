@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
-from kvsidecar.cli.flags import meant
+from kvsidecar.cli.flags import did_you_mean
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from pydantic import BaseModel, ValidationError
 
@@ -115,7 +115,7 @@ def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
     where = where.removesuffix(".[key]")[:_LONGEST_NAME]
     if found["type"] == "extra_forbidden":
         known = _options(kind, found["loc"][:-1])
-        asked = meant(str(found["loc"][-1]), known)
+        asked = did_you_mean(str(found["loc"][-1]), known)
         return UnsupportedOption(f"{where} is not an option of this server{asked}; leave it out", param=where)
     if found["type"] == "missing":
         return InvalidRequest(f"{where} is missing", param=where)

@@ -24,9 +24,9 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 log = structlog.get_logger("gateway")
 
 _BLOCK_BYTES, _MAX_HASHED_BYTES = 256, 256 << 10
-_REMEMBERED = 100_000
+_MAX_PREFIXES = 100_000
 # A worker may have this many more requests than the least busy one before its prefix stops counting.
-_TOLERANCE = 4
+_MAX_LOAD_DIFFERENCE = 4
 _POLL_SECONDS, _WAITING_POLL_SECONDS = 1.0, 0.1
 # A worker that comes up is to be seen at once: gRPC alone would wait longer after every failed try, 9 s for a model
 # that loads for 20.
@@ -44,7 +44,7 @@ class Worker:
     target: str
     client: AsyncClient
     alive: bool = False
-    seen: bool = False  # it was alive once
+    was_up: bool = False  # it was alive once
     model: pb.GetModelResponse = field(default_factory=pb.GetModelResponse)
     stats: pb.GetStatsResponse | None = None  # what it said last
     in_flight: int = 0
@@ -73,7 +73,7 @@ class Worker:
             self.model = model
             if not self.alive:
                 log.info("worker is up", worker=self.target, model=self.model.model_id)
-            self.alive = self.seen = True
+            self.alive = self.was_up = True
         except grpc.RpcError as error:
             self.down(error.code().name)
 
@@ -104,13 +104,13 @@ Prepare = Callable[[Worker, pb.GetModelResponse], Awaitable[bool]]
 """Makes a worker ready that says to have this; whether that changed something."""
 
 
-class Router:
+class WorkerRouter:
     """Keeps track of the workers and of what each has read."""
 
     def __init__(self, targets: list[str]) -> None:
         self.started = int(time.time())
         self.workers = [Worker(t, AsyncClient(t, RECONNECT)) for t in targets]
-        self._read_by: OrderedDict[bytes, Worker] = OrderedDict()
+        self._worker_by_prefix: OrderedDict[bytes, Worker] = OrderedDict()
         self._pollers: list[asyncio.Task[None]] = []
         self.prepare: Prepare | None = None
 
@@ -133,16 +133,16 @@ class Router:
         """The workers that answer. Raises Unavailable when there are none, with what may be the cause."""
         found = [w for w in self.workers if w.alive]
         if not found:
-            raise Unavailable(self._why())
+            raise Unavailable(self._unavailable_reason())
         return found
 
     @property
-    def may_return(self) -> bool:
+    def was_up(self) -> bool:
         """Some worker was up once."""
-        return any(w.seen for w in self.workers)
+        return any(w.was_up for w in self.workers)
 
-    def _why(self) -> str:
-        if self.may_return:
+    def _unavailable_reason(self) -> str:
+        if self.was_up:
             return "no inference worker is up; try again in a moment"
         return "no inference worker is ready yet: the model is still being loaded; try again in a moment"
 
@@ -150,30 +150,30 @@ class Router:
         """The worker for a request. Raises Unavailable when none is up that serves its model."""
         able = [w for w in self.workers if w.alive and w.target not in excluded and w.serves(request.model)]
         if not able:
-            raise Unavailable(self._why())
+            raise Unavailable(self._unavailable_reason())
         least = min(w.in_flight for w in able)
-        blocks = _blocks(request)
+        blocks = _prompt_prefix_hashes(request)
         for block in reversed(blocks):
-            worker = self._read_by.get(block)
-            if worker is not None and worker in able and worker.in_flight <= least + _TOLERANCE:
+            worker = self._worker_by_prefix.get(block)
+            if worker is not None and worker in able and worker.in_flight <= least + _MAX_LOAD_DIFFERENCE:
                 break
         else:
             worker = min(able, key=lambda w: w.in_flight)
         for block in blocks:
-            self._read_by[block] = worker
-            self._read_by.move_to_end(block)
-        while len(self._read_by) > _REMEMBERED:
-            self._read_by.popitem(last=False)
+            self._worker_by_prefix[block] = worker
+            self._worker_by_prefix.move_to_end(block)
+        while len(self._worker_by_prefix) > _MAX_PREFIXES:
+            self._worker_by_prefix.popitem(last=False)
         return worker
 
 
-def _blocks(request: pb.GenerateRequest) -> list[bytes]:
+def _prompt_prefix_hashes(request: pb.GenerateRequest) -> list[bytes]:
     """A chain of hashes over the prompt, one per block of bytes, so that equal beginnings give equal hashes.
 
     Prompts that are equal for ``_MAX_HASHED_BYTES`` lead to the same worker whatever follows: this runs on the event
     loop.
     """
-    data = b"".join(_beginning(request.prompt))[:_MAX_HASHED_BYTES]
+    data = b"".join(_prompt_bytes(request.prompt))[:_MAX_HASHED_BYTES]
     realm = request.model.encode(), request.cache.tenant_salt  # beyond which nothing is reused
     digest = hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in realm))
     found = []
@@ -183,7 +183,7 @@ def _blocks(request: pb.GenerateRequest) -> list[bytes]:
     return found or [digest.digest()[:12]]
 
 
-def _beginning(prompt: Any) -> Iterator[bytes]:
+def _prompt_bytes(prompt: Any) -> Iterator[bytes]:
     """The prompt in parts, at least as much of it as is hashed."""
     kind, size = prompt.WhichOneof("kind"), 0
     if kind == "text":
@@ -199,6 +199,6 @@ def _beginning(prompt: Any) -> Iterator[bytes]:
         yield array("I", prompt.token_ids.ids[: _MAX_HASHED_BYTES // 4]).tobytes()
 
 
-def retryable(error: KVSidecarError) -> bool:
+def is_retryable(error: KVSidecarError) -> bool:
     """Another worker may succeed."""
     return isinstance(error, Unavailable)

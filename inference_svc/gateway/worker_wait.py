@@ -13,10 +13,10 @@ from kvsidecar.process.node_report import STARTING, read_reports
 from starlette.datastructures import Headers
 
 from inference_svc.gateway.gateway_config import GatewayConfig
-from inference_svc.gateway.http_tracing import current
-from inference_svc.gateway.worker_router import Router, Worker
+from inference_svc.gateway.http_tracing import current_span
+from inference_svc.gateway.worker_router import Worker, WorkerRouter
 
-_MAX_WAITING, _LOOK_SECONDS, _READ_SECONDS = 1024, 0.05, 0.5
+_MAX_WAITING, _POLL_SECONDS, _READ_SECONDS = 1024, 0.05, 0.5
 
 
 class WorkerWait:
@@ -26,7 +26,7 @@ class WorkerWait:
     for ``worker_start_seconds`` at most. Runs on the event loop.
     """
 
-    def __init__(self, router: Router, config: GatewayConfig) -> None:
+    def __init__(self, router: WorkerRouter, config: GatewayConfig) -> None:
         self._router, self._config = router, config
         self._num_waiting = 0
         self._starting, self._read_at = False, float("-inf")
@@ -39,14 +39,14 @@ class WorkerWait:
         try:
             return self._router.pick(request, excluded)
         except Unavailable:
-            if not self._router.may_return or self._num_waiting >= _MAX_WAITING or max_seconds == 0:
+            if not self._router.was_up or self._num_waiting >= _MAX_WAITING or max_seconds == 0:
                 raise
         began, waiting_since = time.perf_counter(), time.monotonic()
         starting_until = waiting_since
         self._num_waiting += 1
         try:
             while True:
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(_POLL_SECONDS)
                 try:
                     return self._router.pick(request, set())
                 except Unavailable:
@@ -58,7 +58,7 @@ class WorkerWait:
                         raise
         finally:
             self._num_waiting -= 1
-            current().phase("wait for a worker", began, time.perf_counter())
+            current_span().phase("wait for a worker", began, time.perf_counter())
 
     def is_starting(self) -> bool:
         """Whether this process's supervisor says that it is starting a worker; as it said half a second ago."""

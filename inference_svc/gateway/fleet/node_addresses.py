@@ -13,7 +13,7 @@ _FORM = "http://HOST:PORT, https://HOST:PORT, or dns+http://NAME:PORT for all ad
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeAddress:
     """The gateway of a node, or with ``every`` those at all addresses that ``host`` has at the time."""
 
     scheme: str
@@ -30,7 +30,7 @@ class Place:
         return self.scheme == "http" and not TcpAddress(self.host, self.port).loopback
 
 
-def parse_places(text: str) -> list[Place]:
+def parse_node_addresses(text: str) -> list[NodeAddress]:
     """Places from a list with commas. Raises ValueError."""
     found = [_place(part.strip()) for part in text.split(",") if part.strip()]
     if not found:
@@ -41,7 +41,7 @@ def parse_places(text: str) -> list[Place]:
     return found
 
 
-def _place(text: str) -> Place:
+def _place(text: str) -> NodeAddress:
     if "@" in text:  # it may hold a password: it is not repeated
         raise ValueError(f"a node has no name and password; write {_FORM}")
     every = text.startswith(_BY_NAME)
@@ -57,7 +57,7 @@ def _place(text: str) -> Place:
         raise ValueError(f"{text!r} is no node; write {_FORM}, without a path or a name and password")
     if every and _is_address(host):
         raise ValueError(f"{text!r} has no name to look up; leave out {_BY_NAME}")
-    return Place(parts.scheme, host, port, every)
+    return NodeAddress(parts.scheme, host, port, every)
 
 
 def _is_address(host: str) -> bool:

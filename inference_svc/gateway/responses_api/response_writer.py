@@ -13,9 +13,9 @@ from kvsidecar.errors import KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import openai_format
-from inference_svc.gateway.merged_stream import Piece, with_first
-from inference_svc.gateway.request_log import line
-from inference_svc.gateway.responses_api.conversation_store import Stored
+from inference_svc.gateway.generation import ChoiceChunk, prepend
+from inference_svc.gateway.request_log import log_line
+from inference_svc.gateway.responses_api.conversation_store import StoredResponse
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest, add_call
 
 
@@ -23,7 +23,7 @@ class ResponseWriter:
     """One response. ``whole`` or ``stream`` is called once, and hands it to ``keep`` if it is to be stored."""
 
     def __init__(
-        self, request: ResponsesRequest, model: str, keep: Callable[[Stored], None], chat: list[dict[str, Any]]
+        self, request: ResponsesRequest, model: str, keep: Callable[[StoredResponse], None], chat: list[dict[str, Any]]
     ) -> None:
         """``chat`` are the messages that the answer is to, without the instructions."""
         self._request, self._keep, self._chat = request, keep, chat
@@ -60,26 +60,26 @@ class ResponseWriter:
         if not isinstance(self._body["tool_choice"], str):
             self._body["tool_choice"] = self._body["tool_choice"].model_dump()
 
-    async def whole(self, pieces: AsyncIterator[Piece]) -> bytes:
+    async def whole(self, pieces: AsyncIterator[ChoiceChunk]) -> bytes:
         """JSON."""
         async for piece in pieces:
             self._add(piece.part)
         await self._store()
-        return await asyncio.to_thread(openai_format.written, self._body)
+        return await asyncio.to_thread(openai_format.json_bytes, self._body)
 
-    async def stream(self, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+    async def stream(self, first: ChoiceChunk, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[bytes]:
         self._explain(first.part)
         yield await self._of_response("response.created")
         yield await self._of_response("response.in_progress")
         try:
-            async for piece in with_first(first, pieces):
+            async for piece in prepend(first, pieces):
                 for event in self._add(piece.part):
                     yield event
             if self._body["usage"] is not None:
                 await self._store()  # before the client learns that it may go on from here
                 yield await self._of_response(f"response.{self._body['status']}")
         except KVSidecarError as error:
-            line().abort(error.reason)
+            log_line().abort(error.reason)
             self._body |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
             yield await self._of_response("response.failed")
 
@@ -99,7 +99,7 @@ class ResponseWriter:
 
     def _explain(self, part: pb.GenerateStreamResponse) -> None:
         if part.prompt_parts:
-            self._body |= openai_format.explained(part)
+            self._body |= openai_format.prompt_provenance(part)
 
     def _say(self, text: str) -> list[bytes]:
         events = []
@@ -171,7 +171,7 @@ class ResponseWriter:
     async def _store(self) -> None:
         """Keeps the response, unless it is not to be stored or broke off."""
         if self._request.store is not False and self._body["usage"] is not None:
-            self._keep(await asyncio.to_thread(Stored.of, self._body, [*self._chat, *self._answer()]))
+            self._keep(await asyncio.to_thread(StoredResponse.of, self._body, [*self._chat, *self._answer()]))
 
     def _answer(self) -> list[dict[str, Any]]:
         """The answer as messages of a chat."""
@@ -190,7 +190,7 @@ class ResponseWriter:
         """An event with the whole response, which may be large: the request's metadata and tools are in it."""
         body = {"type": kind, "sequence_number": self._sent, "response": self._body}
         self._sent += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(openai_format.written, body))
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(openai_format.json_bytes, body))
 
     def _event(self, kind: str, **body: Any) -> bytes:
         data = json.dumps({"type": kind, "sequence_number": self._sent, **body}, ensure_ascii=False)

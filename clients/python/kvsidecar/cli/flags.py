@@ -46,11 +46,11 @@ class FlagParser(argparse.ArgumentParser):
             if not name.startswith("-"):
                 self.error(f"{name!r} is one argument too many")
             said = self._elsewhere(name)
-            self.error(said or f"there is no {name}{meant(name, set(self._option_string_actions))}")
+            self.error(said or f"there is no {name}{did_you_mean(name, set(self._option_string_actions))}")
         return found
 
 
-def meant(name: str, known: Iterable[str], prefix: str = "") -> str:
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """A question for a name that is like one of those that are known, else nothing. What all begin with counts for
     nothing: by it alone any two names would be alike."""
     rests = sorted(each.removeprefix(prefix) for each in known)

@@ -21,7 +21,7 @@ import structlog
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
-from kvsidecar.cli.flags import FlagParser, add_flags, meant
+from kvsidecar.cli.flags import FlagParser, add_flags, did_you_mean
 from kvsidecar.cli.printable import printable
 from kvsidecar.errors import ConfigurationError, KVSidecarError
 
@@ -75,9 +75,8 @@ def refuse_unknown_variables(settings: type[BaseSettings]) -> None:
             continue
         if any(len(other) > len(prefix) and name.startswith(other) for other in _PREFIXES):
             continue
-        raise ConfigurationError(
-            f"{name} is in the environment and is no setting{meant(name, known, prefix)}; unset it, or see --help"
-        )
+        hint = did_you_mean(name, known, prefix)
+        raise ConfigurationError(f"{name} is in the environment and is no setting{hint}; unset it, or see --help")
 
 
 def _read_file(settings: type[BaseSettings], config: Path) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def _read_file(settings: type[BaseSettings], config: Path) -> dict[str, Any]:
             raise ConfigurationError(f"{config} has a table [{name}]; write the settings without any table above them")
         if name.replace("-", "_") not in known:
             raise ConfigurationError(
-                f"{config} has {name!r}, which is no setting{meant(name.replace('-', '_'), known)}; see --help"
+                f"{config} has {name!r}, which is no setting{did_you_mean(name.replace('-', '_'), known)}; see --help"
             )
     return {name.replace("-", "_"): value for name, value in loaded.items()}
 
